@@ -108,9 +108,9 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
         elif method == "metadata":
             answer = list(sender.metadata())
         elif method == "holdings":
-            answer = sender.holdings()
+            answer = sender.source_map()
         elif method == "route":
-            sender.take_route(*arguments)
+            sender.set_transfers(*arguments)
         elif method == "listen":
             answer = address = sender.listen("127.0.0.1")
         elif method == "connect":
@@ -177,7 +177,7 @@ async def _syncs(
         options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_sizes=(bucket_bytes,), adapters=pairs)
         ways = {}
         for routed in (False, True):
-            synchronizer = WeightSynchronizer(pool, ranks, routes=routed, **options)
+            synchronizer = WeightSynchronizer(pool, ranks, reshard=routed, **options)
             await synchronizer.sync(f"first {routed}")
             before, found = _processor_seconds(trainer), []
             for number in range(rounds):
@@ -189,7 +189,7 @@ async def _syncs(
             spent = {name: (after[name] - before[name]) / rounds for name in after}
             plan = synchronizer.plan
             assert (plan is not None) == routed
-            received = report.nbytes if plan is None else max(each.nbytes for each in plan.plan.workers)
+            received = report.nbytes if plan is None else max(each.nbytes for each in plan.reshard.workers)
             ways[routed] = Way(phases, fastest, spent, received)
         assert plan is not None
         (needed,) = synchronizer.planner._recorded.values()

@@ -90,6 +90,15 @@ def run(home: Path, train_s: float) -> None:
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
+    from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
+
+    class LongStream(StreamedRollouts):
+        """A stream that has no last step."""
+
+        def make_stream(self) -> RolloutStream:
+            stream = super().make_stream()
+            stream.limits = dataclasses.replace(stream.limits, steps=10_000)
+            return stream
 
     class Compared(FullyAsyncRayPPOTrainer):
         """Takes the steps of all parts and keeps the numbers of each."""
@@ -97,7 +106,7 @@ def run(home: Path, train_s: float) -> None:
         def train_steps(self) -> None:
             lines: list[dict[str, float]] = []
             self.callbacks.append(Lines(lines))
-            self.stream = None
+            self.rollouts = PromptRollouts(self)
             self.to_step(FIRST)
             one = lines[-1]["timing/policy_train"]
             passes = max(round((train_s - _training(lines[-1]) + one) / one), 1)
@@ -118,23 +127,18 @@ def run(home: Path, train_s: float) -> None:
             self.to_step(self.global_step + SYNCHRONOUS)
             before = list(lines)
             lines.clear()
-            self.stream, self.groups = self.make_stream(), None  # what goes to disk is measured in journal.py
-            self.loop.call(_starting(self.stream, self.train_dataloader.number), self.global_step)
+            self.rollouts = LongStream(self)  # not opened: what goes to disk is measured in journal.py
+            self.rollouts.load_state({})
             self.to_step(self.global_step + WARM + AHEAD)
-            self.loop.run(self.stream.close())
-            self.stream = None
+            self.rollouts.close()
+            self.rollouts = PromptRollouts(self)
             bound = self.cfg.trainer.fully_async.max_staleness_steps
             slots = self.cfg.generator.inference_engine.max_num_seqs
             _show(name, before, lines[-AHEAD:], predicted(before, lines[-AHEAD:], bound, slots))
 
         def to_step(self, last: int) -> None:
             self.total_steps = last
-            super(FullyAsyncRayPPOTrainer, self).train_steps()
-
-        def make_stream(self) -> RolloutStream:
-            stream = super().make_stream()
-            stream.limits = dataclasses.replace(stream.limits, steps=10_000)
-            return stream
+            super().train_steps()
 
         def save_checkpoints(self) -> None:
             pass
@@ -165,10 +169,6 @@ def run(home: Path, train_s: float) -> None:
     ]
     cfg, _ = load_config(SkyRLTrainConfig, arguments(keys, local_hardware()))
     run_experiment(cfg, Experiment)
-
-
-def _starting(stream: RolloutStream, oldest: int) -> Any:
-    return lambda version: stream.start(version, oldest=oldest)
 
 
 def _training(line: dict[str, float]) -> float:

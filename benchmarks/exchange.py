@@ -61,8 +61,8 @@ class Rank:
             MegatronWeightSource(build_model(folder, groups, dtype=torch.bfloat16), groups), transport="ipc"
         )
 
-    def holdings(self) -> Any:
-        return self.sender.holdings()
+    def source_map(self) -> Any:
+        return self.sender.source_map()
 
     def listen(self) -> Any:
         return self.sender.listen(self.address)
@@ -71,7 +71,7 @@ class Rank:
         return self.sender.join(*arguments)
 
     def route(self, *arguments: Any) -> None:
-        self.sender.take_route(*arguments)
+        self.sender.set_transfers(*arguments)
 
     def run(self) -> list[list[int]]:
         return self.sender.send()
@@ -83,17 +83,19 @@ class Worker:
     def __init__(self, number: int, *_: Any) -> None:
         self.number = number
 
-    def join(self, parcels: Any, memories: list[tuple[str, int]], numbers: dict[int, int], at: Any, size: int) -> None:
+    def join(
+        self, transfers: Any, memories: list[tuple[str, int]], numbers: dict[int, int], at: Any, size: int
+    ) -> None:
         import torch
 
-        from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
+        from skyrl_megatron.weight_sync.point_to_point import SliceReceiver
         from skyrl_megatron.weight_sync.transport import open_transport
 
         self.memories = [torch.empty(elements, dtype=getattr(torch, dtype)) for dtype, elements in memories]
         dtypes = [memory.dtype for memory in self.memories]
         host, port = at.address
         transport = open_transport("ipc", host, port, at.number, at.size, TIMEOUT_S)
-        self.receiver = ParcelReceiver(parcels, transport, numbers, dtypes, size, torch.device("cpu"))
+        self.receiver = SliceReceiver(transfers, transport, numbers, dtypes, size, torch.device("cpu"))
 
     def memory(self, target: int) -> Any:
         return self.memories[target]
@@ -148,6 +150,13 @@ class Members:
             self.calls[who].send(call)
         return {who: answer(self.calls[who]) for who in calls}
 
+    def processor_seconds(self) -> dict[str, float]:
+        """Seconds that all of them have computed so far, in user space and in the kernel (copies, TCP)."""
+        import psutil
+
+        times = [psutil.Process(process.pid).cpu_times() for process in self._started]
+        return {"user": sum(each.user for each in times), "kernel": sum(each.system for each in times)}
+
     def end(self) -> None:
         for connection in self.calls.values():
             with contextlib.suppress(BrokenPipeError):
@@ -178,33 +187,33 @@ def free_port() -> int:
 def connected(members: Members, bucket_bytes: int, *, exchange: bool) -> tuple[int, int]:
     """Plan a sync and open its groups; return the bytes that workers get, and those that cross between the hosts."""
     from skyrl_megatron.weight_sync.point_to_point import plan_exchange
-    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
-    from skyrl_megatron.weight_sync.slices import Route, rows_of, tensors_of, width_of
+    from skyrl_megatron.weight_sync.reshard_plan import Colocation, plan_reshard
+    from skyrl_megatron.weight_sync.slices import TargetMap, rows_of, tensors_of, width_of
     from skyrl_megatron.weight_sync.transport import GroupMember
-    from skyrl_megatron.workers.sync_calls import WorkerRoutes
+    from skyrl_megatron.workers.sync_calls import WorkerPlan
 
     numbers = range(len(members.hosts))
-    holdings = list(members.call({("rank", n): ("holdings",) for n in numbers}).values())
-    tensors = tensors_of(holdings)
+    source_maps = list(members.call({("rank", n): ("source_map",) for n in numbers}).values())
+    tensors = tensors_of(source_maps)
     shapes = [(rows_of(meta), width_of(meta.shape)) for meta in tensors]
     sizes = [rows * columns for rows, columns in shapes]
     memories = [(meta.dtype, size) for meta, size in zip(tensors, sizes, strict=True)]
     targets = [(meta.name, "weight", meta.dtype, size, -1) for meta, size in zip(tensors, sizes, strict=True)]
     rows = [(n, n, 0, rows, 0, columns, 0, columns, 1) for n, (rows, columns) in enumerate(shapes)]
-    beside = Beside(numbers, 1) if exchange else None
-    plan = join(tensors, holdings, [Route.of(targets, rows)] * len(numbers), bucket_bytes, beside)
+    colocation = Colocation(numbers, 1) if exchange else None
+    plan = plan_reshard(tensors, source_maps, [TargetMap.of(targets, rows)] * len(numbers), bucket_bytes, colocation)
     parts = plan_exchange(plan, tensors, numbers) if exchange else None
     addresses = members.call({("rank", n): ("listen",) for n in numbers})
     calls: dict[tuple[str, int], tuple[Any, ...]] = {}
     routes: dict[tuple[str, int], tuple[Any, ...]] = {}
     # workers are named by their number here, where the product has engines
-    for ranks, workers in WorkerRoutes(tensors, plan, [(None, n) for n in numbers], beside).groups():  # type: ignore[misc]
+    for ranks, workers in WorkerPlan(tensors, plan, [(None, n) for n in numbers], colocation).groups():  # type: ignore[misc]
         address, size = addresses["rank", ranks[0]], len(ranks) + len(workers)
         places = {worker: place for place, worker in enumerate(workers, start=len(ranks))}
         for number, rank in enumerate(ranks):
             calls["rank", rank] = ("join", GroupMember(address, number, len(ranks), size), TIMEOUT_S)
             part = () if parts is None else (parts[rank],)
-            routes["rank", rank] = ("route", *plan.ranks[rank].plain, places, *part)
+            routes["rank", rank] = ("route", *plan.ranks[rank].wire, places, *part)
         for worker, place in places.items():
             of_rank = {rank: 0 if exchange else ranks.index(rank) for rank in plan.workers[worker].peers}
             where = GroupMember(address, place, len(ranks), size)
@@ -279,6 +288,7 @@ def main() -> None:
     from tests.support.tiny_models import write_tiny_model
 
     bucket_bytes, found, link, crossing = args.bucket_mib << 20, {}, 0.0, 0
+    busy: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as root, two_hosts(args.gbits):
         folder = write_tiny_model("qwen3_moe", Path(root) / "model", dtype="bfloat16", **({} if args.smoke else LARGE))
         for way, hosts in {"one host": [("", LOOPBACK)] * 2, "two hosts": list(HOSTS.items())}.items():
@@ -286,15 +296,22 @@ def main() -> None:
             try:
                 nbytes, away = connected(members, bucket_bytes, exchange=way == "two hosts")
                 synced(members)  # buckets are made
-                before = carried()
+                before, began = carried(), members.processor_seconds()
                 found[way] = statistics.median(synced(members) for _ in range(args.rounds))
+                ended = members.processor_seconds()
+                busy[way] = {kind: (ended[kind] - began[kind]) / args.rounds for kind in ended}
                 if way == "two hosts":
                     link, crossing = (carried() - before) / args.rounds, away
             finally:
                 members.end()
     print(f"{nbytes / 1e6:.0f} MB for two workers, in buckets of {args.bucket_mib} MiB")
     for way, seconds in found.items():
-        print(f"{way:33s} {seconds * 1e3:7.0f} ms   {nbytes / seconds / 1e6:6.0f} MB/s")
+        used = busy[way]
+        print(
+            f"{way:33s} {seconds * 1e3:7.0f} ms   {nbytes / seconds / 1e6:6.0f} MB/s   processors "
+            f"{used['user'] * 1e3:.0f} ms + kernel {used['kernel'] * 1e3:.0f} ms, at least "
+            f"{sum(used.values()) / os.cpu_count() * 1e3:.0f} ms on {os.cpu_count()} cores"  # type: ignore[operator]
+        )
     print(f"two hosts against one             {found['two hosts'] / found['one host']:7.2f} × (wanted: at most 1.15)")
     print(f"what has to cross the link        {crossing / 1e6:7.1f} MB = {crossing / nbytes:.2f} of all")
     print(f"what it carried                   {link / crossing:7.3f} × (wanted: at most 1.05, headers included)")

@@ -99,7 +99,7 @@ def watch(home: Path) -> dict[str, float]:
     from skyrl_megatron.inference.pool import EngineSlot
     from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer.callbacks import TrainerCallback
-    from skyrl_megatron.trainer.recovery import MemoryAhead, Stragglers
+    from skyrl_megatron.trainer.recovery import MemoryForecast, Stragglers
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
     clocked, used = [0.0], dict[int, float]()
@@ -144,7 +144,7 @@ def watch(home: Path) -> dict[str, float]:
         return await Clocked(probe(self, timeout_s))
 
     HealthMonitor.check, EngineSlot.probe = checked, probed  # type: ignore[method-assign]
-    for of, name in ((MemoryAhead, "look"), (Stragglers, "look"), (WorkerGroup, "take_own_seconds")):
+    for of, name in ((MemoryForecast, "check"), (Stragglers, "look"), (WorkerGroup, "take_own_seconds")):
         clock(of, name)
 
     def cpu_seconds() -> dict[int, float]:
@@ -184,7 +184,7 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.peer_checkpoint import RankCopies
+    from skyrl_megatron.runtime.peer_checkpoint import PeerCheckpoints
     from skyrl_megatron.types import TrainingBatch
 
     torch.set_num_threads(1)
@@ -206,7 +206,7 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
     )
     batch.advantages = torch.randn(mask.shape, generator=generator)
     batch.old_logprobs = batch.rollout_logprobs = torch.full(mask.shape, -7.0)
-    copies, seconds = RankCopies(), dict[str, list[float]](update=[], copy=[])
+    copies, seconds = PeerCheckpoints(), dict[str, list[float]](update=[], copy=[])
     held = 0
     for _ in range(ROUNDS + 1):
         dist.barrier()

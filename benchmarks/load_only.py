@@ -39,7 +39,7 @@ class LoadOnly(WorkerExtension):
         worker: Any = self
         transfer = worker.weight_transfer_engine
         transfer.start_weight_update()
-        targets = ModelTargets(transfer.model, transfer.route)
+        targets = ModelTargets(transfer.model, transfer.target_map)
         seconds = 0.0
         for number in range(len(targets.layers)):
             targets.memory(number).zero_()

@@ -47,13 +47,14 @@ class Trainer:
         import torch
 
         from skyrl_megatron.config import SkyRLTrainConfig
-        from skyrl_megatron.runtime import engine as runtime
+        from skyrl_megatron.runtime import trained_model
+        from skyrl_megatron.runtime.engine import MegatronEngine
 
         parameter_dtype = getattr(torch, dtype)
-        runtime.parameter_dtype = lambda cfg: parameter_dtype  # type: ignore[attr-defined]  # half: on GPUs only
+        trained_model.parameter_dtype = lambda cfg: parameter_dtype  # type: ignore[attr-defined]  # half: on GPUs only
         self.folder = folder
         cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
-        self.engine = runtime.MegatronEngine(cfg, "ref")
+        self.engine = MegatronEngine(cfg, "ref")
 
     def score(self, token_ids: list[int], *, perturbation: float = 0.0) -> list[float]:
         """Log-probs of tokens 1 … n−1."""

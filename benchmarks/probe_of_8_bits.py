@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bridges.quantisation import EngineForm
-from bridges.quantized import of_blocks, quantise
+from bridges.quantized import matrix_of_blocks, quantise
 from skyrl_megatron.weight_sync.probe import EPSILON, QUANTISED, limit_of, logprob_diff, probe_tokens
 from tests.support.engines import reference_logprobs
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -54,7 +54,7 @@ def in_8_bits(tensors: Tensors, form: EngineForm) -> Tensors:
         if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             values, scales = quantise(form, tensor)
             scales = torch.exp2(scales.float() - 127) if form.method == "mxfp8" else scales
-            found[name] = of_blocks(values, scales, form.block).dequantized(tensor.dtype)
+            found[name] = matrix_of_blocks(values, scales, form.block).dequantized(tensor.dtype)
     return found
 
 

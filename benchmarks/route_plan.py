@@ -1,4 +1,4 @@
-"""Joining the plan of a sync by routes, for as many tensors and workers as a large run has; nothing travels.
+"""Joining the plan of a sync by the reshard plan, for as many tensors and workers as a large run has; nothing travels.
 
     python benchmarks/route_plan.py [--tensors 50000] [--workers 64]
 
@@ -24,9 +24,9 @@ BUCKET_BYTES = 16 << 20
 
 
 def tables(count: int, workers: int, degree: int):  # type: ignore[no-untyped-def]
-    """(tensors, holdings of all ranks, routes of all workers)."""
+    """(tensors, source maps of all ranks, target maps of all workers)."""
     from skyrl_megatron.weight_sync.buckets import TensorMeta
-    from skyrl_megatron.weight_sync.slices import Holdings, Route
+    from skyrl_megatron.weight_sync.slices import SourceMap, TargetMap
 
     per_layer = 3 * EXPERTS + DENSE
     tensors, tiles = [], [[] for _ in range(64)]  # type: ignore[var-annotated]
@@ -54,9 +54,9 @@ def tables(count: int, workers: int, degree: int):  # type: ignore[no-untyped-de
             else:
                 each = rows // degree
                 copies[part].append((number, number, part * each, each, 0, columns, 0, columns, 1))
-    holdings = [Holdings(tensors, np.array(each, np.int64).reshape(-1, 8)) for each in tiles]
-    routes = [Route(targets, np.array(each, np.int64)) for each in copies]
-    return tensors, holdings, [routes[worker % degree] for worker in range(workers)]
+    source_maps = [SourceMap(tensors, np.array(each, np.int64).reshape(-1, 8)) for each in tiles]
+    target_maps = [TargetMap(targets, np.array(each, np.int64)) for each in copies]
+    return tensors, source_maps, [target_maps[worker % degree] for worker in range(workers)]
 
 
 def main() -> None:
@@ -66,17 +66,17 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=50_000)
     parser.add_argument("--workers", type=int, default=64)
     args = parse(parser, tensors=500, workers=8)
-    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.weight_sync.reshard_plan import plan_reshard
 
     for degree in (8, args.workers):
-        tensors, holdings, routes = tables(args.tensors, args.workers, degree)
+        tensors, source_maps, target_maps = tables(args.tensors, args.workers, degree)
         began, computing = time.perf_counter(), time.process_time()
-        plan = join(tensors, holdings, routes, BUCKET_BYTES)
+        plan = plan_reshard(tensors, source_maps, target_maps, BUCKET_BYTES)
         seconds, computing = time.perf_counter() - began, time.process_time() - computing
-        copies = sum(len(parcels.copies) for parcels in plan.workers)
-        own = sum(int((r.copies[:, 3] * r.copies[:, 5]).sum()) * 2 for r in routes)
-        sent = [parcels.nbytes for parcels in plan.ranks if parcels.nbytes]
-        received = sum(parcels.nbytes for parcels in plan.workers) / own
+        copies = sum(len(transfers.copies) for transfers in plan.workers)
+        own = sum(int((r.copies[:, 3] * r.copies[:, 5]).sum()) * 2 for r in target_maps)
+        sent = [transfers.nbytes for transfers in plan.ranks if transfers.nbytes]
+        received = sum(transfers.nbytes for transfers in plan.workers) / own
         print(f"{args.tensors} tensors × {args.workers} workers of tp {degree}: {copies} copies")
         print(f"  joined in            {seconds:7.2f} s, of which {computing:.2f} computing (wanted: 2)")
         print(f"  bytes received       {received:7.4f} × own (wanted: at most 1.05)")

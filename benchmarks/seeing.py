@@ -35,7 +35,7 @@ PAGE = (
 )
 CURVES = (
     "import resource, sys, time; from pathlib import Path; began = time.perf_counter()\n"
-    "from skyrl_megatron.trainer.run_report import write_curves\n"
+    "from skyrl_megatron.trainer.summary import write_curves\n"
     "write_curves(Path(sys.argv[1]))\n"
     "used = resource.getrusage(resource.RUSAGE_SELF)\n"
     "print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, 0)"
@@ -148,7 +148,7 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
 
 NOTES = """
 import functools, json, time
-from skyrl_megatron.trainer.observe import RunWatch
+from skyrl_megatron.trainer.observe import RunRecorder
 
 seen, before = [0.0], [time.process_time()]
 
@@ -164,7 +164,7 @@ def around(owner, name):
     setattr(owner, name, timed)
 
 from skyrl_megatron.trainer.tracking import Tracking
-around(Tracking, "log"); around(RunWatch, "end_step"); around(RunWatch, "note"); around(Trainer, "keep_samples")
+around(Tracking, "log"); around(RunRecorder, "end_step"); around(RunRecorder, "note"); around(Trainer, "keep_samples")
 
 def log_step(self):
     RayPPOTrainer.log_step(self)

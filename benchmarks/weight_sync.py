@@ -96,9 +96,9 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
         elif method == "transport":
             sender.transport_name = arguments[0]
         elif method == "holdings":
-            answer = sender.holdings()
+            answer = sender.source_map()
         elif method == "route":
-            sender.take_route(*arguments)
+            sender.set_transfers(*arguments)
         elif method == "send":
             answer = sender.send()
         elif method == "memory":
@@ -179,10 +179,10 @@ class Rank:
     async def join_engines(self, *arguments: Any) -> Any:
         return await asyncio.to_thread(self.ask, "join", *arguments)
 
-    async def weight_holdings(self) -> Any:
+    async def weight_source_map(self) -> Any:
         return await asyncio.to_thread(self.ask, "holdings")
 
-    async def take_route(self, *arguments: Any) -> None:
+    async def set_transfers(self, *arguments: Any) -> None:
         await asyncio.to_thread(self.ask, "route", *arguments)
 
     async def send_weights(self, adapters: Any = None) -> Any:
@@ -215,7 +215,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     config = json.loads((folder / "config.json").read_text())
     ranks: list[Any] = [rank]  # it never scores: the probe is off
     options = dict(hf_config=config, dtype="bfloat16", bucket_sizes=(bucket_bytes,))
-    synchronizer = WeightSynchronizer(pool, ranks, routes=False, **options)
+    synchronizer = WeightSynchronizer(pool, ranks, reshard=False, **options)
     first: Any = pool.slots[0].engine
     engine = first._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
@@ -234,7 +234,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
             found[name].append((await engine.collective_rpc("bench_load", args=(fused,)))[0])
             found[f"memory of {name}"].append((await engine.collective_rpc("bench_peak"))[0])
     before = rank.ask("memory")
-    by_routes = WeightSynchronizer(pool, ranks, routes=True, **options)
+    by_routes = WeightSynchronizer(pool, ranks, reshard=True, **options)
     first_sync = await by_routes.sync("routes")
     assert by_routes.plan is not None
     for number in range(rounds):
@@ -247,7 +247,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     found["routes bytes"], found["routes memory"] = [sent.nbytes], [rank.ask("memory") - before]
     found["routes connect"] = [first_sync.seconds["connect"]]
     rank.ask("transport", "ipc")
-    by_memory = WeightSynchronizer(pool, ranks, routes=True, transport="ipc", **options)
+    by_memory = WeightSynchronizer(pool, ranks, reshard=True, transport="ipc", **options)
     await by_memory.sync("shared")
     for number in range(rounds):
         sent = await by_memory.sync(f"shared {number}")

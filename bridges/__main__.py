@@ -1,4 +1,4 @@
-"""``python -m bridges`` (also ``skyrl-convert``): list, inspect, import, export, merge, verify."""
+"""Command line of ``python -m bridges`` (also ``skyrl-convert``): list, inspect, import, export, merge, verify."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ exit codes:
   1    verify: differences found
   2    wrong arguments, or a folder that cannot be read or converted
   3    the output cannot be written (disk full, permissions)
-  130  interrupted; nothing is left under the name of the output
+  130  interrupted; no output folder was created
 """
 
 
@@ -46,25 +46,25 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--out", type=Path, required=True, help="folder to create; must not exist")
         sub.add_argument("--dtype", choices=sorted(CAST_TO), help="cast weights; default: keep each tensor's dtype")
         sub.add_argument("--workers", type=int, default=2, help="threads (default 2)")
-        sub.add_argument("--drop-mtp", action="store_true", help="leave out multi-token-prediction layers")
+        sub.add_argument("--drop-mtp", action="store_true", help="omit multi-token-prediction layers")
 
     command("list", "the supported families and what is verified for each")
-    text = "architecture, parameters, dtypes, bytes and layout of a folder; of an unknown family the nearest known one"
+    text = "architecture, parameters, dtypes, bytes and layout of a folder; for an unknown family the nearest one"
     sub = command("inspect", text)
     sub.add_argument("folder", type=Path)
     sub.add_argument("--hf-template", type=Path, help="folder with config.json, if a checkpoint has none")
     sub.add_argument(
-        "--megatron-bridge", type=Path, help="of an unknown family: where pip --target put Megatron-Bridge"
+        "--megatron-bridge", type=Path, help="for an unknown family: folder of pip install --target megatron-bridge"
     )
     sub = command("import", "HF folder -> Megatron checkpoint (torch_dist) that loads at any tp/pp/vpp/ep/etp")
-    sub.add_argument("--hf", type=Path, required=True)
+    sub.add_argument("--hf", type=Path, required=True, help="HF folder of the model")
     streaming(sub)
     sub = command("export", "Megatron checkpoint, plain or of a training run -> HF folder")
-    sub.add_argument("--megatron", type=Path, required=True, help="its folder; of a run also ckpt_path/global_step_N")
+    sub.add_argument("--megatron", type=Path, required=True, help="checkpoint, or ckpt_path/global_step_N of a run")
     sub.add_argument("--hf-template", type=Path, help="original HF folder, for config, tokenizer and MTP layers")
     sub.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default 5GB)")
     streaming(sub)
-    sub = command("merge", "HF folder + PEFT adapter folder -> HF folder with the adapter in its weights")
+    sub = command("merge", "HF folder + PEFT adapter folder -> HF folder with merged weights")
     sub.add_argument("--hf", type=Path, required=True, help="the base model")
     sub.add_argument("--adapter", type=Path, required=True, help="folder with adapter_config.json")
     sub.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default 5GB)")
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command and print its result. Returns the exit code."""
+    """Run one command, print its result and return the exit code."""
     for module in args.plugin:
         try:
             import_module(module)
@@ -92,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "inspect":
         from bridges.catalog import inspect
-        from bridges.nearest import compared
+        from bridges.nearest import nearest_report
 
         try:
             facts = inspect(args.folder, args.hf_template)
         except UnknownFamilyError:
-            _print(args, *compared(args.folder, args.megatron_bridge))
+            _print(args, *nearest_report(args.folder, args.megatron_bridge))
             raise
         _print(args, facts, _facts(facts))
         return 0
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     from bridges.staging import progress_stream
 
     if args.workers < 1:
-        raise BridgeError(f"--workers {args.workers}: give at least 1")
+        raise BridgeError(f"--workers {args.workers}: use at least 1")
     shared: dict[str, Any] = dict(
         dtype=parse_dtype(args.dtype), workers=args.workers, drop_mtp=args.drop_mtp, stream=progress_stream(args.json)
     )
@@ -139,9 +139,9 @@ def _verify(args: argparse.Namespace) -> int:
         return 0
     result = compare(args.a, args.b, args.hf_template, progress_stream(args.json))
     lines = [f"{result.tensors} tensors, {result.bytes / 1e9:.3f} GB"]
-    lines += [f"ignored (no weights of its own): {name}" for name in result.ignored]
+    lines += [f"ignored (holds no separate weights): {name}" for name in result.ignored]
     lines += result.differences[:SHOWN]
-    lines += [f"… {len(result.differences)} differences in all"] if len(result.differences) > SHOWN else []
+    lines += [f"… {len(result.differences)} differences in total"] if len(result.differences) > SHOWN else []
     lines += ["every tensor is bit-equal"] if result.equal else []
     _print(args, result.as_dict(), "\n".join(lines))
     return 0 if result.equal else 1
@@ -162,7 +162,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return entry point. Returns the exit code; user mistakes print one message and no traceback."""
+    """Run the command line and return the exit code. A user error prints one message and no traceback."""
     args = parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; nothing was left under the name of the output", file=sys.stderr)
+        print("interrupted; no output folder was created", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)

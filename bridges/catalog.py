@@ -1,16 +1,11 @@
-"""The families as a list and as a document, what tests prove for each, and what a model folder holds.
+"""The ``list`` and ``inspect`` commands, and the document of the supported families.
 
-For every family: names and shapes on disk equal those transformers writes, round trips are bitwise through tensors and
-through folders, and splits over tp, etp and padded vocabularies are undone exactly. ``LAYOUTS`` adds the layouts in
-which logits and every parameter's gradient equal those of transformers.
-
-``python -m bridges.catalog`` rewrites BRIDGES.md; a test fails when it is stale.
+``python -m bridges.catalog`` writes docs/families.md, which is not in git (``launch/docs.sh``).
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,8 +21,8 @@ from bridges.verified import LAYOUTS
 def inspect(path: Path, template: Path | None = None) -> dict[str, Any]:
     """Return architecture, parameters (all and active per token), dtypes, bytes and layout of a HF or Megatron folder.
 
-    Active parameters: all but those of experts that a token is not routed to; the embedding counts in full. Buffers
-    and multi-token-prediction layers are not counted.
+    Active parameters exclude experts that a token is not routed to, and include the whole embedding. Buffers and
+    multi-token-prediction layers are not counted. Raises :class:`BridgeError` for a bad or unsupported folder.
     """
     source = open_source(path, template)
     plan = Plan.of(source.config)
@@ -35,10 +30,10 @@ def inspect(path: Path, template: Path | None = None) -> dict[str, Any]:
     plan.check(shapes, str(path))
     config = plan.family.config(source.config)
     experts = plan.shape.dims.get("E", 0)
-    chosen = getattr(config, "num_experts_per_tok", 0) or 0
+    topk = getattr(config, "num_experts_per_tok", 0) or 0
     sizes = [(math.prod(entry.shape), entry.is_expert) for entry in plan.entries if not entry.is_buffer]
     total = sum(size for size, _ in sizes)
-    active = sum(size * chosen // experts if is_expert else size for size, is_expert in sizes)
+    active = sum(size * topk // experts if is_expert else size for size, is_expert in sizes)
     bytes_by_dtype: Counter[str] = Counter()
     for name, shape in shapes.items():
         kind = source.dtype(name)
@@ -50,7 +45,7 @@ def inspect(path: Path, template: Path | None = None) -> dict[str, Any]:
         "layers": len(plan.shape.moe),
         "moe_layers": sum(plan.shape.moe),
         "experts": experts,
-        "experts_per_token": chosen,
+        "experts_per_token": topk,
         "parameters": total,
         "active_parameters": active,
         "tensors": len(shapes),
@@ -71,24 +66,24 @@ def _layout(source: Any, path: Path) -> str:
         return f"Megatron torch_dist, {layers}, {chunks} chunks in {files} file{'s' * (files != 1)}"
     files = len(list(path.glob("*.safetensors")))
     method = getattr(source, "method", None)
-    stored = f", {method} (sizes are those after dequantisation)" if method else ""
+    stored = f", {method} (sizes are after dequantisation)" if method else ""
     return f"HF safetensors, {files} file{'s' * (files != 1)}{stored}"
 
 
-FILE = Path(__file__).resolve().parents[1] / "BRIDGES.md"
+FILE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 HEAD = """\
 # Bridges: supported families and their tables
 
-Generated from `bridges/families/*.py` by `python -m bridges.catalog`; do not edit. Shapes use the letters of
-`bridges/rows.py` and are those on disk (of one expert where `stacked`). `split` is the dimension of the Megatron
-tensor that is split over tp (over etp for experts); gate and up are split each on its own, q, k, v by KV group.
+`python -m bridges.catalog` writes this page from `bridges/families/*.py`. Shapes are those on disk, in the letters of
+`bridges/rows.py` (shape of one expert if `stacked`). `split` is the dimension of the Megatron tensor that is split
+over tp (over etp for experts). Gate and up are split separately; q, k and v are split by KV group.
 
 ## Verified
 
-Every family: names and shapes equal those transformers writes, round trips are bitwise through tensors and through
-folders, splits over tp, etp and padded vocabularies are undone exactly. Logits and every parameter's gradient equal
-those of transformers, fp32, in the layouts listed; the embedding of `pad_token_id` is trained like any other, where
-transformers leaves it as it is.
+For every family, names and shapes equal those of transformers, round trips through tensors and folders are bitwise
+exact, and splits over tp, etp and padded vocabularies are exactly invertible. In the listed layouts, logits and the
+gradients of all parameters equal those of transformers in fp32. The embedding of `pad_token_id` is trained like any
+other; transformers does not train it.
 
 | `model_type` | also | architecture | logits and gradients checked in |
 |---|---|---|---|
@@ -117,7 +112,7 @@ def rows() -> list[dict[str, object]]:
 
 def table() -> str:
     """Return the list as text."""
-    lines = ["all: names, shapes, bitwise round trip, exact splits; logits and gradients equal transformers in:"]
+    lines = ["all: names, shapes, bitwise round trip, exact splits; logits and gradients equal transformers' in:"]
     for name in supported():
         family = get_family(name)
         also = f" ({', '.join(family.aliases)})" if family.aliases else ""
@@ -154,7 +149,7 @@ def _section(family: Family) -> str:
 
 
 def document() -> str:
-    """Return the text of BRIDGES.md."""
+    """Return the text of docs/families.md."""
     families = [get_family(name) for name in SUPPORTED]
     summary = [
         f"| `{family.model_type}` | {', '.join(f'`{alias}`' for alias in family.aliases)} | {family.architecture} | "
@@ -166,4 +161,3 @@ def document() -> str:
 
 if __name__ == "__main__":
     FILE.write_text(document())
-    print(f"wrote {FILE}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""Pure tensor operations between the tensors of a HF folder and one Megatron parameter, exact in both directions.
+"""Exact, invertible tensor operations between HF tensors and one Megatron parameter.
 
-A Megatron tensor is the concatenation along dim 0 of ``parts`` equally long pieces: 1 for most, 2 for gate and up
-projections, whose halves are split over tp separately. Streaming code works on the pieces, so a gate and an up
-projection are never copied together only to be written to two places.
-
-Every class here is bound to sizes; the tables in ``families/`` name dimensions instead (see :mod:`bridges.rules`).
+A Megatron tensor is the concatenation of ``parts`` equally long parts along dim 0: 1 for most, 2 for gate and up
+projections, which are split over tp separately. Streaming code works on parts, so gate and up projections need not be
+copied into one tensor. The conversions have concrete sizes; the tables in ``families/`` have symbolic dimensions
+(:mod:`bridges.rows`).
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One HF tensor is the Megatron tensor as it stands. Base of all conversions."""
+    """One HF tensor is the unchanged Megatron tensor. Base of all conversions."""
 
     keeps_rows: ClassVar[bool] = True
-    """Whether rows of the HF tensors are rows of the Megatron tensor, in some order."""
+    """Whether each row of the Megatron tensor is a row of a HF tensor, in any order."""
 
     @property
     def keeps_order(self) -> bool:
-        """Whether rows of one HF tensor follow one another in a group as they do on disk, so that an adapter's may."""
+        """Whether the rows of one HF tensor keep their order within each group, which adapters need."""
         return True
 
     parts: int = 1
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Convert HF tensors in the order of the row to the pieces of the Megatron tensor. Views where possible."""
+        """Convert HF tensors, in the order of the row, to the parts of the Megatron tensor; views if possible."""
         return tuple(hf)
 
     def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the inverse of :meth:`to_parts`, bit for bit. Views where possible."""
+        """Invert :meth:`to_parts` exactly; views if possible."""
         return tuple(parts)
 
     def to_megatron(self, hf: Sequence[Tensor]) -> Tensor:
@@ -53,10 +52,10 @@ class Conversion:
 class InterleaveQkv(Conversion):
     """q ``[groups·queries·dim, …]``, k and v ``[groups·dim, …]`` → ``[groups·(queries + 2)·dim, …]``.
 
-    ``value``: rows of a value head where they are not ``dim``.
+    ``value``: size of a value head if it is not ``dim``.
     Megatron orders the rows by KV group: the group's query heads, its key head, its value head
     (``megatron/core/transformer/attention.py``, ``SelfAttention.get_query_key_value_tensors``). With 2 groups of
-    2 query heads: ``q0 q1 k0 v0 q2 q3 k1 v1``. A tp split is then a plain split into runs of whole groups.
+    2 query heads: ``q0 q1 k0 v0 q2 q3 k1 v1``. A tp split is then a contiguous split into whole groups.
     """
 
     groups: int = 1
@@ -83,7 +82,7 @@ class InterleaveQkv(Conversion):
 
 @dataclass(frozen=True, slots=True)
 class InterleaveGatedQkv(InterleaveQkv):
-    """As :class:`InterleaveQkv` where each head of q is followed by its output gate: q ``[groups·queries·2·dim, …]``.
+    """:class:`InterleaveQkv` with an output gate after each head of q: q ``[groups·queries·2·dim, …]``.
 
     Megatron (``attention_output_gate``) has the group's query heads first, then its gates. With 1 group of 2 heads:
     ``q0 g0 q1 g1``, ``k0``, ``v0`` → ``q0 q1 g0 g1 k0 v0``.
@@ -116,8 +115,8 @@ class InterleaveGatedQkv(InterleaveQkv):
 class JoinByGroup(Conversion):
     """Sections of one or several HF tensors → rows by group: a group's rows of every section, in their order.
 
-    ``sections``: for each HF tensor, the rows that one group has in each section of it. With 2 groups:
-    ``(a0 a1 b0 b1)``, ``(c0 c1)`` → ``a0 b0 c0 a1 b1 c1``. A tp split is then a split into runs of whole groups.
+    ``sections``: for each HF tensor, the number of rows of one group in each of its sections. With 2 groups:
+    ``(a0 a1 b0 b1)``, ``(c0 c1)`` → ``a0 b0 c0 a1 b1 c1``. A tp split is then a contiguous split into whole groups.
     """
 
     groups: int = 1
@@ -169,7 +168,7 @@ class Squeeze(Conversion):
 
 @dataclass(frozen=True, slots=True)
 class DeinterleaveGateUp(Conversion):
-    """``[H, 2f]`` or ``[2f]`` with columns gate, up, gate, up … ↔ gate ``[f, H]`` or ``[f]``, and up alike."""
+    """``[H, 2f]`` or ``[2f]`` with columns gate, up, gate, up … ↔ gate and up, each ``[f, H]`` or ``[f]``."""
 
     keeps_rows: ClassVar[bool] = False
     parts: int = 2
@@ -185,10 +184,10 @@ class DeinterleaveGateUp(Conversion):
 
 @dataclass(frozen=True, slots=True)
 class InterleaveRope(Conversion):
-    """Reorders, in each of ``heads`` blocks of rows, the last ``rope`` rows from halves to pairs.
+    """Reorders the last ``rope`` rows of each of ``heads`` blocks from halves to pairs.
 
-    HF models that rotate ``(x[i], x[i + rope/2])`` become Megatron's MLA, which rotates ``(x[2i], x[2i + 1])``:
-    ``new[2i] = old[i]``, ``new[2i + 1] = old[i + rope/2]``. ``plain`` rows before them stay.
+    Some HF models rotate ``(x[i], x[i + rope/2])``; Megatron's MLA rotates ``(x[2i], x[2i + 1])``. Hence
+    ``new[2i] = old[i]`` and ``new[2i + 1] = old[i + rope/2]``. The ``plain`` rows before them are unchanged.
     """
 
     heads: int = 1

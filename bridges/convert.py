@@ -1,6 +1,4 @@
-"""Convert a HF folder to a Megatron checkpoint and back, tensor by tensor, and prove that two folders hold the same
-model.
-"""
+"""Convert a HF folder to a Megatron checkpoint and back, tensor by tensor, and compare two folders."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from bridges.errors import BridgeError
 from bridges.hf_io import DTYPE_NAMES, HfWriter
 from bridges.plan import Plan
 from bridges.rows import Shape
-from bridges.rules import CheckpointPlace, Entry, checkpoint_place
+from bridges.rules import CheckpointLocation, Entry, checkpoint_location
 from bridges.source import (
     HF_SUBFOLDER,
     PASSTHROUGH,
@@ -38,16 +36,19 @@ from bridges.source import (
 from bridges.staging import LocalFile, Progress, byte_blocks, in_threads, shares, staged
 from bridges.torch_dist import ChunkFile, write_metadata
 
-SHOWN = 10  # differences spelled out
+SHOWN = 10  # maximum number of printed differences
 LOGITS_GROUP = "bridges.logits"
-"""Entry points of packages that can run both models: a module with ``--hf``, ``--megatron`` and ``--layout``, run by
-``python -m``, that prints one JSON object as its last line."""
+"""Group of entry points that can run both models. An entry point is a module for ``python -m`` with the options
+``--hf``, ``--megatron`` and ``--layout``. Its last line of output is a JSON object."""
 
 
 @dataclass
 class Comparison:
-    """The result of :func:`compare`. ``differences``: one line each, in the order of the names; ``ignored``: tensors
-    of one side only that hold no weights of their own."""
+    """The result of :func:`compare`.
+
+    ``differences``: one line each, in the order of the names. ``ignored``: tensors of one side only that hold no
+    separate weights.
+    """
 
     tensors: int = 0
     bytes: int = 0
@@ -61,7 +62,7 @@ class Comparison:
         return not self.differences
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``."""
+        """Return the JSON object for ``--json``."""
         return {"equal": self.equal, **vars(self)}
 
 
@@ -85,8 +86,8 @@ def compare(a: Path, b: Path, template: Path | None = None, stream: TextIO | Non
         result.bytes += _nbytes(left, name, shapes[name])
         kinds = [(tuple(side[name]), source.dtype(name)) for side, source in ((shapes, left), (other, right))]
         if kinds[0] != kinds[1]:
-            said = " and ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in kinds)
-            result.differences.append(f"{name}: {said}")
+            both_kinds = " and ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in kinds)
+            result.differences.append(f"{name}: {both_kinds}")
         else:
             pieces = _pieces(plan, left, name), _pieces(plan, right, name)
             result.differences += _first_difference(name, *pieces, stacked=name in plan.stacked)
@@ -97,12 +98,12 @@ def compare(a: Path, b: Path, template: Path | None = None, stream: TextIO | Non
 
 
 def _repeats(plan: Plan, source: Source, name: str) -> bool:
-    """Return whether a tensor is declared to repeat another one, and does."""
+    """Return whether a tensor is declared as a copy of another one and equals it."""
     return name in plan.copies and same_bytes(source.read(name), source.read(plan.copies[name]))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Return whether both are equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
+    """Return whether dtype, shape and all bits are equal, including NaN payloads and the sign of zero."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_raw(a), _raw(b))
 
 
@@ -115,7 +116,7 @@ def _nbytes(source: Source, name: str, shape: tuple[int, ...]) -> int:
 
 
 def _pieces(plan: Plan, source: Source, name: str) -> Iterator[Tensor]:
-    """Yield the tensor, or its slices where all experts share it, so that one slice is held at a time."""
+    """Yield the tensor, or the slices of a stacked tensor, so that only one slice is in memory."""
     if name in plan.stacked:
         yield from (source.read(name, expert) for expert in range(plan.hf[name][0]))
     else:
@@ -135,23 +136,23 @@ def _first_difference(name: str, left: Iterator[Tensor], right: Iterator[Tensor]
 
 
 def compare_logits(hf: Path, megatron: Path, layout: str, seconds: float = 1800.0) -> dict[str, Any]:
-    """Run the HF model in transformers and the checkpoint in Megatron, at ``layout`` (``tp=2,ep=2``), on one input.
+    """Run the HF model in transformers and the checkpoint in Megatron at ``layout`` (``tp=2,ep=2``) on one input.
 
-    The run is a program of its own, found among the entry points of :data:`LOGITS_GROUP`: it needs process groups, and
-    this package has none. Raises :class:`BridgeError` when none is installed, or it fails or takes too long.
+    A separate program, an entry point of :data:`LOGITS_GROUP`, runs both, because this package has no process groups.
+    Returns its JSON object. Raises :class:`BridgeError` if no program is installed, or if it fails or times out.
     """
     program = next(iter(metadata.entry_points(group=LOGITS_GROUP)), None)
     if program is None:
         raise BridgeError(
             f"--logits needs an installed package with an entry point of the group {LOGITS_GROUP}; install "
-            "skyrl-megatron (launch/setup.sh), or compare the tensors without --logits"
+            "skyrl-megatron (launch/setup.sh), or compare only the tensors, without --logits"
         )
     command = [sys.executable, "-m", program.module, "--hf", str(hf), "--megatron", str(megatron)]
     command += ["--layout", layout] if layout else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired as error:
-        raise BridgeError(f"comparing logits took longer than {seconds:g} s; use a smaller --layout") from error
+        raise BridgeError(f"--logits took longer than {seconds:g} s; use a smaller --layout") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
@@ -160,12 +161,12 @@ def compare_logits(hf: Path, megatron: Path, layout: str, seconds: float = 1800.
     return result
 
 
-ONE_FILE = 256 * 2**20  # exports beyond are cut into a file per worker: the kernel lets one thread write to a file
+ONE_FILE = 256 * 2**20  # larger exports have a file per worker, because the kernel serialises writes to one file
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did: bytes of tensor data written, tensors, seconds."""
+    """The result of a conversion: number of tensors, bytes of tensor data written, seconds."""
 
     out: str
     model_type: str
@@ -174,13 +175,13 @@ class Report:
     seconds: float
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``."""
+        """Return the JSON object for ``--json``."""
         return {**vars(self), "gb_per_s": round(self.bytes / 1e9 / max(self.seconds, 1e-9), 3)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Import:
-    """One unit of work: an entry to convert, or a tensor to carry over as it is."""
+    """One unit of work: an entry to convert, or a tensor to copy unchanged (``entry`` None)."""
 
     name: str
     entry: Entry | None
@@ -196,19 +197,19 @@ def import_hf(
     drop_mtp: bool = False,
     stream: TextIO | None = None,
 ) -> Report:
-    """Write the ``torch_dist`` checkpoint of a HF folder to ``out``, with config and tokenizer in ``huggingface/``.
+    """Convert a HF folder to a ``torch_dist`` checkpoint in ``out``, with config and tokenizer in ``huggingface/``.
 
-    Stock ``megatron.core.dist_checkpointing.load`` opens it at any tp/pp/vpp/ep/etp. ``dtype`` None keeps each
-    tensor's; ``drop_mtp`` leaves multi-token-prediction layers out. Raises :class:`BridgeError`; ``out`` then does
-    not exist.
+    Megatron's ``dist_checkpointing.load`` opens it at any tp/pp/vpp/ep/etp. ``dtype``: None keeps the dtype of each
+    tensor. ``drop_mtp``: omit multi-token-prediction layers. Raises :class:`BridgeError`; ``out`` then does not
+    exist.
     """
     source = open_hf(hf)
     plan = Plan.of(source.config)
-    plan.family.megatron_config(source.config)  # refuses what Megatron cannot compute, before anything is written
+    plan.family.megatron_config(source.config)  # rejects unsupported options before anything is written
     shapes = source.shapes()
     plan.check(shapes, str(hf))
     _check_copies(plan, source)
-    places = {entry.name: checkpoint_place(entry, plan.shape) for entry in plan.entries}
+    places = {entry.name: checkpoint_location(entry, plan.shape) for entry in plan.entries}
     keys = key_dtypes(plan, source, dtype, {name: place.key for name, place in places.items()})
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
     work: list[_Import] = []
@@ -249,7 +250,9 @@ def import_hf(
     return Report(str(out), plan.family.model_type, len(work), progress.done, progress.seconds)
 
 
-def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: torch.dtype, file: ChunkFile) -> None:
+def _import_entry(
+    source: Source, entry: Entry, place: CheckpointLocation, dtype: torch.dtype, file: ChunkFile
+) -> None:
     parts = entry.bound.conversion.to_parts([source.read(piece.name, piece.index) for piece in entry.hf])
     rows = entry.shape[0] // entry.parts
     rest = (0,) * (len(entry.shape) - 1)
@@ -259,7 +262,7 @@ def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: t
 
 
 def _check_copies(plan: Plan, source: Source) -> None:
-    """Raise unless a tied output layer on disk repeats the embedding exactly: only one of them is converted."""
+    """Raise unless a tied output layer on disk equals the embedding, because only the embedding is converted."""
     for name, original in plan.copies.items():
         if name in source.shapes() and not same_bytes(source.read(name), source.read(original)):
             raise BridgeError(
@@ -279,16 +282,16 @@ def export_megatron(
     drop_mtp: bool = False,
     stream: TextIO | None = None,
 ) -> Report:
-    """Write the HF folder of a Megatron checkpoint (plain or of a training run, then without optimizer) to ``out``.
+    """Convert a Megatron checkpoint, plain or of a training run, to a HF folder in ``out``.
 
-    ``megatron``: of a run also ``ckpt_path/global_step_N``, whose policy is taken.
-    ``template``: the original HF folder, for config and tokenizer if the checkpoint has none, and for
-    multi-token-prediction layers that training did not keep. Raises :class:`BridgeError`; ``out`` then does not exist.
+    ``megatron``: the checkpoint, or ``ckpt_path/global_step_N`` of a run, whose policy is exported without optimizer.
+    ``template``: the original HF folder, the source of config and tokenizer if the checkpoint has none, and of
+    multi-token-prediction layers that the checkpoint lacks. Raises :class:`BridgeError`; ``out`` then does not exist.
     """
     megatron = model_folder(megatron)
     if not is_checkpoint(megatron):
         inside = sorted(path.name for path in megatron.glob("global_step_*"))
-        hint = f"give one of its checkpoints: {', '.join(inside)}" if inside else "give a Megatron checkpoint folder"
+        hint = f"use one of its checkpoints: {', '.join(inside)}" if inside else "use a Megatron checkpoint folder"
         raise BridgeError(f"{megatron} holds neither metadata.json nor *.distcp files; {hint}")
     source = MegatronSource(megatron, template)
     plan = source.plan
@@ -302,7 +305,7 @@ def export_megatron(
         tensors[name] = (origin.shapes()[name], origin.dtype(name))
     unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
     if unknown:
-        raise BridgeError(f"{megatron} holds {unknown}, which safetensors cannot; choose --dtype")
+        raise BridgeError(f"{megatron} holds {unknown}, which safetensors does not support; set --dtype")
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
     if total > ONE_FILE:
         max_shard_size = min(max_shard_size, -(-total // max(1, workers)))
@@ -333,7 +336,7 @@ def export_megatron(
 
 
 def _passthrough(source: MegatronSource, template: Path | None) -> dict[str, Source]:
-    """Return multi-token-prediction tensors and where they come from: the checkpoint, else the template's weights."""
+    """Return the source of each multi-token-prediction tensor: the checkpoint, else the template's weights."""
     if source.passthrough:
         return dict.fromkeys(source.passthrough, source)
     if template is None or not any(template.glob("*.safetensors")):
@@ -343,6 +346,6 @@ def _passthrough(source: MegatronSource, template: Path | None) -> dict[str, Sou
 
 
 def _only_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:
-    """Return the dtype of the weights; fp32 buffers among 16-bit weights do not count."""
+    """Return the dtype of the weights, ignoring fp32 buffers of a 16-bit model; None if they differ."""
     rest = dtypes - {torch.float32} or dtypes
     return rest.pop() if len(rest) == 1 else None

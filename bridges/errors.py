@@ -1,4 +1,4 @@
-"""The one error of this package. It names the file, the tensor or the config key, and what to do about it."""
+"""Errors of this package. A message names the file, tensor or config key, and the fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class BridgeError(Exception):
 
 
 class UnknownFamilyError(BridgeError):
-    """No table is known for a ``model_type``."""
+    """No family supports the ``model_type``."""
 
 
 class OutputError(BridgeError):

@@ -1,4 +1,4 @@
-"""A model family: rows of data, two readings of the HF config, and rotary embeddings in Megatron's words.
+"""A model family: its table of rows and the functions that translate its HF config, rotary embeddings included.
 
 Sources: ``transformers/modeling_rope_utils.py``, ``megatron/core/models/common/embeddings``,
 ``megatron/core/transformer/multi_latent_attention.py``.
@@ -15,17 +15,17 @@ from transformers import PreTrainedConfig
 from bridges.hf_config import attention_fields, base_transformer, model_arguments, read_config, reading, refuse
 from bridges.rows import EMBEDDING, HEAD, ModelShape, Row
 
-# Meta's Llama 3 scaling is written into Megatron with these values; only the factor is an argument there.
+# Megatron hard-codes these values of Meta's Llama 3 scaling; only the factor is an argument.
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return ``rope_parameters`` of transformers 5, into which older spellings were already folded."""
+    """Return ``rope_parameters`` of transformers 5, which also converts older config keys to it."""
     return dict(config.rope_parameters or {})
 
 
 def rotary_arguments(config: PreTrainedConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return rotary embedding outside MLA: (keyword arguments of ``GPTModel``, attributes of the config object)."""
+    """Return (keyword arguments of ``GPTModel``, attributes of the config object) for rotary embedding outside MLA."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
     arguments: dict[str, Any] = {
@@ -48,7 +48,7 @@ def rotary_arguments(config: PreTrainedConfig) -> tuple[dict[str, Any], dict[str
 
 
 def yarn_attributes(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``GPTModel`` reads from the config object for ``position_embedding_type="yarn"``."""
+    """Return the config attributes that ``GPTModel`` reads for ``position_embedding_type="yarn"``."""
     if rope.get("attention_factor") is not None:
         value = rope["attention_factor"]
         raise refuse(config.model_type, "rope_parameters.attention_factor", value, "Megatron derives it from factor")
@@ -66,7 +66,7 @@ def yarn_attributes(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str,
 
 
 def mla_rotary(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the rotary fields of ``MLATransformerConfig``, whose own default is YaRN with factor 40."""
+    """Return the rotary fields of ``MLATransformerConfig``, whose default is YaRN with factor 40."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
     base = {"rotary_base": rope["rope_theta"]}
@@ -75,7 +75,7 @@ def mla_rotary(config: PreTrainedConfig) -> dict[str, Any]:
         return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     if kind != "yarn":
         raise refuse(
-            config.model_type, "rope_parameters.rope_type", kind, "multi-latent attention takes default or yarn"
+            config.model_type, "rope_parameters.rope_type", kind, "multi-latent attention supports default or yarn"
         )
     for key, fixed in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, fixed) != fixed:
@@ -96,10 +96,11 @@ def mla_rotary(config: PreTrainedConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class VaryingHeads:
-    """Attention whose layers with a sliding window have other heads than the others, of values of another size.
+    """Attention whose heads differ between layers with and without a sliding window.
 
-    ``value_size``: of a value head, which ``value_scale`` multiplies. ``window_groups``, ``window_rotary_base``: KV
-    groups and rotary base of layers with a window, which also have sinks. ``rotary_percent``: of all layers.
+    ``value_size``: size of a value head, in all layers. ``value_scale``: factor of the values. ``window_groups``,
+    ``window_rotary_base``: KV groups and rotary base of layers with a window, which also have sinks.
+    ``rotary_percent``: rotary share of a head, in all layers.
     """
 
     value_size: int
@@ -111,8 +112,10 @@ class VaryingHeads:
 
 @dataclass(frozen=True, slots=True)
 class IndexerSizes:
-    """What chooses the ``top_k`` keys that a query sees (DeepSeek-V3.2): ``heads`` of ``size``, rotated in pairs of
-    neighbours where ``interleaved``, else of halves."""
+    """Sizes of the indexer that selects the ``top_k`` keys of a query (DeepSeek-V3.2).
+
+    It has ``heads`` heads of ``size``. Rotary pairs are adjacent entries if ``interleaved``, else halves.
+    """
 
     heads: int
     size: int
@@ -122,15 +125,15 @@ class IndexerSizes:
 
 @dataclass(frozen=True, slots=True)
 class MegatronModelConfig:
-    """What a HF config means in Megatron's words.
+    """Megatron's settings for a HF config.
 
     ``transformer``: fields of ``TransformerConfig`` (of ``MLATransformerConfig`` if ``multi_latent_attention``).
-    ``model``: keyword arguments of ``GPTModel``. ``attributes``: set on the config object before the model is built
-    (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare; ``heads_by_layer``, a
-    :class:`VaryingHeads`, and ``indexer``, an :class:`IndexerSizes`, are ours). ``activation``: name of the
-    activation function, ``silu`` or ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads
-    together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes. ``softmax_log_odds``: the
-    router's scores are softmax probabilities, computed by Megatron's sigmoid routing from their log-odds.
+    ``model``: keyword arguments of ``GPTModel``. ``attributes``: attributes to set on the config object before the
+    model is built: YaRN settings that ``GPTModel`` reads and ``TransformerConfig`` does not declare, and our own
+    ``heads_by_layer`` (:class:`VaryingHeads`) and ``indexer`` (:class:`IndexerSizes`). ``activation``: ``silu`` or
+    ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads together. ``mla_norm_epsilon``:
+    epsilon of the two norms inside MLA, which HF hard-codes. ``softmax_log_odds``: the router's scores are softmax
+    probabilities, computed by Megatron's sigmoid routing from their log-odds.
     """
 
     transformer: dict[str, Any]
@@ -153,8 +156,8 @@ def grouped_query_model(
 ) -> MegatronModelConfig:
     """Return the settings of a model with grouped-query attention and rotary embedding.
 
-    ``fields``: of ``TransformerConfig``, beside those of attention; they win. ``options``: of
-    :class:`MegatronModelConfig`. Raises :class:`BridgeError` naming an option that Megatron cannot express.
+    ``fields``: further fields of ``TransformerConfig``, which override those of attention. ``options``: fields of
+    :class:`MegatronModelConfig`. Raises :class:`BridgeError` for an option that Megatron does not support.
     """
     rotary, attributes = rotary_arguments(config)
     attention = attention_fields(config, qkv_bias=qkv_bias, qk_norm=qk_norm)
@@ -164,14 +167,18 @@ def grouped_query_model(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One HF ``model_type``. Rows of the table: ``layer``, ``dense``, ``moe``, ``embedding``, ``head``: of every
-    layer, of layers without and with experts, before and after the layers; ``attention``, ``window``, ``delta_net``:
-    of layers with full attention, with a sliding window and with a gated delta net, where these have other tensors
-    than one another (:attr:`ModelShape.mixers`). ``aliases``: other
-    ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights. ``carried``:
-    beginnings of HF names that conversion passes on as they are (multi-token prediction), beside those of the layers
-    that ``num_nextn_predict_layers`` or ``num_mtp_modules`` counts. ``draft``: of the one layer behind the last that
-    predicts the token after the next, beside those of a layer with experts; empty where it cannot be trained."""
+    """One HF ``model_type`` with its table of rows.
+
+    Rows: ``layer`` (every layer), ``dense`` and ``moe`` (layers without and with experts), ``embedding`` and ``head``
+    (before and after the layers). ``attention``, ``window``, ``delta_net``: layers with full attention, a sliding
+    window, or a gated delta net, if their tensors differ (:attr:`ModelShape.mixers`). ``draft``: additional rows of a
+    trainable multi-token-prediction layer, which otherwise has those of a layer with experts; empty if it cannot be
+    trained.
+
+    ``aliases``: other ``model_type`` values with the same tensors. ``ignored``: suffixes of HF tensors that hold no
+    weights. ``carried``: prefixes of HF tensors that are copied unchanged (multi-token prediction), in addition to the
+    layers counted by ``num_nextn_predict_layers`` or ``num_mtp_modules``.
+    """
 
     model_type: str
     architecture: str
@@ -191,25 +198,25 @@ class Family:
     draft: tuple[Row, ...] = ()
 
     def config(self, hf_config: Mapping[str, Any]) -> PreTrainedConfig:
-        """Return ``config.json`` as transformers reads it, defaults filled in. Raises :class:`BridgeError`."""
+        """Return ``config.json`` as transformers reads it, with defaults. Raises :class:`BridgeError`."""
         return read_config(hf_config, self.model_type)
 
     def shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
-        """Return the sizes and flags that the rows are expanded with. Raises :class:`BridgeError`."""
+        """Return the sizes and flags for the expansion of the rows. Raises :class:`BridgeError`."""
         config = self.config(hf_config)
         with reading(self.model_type):
             return self.read_shape(config)
 
     def megatron_config(self, hf_config: Mapping[str, Any]) -> MegatronModelConfig:
-        """Megatron's settings for a model that computes what the HF model computes.
+        """Return Megatron's settings for the equivalent model.
 
-        Raises :class:`BridgeError` naming the key of an option that Megatron cannot express.
+        Raises :class:`BridgeError` with the key of an option that Megatron does not support.
         """
         config = self.config(hf_config)
         with reading(self.model_type):
             return self.read_megatron(config)
 
     def layer_rows(self, moe: bool, mixer: str = "") -> tuple[Row, ...]:
-        """Return rows of a layer with or without experts; ``mixer``: the field with more of them."""
+        """Return the rows of a layer with or without experts; ``mixer``: the field with the mixer's rows."""
         more: tuple[Row, ...] = getattr(self, mixer) if mixer else ()
         return self.layer + more + (self.moe if moe else self.dense)

@@ -1,10 +1,10 @@
-"""Files of model folders: regular files of that folder, JSON, and the types of ``config.json``'s fields.
+"""Safe reading of model folders: regular files only, JSON, and the types of the fields of ``config.json``.
 
-A pipe in the place of a file never answers, a device may do anything when it is opened, and a link to a file of this
-host puts that file into an export.
+Special files are rejected: a read from a pipe blocks forever, and opening a device may have side effects. A link to a
+file outside the folder is rejected because an export would publish that file.
 
-A field that is absent or null has the default of its family; one of another type is refused with file and key, instead
-of wherever the first sum with it fails.
+A field of ``config.json`` that is absent or null has the default of its family. A field of a wrong type is rejected
+with file and key, before any computation uses it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 from bridges.errors import BridgeError
 
 _OPENED = (".json", ".safetensors", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".bin", ".metadata", ".distcp")
-"""Endings of the files that loaders of models, tokenizers and adapters open."""
+"""Suffixes of the files that loaders of models, tokenizers and adapters open."""
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises :class:`BridgeError` for what is neither a file nor a folder, OSError."""
+    """Open a regular file for reading. Raises :class:`BridgeError` for a special file, else OSError."""
     refuse_special(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -38,19 +38,19 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise :class:`BridgeError` where there is a pipe, a socket or a device, before anything opens it."""
+    """Raise :class:`BridgeError` if ``path`` is a pipe, a socket or a device, without opening it."""
     try:
         kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
-    except (OSError, ValueError):  # whoever opens it reports that
+    except (OSError, ValueError):  # the caller's open() reports this
         return
     if kind is not None:
-        raise BridgeError(f"{path} is {kind}, not a file: refused; put the file in its place")
+        raise BridgeError(f"{path} is {kind}, not a file: refused; replace it with the file")
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
-    """Raise :class:`BridgeError` where ``path`` is a link to a file that is not in ``folder``.
+    """Raise :class:`BridgeError` if ``path`` is a link to a file that is not in ``folder``.
 
-    A snapshot in the Hugging Face hub's cache has links to the files of the same repository (``blobs``).
+    In the cache of the Hugging Face hub, links from a snapshot to ``blobs`` of the same repository are allowed.
     """
     if not path.is_symlink() and path.parent == folder:
         return
@@ -59,13 +59,15 @@ def refuse_outside(path: Path, folder: Path) -> None:
     target = path.resolve()
     if not any(target.is_relative_to(root) for root in roots):
         raise BridgeError(
-            f"{path} is a link to {target}, outside of the folder: refused; put the file itself in its place"
+            f"{path} is a link to {target}, outside of the folder: refused; replace the link with the file"
         )
 
 
 def check_folder(folder: Path) -> None:
-    """Look at every file of a folder that loaders open. Raises :class:`BridgeError` for one that is no regular file,
-    or a link to a file elsewhere. What is no folder passes."""
+    """Check all files of a folder that loaders open. Does nothing if ``folder`` is not a folder.
+
+    Raises :class:`BridgeError` for a special file, or a link to a file outside of the folder.
+    """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -96,7 +98,7 @@ _BY_LAYER = ("intermediate_size", "moe_intermediate_size", "moe_num_experts")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
 _OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "auto_map")
 _LISTS = ("mlp_only_layers", "layer_types", "mlp_layer_types", "architectures")
-_MOST = 2**40  # of a size: what a damaged number is beyond
+_MOST = 2**40  # upper bound of a plausible size
 
 
 def _is_size(value: Any) -> bool:
@@ -108,7 +110,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_count_or_counts(value: Any) -> bool:
-    """Of a model of no known family, which may have another count in each layer."""
+    """Return whether it is a count, or a list of counts per layer, which unknown families may have."""
     return _is_count(value) or (isinstance(value, list) and all(map(_is_count, value)))
 
 
@@ -121,7 +123,7 @@ def _is_list(value: Any) -> bool:
 
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_SIZES, (_is_size, "a whole number from 1 on")),
+    **dict.fromkeys(_SIZES, (_is_size, "a whole number of at least 1")),
     **dict.fromkeys(_COUNTS, (_is_count, "a whole number")),
     **dict.fromkeys(_BY_LAYER, (_is_count_or_counts, "a whole number")),
     **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
@@ -132,27 +134,25 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_fields(config: Mapping[str, Any], where: str) -> None:
-    """Raise :class:`BridgeError`, naming ``where`` the configuration is from, the key and its value, for a field of
-    another type than its."""
-    for key, (fits, wanted) in _FIELDS.items():
+    """Raise :class:`BridgeError` for a field of a wrong type. The message has ``where``, the key and its value."""
+    for key, (fits, expected) in _FIELDS.items():
         value = config.get(key)
         if value is not None and not fits(value):
-            raise BridgeError(f"{where}: {key}={value!r:.80} must be {wanted}; fetch the file again")
+            raise BridgeError(f"{where}: {key}={value!r:.80} must be {expected}; fetch the file again")
 
 
 CONFIG = "config.json"
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json`` of a HF folder. Raises :class:`BridgeError` naming the file, and a key whose value is of
-    another type than the key's."""
+    """Return ``config.json`` of a HF folder. Raises :class:`BridgeError` if it is missing, damaged or mistyped."""
     config = read_json(folder / CONFIG)
     check_fields(config, str(folder / CONFIG))
     return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises :class:`BridgeError` naming the file."""
+    """Return the JSON object in a file. Raises :class:`BridgeError` with the path of the file."""
     try:
         with open_regular(path) as file:
             content = file.read()
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: str | bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object that a text holds. Raises :class:`BridgeError` naming ``where`` it is from."""
+    """Parse a JSON object. Raises :class:`BridgeError` with ``where``, the origin of the text."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,7 @@
-"""Reading HF configs: every value as transformers itself reads it, then in Megatron's words.
+"""Read HF configs with transformers and translate settings that several families share to Megatron's.
 
-The functions here translate settings that several families share; a setting Megatron cannot express is refused with
-its key. Sources: ``transformers/modeling_rope_utils.py``, ``megatron/core/models/gpt/gpt_model.py``,
-``megatron/core/transformer/transformer_config.py``.
+A setting that Megatron does not support is rejected with its key. Sources: ``transformers/modeling_rope_utils.py``,
+``megatron/core/models/gpt/gpt_model.py``, ``megatron/core/transformer/transformer_config.py``.
 """
 
 from __future__ import annotations
@@ -19,37 +18,38 @@ from bridges.files import check_fields
 from bridges.rows import ATTENTION, DELTA_NET, WINDOW, ModelShape
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 250_000
-"""Of a model, and in all of its layers: ten times what the largest have. A damaged number would fill the memory with
-names."""
+"""Limits on layers, and on experts over all layers: ten times those of the largest models. A damaged number would
+fill the memory with names."""
 
 
 def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConfig:
-    """Return ``config.json`` (a dict) as the config object of ``model_type``, defaults filled in.
+    """Return ``config.json`` (a dict) as the config object of ``model_type``, with defaults.
 
-    ``auto_map`` (remote code) is dropped: the families here compute with Megatron, never with downloaded code.
+    ``auto_map`` (remote code) is dropped, because models are built from Megatron and never from downloaded code.
+    Raises :class:`BridgeError` for a bad value.
     """
     values = {k: v for k, v in hf_config.items() if k not in {"auto_map", "model_type", "quantization_config"}}
     layers, experts = (_largest(values, word) for word in ("layers", "experts"))
     if layers > MOST_LAYERS or layers * experts > MOST_EXPERTS:
         raise BridgeError(
-            f"config.json of a {model_type} model: {layers} layers of {experts} experts: no model has these"
+            f"config.json of a {model_type} model: {layers} layers of {experts} experts is implausibly large"
         )
     check_fields(hf_config, f"config.json of a {model_type} model")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # transformers raises many types for a bad value; all mean the same to the caller
+    except Exception as error:  # transformers raises many types of errors for a bad value
         raise BridgeError(f"config.json of a {model_type} model: {error}") from error
     return config
 
 
 @contextmanager
 def reading(model_type: str) -> Iterator[None]:
-    """Raise what a family's reading of a config stumbles over as the one error: values that do not fit one another."""
+    """Convert errors of a family's config functions to :class:`BridgeError`: the config's values are inconsistent."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BridgeError(
-            f"config.json of a {model_type} model: its values do not fit one another "
+            f"config.json of a {model_type} model: its values are inconsistent "
             f"({type(error).__name__}: {error!s:.120}); fetch the file again"
         ) from error
 
@@ -72,12 +72,12 @@ def require(config: PreTrainedConfig, key: str, allowed: tuple[object, ...], rea
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Return the size of one attention head."""
+    """Return the head dimension."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def attention_dims(config: PreTrainedConfig) -> dict[str, int]:
-    """Return ``V H A G D Q K`` of the legend in :mod:`bridges.rules`. Raises if KV groups do not divide the heads."""
+    """Return ``V H A G D Q K`` of the legend in :mod:`bridges.rows`. Raises if KV groups do not divide the heads."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     size = head_dim(config)
@@ -109,7 +109,7 @@ def moe_shape(
     mixers: tuple[str, ...] = (),
     **dims: int,
 ) -> ModelShape:
-    """Return the shape of a model with ``experts`` of feed-forward size ``size`` in the layers marked by ``moe``."""
+    """Return the shape of a model with ``experts`` experts of feed-forward size ``size`` in the layers of ``moe``."""
     dense = {"F": config.intermediate_size} if hasattr(config, "intermediate_size") else {}
     sizes = attention_dims(config) | dense | {"E": experts, "M": size} | dims
     return ModelShape(sizes, moe, frozenset(flags) | tie_flag(config), mixers=mixers)
@@ -119,7 +119,7 @@ _LAYER_TYPES = {"linear_attention": DELTA_NET, "sliding_attention": WINDOW, "ful
 
 
 def mixers(config: PreTrainedConfig, *others: str) -> tuple[str, ...]:
-    """Return what mixes tokens in each layer (``layer_types``): full attention or ``others``."""
+    """Return the token mixer of each layer (``layer_types``): full attention or one of ``others``."""
     known = {kind: mixer for kind, mixer in _LAYER_TYPES.items() if mixer in (ATTENTION, *others)}
     for kind in config.layer_types:
         if kind not in known:
@@ -128,7 +128,7 @@ def mixers(config: PreTrainedConfig, *others: str) -> tuple[str, ...]:
 
 
 def delta_net_dims(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the sizes of gated delta nets, in small letters of the legend in :mod:`bridges.rows`."""
+    """Return the sizes of gated delta nets: the lower-case letters of the legend in :mod:`bridges.rows`."""
     heads, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % heads:
         raise refuse(config.model_type, "linear_num_value_heads", values, f"use a multiple of the {heads} key heads")
@@ -149,7 +149,7 @@ def delta_net_dims(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def delta_net_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return fields of ``TransformerConfig`` of a model with gated delta nets and norms that are stored less 1."""
+    """Return fields of ``TransformerConfig`` for gated delta nets and zero-centred norm weights."""
     return {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(mixer == DELTA_NET) for mixer in mixers(config, DELTA_NET)],
@@ -163,30 +163,30 @@ def delta_net_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def sparse_steps(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return which layers of a Qwen MoE hold experts (``decoder_sparse_step``, ``mlp_only_layers``)."""
+    """Return which layers of a Qwen MoE have experts (``decoder_sparse_step``, ``mlp_only_layers``)."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers))
 
 
 def every_layer(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return that all layers hold experts."""
+    """Return that all layers have experts."""
     layers: int = config.num_hidden_layers
     return (True,) * layers
 
 
 def dense_first(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return which layers hold experts: those of ``mlp_layer_types``, else all from ``first_k_dense_replace`` on."""
-    require(config, "moe_layer_freq", (1,), "experts must follow in every layer after the dense ones")
+    """Return which layers have experts: those of ``mlp_layer_types``, else all from ``first_k_dense_replace``."""
+    require(config, "moe_layer_freq", (1,), "all layers after the dense ones must have experts")
     if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
         return tuple(kind == "sparse" for kind in kinds)
     return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
 
 
 def mla_shape(config: PreTrainedConfig) -> ModelShape:
-    """Return the shape of a DeepSeek model. Flags: are queries compressed, and how are their rotary rows ordered."""
+    """Return the shape of a DeepSeek model. Flags: compressed queries, and the order of rotary rows."""
     heads, value = config.num_attention_heads, config.v_head_dim
     nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
-    require(config, "num_key_value_heads", (heads,), "multi-latent attention has as many as query heads")
+    require(config, "num_key_value_heads", (heads,), "multi-latent attention has equally many query and KV heads")
     order = "pairs" if getattr(config, "rope_interleave", True) else "halves"
     compressed = config.q_lora_rank is not None
     size = config.moe_intermediate_size
@@ -211,13 +211,13 @@ def mla_shape(config: PreTrainedConfig) -> ModelShape:
 
 
 def tie_flag(config: PreTrainedConfig) -> frozenset[str]:
-    """Return ``untied`` if the output layer has weights of its own."""
+    """Return the flag ``untied`` if the output layer does not share the embedding's weight."""
     return frozenset() if config.tie_word_embeddings else frozenset({"untied"})
 
 
 def base_transformer(config: PreTrainedConfig) -> dict[str, Any]:
     """Return fields of ``TransformerConfig`` that every family sets."""
-    require(config, "hidden_act", ("silu",), "Megatron's gated layers are built for silu here")
+    require(config, "hidden_act", ("silu",), "gated layers support only silu")
     require(config, "attention_dropout", (0, 0.0), "the trainer runs without dropout")
     return {
         "num_layers": config.num_hidden_layers,
@@ -234,7 +234,7 @@ def base_transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def attention_fields(config: PreTrainedConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
-    """Return fields of grouped-query attention, sliding window included."""
+    """Return fields of grouped-query attention, including the sliding window."""
     dims = attention_dims(config)
     return {
         "num_query_groups": dims["G"],
@@ -246,9 +246,9 @@ def attention_fields(config: PreTrainedConfig, *, qkv_bias: bool = False, qk_nor
 
 
 def window_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return ``window_size``: HF's window of W tokens includes the query's own, Megatron's counts those before it.
+    """Return ``window_size``: HF's window of W tokens includes the query itself, Megatron's does not.
 
-    Layers without a window are listed in ``window_attn_skip_freq`` (1 = windowed).
+    If some layers have no window, ``window_attn_skip_freq`` has a flag per layer (1 = window).
     """
     window = getattr(config, "sliding_window", None)
     if not window or not getattr(config, "use_sliding_window", True):
@@ -274,7 +274,7 @@ def model_arguments(config: PreTrainedConfig, **rotary: Any) -> dict[str, Any]:
 
 
 def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tuple[bool, ...]) -> dict[str, Any]:
-    """Return fields of a model with experts; ``moe_layer_freq`` is a list only where layers differ (1 = experts)."""
+    """Return fields of a model with experts; ``moe_layer_freq`` is a list if layers differ (1 = experts)."""
     return {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": size,
@@ -284,9 +284,9 @@ def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tup
 
 
 def sigmoid_routing(config: PreTrainedConfig, scaling: str = "routed_scaling_factor") -> dict[str, Any]:
-    """Return fields of DeepSeek's routing: sigmoid scores, correction bias, experts chosen in the best groups.
+    """Return fields of DeepSeek's routing: sigmoid scores, correction bias, experts selected in the best groups.
 
-    ``scaling``: the config's name of the factor of all weights; absent, it is 1.
+    ``scaling``: config key of the scaling factor of routing weights, which is 1 if absent.
     """
     kind = config.model_type
     require(config, "norm_topk_prob", (True,), "Megatron always normalises sigmoid scores")
@@ -297,7 +297,7 @@ def sigmoid_routing(config: PreTrainedConfig, scaling: str = "routed_scaling_fac
     fields: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        # The default moves the bias after every step; it is a released weight here.
+        # The default updates the bias after every step; here it is a released weight that stays constant.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": getattr(config, scaling, 1.0),
         "moe_router_dtype": "fp32",

@@ -1,8 +1,8 @@
-"""HF folders: read tensors as views of mapped files, and write them in any order from several threads.
+"""Read tensors of HF folders as views of memory-mapped files, and write them in any order from several threads.
 
 A safetensors file is an 8-byte length, a JSON header and the data (https://github.com/huggingface/safetensors). The
-header is read here and not through the library because conversion needs the byte ranges: for checking a file against
-its length, and for copying data without touching it.
+header is parsed here instead of by the library, because conversion needs the byte ranges, to check the length of a
+file and to copy data directly.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TensorInfo:
 
 
 def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
-    """Return name → place of every tensor of a safetensors file. Raises :class:`BridgeError` where it does not fit."""
+    """Return name → :class:`TensorInfo` of a safetensors file. Raises :class:`BridgeError` if it is damaged."""
     path = folder / file_name
 
     def broken(what: str) -> BridgeError:
@@ -78,7 +78,7 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
     except (ValueError, RecursionError) as error:
         raise broken(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise broken("its header is no JSON object")
+        raise broken("its header is not a JSON object")
     data = 8 + length
     infos = {}
     for name, value in header.items():
@@ -102,8 +102,8 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
 class HfFolder:
     """A HF folder opened for reading.
 
-    ``tensors``: name → :class:`TensorInfo`. Opening reads the config, the index and the headers, and raises one
-    :class:`BridgeError` naming file, tensor and remedy for anything missing, damaged or unsafe; data is only mapped.
+    ``tensors``: name → :class:`TensorInfo`. The constructor reads config, index and headers, and maps the data later.
+    It raises :class:`BridgeError`, with file, tensor and fix, for anything missing, damaged or unsafe.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -152,7 +152,7 @@ class HfFolder:
             pure = PurePosixPath(file)
             if pure.is_absolute() or ".." in pure.parts or "\\" in file:
                 raise BridgeError(f"{index} names {file!r:.200}, which is outside the folder; fetch the file again")
-            if not os.path.exists(self.path / file):  # False too for what no file system takes as a name
+            if not os.path.exists(self.path / file):  # also False for an invalid file name
                 tensor = next(name for name, value in weight_map.items() if value == file)
                 raise BridgeError(f"{index} names {file:.200} (for {tensor:.200}), which is missing; fetch that file")
             refuse_outside(self.path / file, self.path)
@@ -176,7 +176,7 @@ class HfFolder:
         return self.tensors[name].dtype
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return the tensor as a view of the mapped file (do not write to it), or its slice ``[index]``."""
+        """Return the tensor, or its slice ``[index]``, as a view of the mapped file. Do not write to it."""
         info = self.tensors[name]
         if info.file not in self._maps:
             self._maps[info.file] = map_file(self.path / info.file)
@@ -185,15 +185,18 @@ class HfFolder:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Map a file, whatever its size. Nothing writes to it: it is writable, and private, only because torch warns
-    about memory that is not. MAP_NORESERVE keeps the kernel from refusing a private map larger than its memory."""
+    """Map a file of any size into memory.
+
+    The mapping is private and writable only because torch warns about read-only memory; nothing writes to it.
+    MAP_NORESERVE allows a private mapping that is larger than the memory.
+    """
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
     with open_regular(path) as file:
         return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def view_of(data: mmap.mmap, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """Return the tensor at byte ``start`` of a mapped file: a view, or a copy where the data is not aligned."""
+    """Return the tensor at byte ``start`` of a mapped file: a view, or a copy if the data is not aligned."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
@@ -213,17 +216,17 @@ def parse_size(text: str) -> int:
     try:
         size = int(float(number) * UNITS[unit])
     except (KeyError, ValueError):
-        raise BridgeError(f"a size of {text!r} is not understood; write e.g. 5GB or 500MB") from None
+        raise BridgeError(f"the size {text!r} is not valid; write e.g. 5GB or 500MB") from None
     if size <= 0:
-        raise BridgeError(f"a size of {text!r} must be more than 0; write e.g. 5GB")
+        raise BridgeError(f"the size {text!r} must be more than 0; write e.g. 5GB")
     return size
 
 
 class HfWriter:
-    """Fills a folder with safetensors files of at most ``max_shard_size`` bytes (a larger tensor stands alone).
+    """Writes safetensors files of at most ``max_shard_size`` bytes to a folder; a larger tensor gets its own file.
 
-    ``tensors``: name → (shape, dtype) in the order of the files. ``stem``: what their names begin with.
-    :meth:`write` may be called in any order and from several threads; :meth:`finish` writes the index and syncs.
+    ``tensors``: name → (shape, dtype) in the order of the files. ``stem``: prefix of the file names. :meth:`write` may
+    be called in any order and from several threads; :meth:`finish` writes the index and syncs.
     """
 
     def __init__(
@@ -260,7 +263,7 @@ class HfWriter:
             offsets[name] = (position, end)
             position = end
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts aligned, as the library writes it
+        text += b" " * (-len(text) % 8)  # align the data as the library does
         start = 8 + len(text)
         descriptor = os.open(self.folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._descriptors[file] = descriptor
@@ -271,7 +274,7 @@ class HfWriter:
             self.places[name] = TensorInfo(file, dtype, shape, start + begin, start + end)
 
     def write(self, name: str, tensor: Tensor, index: int | None = None) -> int:
-        """Write a tensor (or the slice ``[index]`` of it), cast to the declared dtype. Returns the bytes written."""
+        """Write a tensor, or its slice ``[index]``, cast to the declared dtype; return the number of bytes written."""
         place = self.places[name]
         expected = place.shape if index is None else place.shape[1:]
         assert tuple(tensor.shape) == expected, (name, tuple(tensor.shape), expected)
@@ -293,6 +296,6 @@ class HfWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the files; safe to call twice."""
+        """Close the files; may be called twice."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

@@ -1,13 +1,11 @@
-"""The pickles of a ``torch_dist`` checkpoint, read without running anything.
+"""Read the pickles of a ``torch_dist`` checkpoint without running code.
 
-``pickle.Unpickler`` takes memory by the sizes that a pickle declares, hashes whatever tuple a pickle builds, and sets
-attributes of whatever it may find: an allow-list of names bounds none of that. :func:`load` is an interpreter of the
-opcodes that ``pickle.dumps`` and ``torch.save`` write for data (protocols 2 to 5, ``pickletools`` of CPython). It
-calls nothing but the functions given to it. Its time and memory are proportional to the length of the pickle: every
-size is compared with the bytes that are left, and keys of dicts are text, small whole numbers or records.
-
-A pickle can run code. These are read by :mod:`bridges.pickles`, which runs none, and what is not metadata is refused.
-Data of tensors is never unpickled: it is taken from the bytes that the metadata points at.
+A pickle can run code. Even with an allow-list of names, ``pickle.Unpickler`` allocates the sizes that a pickle
+declares, hashes any tuple, and sets attributes of any object. :func:`load` interprets only the opcodes that
+``pickle.dumps`` and ``torch.save`` write for data (protocols 2 to 5, ``pickletools`` of CPython), and calls only the
+functions that it is given. Its time and memory are proportional to the length of the pickle: every size is compared
+with the remaining bytes, and keys of dicts are strings, small integers or records. Anything that is not metadata is
+rejected. Tensor data is never unpickled; it is read from the bytes that the metadata points to.
 """
 
 from __future__ import annotations
@@ -33,25 +31,25 @@ from torch.distributed.checkpoint.metadata import (
 
 from bridges.errors import BridgeError
 
-_MOST_DIGITS = 8  # bytes of a whole number: sizes and counts have 64 bits
+_MOST_DIGITS = 8  # bytes of an integer: sizes and counts have 64 bits
 _INT, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
 _SMALL_KEY = 2**31
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or holds what is no plain value."""
+    """A pickle that is damaged, or holds a value of an unsupported type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The meaning of a name that a pickle calls: ``function``, with the pickle's arguments."""
+    """A name that a pickle may call: ``function`` gets the pickle's arguments."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The meaning of the name of a class: an object of it is a :class:`Record`, and no code of the class is run."""
+    """A class that a pickle may name. Its objects become :class:`Record`, and no code of the class runs."""
 
     name: str
 
@@ -68,10 +66,10 @@ _MARK: Final = object()
 
 
 def load(data: bytes, names: Mapping[tuple[str, str], Any], persistent: bool = False) -> Any:
-    """Return the value that a pickle holds.
+    """Return the value of a pickle.
 
-    ``names``: (module, name) → its meaning: a :class:`Call`, a :class:`Kind`, or a value. ``persistent``:
-    references to storages, as ``torch.save`` writes them, are read as None. Raises :class:`PickleError`.
+    ``names``: (module, name) → :class:`Call`, :class:`Kind`, or a value. ``persistent``: read the storage references
+    of ``torch.save`` as None. Raises :class:`PickleError`.
     """
     try:
         return _Reader(data, names, persistent).run()
@@ -119,12 +117,12 @@ class _Reader:
                 stack.append({})
             elif code == 0x2E:  # STOP
                 if len(stack) != 1 or stack[0] is _MARK:
-                    raise PickleError("it ends before its value is whole")
+                    raise PickleError("it ends before its value is complete")
                 return stack[0]
             else:
                 step = others.get(code)
                 if step is None:
-                    raise PickleError(f"it has the opcode {code:#04x}, which no plain value needs")
+                    raise PickleError(f"it has the unsupported opcode {code:#04x}")
                 step(self)
 
     # ---------------------------------------------------------------------------------- bytes
@@ -150,7 +148,7 @@ class _Reader:
 
     def _long(self) -> None:
         if (count := self._number(1)) > _MOST_DIGITS + 1:
-            raise PickleError(f"it holds a whole number of {count} bytes")
+            raise PickleError(f"it holds an integer of {count} bytes")
         self._stack.append(int.from_bytes(self._bytes(count), "little", signed=True))
 
     # ---------------------------------------------------------------------------------- values
@@ -166,7 +164,7 @@ class _Reader:
 
     def _name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise PickleError("it asks for a name that is no text")
+            raise PickleError("it asks for a name that is not a string")
         if (module, name) not in self._names:
             raise PickleError(f"it asks for {module:.80}.{name:.80}")
         self._stack.append(self._names[module, name])
@@ -178,37 +176,37 @@ class _Reader:
     def _call(self) -> None:
         arguments, what = self._stack.pop(), self._stack.pop()
         if not isinstance(arguments, tuple) or not isinstance(what, Call | Kind):
-            raise PickleError("it calls what is no function")
+            raise PickleError("it calls an object that is not a function")
         self._stack.append(Record(what, arguments) if isinstance(what, Kind) else what.function(*arguments))
 
     def _new(self) -> None:
         _, kind = self._stack.pop(), self._stack.pop()
         if not isinstance(kind, Kind):
-            raise PickleError("it makes an object of what is no class")
+            raise PickleError("it creates an object of something that is not a class")
         self._stack.append(Record(kind))
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, Record):
-            raise PickleError("it gives a state to what has none")
+            raise PickleError("it sets the state of a value that has none")
         target.state = state
 
     def _append(self, values: list[Any]) -> None:
         if not isinstance(self._stack[-1], list):
-            raise PickleError("it appends to what is no list")
+            raise PickleError("it appends to a value that is not a list")
         self._stack[-1].extend(values)
 
     def _set(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(values) % 2:
-            raise PickleError("it sets keys of what is no dict")
+            raise PickleError("it sets keys of a value that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
             if type(key) is not str and not _can_be_key(key):
                 raise PickleError(f"it has a {type(key).__name__} as a key")
             target[key] = value
 
     def _last(self, count: int) -> list[Any]:
-        return [self._stack.pop() for _ in range(count)][::-1]  # a mark among them is no value that anybody takes
+        return [self._stack.pop() for _ in range(count)][::-1]  # a mark among them is rejected by later checks
 
     def _refer(self) -> None:
         if not self._persistent:
@@ -221,7 +219,7 @@ class _Reader:
 
 
 def _can_be_key(key: Any) -> bool:
-    """Return whether a value's hash takes a moment, and no two such values are easily made to collide."""
+    """Return whether the hash of a value is cheap and hash collisions are hard to construct."""
     return isinstance(key, str | Record) or (type(key) is int and abs(key) < _SMALL_KEY)
 
 
@@ -260,7 +258,7 @@ _OPCODES: Final[dict[int, Callable[[_Reader], Any]]] = {
 
 
 _CHECKPOINT = "torch.distributed.checkpoint."
-_MOST = 2**63 - 1  # of a size, a place or a number of elements
+_MOST = 2**63 - 1  # maximum of a size, an offset or a number of elements
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -269,22 +267,22 @@ _DTYPES = (
 
 def _plain_dict(*pairs: Any) -> dict[Any, Any]:
     if pairs:
-        raise PickleError("it makes an OrderedDict of values")
+        raise PickleError("it creates an OrderedDict with values")
     return {}
 
 
 def _joined(*parts: Any) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise PickleError("it has a path that is no text")
+        raise PickleError("it has a path that is not a string")
     return "/".join(parts)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple:
-        raise PickleError("it has a shape that is no tuple of sizes")
+        raise PickleError("it has a shape that is not a tuple of sizes")
     for each in values:
         if type(each) is not int or not 0 <= each <= _MOST:
-            raise PickleError("it has a shape that is no tuple of sizes")
+            raise PickleError("it has a shape that is not a tuple of sizes")
     return values
 
 
@@ -307,10 +305,9 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def parse_metadata(data: bytes, path: str) -> Metadata:
-    """Return the metadata of a checkpoint from the content of its ``.metadata``; ``path`` names it in messages. Of its
-    fields those that say which tensors there are and where their chunks are.
+    """Return the metadata of a checkpoint from the content of its ``.metadata``: tensors and storage of their chunks.
 
-    Raises :class:`BridgeError` if it is damaged or asks for anything that a checkpoint does not need.
+    ``path``: for messages. Raises :class:`BridgeError` if the content is damaged or is not plain checkpoint metadata.
     """
     try:
         whole = load(data, _NAMES)
@@ -321,19 +318,19 @@ def parse_metadata(data: bytes, path: str) -> Metadata:
     try:
         fields = _state(whole, "Metadata")
         tensors = {_text(key): _stored(value) for key, value in _dict(fields, "state_dict_metadata").items()}
-        found = (_place(*each, tensors) for each in _dict(fields, "storage_data").items())
-        places = dict(place for place in found if place is not None)
+        found = (_location(*each, tensors) for each in _dict(fields, "storage_data").items())
+        locations = dict(location for location in found if location is not None)
     except PickleError as error:
         raise BridgeError(
             f"{path} does not hold the metadata of a torch_dist checkpoint ({error}): refused; save or import it again"
         ) from error
-    return Metadata(tensors, storage_data=places)
+    return Metadata(tensors, storage_data=locations)
 
 
 def _state(value: Any, kind: str) -> dict[Any, Any]:
     """Return the fields of an object. Raises :class:`PickleError` unless it is of ``kind``."""
     if not isinstance(value, Record) or value.kind.name != kind or not isinstance(value.state, dict | None):
-        raise PickleError(f"it has {_named(value)} in the place of a {kind}")
+        raise PickleError(f"it has {_named(value)} where a {kind} is expected")
     return value.state or {}
 
 
@@ -350,7 +347,7 @@ def _dict(fields: dict[Any, Any], name: str) -> dict[Any, Any]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise PickleError(f"it has {_named(value)} in the place of a name")
+        raise PickleError(f"it has {_named(value)} where a name is expected")
     return value
 
 
@@ -362,7 +359,7 @@ def _stored(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if math.prod(size for size in shape if size) > _MOST:
         raise PickleError(f"it has a tensor of shape {list(shape)}")
     if not isinstance(chunks, list):
-        raise PickleError(f"it has {_named(chunks)} in the place of a list of chunks")
+        raise PickleError(f"it has {_named(chunks)} where a list of chunks is expected")
     found = [_chunk(_state(chunk, "ChunkStorageMetadata"), shape) for chunk in chunks]
     if len({chunk.offsets for chunk in found}) != len(found):
         raise PickleError("it has a chunk twice")
@@ -373,7 +370,7 @@ def _dtype(properties: Any) -> torch.dtype:
     state = properties.state if isinstance(properties, Record) and properties.kind.name == "TensorProperties" else None
     dtype = state.get("dtype") if isinstance(state, dict) else next(iter(state), None) if state else None
     if not isinstance(dtype, torch.dtype):
-        raise PickleError(f"it has {_named(dtype)} in the place of a dtype")
+        raise PickleError(f"it has {_named(dtype)} where a dtype is expected")
     return dtype
 
 
@@ -386,31 +383,31 @@ def _chunk(fields: dict[Any, Any], shape: tuple[int, ...]) -> ChunkStorageMetada
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def _place(index: Any, info: Any, tensors: dict[str, Any]) -> tuple[MetadataIndex, _StorageInfo] | None:
-    """Return where a chunk or an object is; None for one of a tensor that is not listed."""
-    fields, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+def _location(index: Any, info: Any, tensors: dict[str, Any]) -> tuple[MetadataIndex, _StorageInfo] | None:
+    """Return the storage location of a chunk or an object; None if its tensor is not listed."""
+    fields, storage = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
     name, offset = _text(fields.get("fqn")), fields.get("offset")
     stored = tensors.get(name)
     if isinstance(stored, TensorStorageMetadata) and offset is not None:
         offset = torch.Size(_sizes(offset))
         if len(offset) != len(stored.size) or any(map(int.__gt__, offset, stored.size)):
-            raise PickleError(f"it has a place of {name:.80} at {list(offset)}")
+            raise PickleError(f"it has a chunk of {name:.80} at {list(offset)}")
     elif offset is not None:
         return None
-    start, length = _sizes((place.get("offset"), place.get("length")))
-    return MetadataIndex(name, offset), _StorageInfo(_text(place.get("relative_path")), start, length)
+    start, length = _sizes((storage.get("offset"), storage.get("length")))
+    return MetadataIndex(name, offset), _StorageInfo(_text(storage.get("relative_path")), start, length)
 
 
 _ZIP_DAMAGE = (
     zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, KeyError, EOFError, OverflowError, struct.error,
 )  # fmt: skip
-"""What ``zipfile`` raises for archives that are damaged, or have more in them than it reads."""
+"""Exceptions of ``zipfile`` for damaged or unsupported archives."""
 
 
 def zipped(data: bytes | memoryview, ending: str) -> tuple[zipfile.ZipInfo, bytes]:
-    """Return an entry of a ``torch.save`` archive whose name ends so, and the pickle beside it.
+    """Return the entry of a ``torch.save`` archive with this name ending, and the pickle next to it.
 
-    ``torch.save`` compresses nothing, so that no entry is longer than the archive. Raises ValueError.
+    ``torch.save`` does not compress, so an entry that is longer than the archive is rejected. Raises ValueError.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -423,15 +420,15 @@ def zipped(data: bytes | memoryview, ending: str) -> tuple[zipfile.ZipInfo, byte
                     raise ValueError(f"{each.filename:.80} is compressed, encrypted or longer than the archive")
             return info, archive.read(pickled)
     except _ZIP_DAMAGE as error:
-        raise ValueError(f"it is no whole archive: {error!s:.120}") from error
+        raise ValueError(f"it is not a complete archive: {error!s:.120}") from error
 
 
 def parse_common_state(data: bytes, path: str) -> dict[str, Any]:
-    """Return the object ``common_state``, ``torch.save([dict])`` of plain values. Raises :class:`BridgeError`."""
+    """Return the object ``common_state``, a ``torch.save([dict])`` of plain values. Raises :class:`BridgeError`."""
     try:
         value = load(zipped(data, "/data.pkl")[1], _PLAIN)
     except ValueError as error:
         raise BridgeError(f"{path}: common_state is not plain values ({error}): refused") from error
     if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
-        raise BridgeError(f"{path}: common_state is not what Megatron writes: refused")
+        raise BridgeError(f"{path}: common_state does not have Megatron's format: refused")
     return value[0]

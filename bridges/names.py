@@ -1,18 +1,18 @@
-"""One spelling for every Megatron parameter, whichever layer spec or expert module holds it.
+"""Canonical names of Megatron parameters, independent of the layer spec and the expert module.
 
-Canonical names are global and plain: norms where they stand in the architecture, experts spelled out by number, e.g.
+Canonical names are global: norms are separate modules and experts are numbered, e.g.
 ``decoder.layers.3.input_layernorm.weight`` and ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``. Other spellings:
 
 =====================  ===========================================================================================
 local layer spec       canonical, but ``mlp.experts.local_experts.3.linear_fc1.weight`` (SequentialMLP)
-Transformer Engine     norms inside the next matrix (``self_attention.linear_qkv.layer_norm_weight``), experts grouped
-                       (``mlp.experts.linear_fc1.weight3``)
+Transformer Engine     norms in the next linear layer (``self_attention.linear_qkv.layer_norm_weight``), experts
+                       grouped (``mlp.experts.linear_fc1.weight3``)
 checkpoint key         Transformer Engine's, experts under ``mlp.experts.experts.linear_fc1.weight``, with layers and
                        experts as leading axes of the tensor instead of numbers in the name
 =====================  ===========================================================================================
 
-Module names count layers within a pipeline stage and experts within a rank: pass the offsets. No regular
-expressions: a name costs about a microsecond.
+Module names count layers within a pipeline stage and experts within a rank, so callers pass the offsets. The functions
+use no regular expressions; a name costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import lru_cache
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts."
 
-# What follows the layer number: canonical → Transformer Engine's spelling, whose matrices hold the norm before them.
+# Part after the layer number: canonical → Transformer Engine's spelling, where a linear layer holds its input norm.
 _NORM_BEFORE_QKV = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _NORMS_IN_MLA = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -38,7 +38,7 @@ _WRAPPERS = ("module.", "model.")  # Megatron's DDP and Float16Module
 
 
 def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """Return the canonical global name of a module's parameter or buffer, whichever spec named it.
+    """Return the canonical global name of a module's parameter or buffer, for any layer spec.
 
     ``layer_offset``: number of the chunk's first layer; ``expert_offset``: number of the rank's first expert.
     """
@@ -53,7 +53,7 @@ def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> st
     return f"{LAYERS}{layer}.{_canonical_tail(tail, expert_offset)}"
 
 
-@lru_cache(maxsize=8192)  # the same few names per layer and expert come again in every layer
+@lru_cache(maxsize=8192)  # every layer has the same names
 def _canonical_tail(tail: str, expert_offset: int) -> str:
     """Translate ``local_experts.3.linear_fc1.weight``, ``linear_fc1.weight3`` or ``3.linear_fc1.weight``."""
     if not tail.startswith(EXPERTS):
@@ -68,23 +68,23 @@ def _canonical_tail(tail: str, expert_offset: int) -> str:
 
 
 def fused_norms(*, mla: bool, moe: bool, delta_net: bool = False) -> dict[str, str]:
-    """Return the norms of a layer that Transformer Engine fuses into the next matrix: canonical prefix → its own.
+    """Return the norms that Transformer Engine fuses into the next linear layer: canonical → fused prefix.
 
-    ``mla``: multi-latent attention; ``moe``: the layer holds experts, before which the norm stands alone, as it does
-    before ``delta_net``, a gated delta net (``runtime/model/delta_net.py``).
+    ``mla``: multi-latent attention. ``moe``: the layer has experts. ``delta_net``: the layer has a gated delta net
+    (``runtime/model/delta_net.py``). The norms before experts and delta nets are not fused.
     """
     before = _NORMS_IN_MLA if mla else {} if delta_net else _NORM_BEFORE_QKV
     return before | ({} if moe else _NORM_BEFORE_MLP)
 
 
 def te_spelling(name: str, *, mla: bool, moe: bool, delta_net: bool = False) -> str:
-    """Return the name of a canonical template (``decoder.layers.{layer}.…``) under Transformer Engine's spec."""
+    """Translate a canonical template (``decoder.layers.{layer}.…``) to its name in Transformer Engine's spec."""
     for plain, fused in fused_norms(mla=mla, moe=moe, delta_net=delta_net).items():
         name = name.replace("}." + plain, "}." + fused)
     return name
 
 
 def local_spelling(name: str) -> str:
-    """Return the name under which Megatron's local spec stores a template: the norm before experts as if fused."""
+    """Translate a template to its key in checkpoints of Megatron's local spec, which fuses the norm before experts."""
     ((plain, fused),) = _NORM_BEFORE_MLP.items()
     return name.replace(plain, fused)

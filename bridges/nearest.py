@@ -1,4 +1,4 @@
-"""A model of an unknown family next to the known ones: the nearest, tensor by tensor, and a table to start from."""
+"""Compare a model of an unknown family with the known ones: nearest family, and a skeleton of a new table."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ CALLED = {
     "import_ckpt": ("hf_model_id", "megatron_path"),
     "export_ckpt": ("megatron_path", "hf_path"),
 }
-"""What the steps of the guide call of ``AutoBridge``, with which arguments: those of release 0.3.1."""
+"""Methods of ``AutoBridge`` in release 0.3.1 that the guide calls, with their arguments."""
 RELEASE, WANTS = "0.3.1", {"megatron-core": "<0.17", "transformers": "<5"}
-"""The newest release that was read, and what it asks for."""
+"""The newest supported release of Megatron-Bridge, and its requirements."""
 GUIDE = "docs/guides/other-families.md"
 _OF_MEGATRON = ("embedding.", "decoder.", "output_layer.", "mtp.", "language_model.")
 
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """A class of Megatron-Bridge that converts an architecture. ``rows``: name on disk, ``*`` for a number → name in
-    Megatron, of those that stand in its source as they are."""
+    """A class of Megatron-Bridge that converts an architecture.
+
+    ``rows``: HF name with ``*`` for numbers → Megatron name, for the names that its source contains literally.
+    """
 
     release: str
     name: str
@@ -41,9 +43,12 @@ class Converter:
     rows: Mapping[str, str]
 
 
-def located(folder: Path | None) -> Path | None:
-    """Return the folder of the package ``megatron.bridge``: below ``folder``, where ``pip install --target`` put it,
-    or installed here. Raises BridgeError when it is not below ``folder``, or is not what the guide's steps call."""
+def find_megatron_bridge(folder: Path | None) -> Path | None:
+    """Return the folder of the package ``megatron.bridge``: in ``folder`` (``pip install --target``) or installed.
+
+    None if it is not installed. Raises BridgeError if ``folder`` lacks it, or if its interface is not
+    :data:`CALLED`.
+    """
     root = folder / "megatron" / "bridge" if folder else _installed()
     if root is None:
         return None
@@ -51,17 +56,17 @@ def located(folder: Path | None) -> Path | None:
     if not source.is_file():
         raise BridgeError(
             f"{source.parent}: no {source.name}: {folder or root} holds no Megatron-Bridge; pip install --no-deps "
-            "--target FOLDER megatron-bridge makes a folder that does"
+            "--target FOLDER megatron-bridge creates such a folder"
         )
     if wrong := differences(source.read_text()):
         raise BridgeError(
-            f"{source}: {'; '.join(wrong)}. The steps in {GUIDE} are for megatron-bridge=={RELEASE}: take that release"
+            f"{source}: {'; '.join(wrong)}. The steps in {GUIDE} are for megatron-bridge=={RELEASE}: use that release"
         )
     return root
 
 
 def differences(source: str) -> list[str]:
-    """List where ``AutoBridge`` in a source is not as :data:`CALLED` says."""
+    """List the differences between ``AutoBridge`` in a source text and :data:`CALLED`."""
     found = {
         method.name: [each.arg for each in method.args.args]
         for kind in ast.parse(source).body
@@ -70,7 +75,7 @@ def differences(source: str) -> list[str]:
         if isinstance(method, ast.FunctionDef)
     }
     return [
-        f"AutoBridge.{name} takes no {argument}" if name in found else f"AutoBridge has no {name}"
+        f"AutoBridge.{name} has no argument {argument}" if name in found else f"AutoBridge has no {name}"
         for name, arguments in CALLED.items()
         for argument in arguments
         if argument not in found.get(name, ())
@@ -78,7 +83,7 @@ def differences(source: str) -> list[str]:
 
 
 def converter(root: Path, architecture: str) -> Converter | None:
-    """Find what converts an architecture (``config.json``)."""
+    """Return the class of Megatron-Bridge that converts an architecture of ``config.json``; None without one."""
     for path in sorted((root / "models").rglob("*_bridge.py")):
         for kind in ast.walk(ast.parse(path.read_text())):
             if isinstance(kind, ast.ClassDef) and architecture in _sources(kind):
@@ -86,14 +91,17 @@ def converter(root: Path, architecture: str) -> Converter | None:
     return None
 
 
-def told(folder: Path | None, architecture: str, names: Mapping[str, object]) -> str:
-    """Say what Megatron-Bridge has of a model. ``names``: on disk, with ``{layer}`` and ``{expert}`` for numbers."""
-    root = located(folder)
+def megatron_bridge_report(folder: Path | None, architecture: str, names: Mapping[str, object]) -> str:
+    """Return a text on Megatron-Bridge's support of a model.
+
+    ``names``: HF names with ``{layer}`` and ``{expert}`` for numbers.
+    """
+    root = find_megatron_bridge(folder)
     if root is None:
         return (
-            f"Megatron-Bridge is not here: release {RELEASE} asks for {_conflicts()}. pip install --no-deps --target "
-            f"FOLDER megatron-bridge, then --megatron-bridge FOLDER shows what it has of {architecture}; {GUIDE} says "
-            "the rest."
+            f"Megatron-Bridge is not installed: release {RELEASE} asks for {_conflicts()}. Run pip install --no-deps "
+            f"--target FOLDER megatron-bridge; --megatron-bridge FOLDER then shows its names for {architecture} (see "
+            f"{GUIDE})."
         )
     found = converter(root, architecture)
     if found is None:
@@ -101,8 +109,8 @@ def told(folder: Path | None, architecture: str, names: Mapping[str, object]) ->
     starred = {name: re.sub(r"\{(layer|expert)\}", "*", name) for name in names}
     named = {name: found.rows[star] for name, star in starred.items() if star in found.rows}
     lines = [
-        f"Megatron-Bridge {found.release} converts {architecture}: {found.name} in {found.path} spells out "
-        f"{len(named)} of {len(names)} tensors. {GUIDE} says how to run it."
+        f"Megatron-Bridge {found.release} converts {architecture}: {found.name} in {found.path} names "
+        f"{len(named)} of {len(names)} tensors. See {GUIDE} for how to run it."
     ]
     return "\n".join([*lines, *(f"  {name} → {target}" for name, target in named.items())])
 
@@ -121,18 +129,18 @@ def _release(root: Path) -> str:
 
 
 def _conflicts() -> str:
-    """Name what a release asks for, and what is here instead."""
-    said = []
-    for package, wanted in WANTS.items():
+    """Return the requirements of the release with the installed versions, as text."""
+    requirements = []
+    for package, required in WANTS.items():
         try:
-            said.append(f"{package}{wanted} (here: {version(package)})")
+            requirements.append(f"{package}{required} (here: {version(package)})")
         except PackageNotFoundError:
-            said.append(f"{package}{wanted}")
-    return " and ".join(said)
+            requirements.append(f"{package}{required}")
+    return " and ".join(requirements)
 
 
 def _sources(kind: ast.ClassDef) -> set[str]:
-    """Return the architectures that a class is registered for: names, attributes or texts."""
+    """Return the architectures that a class is registered for, given as names, attributes or strings."""
     calls = [each for each in kind.decorator_list if isinstance(each, ast.Call)]
     return {
         str(getattr(word.value, "id", None) or getattr(word.value, "attr", None) or getattr(word.value, "value", None))
@@ -144,7 +152,7 @@ def _sources(kind: ast.ClassDef) -> set[str]:
 
 
 def _rows(kind: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Yield (name on disk, name in Megatron) of the dictionaries and mappings of a class that are written out."""
+    """Yield (HF name, Megatron name) of the literal dictionaries and mappings of a class."""
     for node in ast.walk(kind):
         if isinstance(node, ast.Dict):
             pairs = [(_text(key), _text(value)) for key, value in zip(node.keys, node.values, strict=True)]
@@ -172,12 +180,12 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
-    """The tensors of a folder beside a family's table. Names have ``{layer}`` and ``{expert}`` for numbers.
+class FamilyMatch:
+    """Comparison of a folder's tensors with a family's table. Names have ``{layer}`` and ``{expert}`` for numbers.
 
-    ``shapes``: all names of the folder → shape of the first such tensor. ``rows``: part of the table and row by name,
-    of those that the table has. ``missing``: names of the table that the folder lacks, optional rows left out, and
-    parts of the table of which it has nothing.
+    ``shapes``: all names of the folder → shape of the first such tensor. ``rows``: name → (part of the table, row),
+    for names in the table. ``missing``: names of the table that the folder lacks, except optional rows and parts of
+    the table that the folder does not use.
     """
 
     family: Family
@@ -192,28 +200,28 @@ class Likeness:
 
     @property
     def share(self) -> float:
-        """Names that both have, of all names."""
+        """Fraction of all names that both have."""
         return len(self.rows) / (len(self.shapes) + len(self.missing))
 
 
-def nearest(folder: HfFolder) -> Likeness:
-    """Return the likeness to the family that has most names in common with a HF folder."""
+def nearest(folder: HfFolder) -> FamilyMatch:
+    """Compare a HF folder with all families; return the match with most names in common."""
     shapes: dict[str, Shape] = {}
     for name, shape in folder.shapes().items():
         shapes.setdefault(_without_numbers(name), tuple(shape))
     families = (get_family(model_type) for model_type in supported())
-    return max((likeness(family, shapes) for family in families), key=lambda found: found.share)
+    return max((compare_family(family, shapes) for family in families), key=lambda found: found.share)
 
 
-def likeness(family: Family, shapes: Mapping[str, Shape]) -> Likeness:
-    """Compare a table with names and shapes of a folder."""
+def compare_family(family: Family, shapes: Mapping[str, Shape]) -> FamilyMatch:
+    """Compare a family's table with the names and shapes of a folder."""
     table = {part: getattr(family, part) for part in PARTS}
     rows: dict[str, tuple[str, Row]] = {}
     for part in PARTS:
         for row in table[part]:
             for name in row.hf_names:
                 if name in shapes:
-                    rows.setdefault(name, (part, row))  # of two rows for a tensor, as released models have it
+                    rows.setdefault(name, (part, row))  # the first of two rows is the one of released models
     used = {part for part, _ in rows.values()}
     missing = (
         name
@@ -224,26 +232,26 @@ def likeness(family: Family, shapes: Mapping[str, Shape]) -> Likeness:
         for name in row.hf_names
         if name not in shapes
     )
-    return Likeness(family, shapes, rows, tuple(dict.fromkeys(missing)))
+    return FamilyMatch(family, shapes, rows, tuple(dict.fromkeys(missing)))
 
 
-def report(found: Likeness) -> str:
-    """Say tensor by tensor what the nearest family has."""
+def report(found: FamilyMatch) -> str:
+    """Return the comparison as text, one line per tensor."""
     width = max(map(len, (*found.shapes, *found.missing)))
     lines = [
         f"nearest family: {found.family.model_type}, which has {len(found.rows)} of {len(found.shapes)} tensors and "
-        f"{len(found.missing)} that are not here"
+        f"{len(found.missing)} that are missing here"
     ]
     for name, shape in found.shapes.items():
         _, row = found.rows.get(name, (None, None))
         target = f"→ {row.megatron}, {type(row).__name__}" if row else "has no row"
         lines.append(f"  {name:<{width}}  {list(shape)!s:<16}  {target}")
-    lines += [f"  {name:<{width}}  {'':<16}  not here" for name in found.missing]
+    lines += [f"  {name:<{width}}  {'':<16}  missing" for name in found.missing]
     return "\n".join(lines)
 
 
-def facts(found: Likeness) -> dict[str, Any]:
-    """Return the same for programs."""
+def facts(found: FamilyMatch) -> dict[str, Any]:
+    """Return the comparison as a JSON object."""
     return {
         "nearest": found.family.model_type,
         "share": round(found.share, 3),
@@ -253,15 +261,18 @@ def facts(found: Likeness) -> dict[str, Any]:
     }
 
 
-def skeleton(found: Likeness, config: Mapping[str, Any]) -> str:
-    """Write a table to start from, for ``bridges/families/<model_type>.py``: the nearest family's rows of the tensors
-    that are here, and a line for each of the others. ``config``: ``config.json``."""
+def skeleton(found: FamilyMatch, config: Mapping[str, Any]) -> str:
+    """Return the source of a first table for ``bridges/families/<model_type>.py``.
+
+    It has the nearest family's rows for tensors of the folder, and a comment for each tensor without a row.
+    ``config``: ``config.json``.
+    """
     model_type = str(config.get("model_type"))
     near = found.family.model_type
     kinds = sorted({type(row).__name__ for _, row in found.rows.values()})
     parts = "\n".join(_part(found, part) for part in PARTS)
     architecture = next(iter(config.get("architectures") or [""]))
-    return f'''"""{model_type}: what is its own, in a line."""
+    return f'''"""{model_type}: describe its differences in one line."""
 
 from __future__ import annotations
 
@@ -272,14 +283,14 @@ from bridges.rows import {", ".join(kinds)}
 FAMILY = Family(
     model_type="{model_type}",
     architecture="{architecture}",
-    read_shape=NEAREST.read_shape,  # write both anew where the config has other keys or options
+    read_shape=NEAREST.read_shape,  # replace both if the config has other keys or options
     read_megatron=NEAREST.read_megatron,
 {parts}
 )'''
 
 
-def _part(found: Likeness, part: str) -> str:
-    """Write the field of one part of the table."""
+def _part(found: FamilyMatch, part: str) -> str:
+    """Return the source of one field of the table."""
     here = {id(row): row for of, row in found.rows.values() if of == part}
     lines = [f"        {_spelled(row)}," for row in here.values()]
     if part == "layer":
@@ -288,7 +299,7 @@ def _part(found: Likeness, part: str) -> str:
 
 
 def _spelled(row: Row) -> str:
-    """Write a row as it is written in a table."""
+    """Return the source of a row."""
     words = [repr(row.megatron), repr(row.hf), repr(row.shape)]
     defaults = {field.name: field.default for field in fields(row)}
     words += [
@@ -305,12 +316,14 @@ def _without_numbers(name: str) -> str:
     return name
 
 
-def compared(path: Path, megatron_bridge: Path | None = None) -> tuple[dict[str, Any], str]:
-    """Return facts and text for the HF folder of an unknown family, table to start from included.
+def nearest_report(path: Path, megatron_bridge: Path | None = None) -> tuple[dict[str, Any], str]:
+    """Return (JSON object, text) of the comparison for a HF folder of an unknown family, with the table skeleton.
 
-    ``megatron_bridge``: a folder with Megatron-Bridge, see :func:`bridges.nearest.located`."""
+    ``megatron_bridge``: a folder with Megatron-Bridge, see :func:`find_megatron_bridge`.
+    """
     folder = HfFolder(path)
     found = nearest(folder)
     table = skeleton(found, folder.config)
-    other = told(megatron_bridge, str(next(iter(folder.config.get("architectures") or [""]))), found.shapes)
+    architecture = str(next(iter(folder.config.get("architectures") or [""])))
+    other = megatron_bridge_report(megatron_bridge, architecture, found.shapes)
     return facts(found) | {"skeleton": table, "megatron_bridge": other}, f"{report(found)}\n\n{table}\n\n{other}"

@@ -1,12 +1,12 @@
-"""PEFT's adapter folders: read, write, and merge into a HF folder.
+"""Read and write PEFT adapter folders, and merge an adapter into a HF folder.
 
-Experts come in two forms. One by one, as the base model is on disk (and as vLLM reads them):
-``….mlp.experts.7.gate_proj.lora_A.weight`` [r, in]. Or stacked, as PEFT keeps them on models whose experts are single
-parameters (``target_parameters``): ``….mlp.experts.base_layer.lora_A.weight`` [E·r, H] for gate and up together and
-``….mlp.experts.lora_A.weight`` [E·r, M] for down, expert by expert; ``lora_B`` [out, r·E] has experts innermost.
+Expert adapters have two formats. One tensor per expert, as in the base model's folder and as vLLM reads them:
+``….mlp.experts.7.gate_proj.lora_A.weight`` [r, in]. Or stacked, as PEFT stores them for models with all experts in one
+parameter (``target_parameters``): ``….mlp.experts.base_layer.lora_A.weight`` [E·r, H] for gate and up together, and
+``….mlp.experts.lora_A.weight`` [E·r, M] for down, with experts outermost; ``lora_B`` [out, r·E] has experts innermost.
 
-Factors of the embedding are ``….embed_tokens.lora_embedding_A`` [r, V] and ``lora_embedding_B`` [H, r]; here they are
-Bᵀ and Aᵀ, since its weight is [V, H].
+The factors of the embedding are ``….embed_tokens.lora_embedding_A`` [r, V] and ``lora_embedding_B`` [H, r]. Here they
+are read as Bᵀ and Aᵀ, because the embedding's weight is [V, H].
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _EMBEDDING = "embed_tokens"
 _BASE_WEIGHT = ".base_layer.weight"
-"""Frozen weights of embedding and output layer, which PEFT saves with their adapters."""
+"""Suffix of frozen base weights of embedding and output layer, which PEFT saves with their adapters."""
 _STACKED = re.compile(r"^(?P<experts>.*\.layers\.(?P<layer>\d+)\..*experts)(?P<inner>\.base_layer)?$")
-# What adapter_config.json may ask for that factors alone do not express → values under which it asks for nothing.
-_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+# Options of adapter_config.json that two factors cannot represent → values that leave the option off.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
@@ -50,9 +50,9 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),
 }
-# What PEFT 0.21 makes of gate_proj, up_proj and down_proj on transformers 5, whose experts are single parameters
-# (_MOE_TARGET_MODULE_MAPPING and _convert_peft_config_moe of peft/utils/transformers_weight_conversion.py, which looks
-# families up in _MODEL_TO_CONVERSION_PATTERN of transformers/conversion_mapping.py). Mixtral and MiniMax-M2 are in
+# How PEFT 0.21 resolves gate_proj, up_proj and down_proj on transformers 5, where experts are single parameters
+# (_MOE_TARGET_MODULE_MAPPING and _convert_peft_config_moe of peft/utils/transformers_weight_conversion.py, with the
+# families of _MODEL_TO_CONVERSION_PATTERN in transformers/conversion_mapping.py). Mixtral and MiniMax-M2 are in
 # neither set: PEFT maps their w1, w2 and w3, which only experts have.
 TAKEN_FOR_EXPERTS = frozenset(
     {
@@ -69,39 +69,39 @@ TAKEN_FOR_EXPERTS = frozenset(
         "solar_open",
     }
 )
-"""Families of which PEFT takes the names for experts alone: adapters of dense layers and shared experts are lost."""
+"""Families where PEFT maps the names to experts only: it drops adapters of dense layers and shared experts."""
 NOT_TAKEN_FOR_EXPERTS = frozenset({"hy_v3", "mimo_v2_flash", "qwen2_moe", "qwen3_5_moe_text"})
-"""Families with such experts that PEFT does not know: the names mean other layers, adapters of experts are lost."""
+"""Families where PEFT does not map the names to experts: it drops adapters of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter has in common over all projections."""
+    """Settings of an adapter that are common to all projections."""
 
     rank: int
     alpha: float
     rank_stabilised: bool
     base: str | None
-    """Name or folder of the base model, as the adapter's maker knew it."""
+    """Name or folder of the base model according to the adapter."""
 
     @property
     def scale(self) -> float:
-        """What the products of factors are multiplied by."""
+        """Factor of the product B·A."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 class PeftFolder:
-    """The adapter in a folder, for the model that ``plan`` describes.
+    """An adapter folder for the model of ``plan``.
 
-    Raises :class:`BridgeError`: files missing or damaged, an adapter that is more than two factors a projection, or
-    one that fits another model, naming the projection.
+    The constructor raises :class:`BridgeError` for missing or damaged files, unsupported options, or an adapter of
+    another model.
     """
 
     def __init__(self, path: str | Path, plan: Plan) -> None:
         self.path = Path(path).expanduser()
         check_folder(self.path)
         if not (self.path / CONFIG).is_file():
-            raise BridgeError(f"{self.path} has no {CONFIG}: give a folder that PEFT or a run of adapters wrote")
+            raise BridgeError(f"{self.path} has no {CONFIG}: use an adapter folder of PEFT or of a LoRA run")
         self.config = _read_config(self.path / CONFIG)
         self._infos: dict[str, TensorInfo] = read_header(self.path, WEIGHTS)
         self._map = map_file(self.path / WEIGHTS)
@@ -113,11 +113,11 @@ class PeftFolder:
 
     @property
     def modules(self) -> frozenset[str]:
-        """The adapted projections, as the base model names them on disk."""
+        """The adapted projections, by their HF names in the base model."""
         return frozenset(name[:-2] for name in self._factors)
 
     def factor(self, module: str, letter: str) -> Tensor:
-        """Return ``A`` [rank, in] or ``B`` [out, rank] of a projection. Raises KeyError where it has none."""
+        """Return ``A`` [rank, in] or ``B`` [out, rank] of a projection. Raises KeyError if it has none."""
         return self._factors[f"{module}.{letter}"]()
 
     def _add(self, name: str) -> None:
@@ -130,7 +130,7 @@ class PeftFolder:
         module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         letter = rest.removesuffix(".weight")
         if letter not in ("A", "B") or not name.startswith(PREFIX):
-            raise BridgeError(f"{self.path / WEIGHTS}: {name} is no factor of a linear layer (….lora_A.weight)")
+            raise BridgeError(f"{self.path / WEIGHTS}: {name} is not a factor of a linear layer (….lora_A.weight)")
         stacked = _STACKED.match(module)
         if stacked is None or f"{module}.weight" in self._plan.hf:
             self._factors[f"{module}.{letter}"] = lambda: self._read(name)
@@ -138,7 +138,7 @@ class PeftFolder:
             self._unstack(name, module, letter, int(stacked["layer"]))
 
     def _unstack(self, name: str, module: str, letter: str, layer: int) -> None:
-        """List the single experts' factors of a stacked one; which map it belongs to shows in the pair's sizes."""
+        """Register the factors of single experts in a stacked tensor; the shapes of A and B give the projection."""
         rank = self.config.rank
         entries = [e for e in self._plan.entries if e.layer == layer and e.expert is not None and len(e.shape) == 2]
         count = len({entry.expert for entry in entries})
@@ -152,7 +152,7 @@ class PeftFolder:
         ]
         if not fitting:
             shapes = " and ".join(str(list(info.shape)) for info in (a, b) if info)
-            raise BridgeError(f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which fits no experts")
+            raise BridgeError(f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which match no experts")
         for entry, width in fitting:
             for part in range(len(entry.hf)):
                 self._factors[f"{entry.hf[part].name.removesuffix('.weight')}.{letter}"] = self._slice(
@@ -160,8 +160,11 @@ class PeftFolder:
                 )
 
     def _slice(self, name: str, letter: str, entry: Entry, part: int, count: int, width: int) -> Callable[[], Tensor]:
-        """Return how to read one projection's factor of one expert. ``width``: rank of what is stacked, a multiple of
-        the adapter's where each projection has an ``A`` of its own (:func:`stack_experts`)."""
+        """Return a function that reads one projection's factor of one expert.
+
+        ``width``: rank of the stacked factor. It is a multiple of the adapter's rank if each projection has a separate
+        ``A`` (:func:`stack_experts`).
+        """
         rank = self.config.rank
         own = slice(None) if width == rank else slice(part * rank, (part + 1) * rank)
 
@@ -173,8 +176,8 @@ class PeftFolder:
             if matrix.count_nonzero() != matrix[:, own].count_nonzero():
                 module = entry.hf[part].name.removesuffix(".weight")
                 raise BridgeError(
-                    f"{self.path / WEIGHTS}: {module} uses a rank of {width}, the adapter's is {rank}: such experts "
-                    "are not read"
+                    f"{self.path / WEIGHTS}: {module} has rank {width}, the adapter has rank {rank}: such experts are "
+                    "not supported"
                 )
             return matrix[:, own]
 
@@ -189,12 +192,12 @@ class PeftFolder:
             base = self._plan.hf.get(f"{module}.weight")
             if base is None and f"{module}.weight" in self._plan.copies:
                 raise BridgeError(
-                    f"{self.path}: {module} is this model's embedding, too (tie_word_embeddings in config.json), and "
-                    f"the adapter is of one of them: give the model {module}.weight, a copy of "
+                    f"{self.path}: {module} shares its weight with the embedding (tie_word_embeddings in config.json),"
+                    f" but the adapter changes only one of them: add {module}.weight to the model, a copy of "
                     f"{self._plan.copies[f'{module}.weight']}, and set tie_word_embeddings to false"
                 )
             if base is None:
-                raise BridgeError(f"{self.path}: {module} is no layer of the model: it is an adapter of another one")
+                raise BridgeError(f"{self.path}: {module} is not a layer of the model: the adapter is of another one")
             for letter, side in (("A", 1), ("B", 0)):
                 if f"{module}.{letter}" not in self._factors:
                     raise BridgeError(f"{self.path / WEIGHTS}: {module} has no lora_{letter}")
@@ -207,7 +210,7 @@ class PeftFolder:
 
 
 def tensor_on_disk(module: str, letter: str, factor: Tensor) -> tuple[str, Tensor]:
-    """Return a factor's name and form in a folder: ``A`` [rank, in] or ``B`` [out, rank] of a HF module."""
+    """Return name and tensor in an adapter folder for a factor: ``A`` [rank, in] or ``B`` [out, rank]."""
     if module.endswith(f".{_EMBEDDING}"):
         return f"{PREFIX}{module}.lora_embedding_{'BA'['AB'.index(letter)]}", factor.t().contiguous()
     return f"{PREFIX}{module}.lora_{letter}.weight", factor
@@ -216,22 +219,22 @@ def tensor_on_disk(module: str, letter: str, factor: Tensor) -> tuple[str, Tenso
 def _read_config(path: Path) -> AdapterConfig:
     values = read_json(path)
     if values.get("peft_type") != "LORA":
-        raise BridgeError(f"{path}: peft_type={values.get('peft_type')}; only LORA is read")
-    for key, idle in _ELSEWHERE.items():
-        if key in values and values[key] not in idle:
-            raise BridgeError(f"{path}: {key}={values[key]} asks for more than two factors of one rank; not supported")
+        raise BridgeError(f"{path}: peft_type={values.get('peft_type')}; only LORA is supported")
+    for key, off in _UNSUPPORTED.items():
+        if key in values and values[key] not in off:
+            raise BridgeError(f"{path}: {key}={values[key]} is not supported; only plain A and B factors are")
     try:
         rank, alpha = int(values["r"]), float(values["lora_alpha"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BridgeError(f"{path} has no whole r and lora_alpha; fetch the file again") from error
+        raise BridgeError(f"{path} has no valid r and lora_alpha; fetch the file again") from error
     config = AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key in {**ranks, **alphas}:
         own = AdapterConfig(ranks.get(key, rank), alphas.get(key, alpha), config.rank_stabilised, None)
         if not math.isclose(own.scale, config.scale, rel_tol=1e-6):
             raise BridgeError(
-                f"{path}: by rank_pattern and alpha_pattern {key} has the scale {own.scale:g}, all others "
-                f"{config.scale:g}; only one for all is read"
+                f"{path}: rank_pattern and alpha_pattern give {key} the scale {own.scale:g}, all others have "
+                f"{config.scale:g}; only one scale for all is supported"
             )
     return config
 
@@ -246,8 +249,11 @@ def adapter_config(
     base: str | None,
     revision: str | None = None,
 ) -> bytes:
-    """Return ``adapter_config.json``; ``modules``: names or ends of names of the adapted projections; ``base``: the
-    model's folder, or its name on the Hugging Face hub, with its commit as ``revision``."""
+    """Return the content of ``adapter_config.json``.
+
+    ``modules``: names, or suffixes of names, of the adapted projections. ``base``: the model's folder, or its name on
+    the Hugging Face hub with its commit as ``revision``.
+    """
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -265,8 +271,10 @@ def adapter_config(
 
 
 def dropped_by_peft(model_type: str, modules: Iterable[str]) -> list[str]:
-    """Return those of an adapter's ``modules`` that PEFT leaves out when it opens the folder, without an error; layers
-    and experts of one kind are one name (``model.layers.*.mlp.gate_proj``)."""
+    """Return the ``modules`` of an adapter that PEFT silently drops when it opens the folder.
+
+    Numbers of layers and experts are replaced by ``*`` (``model.layers.*.mlp.gate_proj``).
+    """
     if model_type not in TAKEN_FOR_EXPERTS | NOT_TAKEN_FOR_EXPERTS:
         return []
     dropped: dict[str, None] = {}
@@ -278,10 +286,10 @@ def dropped_by_peft(model_type: str, modules: Iterable[str]) -> list[str]:
 
 
 def stack_experts(factors: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
-    """Turn factors by ``module.A`` and ``module.B`` into PEFT's tensors with stacked experts, by their full names.
+    """Convert factors named ``module.A`` and ``module.B`` to PEFT's tensors with stacked experts.
 
-    Where gate and up have an ``A`` each, their pair becomes one of twice the rank, with zeros in ``B``: the folder's
-    ``rank_pattern`` then names them. Raises :class:`BridgeError` where only some experts of a layer are adapted.
+    If gate and up have separate ``A`` factors, they become one pair of twice the rank, with zeros in ``B``; the folder
+    must then list them in ``rank_pattern``. Raises :class:`BridgeError` if only some experts of a layer are adapted.
     """
     left = dict(factors)
     stacked: dict[str, Tensor] = {}
@@ -306,7 +314,7 @@ def stack_experts(factors: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor
 
 
 def _join(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return one pair of factors over the rows of all projections."""
+    """Join the factors of several projections into one pair."""
     if all(torch.equal(a, pairs[0][0]) for a, _ in pairs[1:]):
         return pairs[0][0], torch.cat([b for _, b in pairs])
     return torch.cat([a for a, _ in pairs]), torch.block_diag(*[b for _, b in pairs])
@@ -331,11 +339,11 @@ def merge_adapter(
     drop_mtp: bool = False,
     stream: TextIO | None = None,
 ) -> Report:
-    """Write the HF folder ``hf`` with the PEFT folder ``adapter`` added to its weights to ``out``.
+    """Merge the PEFT folder ``adapter`` into the HF folder ``hf`` and write the result to ``out``.
 
-    Quantised folders are dequantised. Tensors without an adapter keep their bytes. An adapter of an embedding that is
-    the output layer, too, unties them, with a warning: it is added to the embedding alone. Raises
-    :class:`BridgeError`; ``out`` then does not exist.
+    Quantised folders are dequantised. Tensors without an adapter keep their bytes. An adapter of a tied embedding is
+    added to the embedding only, which unties the output layer, with a warning. Raises :class:`BridgeError`; ``out``
+    then does not exist.
     """
     source = open_hf(hf)
     plan = Plan.of(source.config)
@@ -353,14 +361,14 @@ def merge_adapter(
         tensors["lm_head.weight"] = tensors[f"{EMBEDDING}.weight"]
         config["tie_word_embeddings"] = False
         warnings.warn(
-            f"{adapter} adapts {EMBEDDING}, which is the output layer of {hf}, too, and PEFT adds an adapter to the "
-            "embedding alone: the merged model has an output layer of its own (tie_word_embeddings: false, "
+            f"{adapter} adapts {EMBEDDING}, which {hf} also uses as output layer. PEFT adds the adapter to the "
+            "embedding only, so the merged model has a separate output layer (tie_word_embeddings: false, "
             "lm_head.weight)",
             stacklevel=2,
         )
     stacked = [name for name in plan.stacked if any(m.startswith(name.removesuffix(".weight")) for m in left)]
     if stacked:
-        raise BridgeError(f"{hf}: {stacked[0]} holds all experts in one tensor, to which no adapter can be added")
+        raise BridgeError(f"{hf}: {stacked[0]} holds all experts in one tensor; merging into it is not supported")
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
     progress = Progress(total, "merge", stream)
     with staged(out, total) as folder:

@@ -1,4 +1,4 @@
-"""The plan of one model: its entries, found by Megatron name or by HF name, and the check of a folder against it."""
+"""The plan of one model: all its tensors by Megatron and HF name, and the check of a folder against it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from bridges.rules import Entry, expand
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about names and shapes of one model, computed once. Lookups are single dictionary accesses.
+    """Names and shapes of all tensors of one model, computed once.
 
-    ``by_name``: canonical Megatron name → entry. ``hf``: name on disk → shape on disk. ``stacked``: those among them
-    that hold all experts of a layer. ``copies``: names that some
-    folders hold although they repeat another tensor (a tied output layer). ``passthrough``: prefixes of layers past
-    the model proper (multi-token prediction), which are passed on as they are. ``draft_layer``: number of the layer
-    that predicts the token after the next, where its entries are among the others because it is trained; ``repeats``:
-    names on disk that then repeat another tensor.
+    ``by_name``: canonical Megatron name → entry. ``hf``: HF name → shape on disk. ``stacked``: HF tensors that hold
+    all experts of a layer. ``copies``: HF name → the tensor that it repeats in some folders (a tied output layer).
+    ``passthrough``: name prefixes of multi-token-prediction tensors, which are copied unchanged. ``draft_layer``:
+    number of the multi-token-prediction layer if it is trained; its tensors are then among the entries. ``repeats``:
+    HF names that this layer stores again although they repeat another tensor.
     """
 
     family: Family
@@ -41,9 +40,11 @@ class Plan:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], *, draft: bool = False) -> Plan:
-        """Return the plan for ``config.json`` as a dict, with ``draft`` including the layer that predicts the token
-        after the next. Raises :class:`BridgeError` if the model is not supported, or has no such layer that can be
-        trained."""
+        """Return the plan for ``config.json`` as a dict. ``draft``: include the multi-token-prediction layer.
+
+        Raises :class:`BridgeError` if the model is not supported, or with ``draft`` if it has no trainable
+        multi-token-prediction layer.
+        """
         family = get_family(str(hf_config.get("model_type")))
         config = family.config(hf_config)
         shape = family.shape(hf_config)
@@ -70,7 +71,7 @@ class Plan:
         )
 
     def is_passthrough(self, hf_name: str) -> bool:
-        """Return whether a tensor belongs to a multi-token-prediction layer, which is passed on byte for byte."""
+        """Return whether a tensor belongs to multi-token prediction and is copied byte for byte."""
         return hf_name.startswith(self.passthrough) if self.passthrough else False
 
     def is_ignored(self, hf_name: str) -> bool:
@@ -78,7 +79,7 @@ class Plan:
         return hf_name.endswith(self.family.ignored)
 
     def check(self, shapes: Mapping[str, Shape], where: str) -> None:
-        """Compare a folder's tensors with the plan. Raises one :class:`BridgeError` listing every difference."""
+        """Compare a folder's tensors with the plan. Raises one :class:`BridgeError` with all differences."""
         extra = [
             name
             for name in shapes
@@ -91,9 +92,9 @@ class Plan:
         problems += [f"{name} is {list(shapes[name])}, expected {list(self.hf[name])}" for name in wrong[:MANY]]
         if problems:
             total = len(extra) + len(missing) + len(wrong)
-            more = f"\n  … {total} differences in all" if total > len(problems) else ""
+            more = f"\n  … {total} differences in total" if total > len(problems) else ""
             raise BridgeError(
-                f"{where}: the tensors are not those of its config.json (model_type={self.family.model_type}):\n  "
+                f"{where}: the tensors do not match its config.json (model_type={self.family.model_type}):\n  "
                 + "\n  ".join(problems)
                 + more
                 + "\nUse the config.json that belongs to these weights, or fetch the folder again."
@@ -101,22 +102,22 @@ class Plan:
 
 
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
-"""Names by which configs count the layers behind the last that predict further tokens."""
-MANY = 8  # differences listed of each kind
+"""Config keys for the number of multi-token-prediction layers."""
+MANY = 8  # maximum number of reported differences of each kind
 
 
 def _require_draft(family: Family, layers: int) -> None:
-    """Raise :class:`BridgeError` unless the model has one layer of multi-token prediction that can be trained."""
+    """Raise :class:`BridgeError` unless the model has exactly one trainable multi-token-prediction layer."""
     trained = sorted(name for name in supported() if get_family(name).draft)
     if not family.draft:
         raise BridgeError(
-            f"model_type={family.model_type}: layers of multi-token prediction are passed on, and not trained: leave "
-            f"mtp.train out, which is for {', '.join(trained)}"
+            f"model_type={family.model_type}: multi-token-prediction layers of this family cannot be trained: remove "
+            f"mtp.train, which supports {', '.join(trained)}"
         )
     if layers != 1:
         raise BridgeError(
-            f"num_nextn_predict_layers={layers}: mtp.train trains one layer of multi-token prediction, no more and no "
-            "less: leave it out"
+            f"num_nextn_predict_layers={layers}: mtp.train needs exactly one multi-token-prediction layer: remove "
+            "mtp.train"
         )
 
 

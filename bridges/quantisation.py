@@ -1,4 +1,4 @@
-"""What ``quantization_config`` says: which weights are quantised how, and which form engines keep.
+"""Parse ``quantization_config``: which weights are quantised and how, and the form in which engines keep them.
 
 ======== ============================================== ===========================================================
 method   ``quantization_config``                        on disk
@@ -23,28 +23,30 @@ METHODS = ("fp8", "mxfp8", "compressed-tensors", "mxfp4")
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How a model is quantised."""
+    """The quantisation of a model on disk."""
 
     method: str
     blocks: tuple[tuple[int, int], ...]
-    """Rows and columns that share a scale, of each group of weights of 8 bits; 0: all of a matrix."""
+    """Rows and columns that share a scale, for each group of 8-bit weights; 0: the whole matrix."""
     left_out: tuple[str, ...]
-    """Modules that are not quantised: names, parts of them, or ``re:`` and a regular expression."""
+    """Modules that are not quantised: names, parts of names, or ``re:`` and a regular expression."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> Quantisation | None:
-        """Read a ``config.json``; None where nothing is quantised. Raises :class:`BridgeError`, which begins with
-        ``where``, for a way that cannot be undone exactly."""
+        """Parse a ``config.json``; None if the model is not quantised.
+
+        Raises :class:`BridgeError`, with ``where`` as prefix, for a format that cannot be dequantised exactly.
+        """
         found = config.get("quantization_config")
         if not found:
             return None
         method = method_of(found)
         if method not in METHODS:
-            raise unfit(where, f"quant_method={method!r:.80}")
+            raise not_dequantizable(where, f"quant_method={method!r:.80}")
         try:
             return cls._of(found, str(method), where)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
-            raise unfit(where, f"quantization_config={found!r:.200} ({error!s:.80})") from error
+            raise not_dequantizable(where, f"quantization_config={found!r:.200} ({error!s:.80})") from error
 
     @classmethod
     def _of(cls, found: Mapping[str, Any], method: str, where: str) -> Quantisation:
@@ -59,8 +61,7 @@ class Quantisation:
         return cls(method, blocks, _left_out(found))
 
     def block(self, weight: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the rows and columns of a block of a matrix, going by ``config.json`` alone; None for one that is not
-        quantised in 8 bits."""
+        """Return the block (rows, columns) of a matrix according to ``config.json``; None if it is not in 8 bits."""
         module = weight.removesuffix(".weight")
         if not self.blocks or len(shape) != 2 or any(_names(pattern, module) for pattern in self.left_out):
             return None
@@ -69,8 +70,7 @@ class Quantisation:
 
 
 def method_of(found: Mapping[str, Any]) -> Any:
-    """Return ``quant_method`` of a ``quantization_config``, None where it has none; MXFP8 has the same name whoever
-    wrote it."""
+    """Return ``quant_method`` of a ``quantization_config``, None without one; ModelOpt's MXFP8 is ``mxfp8`` too."""
     if not isinstance(found, Mapping):
         return None
     method = found.get("quant_method")
@@ -83,13 +83,13 @@ def _left_out(found: Mapping[str, Any]) -> tuple[str, ...]:
     for name in names:
         if name.startswith("re:"):
             if len(name) > 200 or _SLOW.search(name) or len(_REPEATS.findall(name)) > 4:
-                raise ValueError(f"{name:.60} takes too long to compare with names")
+                raise ValueError(f"{name:.60} is too slow a regular expression")
             re.compile(name[3:])
     return names
 
 
 _SLOW, _REPEATS = re.compile(r"\)[*+{?]"), re.compile(r"[*+{]")
-"""What makes a regular expression slow: a group that is repeated, and repetitions one after the other."""
+"""Slow constructs of regular expressions: repeated groups and consecutive repetitions."""
 
 
 def _names(pattern: str, module: str) -> bool:
@@ -99,7 +99,7 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Return the block of a group of compressed-tensors (``quantization/quant_args.py`` there)."""
+    """Return the block of a config group of compressed-tensors (its ``quantization/quant_args.py``)."""
     sizes: Mapping[str, Any] = {
         "tensor": (0, 0),
         "channel": (1, 0),
@@ -110,12 +110,12 @@ def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
     eight = weights.get("num_bits") == 8 and weights.get("type", "int") in ("int", "float")
     if not eight or not weights.get("symmetric", True) or weights.get("actorder") or size is None:
         kept = ("num_bits", "type", "strategy", "symmetric", "actorder")
-        raise unfit(where, f"quantised weights { ({key: weights.get(key) for key in kept}) }")
+        raise not_dequantizable(where, f"quantised weights { ({key: weights.get(key) for key in kept}) }")
     return int(size[0]), int(size[1])
 
 
-def unfit(where: str, what: str) -> BridgeError:
-    """Return the error for a folder whose weights cannot be made of what is on disk."""
+def not_dequantizable(where: str, what: str) -> BridgeError:
+    """Return the error for a folder whose weights cannot be dequantised exactly."""
     return BridgeError(
         f"{where}: {what} cannot be dequantised exactly; use the bf16 release of the model, or one in fp8, mxfp8, 8 "
         "bits of compressed-tensors (symmetric), or in mxfp4"
@@ -124,28 +124,28 @@ def unfit(where: str, what: str) -> BridgeError:
 
 FP8, MXFP8 = "fp8", "mxfp8"
 MX_COLUMNS = 32
-"""That share a scale in MXFP8."""
+"""Columns that share a scale in MXFP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineForm:
-    """Matrices in float8 E4M3, a scale for each block of them."""
+    """Quantised form of an engine's matrices: float8 E4M3 with a scale per block."""
 
     method: str
     """``fp8`` or ``mxfp8``."""
     block: tuple[int, int]
-    """Rows and columns that share a scale; those at the end of a matrix may be cut short."""
+    """Rows and columns that share a scale; blocks at the end of a matrix may be smaller."""
     powers_of_two: bool
     """Whether scales are powers of two."""
 
     @property
     def suffix(self) -> str:
-        """What the name of a weight's scales adds to that of the weight."""
+        """Suffix of the scales' name after the weight's name."""
         return "_scale_inv" if self.method == FP8 else "_scale"
 
     @property
     def scale_dtype(self) -> str:
-        """Of scales as engines take them."""
+        """Dtype of scales in the engine."""
         return "float32" if self.method == FP8 else "uint8"
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -155,8 +155,10 @@ class EngineForm:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> EngineForm | None:
-        """Read a ``config.json``; None where nothing is quantised. Raises :class:`BridgeError`, which begins with
-        ``where``, for a form that weights cannot be brought into."""
+        """Parse a ``config.json``; None if the model is not quantised.
+
+        Raises :class:`BridgeError`, with ``where`` as prefix, for a form into which weights cannot be quantised.
+        """
         found = config.get("quantization_config")
         if not found:
             return None
@@ -164,20 +166,20 @@ class EngineForm:
         if method == MXFP8:
             return cls(MXFP8, (1, MX_COLUMNS), True)
         if method != FP8:
-            raise _unfit(where, f"quant_method={method!r}")
+            raise _unsupported_form(where, f"quant_method={method!r}")
         block = found.get("weight_block_size")
         whole = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
         if not whole:
-            raise _unfit(where, f"fp8 with weight_block_size={block}")
+            raise _unsupported_form(where, f"fp8 with weight_block_size={block}")
         if (scheme := found.get("activation_scheme", "dynamic")) != "dynamic":
-            raise _unfit(where, f"fp8 with activation_scheme={scheme!r}")
+            raise _unsupported_form(where, f"fp8 with activation_scheme={scheme!r}")
         if (kind := found.get("fmt", "e4m3")) != "e4m3":
-            raise _unfit(where, f"fp8 with fmt={kind!r}")
+            raise _unsupported_form(where, f"fp8 with fmt={kind!r}")
         return cls(FP8, (int(block[0]), int(block[1])), found.get("scale_fmt") == "ue8m0")
 
 
-def _unfit(where: str, what: str) -> BridgeError:
+def _unsupported_form(where: str, what: str) -> BridgeError:
     return BridgeError(
-        f"{where}: weights are brought into fp8 in blocks (weight_block_size, activation_scheme=dynamic) or mxfp8, "
-        f"not {what}"
+        f"{where}: weights can be quantised to fp8 in blocks (weight_block_size, activation_scheme=dynamic) or to "
+        f"mxfp8, not to {what}"
     )

@@ -1,10 +1,9 @@
-"""Matrices of 8-bit values with block scales: quantised folders read as bf16, and matrices quantised as vLLM 0.32
-does.
+"""Matrices of 8-bit values with block scales: dequantise HF folders, and quantise weights as vLLM 0.32 does.
 
-In two steps, because a matrix may lie in shards of several ranks, whose edges go through blocks: the largest |w| of
-each block, which ranks can take the maximum of, and then the values, a row at a time, from the scales that this gives.
-A block of zeros gets the smallest scale; one with a NaN is NaN altogether; of one with an infinity fp8 keeps zeros and
-NaNs, MXFP8 what 2^127 leaves of its numbers, and NaN for the infinity. That is what vLLM's do.
+Quantisation has two steps, because the shards of several ranks may share a block. First the largest |w| of each block
+is computed, over which ranks take the maximum. Then the values are quantised row by row with the resulting scales.
+Special values are the same as in vLLM: a block of zeros gets the smallest scale; a block with a NaN becomes NaN. In a
+block with an infinity, fp8 gives zeros and NaNs; MXFP8 divides by 2^127 and gives NaN for the infinity.
 
 ==================  ===================================  =====================================================
 ``quant_method``    on disk                              written by
@@ -20,8 +19,8 @@ mxfp4               ``W_blocks``, two 4-bit floats a     gpt-oss (OCP Microscali
                     byte, and ``W_scales``, powers of 2  first; on disk transposed against the bf16 layout)
 ==================  ===================================  =====================================================
 
-``W`` is the name of a weight. 8 bits: ``w = bf16(fp32(q) · scale)``, see :class:`bridges.scaled.ScaledMatrix`. Tensors
-are dequantised one at a time as they are read.
+``W`` is the name of a weight. For 8 bits, ``w = bf16(fp32(q) · scale)`` (:class:`ScaledMatrix`). Tensors are
+dequantised one at a time when they are read.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from torch import Tensor
 
 from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder
-from bridges.quantisation import FP8, EngineForm, Quantisation, unfit
+from bridges.quantisation import FP8, EngineForm, Quantisation, not_dequantizable
 from bridges.rows import Shape
 
 BAND = 2**24
-"""Values that are dequantised at a time: their fp32 products are 64 MiB."""
+"""Number of values that are dequantised at once; their fp32 products take 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """w[i, j] = bf16(fp32(values[i, j]) · scales[i, (first + j) // columns]).
+    """A quantised matrix: w[i, j] = bf16(fp32(values[i, j]) · scales[i, (first + j) // columns]).
 
-    A block has several rows on disk; here each row has its scales, so that what cuts or orders rows does the same to
-    both. Blocks that are cut short by the matrix's end, or by a split of its columns, need no padding.
+    On disk a block may have several rows; here each row has its own scales, so that slicing or reordering rows applies
+    to both tensors. Incomplete blocks, at the end of the matrix or after a split of its columns, need no padding.
     """
 
     values: Tensor
@@ -56,9 +55,9 @@ class ScaledMatrix:
     scales: Tensor
     """[…, m, ⌈(first + n) / columns⌉] fp32."""
     columns: int
-    """Of a block."""
+    """Columns of a block."""
     first: int = 0
-    """Where in its block the first column stands."""
+    """Position of the first column in its block."""
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +65,7 @@ class ScaledMatrix:
         return self.values.nbytes + self.scales.nbytes
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return […, m, n], rounded to bf16 and then given as ``dtype``; a band of rows at a time."""
+        """Return […, m, n], rounded to bf16 and then cast to ``dtype``."""
         out = torch.empty(self.values.shape, dtype=dtype, device=self.values.device)
         width = self.values.shape[-1]
         step = max(1, BAND // max(1, width))
@@ -77,13 +76,13 @@ class ScaledMatrix:
 
     def _products(self, values: Tensor, scales: Tensor) -> Tensor:
         width = values.shape[1]
-        if width == self.columns * scales.shape[1]:  # whole blocks: no scale is written out
+        if width == self.columns * scales.shape[1]:  # whole blocks: broadcast instead of repeating the scales
             blocks = values.view(len(values), -1, self.columns)
             return blocks.mul_(scales.unsqueeze(-1)).view(-1, width)
         return values.mul_(scales.repeat_interleave(self.columns, -1)[:, self.first : self.first + width])
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> ScaledMatrix:
-        """Return what ``change``, which cuts or orders rows, makes of it."""
+        """Apply ``change``, which slices or reorders rows."""
         return replace(self, values=_as_bytes(self.values, change), scales=change(self.scales))
 
     def share(self, size: int, rank: int) -> ScaledMatrix:
@@ -100,43 +99,42 @@ class ScaledMatrix:
 
 
 def _as_bytes(values: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``change`` to float8 too, which few of torch's functions take."""
+    """Apply ``change`` to the bytes of float8 values, because few torch functions support float8."""
     return change(values.view(torch.uint8)).view(values.dtype)
 
 
-def together(matrices: list[ScaledMatrix], join: Callable[[list[Tensor]], Tensor]) -> ScaledMatrix:
-    """Return one matrix of several with blocks as wide; ``join`` puts their rows together, or stacks them."""
+def join_matrices(matrices: list[ScaledMatrix], join: Callable[[list[Tensor]], Tensor]) -> ScaledMatrix:
+    """Join matrices with the same block width; ``join`` concatenates or reorders their rows, or stacks them."""
     first = matrices[0]
     assert all((each.columns, each.first) == (first.columns, first.first) for each in matrices)
     values = join([each.values.view(torch.uint8) for each in matrices]).view(first.values.dtype)
     return replace(first, values=values, scales=join([each.scales for each in matrices]))
 
 
-def of_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) -> ScaledMatrix:
+def matrix_of_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) -> ScaledMatrix:
     """Return the matrix of ``values`` [m, n] and ``scales`` [⌈m / rows⌉, ⌈n / columns⌉] of blocks [rows, columns]."""
     return ScaledMatrix(values, scales.float().repeat_interleave(block[0], 0)[: len(values)], block[1])
 
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Of E4M3."""
+"""Largest value of E4M3."""
 NAN = 255
-"""The MXFP8 scale of a block with a NaN here; vLLM's has 0, and NaN in each value."""
+"""MXFP8 scale of a block with a NaN in this module. vLLM uses scale 0 and NaN values."""
 _LEAST = 1e-4
-"""What fp8 takes the largest |w| of a block to be at least."""
+"""Lower bound of a block's largest |w| in fp8."""
 
 
-def no_largest(form: EngineForm, shape: tuple[int, ...], device: torch.device | None = None) -> Tensor:
-    """Return ``[grid]`` int32 of a matrix of which no element was seen: the bits of 0.0."""
+def new_block_max(form: EngineForm, shape: tuple[int, ...], device: torch.device | None = None) -> Tensor:
+    """Return the initial block maxima of a matrix: ``[grid]`` int32, the bits of 0.0."""
     return torch.zeros(form.grid(shape), dtype=torch.int32, device=device)
 
 
-def add_largest(form: EngineForm, largest: Tensor, rows: Tensor, numbers: Tensor, column: int = 0) -> None:
-    """Let ``largest`` ``[grid]`` int32 know ``rows`` ``[n, columns]`` of a matrix: its rows ``numbers`` ``[n]`` int64,
-    from ``column`` on.
+def update_block_max(form: EngineForm, largest: Tensor, rows: Tensor, numbers: Tensor, column: int = 0) -> None:
+    """Update the block maxima ``largest`` ``[grid]`` int32 with ``rows`` ``[n, columns]`` of a matrix.
 
-    |w| as the bits of an fp32 number: they are ordered as the numbers are, and NaN, which comparisons of numbers lose,
-    stands above infinity.
+    ``numbers``: ``[n]`` int64, the row numbers; ``column``: the first column. Maxima are the bits of |w| in fp32: they
+    have the order of the numbers, and NaN is above infinity, while float comparisons would lose it.
     """
     height, width = form.block
     first = column // width
@@ -148,8 +146,8 @@ def add_largest(form: EngineForm, largest: Tensor, rows: Tensor, numbers: Tensor
         largest[:, first : first + blocks.shape[1]].scatter_reduce_(0, places, blocks, "amax")
 
 
-def scales_of(form: EngineForm, largest: Tensor) -> Tensor:
-    """Return the scales ``[grid]`` of blocks: fp32, or for MXFP8 uint8 exponents, :data:`NAN` where a NaN is."""
+def block_scales(form: EngineForm, largest: Tensor) -> Tensor:
+    """Return the block scales ``[grid]``: fp32, or for MXFP8 uint8 exponents, :data:`NAN` for blocks with a NaN."""
     if form.method == FP8:
         scales = largest.view(torch.float32).clamp(_LEAST) / LARGEST
         return torch.pow(2.0, torch.ceil(torch.log2(scales.abs()))) if form.powers_of_two else scales
@@ -158,13 +156,13 @@ def scales_of(form: EngineForm, largest: Tensor) -> Tensor:
     return torch.where(exponents.isnan(), float(NAN), exponents).to(torch.uint8)
 
 
-def as_sent(form: EngineForm, scales: Tensor) -> Tensor:
-    """Return ``scales`` as engines take them."""
+def engine_scales(form: EngineForm, scales: Tensor) -> Tensor:
+    """Return ``scales`` in the engine's form."""
     return scales if form.method == FP8 else scales.masked_fill(scales == NAN, 0)
 
 
 def quantised_rows(form: EngineForm, rows: Tensor, scales: Tensor, numbers: Tensor, column: int = 0) -> Tensor:
-    """Return ``[n, columns]`` float8 E4M3 of ``rows``; the arguments are those of :func:`add_largest`."""
+    """Quantise ``rows`` to ``[n, columns]`` float8 E4M3; other arguments as in :func:`update_block_max`."""
     height, width = form.block
     last, start = column + rows.shape[1], column % width
     out = torch.empty(rows.shape, dtype=E4M3, device=rows.device)
@@ -184,18 +182,18 @@ def quantised_rows(form: EngineForm, rows: Tensor, scales: Tensor, numbers: Tens
 
 
 def _bands(rows: Tensor, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut rows and their numbers into bands, so that their fp32 values take little memory."""
+    """Split rows and their numbers into bands, which bounds the memory of their fp32 values."""
     step = max(1, BAND // max(1, rows.shape[1]))
     yield from zip(rows.split(step), numbers.split(step), strict=True)
 
 
 def quantise(form: EngineForm, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values ``[m, n]`` float8 E4M3 and scales ``[grid]``, as they are on disk, of a whole matrix."""
+    """Quantise a whole matrix: return values ``[m, n]`` float8 E4M3 and scales ``[grid]`` as on disk."""
     numbers = torch.arange(len(weight), device=weight.device)
-    largest = no_largest(form, tuple(weight.shape), weight.device)
-    add_largest(form, largest, weight, numbers)
-    scales = scales_of(form, largest)
-    return quantised_rows(form, weight, scales, numbers), as_sent(form, scales)
+    largest = new_block_max(form, tuple(weight.shape), weight.device)
+    update_block_max(form, largest, weight, numbers)
+    scales = block_scales(form, largest)
+    return quantised_rows(form, weight, scales, numbers), engine_scales(form, scales)
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -206,7 +204,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return bytes ``[…, m, n/32, 16]`` and exponents ``[…, m, n/32]`` → bf16 ``[…, m, n]``."""
+    """Dequantise bytes ``[…, m, n/32, 16]`` and exponents ``[…, m, n/32]`` to bf16 ``[…, m, n]``."""
     values = torch.tensor(FP4_VALUES)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1)
     scaled = torch.ldexp(pairs.flatten(-2), scales.int().sub(127).unsqueeze(-1))
@@ -214,8 +212,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """The tensors on disk that a weight of 8 bits is made of."""
+class _QuantizedWeight:
+    """The tensors on disk of an 8-bit weight."""
 
     values: str
     scales: str
@@ -228,7 +226,7 @@ class _Place:
 
 
 class DequantizedFolder:
-    """A quantised HF folder under the names, shapes and dtype of its bf16 original."""
+    """A quantised HF folder, read with the names, shapes and dtype of the bf16 model."""
 
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
@@ -237,7 +235,7 @@ class DequantizedFolder:
         assert found is not None
         self.method, self._blocks = found.method, found.blocks
         self.config = self._plain_config()
-        self._scaled: dict[str, _Place] = {}
+        self._scaled: dict[str, _QuantizedWeight] = {}
         self._suffix = FP8_SCALE if self.method == "fp8" else SCALE
         read = {"fp8": self._fp8, "mxfp8": self._fp8, "compressed-tensors": self._compressed, "mxfp4": self._mxfp4}
         self._shapes: dict[str, Shape] = dict(read[self.method]())
@@ -250,13 +248,13 @@ class DequantizedFolder:
         return config
 
     def _fp8(self) -> Iterator[tuple[str, Shape]]:
-        ending = FP8_SCALE if self.method == "fp8" else f"weight{SCALE}"  # other tensors are scales of a model, too
+        ending = FP8_SCALE if self.method == "fp8" else f"weight{SCALE}"  # other names with _scale may be weights
         for name, info in self.folder.tensors.items():
             if name.endswith(ending):
-                self._belongs(name, name.removesuffix(self._suffix))
+                self._check_owner(name, name.removesuffix(self._suffix))
                 continue
             if info.dtype in FLOAT8:
-                self._scaled[name] = self._place(name, name + self._suffix, info.shape, self._blocks)
+                self._scaled[name] = self._weight(name, name + self._suffix, info.shape, self._blocks)
             yield name, info.shape
 
     def _compressed(self) -> Iterator[tuple[str, Shape]]:
@@ -264,26 +262,26 @@ class DequantizedFolder:
         for name, info in tensors.items():
             if name.endswith((f"weight{SCALE}", f"weight{PACKED_SHAPE}")):
                 plain = name[: name.rindex("_")]
-                self._belongs(name, plain + PACKED if plain + PACKED in tensors else plain)
+                self._check_owner(name, plain + PACKED if plain + PACKED in tensors else plain)
             elif name.endswith(("weight_zero_point", "weight_g_idx")):
-                raise unfit(
-                    f"{self.path}", f"{name} (of a quantisation that is not symmetric, or in an order of its own)"
+                raise not_dequantizable(
+                    f"{self.path}", f"{name} (asymmetric quantisation or a separate order of columns)"
                 )
             elif name.endswith(f"weight{PACKED}"):
                 plain, shape = name.removesuffix(PACKED), self.folder.read(name.removesuffix(PACKED) + PACKED_SHAPE)
-                self._scaled[plain] = self._place(name, plain + SCALE, tuple(shape.tolist()), groups)
+                self._scaled[plain] = self._weight(name, plain + SCALE, tuple(shape.tolist()), groups)
                 yield plain, self._scaled[plain].shape
             else:
                 if info.dtype in (*FLOAT8, torch.int8):
-                    self._scaled[name] = self._place(name, name + SCALE, info.shape, groups)
+                    self._scaled[name] = self._weight(name, name + SCALE, info.shape, groups)
                 yield name, info.shape
 
-    def _belongs(self, name: str, owner: str) -> None:
+    def _check_owner(self, name: str, owner: str) -> None:
         if owner not in self.folder.tensors:
             raise BridgeError(f"{self.path}: {name} belongs to no tensor; fetch the folder again")
 
-    def _place(self, values: str, scales: str, shape: Shape, blocks: tuple[tuple[int, int], ...]) -> _Place:
-        """Return where a weight of ``shape`` lies; its block is that of ``blocks`` whose number its scales have."""
+    def _weight(self, values: str, scales: str, shape: Shape, blocks: tuple[tuple[int, int], ...]) -> _QuantizedWeight:
+        """Return a weight of ``shape`` with the block among ``blocks`` that matches the shape of its scales."""
         info = self.folder.tensors.get(scales)
         rows, columns = shape
         expected: dict[Shape, tuple[int, int]] = {}
@@ -298,7 +296,7 @@ class DequantizedFolder:
                 f"{' or '.join(str(list(each)) for each in expected)} for blocks of "
                 f"{' or '.join(str(list(each)) for each in expected.values())}; fetch the folder again"
             )
-        return _Place(values, scales, (rows, columns), expected[grid])
+        return _QuantizedWeight(values, scales, (rows, columns), expected[grid])
 
     def _mxfp4(self) -> Iterator[tuple[str, Shape]]:
         for name, info in self.folder.tensors.items():
@@ -321,34 +319,34 @@ class DequantizedFolder:
         return dict(self._shapes)
 
     def dtype(self, name: str) -> torch.dtype:
-        """bf16 for what is dequantised, else the dtype on disk."""
+        """Return bf16 for dequantised tensors, else the dtype on disk."""
         if name in self._scaled or name not in self.folder.tensors:
             return torch.bfloat16
         return self.folder.dtype(name)
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Return the rows and columns of a weight's blocks of 8-bit values; None where it is something else."""
-        place = self._scaled.get(name)
-        return None if place is None else place.block
+        """Return the block (rows, columns) of an 8-bit weight; None for any other tensor."""
+        weight = self._scaled.get(name)
+        return None if weight is None else weight.block
 
     @property
     def in_8_bits(self) -> frozenset[str]:
-        """The weights that have a :meth:`block`."""
+        """The 8-bit weights."""
         return frozenset(self._scaled)
 
     def read_scaled(self, name: str) -> ScaledMatrix:
-        """Return a weight that has a :meth:`block` as it is quantised."""
-        place = self._scaled[name]
-        values = self.folder.read(place.values)
-        if place.packed:
-            values = (values.view(torch.uint8)[:, : place.shape[1]] ^ 0x80).view(torch.int8)
-        scales = self.folder.read(place.scales)
+        """Return an 8-bit weight without dequantising it."""
+        weight = self._scaled[name]
+        values = self.folder.read(weight.values)
+        if weight.packed:
+            values = (values.view(torch.uint8)[:, : weight.shape[1]] ^ 0x80).view(torch.int8)
+        scales = self.folder.read(weight.scales)
         if self.method == "mxfp8":
-            scales = torch.exp2(scales.float() - 127).masked_fill(scales == 255, torch.nan)  # E8M0's one NaN
-        return of_blocks(values, scales.view(1, 1) if scales.dim() < 2 else scales, place.block)
+            scales = torch.exp2(scales.float() - 127).masked_fill(scales == 255, torch.nan)  # 255 is NaN in E8M0
+        return matrix_of_blocks(values, scales.view(1, 1) if scales.dim() < 2 else scales, weight.block)
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return the tensor, or its slice ``[index]``, dequantised if it is quantised."""
+        """Return the tensor, or its slice ``[index]``, dequantised if necessary."""
         if name in self._scaled:
             whole = self.read_scaled(name).dequantized()
             return whole if index is None else whole[index]

@@ -1,10 +1,10 @@
-"""Rows of a mapping table: data about one tensor, from which both directions of its conversion follow.
+"""Rows of a mapping table. A row describes one tensor; both directions of its conversion follow from it.
 
-A row gives the canonical Megatron name, the HF names as they are on disk, and shapes written with named dimensions.
-Rows know nothing of process groups, ranks or folders. A family (``families/*.py``) is a few tuples of rows.
+A row has the canonical Megatron name, the HF names on disk, and a shape of named dimensions. Rows are independent of
+process groups, ranks and folders. A family (``families/*.py``) is a few tuples of rows.
 
-Shapes are words separated by spaces, each a key of :attr:`ModelShape.dims`, optionally with a leading factor:
-``"Q H"``, ``"2M"``, or a plain number.
+Shapes are words separated by spaces. Each word is a key of :attr:`ModelShape.dims`, optionally with a leading factor,
+or a number: ``"Q H"``, ``"2M"``, ``"1"``.
 
 ======  ==================================  ======  =================================================
 ``V``   vocabulary                          ``E``   experts
@@ -20,7 +20,7 @@ Shapes are words separated by spaces, each a key of :attr:`ModelShape.dims`, opt
 ``k``   size of a key head                  ``v``   size of a value head
 ``r``   value heads of a key head           ``w``   r·v, value rows of a key head
 ``o``   n·w, all value rows                 ``c``   2·n·k + o, channels of the short convolution
-``g``   KV groups behind a sliding window   ``d``   size of a value head in attention
+``g``   KV groups of sliding-window layers  ``d``   size of a value head in attention
 ``t``   taps of the short convolution       ``x``   2k + 2w, rows of a key head for q, k, v and gate
 ======  ==================================  ======  =================================================
 """
@@ -43,11 +43,11 @@ from bridges.conversions import (
 
 Shape = tuple[int, ...]
 ATTENTION, WINDOW, DELTA_NET = "attention", "window", "delta_net"
-"""Fields of a family, see :attr:`ModelShape.mixers`."""
+"""Token mixers of a layer: fields of a family, see :attr:`ModelShape.mixers`."""
 
 
 def dim(word: str, dims: Mapping[str, int]) -> int:
-    """One dimension: a number, or a name of the legend with an optional leading factor (``2M``)."""
+    """Evaluate one dimension: a number, or a letter of the legend with an optional leading factor (``2M``)."""
     if word.isdigit():
         return int(word)
     return (int(word[:-1]) if word[:-1] else 1) * dims[word[-1]]
@@ -62,11 +62,11 @@ def resolve(shape: str, dims: Mapping[str, int]) -> Shape:
 class Split:
     """How a Megatron tensor is split over tp (over etp where the entry belongs to an expert).
 
-    ``dim``: the tensor dimension, None for a copy on every rank. ``parts``: along dim 0 the tensor is this many pieces
-    of equal length, each split on its own (gate and up). ``units``: a rank gets whole ones of so many runs of rows
-    (KV groups, heads), or, where ``shared``, an equal part of one run (more ranks than KV groups). ``vocab``: dim 0 is
-    padded with zeros to the padded vocabulary first. ``whole_under_te``: the Transformer Engine spec keeps this
-    parameter whole on every rank (MLA's down projections).
+    ``dim``: the dimension that is split, None for a copy on every rank. ``parts``: number of equally long parts along
+    dim 0 that are split separately (gate and up). ``units``: number of indivisible runs of rows (KV groups, heads); a
+    rank gets whole units, or if ``shared`` an equal part of one unit (more ranks than KV groups). ``vocab``: dim 0 is
+    first padded with zeros to the padded vocabulary. ``whole_under_te``: the Transformer Engine spec replicates this
+    parameter on every rank (MLA's down projections).
     """
 
     dim: int | None = None
@@ -81,11 +81,12 @@ class Split:
 class Row:
     """One HF tensor ↔ one Megatron tensor, unchanged. Base of all rows.
 
-    ``megatron``: canonical name with ``{layer}`` and ``{expert}``. ``hf``: names on disk, same placeholders.
-    ``shape``: shape of the first HF tensor (of one expert's slice where ``stacked``). ``split``: dimension split over
-    tp, None if whole. ``units``: see :class:`Split`. ``stacked``: on disk all experts share one tensor with a leading
-    expert axis. ``when``: only if this flag is set (``untied``, ``qkv_bias``, … see :attr:`ModelShape.flags`).
-    ``buffer``: a buffer of the model, not a parameter. ``keep_dtype``: not cast by ``--dtype``.
+    ``megatron``: canonical name with ``{layer}`` and ``{expert}``. ``hf``: HF names with the same placeholders.
+    ``shape``: shape of the first HF tensor (of one expert's slice if ``stacked``). ``split``: dimension that is split
+    over tp, None if replicated. ``units``, ``vocab``, ``whole_under_te``: see :class:`Split`. ``stacked``: on disk one
+    tensor holds all experts, with a leading expert axis. ``when``: the row exists only if this flag is set
+    (``untied``, ``qkv_bias``, … see :attr:`ModelShape.flags`). ``buffer``: a buffer of the model, not a parameter.
+    ``keep_dtype``: not cast by ``--dtype``.
     """
 
     megatron: str
@@ -106,19 +107,19 @@ class Row:
         return (self.hf,) if isinstance(self.hf, str) else self.hf
 
     def conversion(self, dims: Mapping[str, int]) -> Conversion:
-        """Return the tensor operation, bound to sizes."""
+        """Return the conversion with concrete sizes."""
         return Conversion()
 
     def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
-        """Shapes of the HF tensors, in the order of :attr:`hf_names`; of one slice where ``stacked``."""
+        """Return the shapes of the HF tensors in the order of :attr:`hf_names`; of one slice if ``stacked``."""
         return (resolve(self.shape, dims),) * len(self.hf_names)
 
     def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
-        """Global shape of the Megatron tensor, vocabulary not padded."""
+        """Return the global shape of the Megatron tensor, without padding of the vocabulary."""
         return resolve(self.shape, dims)
 
     def sharding(self, dims: Mapping[str, int]) -> Split:
-        """How the Megatron tensor is split over tp or etp."""
+        """Return the split of the Megatron tensor over tp or etp."""
         units = dim(self.units, dims) if self.units else None
         parts = self.conversion(dims).parts
         return Split(
@@ -133,14 +134,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Copy(Row):
-    """One HF tensor is the Megatron tensor."""
+    """One HF tensor that is the Megatron tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Qkv(Row):
-    """HF tensors q, k, v → rows interleaved by KV group. ``shape`` is what follows the rows: ``"H"`` or ``""``.
+    """HF tensors q, k, v → rows interleaved by KV group.
 
-    ``units``: the KV groups; ``value``: the size of a value head.
+    ``shape``: the dimensions after the rows, ``"H"`` or ``""``. ``units``: KV groups. ``value``: size of a value head.
     """
 
     split: int | None = 0
@@ -162,7 +163,7 @@ class Qkv(Row):
 
 @dataclass(frozen=True, slots=True)
 class GatedQkv(Qkv):
-    """As :class:`Qkv`; each head of HF's q is followed by the gate of its output."""
+    """:class:`Qkv` where each head of HF's q is followed by its output gate."""
 
     def conversion(self, dims: Mapping[str, int]) -> Conversion:
         return InterleaveGatedQkv(groups=dims["G"], queries=dims["A"] // dims["G"], dim=dims["D"])
@@ -177,9 +178,10 @@ class GatedQkv(Qkv):
 
 @dataclass(frozen=True, slots=True)
 class ByKeyHead(Row):
-    """HF tensors of a gated delta net → rows by key head. ``shape`` is what follows the rows.
+    """HF tensors of a gated delta net → rows ordered by key head. ``shape``: the dimensions after the rows.
 
-    ``sections``: for each HF tensor, the rows that a key head has in each section of it, in words of the legend.
+    ``sections``: for each HF tensor, the number of rows of one key head in each of its sections, in words of the
+    legend.
     """
 
     sections: tuple[tuple[str, ...], ...] = ()
@@ -201,7 +203,7 @@ class ByKeyHead(Row):
 
 @dataclass(frozen=True, slots=True)
 class GateUp(Row):
-    """Two HF tensors gate and up → gate rows, then up rows. ``shape`` is that of one of them."""
+    """Two HF tensors gate and up → gate rows, then up rows. ``shape``: shape of one of them."""
 
     split: int | None = 0
 
@@ -226,7 +228,7 @@ class Transposed(Row):
 
 @dataclass(frozen=True, slots=True)
 class Unsqueezed(Row):
-    """One HF tensor with a leading dimension of 1, which Megatron's has not."""
+    """One HF tensor with a leading dimension of 1 that Megatron's tensor lacks."""
 
     def conversion(self, dims: Mapping[str, int]) -> Conversion:
         return Squeeze()
@@ -250,9 +252,9 @@ class InterleavedGateUp(Row):
 
 @dataclass(frozen=True, slots=True)
 class RopeRows(Row):
-    """One HF matrix whose rotary rows are stored in halves; Megatron's MLA wants them in pairs.
+    """One HF matrix whose rotary rows are stored in halves; Megatron's MLA needs them in pairs.
 
-    The rows are ``heads`` blocks (a name of the legend or a number), the last ``P`` rows of each being rotary.
+    ``heads``: number of blocks of rows (a letter of the legend or a number); the last ``P`` rows of each are rotary.
     """
 
     heads: str = "1"
@@ -265,9 +267,12 @@ class RopeRows(Row):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a HF config says about the tensors: ``dims`` by the letters of the legend, ``flags`` that switch rows on,
-    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention, ``mixers``: for each layer,
-    the field of its family with the rows of what mixes tokens; empty where all layers have the same."""
+    """Sizes and options of a HF config that determine its tensors.
+
+    ``dims``: sizes by the letters of the legend. ``moe``: for each layer, whether it has experts. ``flags``: enable
+    rows (:attr:`Row.when`). ``mla``: multi-latent attention. ``mixers``: for each layer, the field of its family with
+    the rows of its token mixer; empty if all layers have the same.
+    """
 
     dims: Mapping[str, int]
     moe: tuple[bool, ...]
@@ -277,17 +282,17 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple[tuple[bool, str], ...]:
-        """For each layer: does it hold experts, and its entry in ``mixers``."""
+        """For each layer: (whether it has experts, its entry in ``mixers``)."""
         return tuple(zip(self.moe, self.mixers or ("",) * len(self.moe), strict=True))
 
     @property
     def uniform(self) -> bool:
-        """All layers hold the same parameters; a checkpoint then stores them with a leading layer axis."""
+        """Whether all layers have the same parameters; a checkpoint then stores them with a leading layer axis."""
         return len(set(self.moe)) == 1 and not self.mixers
 
 
 L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
-"""Where the tensors of a layer stand in HF's names and in Megatron's."""
+"""Prefixes of a layer's tensors in HF's and in Megatron's names."""
 
 EMBEDDING = (Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),)
 HEAD = (
@@ -304,8 +309,10 @@ ROUTER = Copy(M + "mlp.router.weight", L + "mlp.gate.weight", "E H")
 
 
 def correction(hf: str = "mlp.gate.e_score_correction_bias") -> Row:
-    """Return the row of the bias of DeepSeek-V3's router, added to the scores that experts are chosen by
-    (arXiv:2412.19437, 2.1.2)."""
+    """Return the row of the correction bias of DeepSeek-V3's router (arXiv:2412.19437, 2.1.2).
+
+    The bias affects only the selection of experts.
+    """
     return Copy(M + "mlp.router.expert_bias", L + hf, "E", buffer=True, keep_dtype=True)
 
 
@@ -316,16 +323,16 @@ DRAFT = (
     Copy(M + "eh_proj.weight", L + "eh_proj.weight", "H 2H", split=0),
     Copy(M + "final_layernorm.weight", L + "shared_head.norm.weight", "H"),
 )
-"""What DeepSeek-V3's layer of multi-token prediction has beside a decoder layer (arXiv:2412.19437, 2.2)."""
+"""Rows of DeepSeek-V3's multi-token-prediction layer in addition to a decoder layer (arXiv:2412.19437, 2.2)."""
 DRAFT_COPIES = {
     L + "embed_tokens.weight": "model.embed_tokens.weight",
     L + "shared_head.head.weight": "lm_head.weight",
 }
-"""Tensors that released folders store with that layer once more, although it shares the model's."""
+"""Tensors that released folders store again with this layer, although it shares those of the model."""
 
 
 def decoder_layer(*attention: Row) -> tuple[Row, ...]:
-    """Return the rows of every layer: ``attention`` between the norms before it and before the feed-forward part."""
+    """Return the rows of every layer: ``attention``, the norm before it, and the norm before the MLP."""
     return (
         Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
         *attention,
@@ -341,12 +348,12 @@ def qkv_bias(when: str | None = None) -> Row:
 
 
 def output_bias(when: str | None = None) -> Row:
-    """Return the row of the bias behind attention."""
+    """Return the row of the bias of attention's output projection."""
     return Copy(M + "self_attention.linear_proj.bias", L + "self_attn.o_proj.bias", "H", when=when)
 
 
 def qk_norms(q: str = "D", k: str = "D", when: str | None = None) -> tuple[Row, ...]:
-    """Return the rows of the norms of q and k, of sizes ``q`` and ``k``: per head, unless given."""
+    """Return the rows of the q and k norms, of sizes ``q`` and ``k``; the default is per head."""
     return tuple(
         Copy(M + f"self_attention.{x}_layernorm.weight", L + f"self_attn.{x}_norm.weight", size, when=when)
         for x, size in (("q", q), ("k", k))
@@ -356,7 +363,7 @@ def qk_norms(q: str = "D", k: str = "D", when: str | None = None) -> tuple[Row, 
 def experts(
     hf: str = "mlp.experts.", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Row, ...]:
-    """Return the rows of experts that stand on disk one by one below ``hf``."""
+    """Return the rows of experts with separate tensors on disk under ``hf``."""
     megatron, one = M + "mlp.experts.{expert}.", L + hf + "{expert}."
     return (
         GateUp(megatron + "linear_fc1.weight", (f"{one}{gate}.weight", f"{one}{up}.weight"), "M H"),

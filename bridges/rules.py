@@ -1,12 +1,12 @@
-"""A family's table expanded: one entry per Megatron parameter, where it is, and how it is split over tp or etp.
+"""Expand a family's table to one entry per Megatron parameter; split entries over tp or etp.
 
-The rules, with tp=2:
+The rules of a split, with tp=2:
 
-- a plain split takes equal runs of dim 0 or 1;
-- gate and up are split each on its own: rank 0 holds ``[gate[:f/2]; up[:f/2]]``, not the gate half;
-- q, k, v rows are split by whole KV groups (a group's rows evenly if there are more ranks than groups), output
+- a plain split takes equal contiguous runs of dim 0 or 1;
+- gate and up are split separately: rank 0 holds ``[gate[:f/2]; up[:f/2]]``, not the gate half;
+- q, k, v rows are split by whole KV groups (with more ranks than groups, the rows of a group are split evenly), output
   projections by whole heads;
-- a vocabulary is padded with zero rows first, to ``padded_vocab`` rows or to the next multiple of the size.
+- a vocabulary is first padded with zero rows to ``padded_vocab`` rows, or to the next multiple of the size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row with its sizes, shared by the entries of all layers and experts."""
+    """A row with concrete sizes, shared by the entries of all layers and experts."""
 
     row: Row
     te_name: str
@@ -41,7 +41,7 @@ class BoundRow:
 
 @dataclass(frozen=True, slots=True)
 class HfSlice:
-    """A tensor on disk: its name, its whole shape, and the expert's index on dim 0 where all experts share it."""
+    """A HF tensor: name, whole shape, and the expert's index on dim 0 if the tensor holds all experts."""
 
     name: str
     shape: Shape
@@ -52,9 +52,8 @@ class HfSlice:
 class Entry:
     """One Megatron parameter or buffer.
 
-    ``name``: canonical global name, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``. ``hf``: where its data
-    is on disk. ``layer``, ``expert``: None where it belongs to none; an entry with an expert lives in the expert
-    group and is split over etp, others over tp.
+    ``name``: canonical global name, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``. ``hf``: its HF tensors.
+    ``layer``, ``expert``: numbers, or None. An entry with an expert is split over etp, others over tp.
     """
 
     name: str
@@ -65,21 +64,21 @@ class Entry:
 
     @property
     def shape(self) -> Shape:
-        """Global shape, vocabulary not padded."""
+        """Global shape, without padding of the vocabulary."""
         return self.bound.shape
 
     @property
     def split(self) -> Split:
-        """How it is split over tp (etp for an expert)."""
+        """The split over tp (etp for an expert)."""
         return self.bound.split
 
     def whole(self) -> Entry:
-        """Return the entry as a copy on every rank, see :attr:`Split.whole_under_te`."""
+        """Return the entry without a split, see :attr:`Split.whole_under_te`."""
         return replace(self, bound=replace(self.bound, split=Split()))
 
     @property
     def parts(self) -> int:
-        """Pieces of equal length along dim 0 (2 for gate and up)."""
+        """Number of equally long parts along dim 0 (2 for gate and up)."""
         return self.bound.conversion.parts
 
     @property
@@ -89,19 +88,18 @@ class Entry:
 
     @property
     def layer_number(self) -> int:
-        """The layer's number, for an entry known to belong to one."""
+        """The layer's number, for an entry that belongs to a layer."""
         assert self.layer is not None, self.name
         return self.layer
 
     @property
     def can_be_scaled(self) -> bool:
-        """Whether it is a linear map's matrix made of rows on disk, so that 8-bit values and their scales can be cut
-        and ordered as they are."""
+        """Whether it is a linear weight made of HF rows, so that 8-bit values and scales can be sliced alike."""
         return ".linear_" in self.name and len(self.shape) == 2 and self.has_rows_of_hf
 
     @property
     def has_rows_of_hf(self) -> bool:
-        """Whether its rows are rows of HF tensors that are its alone."""
+        """Whether its rows are rows of HF tensors that no other entry uses."""
         return self.bound.conversion.keeps_rows and self.hf[0].index is None
 
     @property
@@ -111,11 +109,11 @@ class Entry:
 
     @property
     def te_name(self) -> str:
-        """The name under Transformer Engine's layer spec, canonical expert spelling."""
+        """The name in Transformer Engine's layer spec, with canonical names of experts."""
         return self.bound.te_name.format(layer=self.layer, expert=self.expert)
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Convert HF tensors (slices of one expert where stacked), in the order of ``hf``, to the Megatron tensor."""
+        """Convert HF tensors (one expert's slices if stacked), in the order of ``hf``, to the Megatron tensor."""
         return self.bound.conversion.to_megatron(tensors)
 
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
@@ -156,11 +154,11 @@ def _entries(bound: BoundRow, layer: int | None, experts: int) -> Iterator[Entry
 
 
 def expand(family: Family, hf_config: Mapping[str, Any], *, draft: bool = False) -> tuple[Entry, ...]:
-    """Return every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
+    """Return every parameter and buffer of the model of ``hf_config`` (``config.json`` as a dict).
 
-    In model order: embedding, layers from first to last, final norm, output layer; with ``draft`` then the layer that
-    predicts the token after the next, numbered behind the last. Raises :class:`BridgeError` for a config that the
-    family does not support.
+    The order is embedding, layers, final norm, output layer, and with ``draft`` the multi-token-prediction layer,
+    whose number follows that of the last layer. Raises :class:`BridgeError` for a config that the family does not
+    support.
     """
     shape = family.shape(hf_config)
     experts = shape.dims.get("E", 0)
@@ -175,12 +173,12 @@ def expand(family: Family, hf_config: Mapping[str, Any], *, draft: bool = False)
         rows = _bind((*family.layer_rows(True, mixer), *family.draft), shape, True, mixer)
         entries += [entry for bound in rows for entry in _entries(bound, len(shape.kinds), experts)]
     if len({entry.name for entry in entries}) != len(entries):
-        raise BridgeError(f"the table of {family.model_type} names a Megatron parameter twice")
+        raise BridgeError(f"the table of {family.model_type} has two rows for one Megatron parameter")
     return tuple(entries)
 
 
 def module_name(entry: Entry, spec: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """Return the name of an entry inside a built model: the inverse of :func:`bridges.names.canonical`.
+    """Return the name of an entry in a built model; the inverse of :func:`bridges.names.canonical`.
 
     ``spec``: ``local`` (sequential experts), ``te`` (grouped experts) or ``local_grouped`` (local norms, grouped
     experts).
@@ -196,35 +194,41 @@ def module_name(entry: Entry, spec: str, *, layer_offset: int = 0, expert_offset
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointPlace:
-    """Where an entry lies in a distributed checkpoint: ``key``, the index on each leading axis (layer, expert), the
-    length of those axes. The tensor under ``key`` has shape ``[*axes, *entry.shape]``."""
+class CheckpointLocation:
+    """The location of an entry in a distributed checkpoint.
+
+    ``index``, ``axes``: index on each leading axis (layer, expert), and the lengths of these axes. The tensor under
+    ``key`` has shape ``[*axes, *entry.shape]``.
+    """
 
     key: str
     index: Shape
     axes: Shape
 
 
-def checkpoint_place(entry: Entry, shape: ModelShape, *, uniform: bool | None = None) -> CheckpointPlace:
-    """Return key and position of an entry in a ``torch_dist`` checkpoint.
+def checkpoint_location(entry: Entry, shape: ModelShape, *, uniform: bool | None = None) -> CheckpointLocation:
+    """Return key and index of an entry in a ``torch_dist`` checkpoint.
 
-    Models whose layers all hold the same parameters have a leading layer axis unless ``uniform`` is False
-    (``TransformerBlock.sharded_state_dict``: ``non_homogeneous_layers``); the others have the layer in the key.
+    If all layers have the same parameters there is a leading layer axis, unless ``uniform`` is False
+    (``TransformerBlock.sharded_state_dict``: ``non_homogeneous_layers``). Otherwise the key has the layer number.
     """
     return _place(entry, entry.bound.te_name, shape, shape.uniform if uniform is None else uniform)
 
 
-def checkpoint_places(entry: Entry, shape: ModelShape, *, uniform: bool) -> tuple[CheckpointPlace, ...]:
-    """Return where other writers may have put an entry: :func:`checkpoint_place` first, then the canonical spelling,
-    then that of Megatron's local spec, which stores the norm before experts as if it were fused."""
+def checkpoint_locations(entry: Entry, shape: ModelShape, *, uniform: bool) -> tuple[CheckpointLocation, ...]:
+    """Return all possible locations of an entry in checkpoints of different writers.
+
+    :func:`checkpoint_location` is first, then the canonical spelling, then that of Megatron's local spec, which stores
+    the norm before experts as if it were fused.
+    """
     canonical_name = entry.bound.row.megatron
     spellings = (entry.bound.te_name, canonical_name, local_spelling(canonical_name))
     return tuple(_place(entry, name, shape, uniform) for name in dict.fromkeys(spellings))
 
 
-def _place(entry: Entry, template: str, shape: ModelShape, uniform: bool) -> CheckpointPlace:
+def _place(entry: Entry, template: str, shape: ModelShape, uniform: bool) -> CheckpointLocation:
     if entry.layer is None:
-        return CheckpointPlace(entry.name, (), ())
+        return CheckpointLocation(entry.name, (), ())
     layer = "" if uniform else f"{entry.layer}."
     index: Shape = (entry.layer,) if uniform else ()
     axes: Shape = (len(shape.moe),) if uniform else ()
@@ -232,11 +236,11 @@ def _place(entry: Entry, template: str, shape: ModelShape, uniform: bool) -> Che
     if entry.expert is not None:
         template = template.replace("{expert}.", "experts.")
         index, axes = (*index, entry.expert), (*axes, shape.dims["E"])
-    return CheckpointPlace(template, index, axes)
+    return CheckpointLocation(template, index, axes)
 
 
 def padded_rows(rows: int, size: int, padded_vocab: int | None = None) -> int:
-    """Count a vocabulary's rows over all ranks: ``padded_vocab`` if given, else the next multiple of ``size``."""
+    """Return the rows of a padded vocabulary: ``padded_vocab``, or the next multiple of ``size`` if it is None."""
     padded = padded_vocab if padded_vocab is not None else -(-rows // size) * size
     if padded < rows or padded % size:
         raise BridgeError(f"a padded vocabulary of {padded} must hold {rows} rows and be a multiple of tp={size}")
@@ -257,7 +261,7 @@ def check_divisible(entry: Entry, size: int) -> None:
 
 
 def local_shape(entry: Entry, size: int, padded_vocab: int | None = None) -> Shape:
-    """Return shape of one rank's share."""
+    """Return the shape of one rank's shard."""
     split = entry.split
     if split.dim is None:
         return entry.shape
@@ -270,9 +274,9 @@ def local_shape(entry: Entry, size: int, padded_vocab: int | None = None) -> Sha
 
 
 def shard(tensor: Tensor, entry: Entry, size: int, rank: int, padded_vocab: int | None = None) -> Tensor:
-    """Return the share of ``rank`` out of ``size``: a view where the share is one run of rows, else a copy.
+    """Return the shard of ``rank`` out of ``size``: a view if the shard is one contiguous run, else a copy.
 
-    ``tensor`` has the entry's global shape (vocabulary not padded).
+    ``tensor`` has the entry's global shape, without padding of the vocabulary.
     """
     split = entry.split
     if split.dim is None:
@@ -289,7 +293,7 @@ def shard(tensor: Tensor, entry: Entry, size: int, rank: int, padded_vocab: int 
 
 
 def unshard(shares: Sequence[Tensor], entry: Entry) -> Tensor:
-    """Return the inverse of :func:`shard`: one share per rank → the global tensor, vocabulary padding cut off."""
+    """Join one shard per rank to the global tensor, without vocabulary padding; the inverse of :func:`shard`."""
     split = entry.split
     if split.dim is None or len(shares) == 1:
         whole = shares[0]

@@ -1,4 +1,4 @@
-"""What conversion and verification read from: tensors by HF name, and the folder's config and tokenizer files."""
+"""Sources of conversion and verification: tensors by HF name, config and tokenizer files of a folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bridges.hf_io import HfFolder
 from bridges.plan import PREDICTION_LAYERS, Plan
 from bridges.quantized import DequantizedFolder
 from bridges.rows import Shape
-from bridges.rules import CheckpointPlace, Entry, checkpoint_places
+from bridges.rules import CheckpointLocation, Entry, checkpoint_locations
 from bridges.staging import write_file
 from bridges.torch_dist import DistCheckpoint
 
-# Small files of a HF folder that belong to a model besides weights and config; its licence goes with it.
+# small files of a HF folder that are copied with a model, including its licence
 ASSETS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json",
     "chat_template*", "*.model", "*.tiktoken", "preprocessor_config.json", "README.md", "LICENSE*", "NOTICE*",
@@ -32,7 +32,7 @@ HF_DTYPE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32:
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of ``bf16``, ``fp16``, ``fp32`` or None (keep what is stored)."""
+    """Return the dtype of ``bf16``, ``fp16`` or ``fp32``; None (keep the stored dtype) for None."""
     if name is None:
         return None
     if name not in CAST_TO:
@@ -41,9 +41,9 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
 
 def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp: bool) -> dict[str, Any]:
-    """Return the output's ``config.json``: the input's, with its dtype and number of prediction layers made true.
+    """Return the output's ``config.json``: the input's with the output's dtype and number of prediction layers.
 
-    ``quantization_config`` goes: what is written is never quantised.
+    ``quantization_config`` is removed, because outputs are never quantised.
     """
     result = {key: value for key, value in config.items() if key != "quantization_config"}
     if dtype in HF_DTYPE:
@@ -56,10 +56,10 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
 
 
 def asset_files(source: Path) -> list[Path]:
-    """Return the small files of a HF folder besides ``config.json``.
+    """Return the small files of a HF folder, without ``config.json``.
 
-    Raises :class:`BridgeError` for special files, and for links to files elsewhere, which would be published with the
-    model.
+    Raises :class:`BridgeError` for special files, and for links to files outside the folder, because they would be
+    published with the model.
     """
     found = []
     for path in (path for pattern in ASSETS for path in sorted(source.glob(pattern))):
@@ -71,7 +71,7 @@ def asset_files(source: Path) -> list[Path]:
 
 
 def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
-    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` beside them.
+    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` there.
 
     Raises :class:`BridgeError` as :func:`asset_files` does.
     """
@@ -81,9 +81,9 @@ def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
-MANIFEST = "MANIFEST.json"  # of a training run's checkpoint, which has a folder for each role beside it
-PASSTHROUGH = "carried."  # key prefix of tensors passed on as they are (multi-token prediction)
-# Tensors of a training checkpoint that are no weights.
+MANIFEST = "MANIFEST.json"  # in a training run's checkpoint, next to a folder for each role
+PASSTHROUGH = "carried."  # key prefix of tensors that are copied unchanged (multi-token prediction)
+# key prefixes of a training checkpoint that are not weights
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
@@ -109,8 +109,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def model_folder(path: Path) -> Path:
-    """Return the folder of a model's tensors: of a training run's checkpoint (``global_step_N``) that of the policy,
-    or of its only role; every other folder itself. Raises :class:`BridgeError` where only adapters were trained."""
+    """Return the folder with a model's tensors.
+
+    For a training run's checkpoint (``global_step_N``) this is the folder of the policy, or of its only role; any
+    other folder is returned unchanged. Raises :class:`BridgeError` if the checkpoint holds only adapters.
+    """
     step = path if (path / MANIFEST).is_file() else path.parent
     try:
         manifest = json.loads((step / MANIFEST).read_bytes())
@@ -122,26 +125,26 @@ def model_folder(path: Path) -> Path:
         role = "policy" if "policy" in roles or len(roles) != 1 else roles[0]
     if role in bases:
         raise BridgeError(
-            f"{step / role} holds the adapters of a run with trainer.policy.model.lora.rank, not the weights that "
-            "they are added to: let the same command of the run export, with trainer.hf_save_interval=1"
+            f"{step / role} holds only the adapters of a run with trainer.policy.model.lora.rank, without the base "
+            "weights: run the same command with trainer.hf_save_interval=1 to export them"
         )
     return step / role
 
 
 def open_hf(path: Path) -> Source:
-    """Open a HF folder; FP8 and MXFP4 weights appear dequantised, under their plain names."""
+    """Open a HF folder; quantised weights are dequantised and have the names of the bf16 model."""
     folder = HfFolder(path)
     return DequantizedFolder(folder) if folder.config.get("quantization_config") else folder
 
 
 def open_source(path: Path, template: Path | None = None) -> Source:
-    """Open a HF folder or a Megatron folder, whichever ``path`` is; of a run's checkpoint the policy."""
+    """Open a HF or Megatron folder; for a run's checkpoint, its policy."""
     path = model_folder(path)
     return MegatronSource(path, template) if is_checkpoint(path) else open_hf(path)
 
 
 class MegatronSource:
-    """A Megatron folder seen as HF tensors. ``template``: folder with ``config.json``, if it is not inside."""
+    """A Megatron folder read as HF tensors. ``template``: folder with ``config.json`` if the checkpoint has none."""
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
         self.path = path
@@ -162,12 +165,12 @@ class MegatronSource:
         self._stacked = {(piece.name, piece.index): entry for entry in self.plan.entries for piece in entry.hf}
         self._last = threading.local()
 
-    def _places(self) -> dict[str, CheckpointPlace]:
+    def _places(self) -> dict[str, CheckpointLocation]:
         stored = self.checkpoint.tensors
         uniform = not any(key.startswith("decoder.layers.0.") for key in stored)
         places, problems, used = {}, [], set()
         for entry in self.plan.entries:
-            candidates = checkpoint_places(entry, self.plan.shape, uniform=uniform)
+            candidates = checkpoint_locations(entry, self.plan.shape, uniform=uniform)
             place = next((place for place in candidates if place.key in stored), None)
             if place is None:
                 problems.append(f"missing {candidates[0].key} (for {entry.name})")
@@ -183,17 +186,17 @@ class MegatronSource:
         if problems:
             listed = "\n  ".join(dict.fromkeys(problems[:12]))
             raise BridgeError(
-                f"{self.path}: its tensors are not those of {self.hf_files / 'config.json'} "
-                f"(model_type={self.plan.family.model_type}):\n  {listed}\nGive the config.json of this model with "
-                "--hf-template; checkpoints saved with singleton_local_shards are not read"
+                f"{self.path}: its tensors do not match {self.hf_files / 'config.json'} "
+                f"(model_type={self.plan.family.model_type}):\n  {listed}\nPass the folder with this model's "
+                "config.json as --hf-template; checkpoints saved with singleton_local_shards are not supported"
             )
         return places
 
-    def _shape_problem(self, entry: Entry, place: CheckpointPlace) -> str | None:
+    def _shape_problem(self, entry: Entry, place: CheckpointLocation) -> str | None:
         found = self.checkpoint.tensors[place.key].shape
         expected = (*place.axes, *entry.shape)
         if entry.split.vocab and len(found) == 2 and found[0] >= expected[0] and found[1] == expected[1]:
-            return None  # the vocabulary is stored with its padding
+            return None  # the vocabulary is stored with padding
         return None if found == expected else f"{place.key} is {list(found)}, expected {list(expected)}"
 
     def shapes(self) -> dict[str, Shape]:
@@ -207,7 +210,7 @@ class MegatronSource:
         return self.checkpoint.tensors[key].dtype
 
     def parts(self, entry: Entry) -> tuple[Tensor, ...]:
-        """Return the pieces of an entry's Megatron tensor (see :class:`bridges.conversions.Conversion`)."""
+        """Return the parts of an entry's Megatron tensor (see :class:`bridges.conversions.Conversion`)."""
         place = self.places[entry.name]
         rows = entry.shape[0] // entry.parts
         shape = (*((1,) * len(place.axes)), rows, *entry.shape[1:])
@@ -218,11 +221,11 @@ class MegatronSource:
         )
 
     def hf_tensors(self, entry: Entry) -> tuple[Tensor, ...]:
-        """Return the HF tensors (slices of one expert where stacked) of an entry, in the order of ``entry.hf``."""
+        """Return the HF tensors of an entry (one expert's slices if stacked), in the order of ``entry.hf``."""
         return entry.bound.conversion.from_parts(self.parts(entry))
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor by HF name; what was converted last is kept, since q, k and v are asked for in turn."""
+        """Return a tensor by HF name. The last converted entry is cached, because q, k and v are read in turn."""
         if name in self.passthrough:
             shape = self.checkpoint.tensors[self.passthrough[name]].shape
             whole = self.checkpoint.read(self.passthrough[name], (0,) * len(shape), shape)
@@ -252,9 +255,9 @@ def _hf_files(path: Path, template: Path | None) -> Path:
 def key_dtypes(
     plan: Plan, source: Source, dtype: torch.dtype | None, key_of: Mapping[str, str]
 ) -> dict[str, torch.dtype]:
-    """Return checkpoint key → dtype: that on disk, or ``dtype`` except for rows that keep theirs.
+    """Return checkpoint key → dtype: ``dtype``, or the dtype on disk if it is None or the row keeps its dtype.
 
-    Raises :class:`BridgeError` where tensors stored under one key differ.
+    Raises :class:`BridgeError` if tensors under one key have different dtypes.
     """
     found: dict[str, tuple[torch.dtype, str]] = {}
     for entry in plan.entries:

@@ -1,7 +1,6 @@
-"""Output folders that appear whole or not at all, and conversions in threads with progress.
+"""Atomic output folders, file writers, and conversion in threads with progress.
 
-Threads and not processes: the work is system calls and tensor copies, which release the interpreter lock, and the
-mapped input is shared.
+Threads suffice, because system calls and tensor copies release the GIL, and they share the memory-mapped input.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from torch import Tensor
 
 from bridges.errors import BridgeError, OutputError
 
-BLOCK = 64 * 2**20  # bytes held at once of a tensor that has to be cast or made contiguous
+BLOCK = 64 * 2**20  # bytes of a block in which tensors are cast or made contiguous
 
 
 @contextmanager
 def staged(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a folder beside ``out`` that is renamed to ``out`` at the end, or removed if anything goes wrong.
+    """Yield a temporary folder next to ``out`` that is renamed to ``out`` at the end, or removed after an error.
 
-    ``needed``: bytes that will be written. Raises :class:`BridgeError` if ``out`` exists or the disk cannot hold it.
+    ``needed``: bytes that will be written. Raises :class:`BridgeError` if ``out`` exists, OutputError if the disk has
+    too little space or a write fails.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BridgeError(f"{out} exists; remove it or choose another --out")
@@ -83,11 +83,11 @@ class FileWriter(Protocol):
         """Make the file durable and close it."""
 
     def abandon(self) -> None:
-        """Close the file as it is; safe to call twice, and after :meth:`finish`."""
+        """Close the file without syncing; may be called twice, and after :meth:`finish`."""
 
 
 class LocalFile:
-    """A new file of a file system (a :class:`FileWriter`). Raises FileExistsError if there is one."""
+    """A :class:`FileWriter` for a new local file. Raises FileExistsError if it exists."""
 
     def __init__(self, path: str | Path) -> None:
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -112,7 +112,7 @@ class LocalFile:
 
 
 def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in row-major order as ``dtype``, in blocks; one view if nothing has to change."""
+    """Yield the bytes of ``tensor`` in row-major order as ``dtype``, in blocks; a single view if it needs no copy."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         yield _bytes(tensor)
         return
@@ -127,7 +127,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write all of ``data`` at ``offset`` (one system call takes at most 2 GiB) and returns the end offset."""
+    """Write all of ``data`` at ``offset`` and return the end offset. One system call writes at most 2 GiB."""
     while len(data):
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -143,7 +143,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 class Progress:
-    """Bytes done, shown as one line with rate and time left. ``stream`` None: silent."""
+    """A progress line with bytes done, rate and time left. ``stream`` None: silent."""
 
     def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
         self.total = total
@@ -154,7 +154,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count ``count`` more bytes; safe from any thread."""
+        """Add ``count`` bytes; thread-safe."""
         with self._lock:
             self.done += count
             now = time.monotonic()
@@ -164,7 +164,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def _show(self, now: float) -> None:
@@ -188,7 +188,7 @@ class Progress:
 
 
 def shares[T](items: Sequence[T], weight: Callable[[T], int], count: int) -> list[Sequence[T]]:
-    """Cut ``items`` into ``count`` consecutive runs of about equal weight (some may be empty)."""
+    """Split ``items`` into ``count`` consecutive runs of about equal weight; some may be empty."""
     total = sum(weight(item) for item in items)
     runs: list[Sequence[T]] = []
     start, passed, seen = 0, 0, 0
@@ -202,8 +202,10 @@ def shares[T](items: Sequence[T], weight: Callable[[T], int], count: int) -> lis
 
 
 def in_threads[T](runs: Sequence[Sequence[T]], body: Callable[[int, T], None]) -> None:
-    """Call ``body(worker, item)`` for every item, one thread per run. The first failure stops all and is raised;
-    so does an interrupt of the main thread."""
+    """Call ``body(worker, item)`` for every item, with one thread per run.
+
+    The first error, or an interrupt of the main thread, stops all threads and is raised.
+    """
     stop = threading.Event()
 
     def work(worker: int) -> None:
@@ -223,5 +225,5 @@ def in_threads[T](runs: Sequence[Sequence[T]], body: Callable[[int, T], None]) -
 
 
 def progress_stream(quiet: bool) -> TextIO | None:
-    """Return where progress goes: standard error, or nowhere."""
+    """Return the stream for progress: standard error, or None if ``quiet``."""
     return None if quiet else sys.stderr

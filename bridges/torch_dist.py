@@ -1,18 +1,14 @@
-"""The ``torch_dist`` format: what its files hold, how chunks are placed, and checkpoints read and written chunk by
-chunk.
-
-A ``torch_dist`` checkpoint stores every chunk as a ``torch.save`` archive (an uncompressed zip). What surrounds the
-data depends on shape and dtype only, so it is made once per kind of chunk with ``torch.serialization.skip_data`` and
-the data itself is never copied into a buffer.
+"""Read and write ``torch_dist`` checkpoints chunk by chunk, without a model, process groups or Megatron.
 
 The format is that of ``torch.distributed.checkpoint`` with the keys and shapes of Megatron's ``sharded_state_dict()``
 and two additions of ``megatron/core/dist_checkpointing/serialization.py``: ``metadata.json`` and the object
-``common_state``. A checkpoint is ``.metadata`` (which chunk of which tensor lies where), ``__*.distcp`` (the chunks,
-one ``torch.save`` archive each, end to end) and ``metadata.json``.
+``common_state``. A checkpoint has ``.metadata`` (file and offset of each chunk of each tensor), ``__*.distcp`` (the
+chunks, concatenated) and ``metadata.json``.
 
-No model is built, no process group exists and Megatron is not imported (see :mod:`bridges.torch_dist` for the format).
-What is written here has whole layers and experts as chunks, gate and up apart, so that any tp/pp/vpp/ep/etp can be
-loaded by reading parts of them.
+Each chunk is a ``torch.save`` archive (an uncompressed zip). The bytes around the data depend on shape and dtype only,
+so they are created once per kind of chunk with ``torch.serialization.skip_data``, and the data is never copied into a
+buffer. Chunks written here are whole layers and experts, with gate and up separate, so that every tp/pp/vpp/ep/etp can
+be loaded by reading parts of them.
 """
 
 from __future__ import annotations
@@ -50,11 +46,11 @@ from bridges.metadata import Call, load, parse_metadata, zipped
 from bridges.rows import Shape
 from bridges.staging import FileWriter, write_file
 
-_CHECKSUMS = threading.Lock()  # the switch for zip checksums is global to the process
+_CHECKSUMS = threading.Lock()  # torch's option for zip checksums is global to the process
 
 
-class _Hollow(io.RawIOBase):
-    """Collects what is written; a relative seek marks the place of the data."""
+class _FrameRecorder(io.RawIOBase):
+    """A file that records the bytes before and after the data; ``torch.save`` skips the data by a relative seek."""
 
     def __init__(self) -> None:
         self.before = bytearray()
@@ -62,9 +58,9 @@ class _Hollow(io.RawIOBase):
         self.hole: int | None = None
 
     def write(self, data: object) -> int:
-        piece = bytes(data)  # type: ignore[call-overload]
-        (self.before if self.hole is None else self.after).extend(piece)
-        return len(piece)
+        content = bytes(data)  # type: ignore[call-overload]
+        (self.before if self.hole is None else self.after).extend(content)
+        return len(content)
 
     def seek(self, offset: int, whence: int = 0) -> int:
         assert whence == 1 and self.hole is None, "torch.save leaves one hole per tensor"
@@ -77,9 +73,11 @@ class _Hollow(io.RawIOBase):
 
 @lru_cache(maxsize=256)
 def frame(shape: Shape, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Return bytes before and after the data in ``torch.save`` of a contiguous tensor. Zip checksums are left out, as
-    ``torch.serialization.set_crc32_options(False)`` does; ``torch.load`` does not read them."""
-    file = _Hollow()
+    """Return the bytes before and after the data in ``torch.save`` of a contiguous tensor.
+
+    They have no zip checksums (``torch.serialization.set_crc32_options(False)``), which ``torch.load`` does not read.
+    """
+    file = _FrameRecorder()
     with _CHECKSUMS, torch.serialization.skip_data():
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
@@ -103,14 +101,13 @@ _NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): None for name in _STORAGES},
     **{("torch", str(dtype).removeprefix("torch.")): None for dtype in DTYPES.values()},
 }  # fmt: skip
-"""What the pickle of a tensor names: (offset, size, stride) of its data are read, and no tensor is made."""
+"""Names in the pickle of a tensor. They give (offset, size, stride) of the data without creating a tensor."""
 
 
 def parse_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> tuple[int, tuple[int, Shape, Shape]]:
-    """Return where the data begins in ``torch.save`` of a tensor that another torch made, and its layout there:
-    (offset, size, stride), in elements.
+    """Parse a ``torch.save`` archive of another torch version: (start of the data, (offset, size, stride)).
 
-    Raises ValueError when it is no such archive, or holds another shape.
+    The layout is in elements. Raises ValueError if it is not an archive of a tensor of this shape.
     """
     try:
         info, pickled = zipped(archive, "/data/0")
@@ -129,7 +126,7 @@ def parse_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> tupl
 
 
 def _is_layout(layout: Any, shape: Shape, count: int) -> bool:
-    """Return whether an unpickled (offset, size, stride) says where the elements are among ``count``."""
+    """Return whether an unpickled value is a valid (offset, size, stride) within ``count`` elements."""
     if not isinstance(layout, tuple) or len(layout) != 3 or layout[1] != shape or not isinstance(layout[2], tuple):
         return False
     offset, _, stride = layout
@@ -142,14 +139,16 @@ def _is_layout(layout: Any, shape: Shape, count: int) -> bool:
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 """The content of ``metadata.json``."""
 COMMON_STATE = "common_state/shard_0_1"
-"""Key of what is no tensor."""
-ALIGNMENT = 64  # archives start at multiples, so that data can be used where it lies in a mapped file
+"""Key of the object for state that is not a tensor."""
+ALIGNMENT = 64  # archives start at multiples of this, so that tensors can be views of a mapped file
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stored block of a tensor: offsets and sizes within the whole, and its archive ``[start, start + length)`` of
-    ``file``. Objects have offsets ()."""
+    """A stored block of a tensor: its offsets and sizes, and its archive ``[start, start + length)`` in ``file``.
+
+    Objects have offsets ().
+    """
 
     offsets: Shape
     sizes: Shape
@@ -160,7 +159,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint. Chunks are found by their first axis, along which layers lie, then by their bounds."""
+    """A tensor of a checkpoint. Chunks are searched by the first axis (the layer axis), then by their bounds."""
 
     shape: Shape
     dtype: torch.dtype
@@ -179,7 +178,7 @@ class StoredTensor:
             self._longest = int(sizes[:, 0].max())
 
     def meeting(self, offsets: Shape, sizes: Shape) -> list[Chunk]:
-        """Return the chunks that have elements in common with a block."""
+        """Return the chunks that overlap with a block."""
         first, last = 0, len(self.chunks)
         if offsets and last:
             first = int(np.searchsorted(self._lows[:, 0], offsets[0] - self._longest + 1, side="left"))
@@ -192,7 +191,7 @@ class StoredTensor:
 
 
 def overlap(a_offsets: Shape, a_sizes: Shape, b_offsets: Shape, b_sizes: Shape) -> tuple[Shape, Shape] | None:
-    """Return offsets and sizes of the common block of two blocks of a tensor, None when they do not meet."""
+    """Return offsets and sizes of the intersection of two blocks of a tensor, None if it is empty."""
     begin = tuple(max(a, b) for a, b in zip(a_offsets, b_offsets, strict=True))
     ends = zip(a_offsets, a_sizes, b_offsets, b_sizes, strict=True)
     sizes = tuple(min(a + n, b + m) - c for (a, n, b, m), c in zip(ends, begin, strict=True))
@@ -200,7 +199,7 @@ def overlap(a_offsets: Shape, a_sizes: Shape, b_offsets: Shape, b_sizes: Shape) 
 
 
 def slices(offsets: Shape, sizes: Shape, origin: Shape) -> tuple[slice, ...]:
-    """Return the block as an index into a tensor whose first element lies at ``origin``."""
+    """Return a block as an index into a tensor whose first element is at ``origin``."""
     return tuple(slice(o - b, o - b + n) for o, n, b in zip(offsets, sizes, origin, strict=True))
 
 
@@ -210,19 +209,21 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """Return every tensor of a checkpoint by its key.
 
-    ``file_bytes`` gives the size of a data file by its name and that of a tensor in it, None for one that is no part
-    of the checkpoint; ``where`` names the folder in messages. Raises :class:`BridgeError` when an object or a chunk
-    is outside of the files, or is longer than the bytes it has there: no two chunks share bytes, so that nothing
-    that is read of a checkpoint is larger than its files.
+    ``file_bytes``: (name of a data file, key of a tensor in it) → size of the file; None for a file that is not part
+    of the checkpoint. ``where``: the folder, for messages. Raises :class:`BridgeError` if an object or a chunk is
+    outside of its file, is longer than its bytes, or if chunks share bytes. Reads are therefore never larger than the
+    files.
     """
-    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+    locations: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
     sizes: dict[str, int | None] = {}
     used: Counter[str] = Counter()
-    for index, info in places.items():
+    for index, info in locations.items():
         file = str(info.relative_path)
         size = sizes[file] if file in sizes else sizes.setdefault(file, file_bytes(file, index.fqn))
         if size is None:
-            raise BridgeError(f"{where}/.metadata does not say where {index.fqn} is: {file} is no file of it: refused")
+            raise BridgeError(
+                f"{where}/.metadata does not say where {index.fqn} is: {file} is not a file of the checkpoint: refused"
+            )
         if not 0 <= info.offset <= info.offset + info.length <= size:
             raise BridgeError(
                 f"{where}/{file} is truncated: {index.fqn} ends at byte {info.offset + info.length}, the file has "
@@ -238,28 +239,30 @@ def stored_tensors(
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             dtype = stored.properties.dtype
-            chunks = [_chunk(places, key, tuple(c.offsets), tuple(c.sizes), where) for c in stored.chunks]
+            chunks = [_chunk(locations, key, tuple(c.offsets), tuple(c.sizes), where) for c in stored.chunks]
             for chunk in chunks:
                 if (count := math.prod(chunk.sizes) * dtype.itemsize) > chunk.length:
                     raise BridgeError(
-                        f"{where}/.metadata gives {key} at {chunk.offsets} {chunk.length} bytes of {chunk.file}, and "
-                        f"{list(chunk.sizes)} numbers of it have {count}: refused; save or import the checkpoint again"
+                        f"{where}/.metadata gives {key} at {chunk.offsets} {chunk.length} bytes of {chunk.file}, but "
+                        f"a block of {list(chunk.sizes)} has {count}: refused; save or import the checkpoint again"
                     )
             found[key] = StoredTensor(tuple(stored.size), dtype, chunks)
     return found
 
 
 def common_state_chunk(metadata: Metadata, where: str) -> Chunk:
-    """Return where the object ``common_state`` lies. Raises :class:`BridgeError` when there is none."""
-    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
-    info = places.get(MetadataIndex(COMMON_STATE))
+    """Return the location of the object ``common_state``. Raises :class:`BridgeError` if there is none."""
+    locations: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+    info = locations.get(MetadataIndex(COMMON_STATE))
     if info is None:
         raise BridgeError(f"{where} has no common_state: refused")
     return Chunk((), (), str(info.relative_path), info.offset, info.length)
 
 
-def _chunk(places: Mapping[MetadataIndex, _StorageInfo], key: str, offsets: Shape, sizes: Shape, where: str) -> Chunk:
-    info = places.get(MetadataIndex(key, offsets))
+def _chunk(
+    locations: Mapping[MetadataIndex, _StorageInfo], key: str, offsets: Shape, sizes: Shape, where: str
+) -> Chunk:
+    info = locations.get(MetadataIndex(key, offsets))
     if info is None:
         raise BridgeError(
             f"{where}/.metadata does not say where {key} at {offsets} is; save or import the checkpoint again"
@@ -268,9 +271,9 @@ def _chunk(places: Mapping[MetadataIndex, _StorageInfo], key: str, offsets: Shap
 
 
 def tensor_in(archive: memoryview, chunk: Chunk, dtype: torch.dtype, where: str) -> Tensor:
-    """Return the tensor of shape ``chunk.sizes`` in its archive: a view, or a copy where the data is not aligned.
+    """Return the tensor of shape ``chunk.sizes`` in its archive: a view, or a copy if the data is not aligned.
 
-    No code of it is run: the data lies there as it was in memory. Raises :class:`BridgeError` when it does not.
+    No code of the archive runs; its data is the raw memory of the tensor. Raises :class:`BridgeError` if damaged.
     """
     count = math.prod(chunk.sizes) * dtype.itemsize
     before, after = frame(chunk.sizes, dtype)
@@ -296,18 +299,17 @@ def tensor_in(archive: memoryview, chunk: Chunk, dtype: torch.dtype, where: str)
 
 # ------------------------------------------------------------------------------------------ writing
 class ChunkFile:
-    """One ``.distcp`` file, filled from front to back by one thread. The bytes around a tensor's data depend on shape
-    and dtype only, so data goes from where it lies straight into ``file``."""
+    """One ``.distcp`` file, written sequentially by one thread, without intermediate copies of the data."""
 
     def __init__(self, name: str, file: FileWriter) -> None:
         self.name = name
         self.written: list[tuple[str, Chunk]] = []
-        """(key, place) of everything written."""
+        """(key, location) of everything written."""
         self._file = file
         self._end = 0
 
     def append(self, key: str, offsets: Shape, sizes: Shape, dtype: torch.dtype, data: Iterable[memoryview]) -> None:
-        """Append a block of ``sizes``; ``data``: its bytes in row-major order, in as many parts as is convenient."""
+        """Append a block of ``sizes``; ``data``: its bytes in row-major order, in any number of parts."""
         before, after = frame(sizes, dtype)
         start = self._write_aligned(before)
         for part in data:
@@ -316,14 +318,14 @@ class ChunkFile:
         self.written.append((key, Chunk(offsets, sizes, self.name, start, self._end - start)))
 
     def append_object(self, key: str, value: object) -> None:
-        """Append an object, as Megatron stores what is not a tensor: ``torch.save([value])``."""
+        """Append an object as Megatron stores it: ``torch.save([value])``."""
         buffer = io.BytesIO()
         torch.save([value], buffer)
         start = self._write_aligned(buffer.getbuffer())
         self.written.append((key, Chunk((), (), self.name, start, self._end - start)))
 
     def _write_aligned(self, part: memoryview | bytes) -> int:
-        """Write from the next multiple of :data:`ALIGNMENT` on; returns that."""
+        """Write at the next multiple of :data:`ALIGNMENT`; return this offset."""
         padding = bytes(-self._end % ALIGNMENT)
         self._file.write(padding, part)
         start = self._end + len(padding)
@@ -339,40 +341,40 @@ class ChunkFile:
         self._file.finish()
 
     def abandon(self) -> None:
-        """Close the file as it is; safe to call twice, and after :meth:`finish`."""
+        """Close the file without syncing; may be called twice, and after :meth:`finish`."""
         self._file.abandon()
 
 
 def build_metadata(tensors: Mapping[str, tuple[Shape, torch.dtype]], written: Iterable[tuple[str, Chunk]]) -> Metadata:
     """Return torch's metadata of a checkpoint. ``tensors``: key → (global shape, dtype).
 
-    Raises :class:`BridgeError` unless the chunks ``written`` make up every tensor exactly once.
+    Raises :class:`BridgeError` unless the chunks ``written`` cover every tensor exactly once.
     """
     chunks: dict[str, list[Chunk]] = {key: [] for key in tensors}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    locations: dict[MetadataIndex, _StorageInfo] = {}
     for key, chunk in written:
         index = MetadataIndex(key) if key == COMMON_STATE else MetadataIndex(key, chunk.offsets)
-        if index in places:
+        if index in locations:
             raise BridgeError(f"{key} at {chunk.offsets} was written twice")
-        places[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        locations[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
         if key != COMMON_STATE:
             chunks[key].append(chunk)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {COMMON_STATE: BytesStorageMetadata()}
     for key, (shape, dtype) in tensors.items():
-        pieces = sorted(chunks[key], key=lambda chunk: chunk.offsets)
-        covered = sum(math.prod(piece.sizes) for piece in pieces)
+        in_order = sorted(chunks[key], key=lambda chunk: chunk.offsets)
+        covered = sum(math.prod(chunk.sizes) for chunk in in_order)
         if covered != math.prod(shape):
             raise BridgeError(f"{key} has {math.prod(shape)} elements, {covered} were written")
         entries[key] = TensorStorageMetadata(
             TensorProperties(dtype=dtype),
             torch.Size(shape),
-            [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in pieces],
+            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in in_order],
         )
-    return Metadata(entries, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    return Metadata(entries, storage_data=locations, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
 
 
 class DistCheckpoint:
-    """A ``torch_dist`` folder opened for reading: ``tensors`` by key, data as views of mapped files."""
+    """A ``torch_dist`` folder opened for reading: ``tensors`` by key, data as views of memory-mapped files."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -391,7 +393,7 @@ class DistCheckpoint:
         if not path.exists():
             raise BridgeError(
                 f"{self.path} has no metadata.json: not a Megatron distributed checkpoint, or one whose save was "
-                "interrupted; give the folder that holds metadata.json and *.distcp files"
+                "interrupted; use the folder that holds metadata.json and *.distcp files"
             )
         try:
             with open_regular(path) as file:
@@ -417,9 +419,9 @@ class DistCheckpoint:
         return (self.path / name).stat().st_size
 
     def read(self, key: str, offsets: Shape, shape: Shape, lead: int = 0) -> Tensor:
-        """Return the block of ``shape`` at ``offsets``; a view of the file where one chunk is exactly that block.
+        """Return the block of ``shape`` at ``offsets``; a view of the file if one chunk is exactly this block.
 
-        ``lead``: number of leading axes on which the block has length 1, which are dropped from the result.
+        ``lead``: number of leading axes of length 1 that are dropped from the result.
         """
         stored = self.tensors[key]
         chunks = stored.meeting(offsets, shape)
@@ -427,7 +429,7 @@ class DistCheckpoint:
             return self._load(chunks[0], stored.dtype).reshape(shape[lead:])
         common = [(chunk, overlap(chunk.offsets, chunk.sizes, offsets, shape)) for chunk in chunks]
         if sum(math.prod(shared[1]) for _, shared in common if shared) != math.prod(shape):
-            raise BridgeError(f"{self.path}: {key} is stored incompletely at {offsets}; save the checkpoint again")
+            raise BridgeError(f"{self.path}: {key} is incomplete at {offsets}; save the checkpoint again")
         block = torch.empty(shape, dtype=stored.dtype)
         for chunk, shared in common:
             assert shared is not None
@@ -444,9 +446,9 @@ class DistCheckpoint:
 def write_metadata(
     folder: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]], files: list[ChunkFile], common: Mapping[str, Any]
 ) -> None:
-    """Write ``common_state``, ``.metadata`` and, last, ``metadata.json``.
+    """Finish ``files``, then write ``common_state``, ``.metadata`` and, last, ``metadata.json``.
 
-    ``tensors``: key → (global shape, dtype). ``files``: everything written, still open.
+    ``tensors``: key → (global shape, dtype). ``files``: the open files with all chunks.
     """
     files[0].append_object(COMMON_STATE, dict(common))
     for file in files:

@@ -1,8 +1,8 @@
-"""What the tests prove for each family, as data: the tests are made from it, and ``list`` and BRIDGES.md print it.
+"""The layouts that are tested for each family. The parity tests, ``list`` and docs/families.md read this table.
 
-For every family: names and shapes on disk equal those transformers writes, round trips are bitwise through tensors and
-through folders, and splits over tp, etp and padded vocabularies are undone exactly. ``LAYOUTS`` adds the layouts in
-which logits and every parameter's gradient equal those of transformers.
+Tests of every family check that names and shapes on disk equal those of transformers, that round trips through tensors
+and folders are bitwise exact, and that splits over tp, etp and padded vocabularies are exactly invertible. In the
+layouts of ``LAYOUTS``, logits and the gradients of all parameters equal those of transformers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "glm_moe_dsa": ("single", "tp2", "ep2", "pp2", "cp2"),
     "solar_open": ("single", "tp2", "ep2", "pp2", "cp2"),
 }
-"""Family → layouts of the parity tests (``tests/bridges/test_parity.py``); degrees that are not named are 1, and data
-parallelism fills up to ep. Empty: nothing beyond the exact conversion is checked yet."""
+"""Family → layouts of the parity tests (``tests/bridges/test_parity.py``). Omitted degrees are 1; dp is large enough
+for ep. Empty: only the conversion is tested."""
 
 
 def degrees(layout: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` says more about each verb."""
+"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
-    "train-async": ("skyrl_megatron.entrypoints.fully_async", "train while rollouts run ahead; key=value"),
+    "train-async": ("skyrl_megatron.entrypoints.fully_async", "train while rollouts run ahead of training; key=value"),
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
@@ -18,25 +18,25 @@ VERBS = {
     "compare": ("skyrl_megatron_tools.compare_runs", "compare a run with a baseline; exit code 1 if it is worse"),
     "diagnose": ("skyrl_megatron_tools.diagnose", "show what each process of a hanging run waits for"),
     "explain-mismatch": ("skyrl_megatron_tools.logprob_mismatch.command", "why trainer and engine log-probs differ"),
-    "replay-batch": ("skyrl_megatron_tools.replay_batch", "train a dumped step again"),
+    "replay-batch": ("skyrl_megatron_tools.replay_batch", "repeat a training step from its dump"),
     "simulate": ("skyrl_megatron_tools.simulate.__main__", "predict step time and staleness"),
     "serve-engine": ("skyrl_megatron_tools.serve_engine", "serve an engine on another host"),
     "weight-versions": ("skyrl_megatron_tools.weight_versions", "publish versions of weights in a folder or store"),
-    "one-step": ("skyrl_megatron_tools.one_step", "one step of everything, on real parts"),
-    "cluster": ("skyrl_megatron_tools.cluster.__main__", "start, show or end a Ray cluster"),
+    "one-step": ("skyrl_megatron_tools.one_step", "run one training step end to end"),
+    "cluster": ("skyrl_megatron_tools.cluster.__main__", "start, show or stop a Ray cluster"),
 }
-"""Verb → module with a ``main(arguments)``, or ``module:function``; and what it does."""
+"""Verb → (module with a ``main(arguments)``, or ``module:function``; help text)."""
 ALIASES = {
     "run": "train",
     "run-async": "train-async",
     "eval": "evaluate",
     "explain-gap": "explain-mismatch",
 }
-"""Other names of verbs, earlier ones among them."""
+"""Other names of verbs, including earlier ones."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns its exit code."""
+    """Run a verb; return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help"):
         print(__doc__)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, *arguments = given
     verb = ALIASES.get(verb, verb)
     if verb not in VERBS:
-        print(f"VERB={verb}: no such verb; there are {', '.join(VERBS)}", file=sys.stderr)
+        print(f"VERB={verb}: unknown verb; choose one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
     module, _, function = VERBS[verb][0].partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")

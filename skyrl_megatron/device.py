@@ -1,7 +1,7 @@
-"""Which device the process computes on and which backend its collectives use: decided here, asked everywhere.
+"""The device of the process and the backend of its collectives.
 
-The rest of the package never spells a device or backend name; a structure test enforces it. torch is imported by the
-functions that need it, so that the configuration can ask for names and count GPUs in milliseconds.
+No other module of the package contains a device or backend name; a structure test enforces this. Functions import
+torch only when they need it, so that the configuration can use the names and count GPUs in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 NCCL = "nccl"
-"""Name of the GPU collectives, as configurations spell it."""
+"""Configuration value of the GPU backend."""
 GLOO = "gloo"
-"""Name of the CPU collectives, as configurations spell it."""
+"""Configuration value of the CPU backend."""
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -32,9 +32,9 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 def driver_gpu_count() -> int:
     """Count the GPUs of this machine that this process may use, without loading torch and without a CUDA context.
 
-    Counts the device files ``/dev/nvidiaN`` (a container has only its own), else what the driver lists in
-    ``/proc/driver/nvidia/gpus``, else what ``nvidia-smi -L`` says (WSL has neither file); limited by
-    ``CUDA_VISIBLE_DEVICES``. 0 on a machine without a driver.
+    Counts the device files ``/dev/nvidiaN`` (a container has only those of its GPUs), else the entries of
+    ``/proc/driver/nvidia/gpus``, else the lines of ``nvidia-smi -L`` (WSL has neither file). The result is limited by
+    ``CUDA_VISIBLE_DEVICES``. It is 0 on a machine without a driver.
     """
     present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     if not present and _DRIVER_GPUS.is_dir():
@@ -57,8 +57,10 @@ def _listed_by(nvidia_smi: str) -> int:
 
 
 def driver_gpu_bytes() -> int | None:
-    """Return the memory of this machine's smallest GPU as the driver tells it, without torch and without a CUDA
-    context; None without GPUs, or where nvidia-smi does not answer."""
+    """Return the memory in bytes of this machine's smallest GPU, without torch and without a CUDA context.
+
+    None if there is no GPU or nvidia-smi fails.
+    """
     command = shutil.which("nvidia-smi")
     if command is None or not driver_gpu_count():
         return None
@@ -72,9 +74,11 @@ def driver_gpu_bytes() -> int | None:
 
 
 def compiler_environment() -> dict[str, str]:
-    """Return what lets this process and its children compile CUDA kernels at their first use, as DeepGEMM and
-    FlashInfer do for FP8 weights on Hopper: ``CUDA_HOME`` of the nvcc package in this environment, unless the user
-    named another, and this environment's programs (ninja) on ``PATH``. Empty where the package is not installed.
+    """Return the environment variables for just-in-time compilation of CUDA kernels by this process and its children.
+
+    DeepGEMM and FlashInfer compile kernels for FP8 weights on Hopper. The variables are ``CUDA_HOME`` of the nvcc
+    package in this environment, unless the user has set one, and ``PATH`` with this environment's programs (ninja). {}
+    if the package is not installed.
     """
     home = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
     if not (home / "bin" / "nvcc").is_file():
@@ -86,7 +90,7 @@ def compiler_environment() -> dict[str, str]:
 
 @functools.cache
 def has_cuda() -> bool:
-    """Return whether a CUDA device is usable in this process."""
+    """Return whether this process can use a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
@@ -115,15 +119,18 @@ def collective_backend() -> str:
 
 
 def default_dtype() -> torch.dtype:
-    """Return bfloat16 on CUDA; float32 on CPU, where tests compare numbers."""
+    """Return bfloat16 on CUDA, and float32 on CPU, where tests compare numbers."""
     import torch
 
     return torch.bfloat16 if has_cuda() else torch.float32
 
 
 def use_deterministic_kernels() -> None:
-    """Let CUDA kernels give the same bits every time, at some cost in speed; torch warns of those that cannot. Before
-    anything is computed: cuBLAS and Transformer Engine read their variables once. No-op on CPU, where they do."""
+    """Make CUDA kernels deterministic, at some cost in speed. torch warns of operations without such a kernel.
+
+    Call it before any computation: cuBLAS and Transformer Engine read their variables once. No-op on CPU, where
+    kernels are deterministic.
+    """
     if not has_cuda():
         return
     import torch
@@ -135,7 +142,7 @@ def use_deterministic_kernels() -> None:
 
 
 def synchronize() -> None:
-    """Wait for the device's queued work, so that a timer measures it."""
+    """Wait for the work queued on the device, so that a timer includes it."""
     if has_cuda():
         import torch
 
@@ -143,7 +150,7 @@ def synchronize() -> None:
 
 
 def mark() -> Callable[[], None]:
-    """Mark where the current stream's queue ends now; the result waits until the device has got there."""
+    """Record an event on the current stream. The returned function waits until the device has reached it."""
     if not has_cuda():
         return _already
     import torch
@@ -154,7 +161,7 @@ def mark() -> Callable[[], None]:
 
 
 def _already() -> None:
-    """Return at once: on CPU nothing is queued."""
+    """Return at once: the CPU has no queue."""
 
 
 def empty_cache() -> None:
@@ -166,7 +173,7 @@ def empty_cache() -> None:
 
 
 def shareable_bytes(nbytes: int, on: torch.device) -> torch.Tensor:
-    """Allocate memory that other processes can open, [nbytes] uint8, zeros."""
+    """Allocate zeros that other processes can map, [nbytes] uint8."""
     import torch
 
     with fixed_segments():
@@ -175,11 +182,11 @@ def shareable_bytes(nbytes: int, on: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Take no device memory of torch's expandable segments within the block.
+    """Disable torch's expandable segments for allocations within the block.
 
-    Another process opens those by ``pidfd_getfd``, which containers without SYS_PTRACE refuse. While the option is off
-    torch finds only blocks of other segments (``get_free_block`` in its c10/cuda/CUDACachingAllocator.cpp, made for
-    this). The whole text is written, as an option that it leaves out is reset (vllm/device_allocator/alloc_conf.py).
+    Another process maps such segments by ``pidfd_getfd``, which containers without SYS_PTRACE refuse. While the option
+    is off, torch uses only blocks of other segments (``get_free_block`` in c10/cuda/CUDACachingAllocator.cpp). All
+    options are set again, because a missing one would be reset (vllm/device_allocator/alloc_conf.py).
     """
     import torch
 
@@ -196,7 +203,7 @@ def fixed_segments() -> Iterator[None]:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak bytes held by this process: device allocator on CUDA, resident set on CPU."""
+    """Return the peak memory of this process in bytes: of the device allocator on CUDA, the resident set on CPU."""
     if has_cuda():
         import torch
 
@@ -207,7 +214,7 @@ def peak_memory_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator refused: that of a device, or of the CPU, which has no error of its own for it."""
+    """Return whether ``error`` means out of memory, on a device or on the CPU (which raises a plain RuntimeError)."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,6 +1,7 @@
-"""Error and warning types. One error names the thing, its value, and the fix; user mistakes never show a traceback.
+"""Error and warning types. A message names the faulty thing, its value, and the fix.
 
-Entry points catch :class:`SkyRLMegatronError`, print ``str(error)`` and exit with ``error.exit_code``.
+Entry points catch :class:`SkyRLMegatronError`, print ``str(error)`` without a traceback, and exit with
+``error.exit_code``.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from pathlib import Path
 
 
 class SkyRLMegatronWarning(UserWarning):
-    """Our own warnings. Tests turn them into errors, so each one is expected where it appears."""
+    """Warning issued by this package. The tests turn warnings into errors, so a test must expect each one."""
 
 
 class SkyRLMegatronError(Exception):
-    """Base of every error that a user can cause or must act on. ``exit_code`` is what a command exits with."""
+    """Base class of every error that a user can cause or must act on. A command exits with ``exit_code``."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a configuration.
+    """One problem of a configuration.
 
-    ``key`` is the dotted config key, ``value`` what it was set to, ``fix`` a sentence saying what to change.
+    ``key`` is the dotted configuration key, ``value`` its current value, ``fix`` a sentence that says what to change.
     """
 
     key: str
@@ -39,8 +40,7 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: one line that every terminal can print, the middle of what is long left
-    out."""
+    """Return ``value`` as one printable line. A text longer than ``LONGEST`` characters loses its middle part."""
     text = str(value).encode(errors="backslashreplace").decode().replace("\n", "\\n")
     return (
         text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 4 :]} ({len(text):,} characters)"
@@ -48,20 +48,20 @@ def shown(value: object) -> str:
 
 
 LONGEST = 2000
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
 def install_command(package: str) -> str:
-    """Return the command that adds a package to the environment of this process, which has no pip of its own."""
+    """Return the ``uv`` command that installs a package into the environment of this process, which has no pip."""
     own = Path(sys.prefix) / "tools" / "bin" / "uv"
     return f"{own if own.exists() else 'uv'} pip install --python {sys.executable} {package}"
 
 
 def with_origin(error: BaseException) -> str:
-    """Return type and message of an error of a user's code, and the file and line of it that raised.
+    """Return type and message of an error raised in user code, with the file and line that raised it.
 
-    The line is the innermost outside of this package, of other packages and of the standard library; where all of the
-    traceback is inside, none is named.
+    The line is the innermost frame of the traceback that is outside this package, installed packages and the standard
+    library. If there is no such frame, the result names no line.
     """
     text = f"{type(error).__name__}: {error}"
     own = str(Path(__file__).parent)
@@ -76,7 +76,7 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 
 class ConfigError(SkyRLMegatronError, ValueError):
-    """All problems of a configuration at once, found before any process group, Ray or device is taken."""
+    """All problems of a configuration, found before the run uses a process group, Ray or a device."""
 
     exit_code = 2
 
@@ -87,31 +87,31 @@ class ConfigError(SkyRLMegatronError, ValueError):
         super().__init__("\n".join([f"{head} in the configuration:", *(f"  - {p}" for p in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        """Pickle with the problems; an exception's own way would call the class with the message."""
+        """Pickle the problems. The default of exceptions would call the class with the message."""
         return type(self), (self.problems,)
 
 
 class ModelLoadError(SkyRLMegatronError):
-    """A HF folder is missing, corrupt, or of a kind that is not supported."""
+    """A Hugging Face model folder is missing, corrupt, or has an unsupported architecture."""
 
 
 class HubError(SkyRLMegatronError):
-    """A name on the Hugging Face hub, or files of it, cannot be had; says why and what to do."""
+    """A repository of the Hugging Face hub, or one of its files, is not available. The message says why."""
 
 
 class DistributedError(SkyRLMegatronError):
-    """A rank failed, or a phase outlived its deadline; names rank and phase."""
+    """A rank failed, or a phase exceeded its time limit. The message names rank and phase."""
 
 
 class RankLostError(DistributedError):
-    """A rank of ``role`` is gone, and the others wait to be told what to do."""
+    """A rank of ``role`` died. The other ranks wait for a command of the driver."""
 
     def __init__(self, message: str, role: str) -> None:
         super().__init__(message)
         self.role = role
 
     def __reduce__(self) -> tuple[type[RankLostError], tuple[str, str]]:
-        """Pickle with the role; an exception's own way would call the class with the message alone."""
+        """Pickle message and role. The default of exceptions would call the class with the message only."""
         return type(self), (str(self), self.role)
 
 
@@ -120,15 +120,15 @@ class EngineError(SkyRLMegatronError):
 
 
 class EngineGoneError(EngineError):
-    """An engine died or hangs. Nothing of the request was delivered: it can be made again on another engine."""
+    """An engine died or hangs. It returned no part of the request, so another engine can serve the request."""
 
 
 class RequestError(EngineError, ValueError):
-    """A request that no engine can serve: token ids, length, sampling keys."""
+    """A request that no engine can serve: its token ids, length or sampling parameters are invalid."""
 
 
 class WeightSyncError(SkyRLMegatronError):
-    """The weights on an engine are not provably those of the trainer."""
+    """The weights of an engine cannot be verified to equal those of the trainer."""
 
 
 class CheckpointError(SkyRLMegatronError):
@@ -136,21 +136,21 @@ class CheckpointError(SkyRLMegatronError):
 
 
 class JournalError(CheckpointError):
-    """What a run keeps of its rollouts between checkpoints is damaged, at its limit, or cannot be written."""
+    """The journal of rollouts between checkpoints is damaged, has reached its size limit, or cannot be written."""
 
 
 class DataError(SkyRLMegatronError, ValueError):
-    """A dataset, environment or reward is not what the run needs; names file and row."""
+    """A dataset, environment or reward is invalid. The message names file and row."""
 
 
 class AlgorithmError(SkyRLMegatronError, ValueError):
-    """An estimator or loss got tensors that it cannot use, a function from outside returned the wrong thing, or a name
-    is not registered (or is already)."""
+    """An estimator or loss got invalid tensors, a custom function returned an invalid result, or a registry name is
+    unknown or already taken."""
 
 
-class MemoryAheadError(SkyRLMegatronError):
-    """A host's memory would be used up in the next steps; the run ended before, saved."""
+class HostMemoryError(SkyRLMegatronError):
+    """The memory of a host would run out within the next steps. The run saved a checkpoint and ended."""
 
 
 class LaunchError(SkyRLMegatronError):
-    """The machine lacks what the run needs: memory, a port, a slot in the cluster."""
+    """The machine lacks a resource that the run needs: memory, a port, or a slot in the cluster."""

@@ -1,13 +1,13 @@
-"""A process that has imported everything once, and forks the processes that need it.
+"""A fork server: a process that imports all libraries once and forks the processes that need them.
 
-torch, Megatron and vLLM take 15 s of a core to import. A fork server imports them once and waits; each process that it
-forks has them at once, shares their memory, and differs from one started anew only in its parent. The server is
-CPython's own (``multiprocessing.forkserver``): its protocol, its exit codes. Here are how one is started, and how a
-program takes a forked process in its own place (:func:`main`): Ray starts its workers by a command.
+Importing torch, Megatron and vLLM takes 15 s of a core. A forked process has them at once, shares their memory, and
+differs from a newly started process only in its parent. The server is that of CPython
+(``multiprocessing.forkserver``), with its protocol and its exit codes. This module starts servers, and lets a command
+run as a forked process (:func:`main`), because Ray starts its workers by a command.
 
-Forks of threads are not safe, so a server runs none when it forks. What it imports may read its environment, so
-that a process whose variables differ in :data:`READ_BY_IMPORTS` is started anew instead. Imports no package but the
-standard library.
+Forking a process with threads is not safe, so a server has no threads when it forks. Imports may read environment
+variables, so a process whose variables with a prefix in :data:`READ_BY_IMPORTS` differ is started without the server.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ READ_BY_IMPORTS = (
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "TORCH", "PYTORCH_", "TRITON_", "NVTE_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHONPATH", "PYTHONWARNINGS", "LD_LIBRARY_PATH"),
 )
-"""Prefixes of variables that libraries read when they are imported, OpenMP's among them, and never again."""
+"""Prefixes of environment variables that libraries, including OpenMP, read only once, when they are imported."""
 SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
-"""Those that a library sets itself when it is imported: whoever starts processes may have imported it by then."""
+"""Variables with such a prefix that a library sets on import. They are ignored in the comparison, because the process
+that starts others may have imported the library."""
 SERVING = "--serving"
-"""Option of the command: the process gets a fork server of its own, for children that are its own."""
+"""Option of the command: the process gets a separate fork server for its children."""
 SOCKET = "socket"
-"""Of the server that a folder is made for."""
+"""File name of a server's socket in its folder."""
 END_MS = 10_000
 PR_SET_PDEATHSIG = 1
-"""Of ``prctl(2)``."""
+"""Option of ``prctl(2)``."""
 
 
 class ForkServer:
-    """A server, as those see it that may ask it for processes. It ends when the process that started it does.
+    """The client side of a server. The server ends with the process that started it.
 
-    ``alive``: a pipe that it waits for the end of. ``process``: its id, where this process started it.
+    ``alive``: the pipe whose end stops the server. ``process``: id of the server, if this process started it.
     """
 
     def __init__(self, address: str, alive: int, process: int | None = None, log: IO[bytes] | None = None) -> None:
@@ -67,9 +68,9 @@ class ForkServer:
 
     @classmethod
     def start(cls, imports: str, environment: Mapping[str, str]) -> ForkServer:
-        """Start a server with these variables. Returns at once; requests wait until it has imported.
+        """Start a server with these environment variables. Returns at once; requests wait until its imports are done.
 
-        ``imports``: ``module:function`` that imports what processes need.
+        ``imports``: ``module:function`` that imports the libraries.
         """
         with _Listener() as listener:
             reader, writer = os.pipe()
@@ -97,7 +98,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls) -> ForkServer:
-        """Fork a server from this process, which must have no threads: it serves what has been imported here."""
+        """Fork a server from this process, with its imports. The process must have no threads."""
         with _Listener(_address and f"{Path(_address).parent}/{os.getpid()}") as listener:
             reader, writer = os.pipe()
             process = os.fork()
@@ -109,8 +110,11 @@ class ForkServer:
         return cls(listener.address, writer, process)
 
     def connect(self, descriptors: Sequence[int]) -> tuple[int, int]:
-        """Have a process forked that gets ``descriptors``. Returns where its id and then its exit code can be read,
-        and where what it is to do is to be written, pickled. Raises OSError when there is no server any more."""
+        """Fork a process that gets ``descriptors``.
+
+        Returns two file descriptors: one to read the id and later the exit code of the process, one to write its
+        pickled task. Raises OSError if the server has ended.
+        """
         tracker: Any = resource_tracker._resource_tracker
         return _connect(self.address, [self._alive, tracker.getfd(), *descriptors])
 
@@ -118,8 +122,8 @@ class ForkServer:
         """Return whether the server runs, as far as this process can tell."""
         return self._handle is None or not _wait(self._handle, 0)
 
-    def said(self) -> str:
-        """Return the last line that the server wrote: why it ended, where it did."""
+    def last_line(self) -> str:
+        """Return the last line of the server's output, which has the reason if it ended."""
         if self._log is None:
             return ""
         self._log.seek(0)
@@ -127,41 +131,42 @@ class ForkServer:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def stop(self) -> None:
-        """End the server, and wait for its end; the processes that it forked continue."""
+        """Stop the server and wait for its end. The processes that it forked continue."""
         if self._handle is not None and self.is_alive():
             os.close(self._alive)
-            if not _wait(self._handle, END_MS):  # stopped, perhaps
+            if not _wait(self._handle, END_MS):  # it may be stopped (SIGSTOP)
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             if Path(self.address).name == SOCKET:
                 shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
 
 class _Listener(socket.socket):
-    """A listening socket in a folder that only this user can enter: that of the server which this process comes from,
-    who removes it whatever ends the others, or a new one."""
+    """A listening socket in a folder that only this user can access.
+
+    The folder is that of the server that forked this process, which removes it in any case, or else a new one.
+    """
 
     def __init__(self, address: str = "") -> None:
         super().__init__(socket.AF_UNIX)
         self.address = address or str(Path(tempfile.mkdtemp(prefix="skyrl-fork-")) / SOCKET)
-        Path(self.address).unlink(missing_ok=True)  # of a process of this number that was killed
+        Path(self.address).unlink(missing_ok=True)  # left by a killed process with the same id
         self.bind(self.address)
         self.listen(socket.SOMAXCONN)
 
 
 # ---------------------------------------------------------------------------------------------- the server's process
 _environment: dict[str, str] = {}
-"""Variables of the server when it began to import."""
+"""Environment variables of the server before its imports."""
 _address = ""
-"""Of the server that this process is, or comes from."""
+"""Address of the server that this process is, or that forked it."""
 
 
 def serve(address: str, listener: int, alive: int, imports: str) -> None:
-    """Be a server on the socket ``listener``, which ``address`` names, until the other end of the pipe ``alive`` is
-    closed."""
+    """Run a server on the socket ``listener`` at ``address`` until the other end of the pipe ``alive`` is closed."""
     global _address
     _address = address
     _environment.update(os.environ)
-    gc.disable()  # what is imported stays
+    gc.disable()  # imports create no garbage worth collecting
     left, leave = os.pipe()
     watch = threading.Thread(target=_end_with_starter, args=(address, alive, left))
     watch.start()
@@ -177,9 +182,9 @@ def serve(address: str, listener: int, alive: int, imports: str) -> None:
     watch.join()
     os.close(left)
     gc.collect()
-    gc.freeze()  # collections in forked processes would write to, and so copy, all of it
+    gc.freeze()  # garbage collection in forked processes would write to all of it, and so copy it
     gc.enable()
-    with _exiting():  # the interpreter's own end takes seconds for what is imported here
+    with _exiting():  # a regular exit of the interpreter takes seconds after these imports
         try:
             _serve(address, listener, alive)
         finally:
@@ -191,7 +196,7 @@ def _serve(address: str, listener: int, alive: int) -> None:
         while True:
             try:
                 forkserver.main(listener, alive, [])
-            except EOFError:  # who connected was killed before it asked
+            except EOFError:  # the client was killed before it sent its request
                 Path(address).unlink()
                 listener = _Listener(address).detach()
     finally:
@@ -199,7 +204,7 @@ def _serve(address: str, listener: int, alive: int) -> None:
 
 
 def _end_with_starter(address: str, alive: int, left: int) -> None:
-    """End this process, while it imports, when its starter ends."""
+    """End this process if its starter ends during the imports."""
     ends, _, _ = select.select([alive, left], [], [])
     if alive in ends:
         _remove(address)
@@ -214,7 +219,7 @@ def _remove(address: str) -> None:
 
 @contextlib.contextmanager
 def _exiting() -> Iterator[None]:
-    """End this process with the block, as a forked process must not continue its parent's program."""
+    """End this process at the end of the block: a forked process must not continue its parent's program."""
     code = 1
     try:
         yield
@@ -232,10 +237,10 @@ def _exiting() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------- asking for a process
 def command(server: ForkServer, *, serving: bool = False) -> str:
-    """Return, as a shell reads it, what takes the place of ``python`` in a command: the program runs in a process that
-    ``server`` forks, or as without one where there is none any more.
+    """Return the shell command that replaces ``python``: it runs the program in a process that ``server`` forks.
 
-    ``serving``: the process gets a server of its own (:func:`inherited`), which forks children of the process.
+    If the server has ended, the program runs as with ``python``. ``serving``: the process gets a separate server
+    (:func:`inherited`), which forks its children.
     """
     root = str(Path(__file__).resolve().parents[1])
     program = f"import sys; sys.path.append({root!r}); from skyrl_megatron.fork_server import main; main()"
@@ -244,16 +249,16 @@ def command(server: ForkServer, *, serving: bool = False) -> str:
 
 
 def main() -> NoReturn:
-    """Run ``SCRIPT ARGUMENT…`` in a forked process, and end as it ends; ``argv``: ``ADDRESS [--serving] SCRIPT …``.
+    """Run ``SCRIPT ARGUMENT…`` in a forked process and exit with its code; ``argv``: ``ADDRESS [--serving] SCRIPT …``.
 
-    The process has this one's variables, folder, limits, signal mask and standard streams. Either one ends with the
-    other, whatever ended it.
+    The process has the environment, working directory, limits, signal mask and standard streams of this one. Each of
+    the two processes ends with the other.
     """
     address, *arguments = sys.argv[1:]
     serving = arguments[0] == SERVING
     if serving:
         del arguments[0]
-    nothing = os.open(os.devnull, os.O_RDWR)  # in place of what multiprocessing's own children share with their parent
+    nothing = os.open(os.devnull, os.O_RDWR)  # for the pipes that multiprocessing's children share with their parent
     reader, answer = os.pipe()
     try:
         status, order = _connect(address, [nothing, nothing, 0, 1, 2, answer])
@@ -265,15 +270,15 @@ def main() -> NoReturn:
         with os.fdopen(reader) as file:
             refused = file.read()
     except (OSError, EOFError) as error:
-        refused = str(error) or "it ended"
+        refused = str(error) or "the server ended"
     if refused:
-        print(f"fork server: {refused}; this process imports for itself", file=sys.stderr, flush=True)
+        print(f"fork server: {refused}; this process starts without it", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *arguments])
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: _send(child, number))
     try:
         code = forkserver.read_signed(status)
-    except EOFError:  # the server ended, and the process still runs
+    except EOFError:  # the server ended, but the process still runs
         code = 1
         with contextlib.suppress(ProcessLookupError):
             _wait(os.pidfd_open(child))
@@ -290,7 +295,7 @@ def _send(process: int, number: int) -> None:
 
 
 def _connect(address: str, descriptors: Sequence[int]) -> tuple[int, int]:
-    """Have the server at ``address`` fork, as CPython's ``ForkServer.connect_to_new_process`` does."""
+    """Make the server at ``address`` fork, like CPython's ``ForkServer.connect_to_new_process``."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(address)
         status, status_writer = os.pipe()
@@ -308,7 +313,7 @@ def _connect(address: str, descriptors: Sequence[int]) -> tuple[int, int]:
 
 
 class _Program:
-    """A script, as its forked process gets it, pickled."""
+    """A script and the state of the starting process, pickled for the forked process."""
 
     def __init__(self, arguments: Sequence[str], *, serving: bool) -> None:
         self.arguments, self.serving = list(arguments), serving
@@ -322,13 +327,15 @@ class _Program:
         self.killed_first = Path("/proc/self/oom_score_adj").read_text()
 
     def _bootstrap(self, parent_sentinel: int) -> None:
-        """Run the script, unless imports may have read other variables than it has; ends the process, in which
-        CPython's server calls this."""
+        """Run the script and end the process. CPython's server calls this in the forked process.
+
+        Refuses to run if the imports may have read other environment variables.
+        """
         with _exiting():
             os.close(parent_sentinel)
             *streams, answer = forkserver._forkserver._inherited_fds  # type: ignore[attr-defined]
             if differing := sorted(self._differing()):
-                os.write(answer, f"it has another {', '.join(differing)}".encode())
+                os.write(answer, f"the server has another {', '.join(differing)}".encode())
                 return
             os.close(answer)
             self._take_place(streams)
@@ -343,17 +350,17 @@ class _Program:
                 atexit._run_exitfuncs()
 
     def _take_place(self, streams: Sequence[int]) -> None:
-        """Become what the process is that asked."""
+        """Adopt the state of the process that sent the request."""
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        sys.stdin = open(0, closefd=False)  # CPython's server has another
+        sys.stdin = open(0, closefd=False)  # CPython's server has replaced it
         tracker: Any = resource_tracker._resource_tracker
         os.close(tracker._fd)
         tracker._fd = None
         os.environ.clear()
         os.environ.update(self.environment)
-        tempfile.tempdir = None  # that of the variables
+        tempfile.tempdir = None  # depends on the environment
         os.chdir(self.folder)
         os.umask(self.mask)
         for kind, limits in self.limits.items():
@@ -365,7 +372,7 @@ class _Program:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
     def _differing(self) -> set[str]:
-        """Return the variables that what is imported here may have read otherwise."""
+        """Return the environment variables that the imports may have read with other values."""
         names = {name for name in {*self.environment, *_environment} if name.startswith(READ_BY_IMPORTS)}
         return {
             name for name in names.difference(SET_BY_IMPORTS) if self.environment.get(name) != _environment.get(name)
@@ -376,21 +383,23 @@ _inherited: list[ForkServer] = []
 
 
 def inherited() -> ForkServer | None:
-    """Return the server that this process got with its start, if any (:func:`command`)."""
+    """Return the server that this process got at its start with ``serving`` (:func:`command`), or None."""
     return _inherited[0] if _inherited else None
 
 
 def end_with(process: int) -> None:
-    """End this process when ``process`` ends, whatever ended it, from now on."""
+    """Kill this process when ``process`` ends, for any reason."""
     threading.Thread(target=_end_with, args=(process,), name=f"end with {process}", daemon=True).start()
 
 
 def end_with_server() -> None:
-    """End this forked process when its server ends. The kernel does it, also for a process that is stopped (SIGSTOP),
-    whose threads notice nothing."""
+    """Let the kernel kill this forked process when its server ends.
+
+    This also works for a stopped process (SIGSTOP), whose threads do not run.
+    """
     server = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended meanwhile
+    if os.getppid() != server:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -401,14 +410,14 @@ def _end_with(process: int) -> None:
 
 
 def _wait(handle: int, timeout_ms: int | None = None) -> bool:
-    """Wait for the end of a process; ``handle``: of ``pidfd_open``. Returns whether it ended."""
+    """Wait for the end of a process, given its ``pidfd_open`` handle. Return whether it ended."""
     waiting = select.poll()
     waiting.register(handle, select.POLLIN)
     return bool(waiting.poll(timeout_ms))
 
 
 def _exit_code(ended: SystemExit) -> int:
-    """Return what the interpreter makes of it."""
+    """Return the exit code that the interpreter would use."""
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
     print(ended.code, file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGHUP of a command, from its first import to its end: one sentence, and exit code 130 or 143.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP by a command: it prints one sentence and exits with code 130 or 143.
 
-The first one ends the command, with all that it started; a run that takes steps ends after the one in work instead
-(:mod:`skyrl_megatron.trainer.stopping`), and at once with the second. While it ends, further ones change nothing; what
-does not end in time is killed. Imports nothing but the standard library: it is what a command imports first.
+The first signal ends the command and all processes that it started. A training run instead ends after the current step
+(:mod:`skyrl_megatron.trainer.stopping`), and a second signal ends it at once. Signals that arrive while the command
+ends have no effect. Processes that do not end in time are killed. This module imports only the standard library,
+because a command imports it first.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_S = 50.0
-"""For a command to end all that it started, once it was asked to."""
+"""Time in seconds that a command has to end all processes that it started."""
 
 
 _reported = threading.Event()
 
 
 def report_end() -> None:
-    """Note that the user was told how the command ends, so that a later signal prints nothing more."""
+    """Note that the command has printed how it ends, so that a later signal prints nothing."""
     _reported.set()
 
 
@@ -37,7 +38,7 @@ def end_is_reported() -> bool:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the command to end. ``reported``: whether the user was told how it ended."""
+    """A signal ended the command. ``reported``: whether the command has printed how it ended."""
 
     reported = False
 
@@ -47,18 +48,20 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """Return the code of a command that signal ``number`` ended: 130 for Ctrl-C, 143 for the others."""
+    """Return the exit code of a command that signal ``number`` ended: 130 for Ctrl-C, 143 for the others."""
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
 def replace_handlers(handler: Any) -> dict[int, Any]:
-    """Set the handler of the three signals; returns those before. A SIGHUP that is ignored stays so, as of a command
-    under ``nohup``; outside the main thread nothing is set."""
+    """Set the handler of the three signals and return the previous handlers.
+
+    An ignored SIGHUP stays ignored, as under ``nohup``. Outside the main thread this does nothing.
+    """
     before: dict[int, Any] = {}
     for number in SIGNALS:
         if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
             continue
-        with contextlib.suppress(ValueError):  # not the main thread: whoever owns it decides
+        with contextlib.suppress(ValueError):  # not the main thread, which must set the handlers
             before[number] = signal.signal(number, handler)
     return before
 
@@ -70,12 +73,14 @@ def restore_handlers(before: dict[int, Any]) -> None:
 
 
 def end_while_importing() -> None:
-    """Let a signal end this process without a traceback from now on, if it is a command of ours: until
-    :func:`ending_with_signals` there is nothing to give back."""
+    """Let a signal end this process without a traceback from now on, if it runs a command of this package.
+
+    Until :func:`ending_with_signals` the command has started nothing that it must clean up.
+    """
     if _is_command():
         replace_handlers(_end_at_once)
-        # Registered first, this runs last: the interpreter resets handlers when it exits, and a signal would then
-        # change the exit code of a command that has ended.
+        # Registered first, this runs last. Without it the interpreter resets the handlers at exit, and a signal could
+        # still change the exit code of a finished command.
         atexit.register(replace_handlers, signal.SIG_IGN)
 
 
@@ -93,8 +98,10 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_with_signals() -> Iterator[None]:
-    """Within the block, which may be in another such block, let the first signal raise :class:`Interrupted` in the
-    main thread, and kill this process and all below it if the block has not ended ``END_S`` after that."""
+    """Let the first signal within the block raise :class:`Interrupted` in the main thread. Blocks can be nested.
+
+    If the block has not ended ``END_S`` seconds after the signal, kill this process and its descendants.
+    """
     if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), _Ending):
         yield
         return
@@ -125,14 +132,17 @@ class _Ending:
     def _end_in_time(self, number: int) -> None:
         if not self.over.wait(END_S):
             kill_descendants()
-            os.write(2, f"interrupted; what did not end within {END_S:g} s was killed\n".encode())
+            os.write(2, f"interrupted; killed the processes that did not end within {END_S:g} s\n".encode())
             os._exit(exit_code(number))
 
 
 @contextlib.contextmanager
 def hangups_blocked() -> Iterator[None]:
-    """Block SIGHUP in what is started within the block, which inherits it: a terminal that closes sends it to all of a
-    command's processes, and the command alone decides how they end. Ray does so with SIGINT."""
+    """Block SIGHUP in processes that are started within the block; they inherit the signal mask.
+
+    A closing terminal sends SIGHUP to all processes of a command, but only the command decides how they end. Ray does
+    the same with SIGINT.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -141,8 +151,11 @@ def hangups_blocked() -> Iterator[None]:
 
 
 def kill_descendants(*spared: int) -> None:
-    """Kill all processes below this one but those of these ids, and Python's trackers, which take away the shared
-    memory of those that are killed, and end then. Raylets come first: they would kill the trackers."""
+    """Kill all descendants of this process except the ids ``spared`` and Python's resource trackers.
+
+    The trackers unlink the shared memory of the killed processes and then end. Raylets are killed first, as they would
+    kill the trackers.
+    """
     import psutil
 
     named = []

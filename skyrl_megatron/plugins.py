@@ -1,15 +1,15 @@
-"""Extension points: modules that users write, how every process finds them, and the classes that they register.
+"""Plugins: user modules that every process of a run imports, and the classes that they register.
 
-A plugin is a module that registers what it brings when it is imported. It is found by its name in ``trainer.plugins``,
-or by an entry point of an installed package::
+A plugin is a module that registers its classes and functions on import. ``trainer.plugins`` names it, or an entry
+point of an installed package does::
 
     [project.entry-points."skyrl_megatron.plugins"]
     mine = "my_package.my_module"
 
-The driver imports plugins before it checks the configuration; ranks, engine actors and the engines' own processes
-import them when they are built, or when they meet a name that they do not know. docs/guides/plugins.md says more.
-Losses, estimators, environments and model families have registries of their own (:mod:`skyrl_megatron.algorithms`,
-:mod:`skyrl_megatron.envs`, :mod:`bridges.families`).
+The driver imports plugins before it checks the configuration. Ranks, engine actors and the processes of engines import
+them at their start, or when they look up an unknown name. See docs/guides/plugins.md. Losses, estimators, environments
+and model families have separate registries (:mod:`skyrl_megatron.algorithms`, :mod:`skyrl_megatron.envs`,
+:mod:`bridges.families`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import ConfigError, Problem, with_origin
 
 GROUP = "skyrl_megatron.plugins"
-"""Group of entry points."""
+"""Entry point group of plugins."""
 VARIABLE = "SKYRL_MEGATRON_PLUGINS"
-"""Environment variable with the names of ``trainer.plugins``, comma-separated: it reaches every process of a run."""
+"""Environment variable with the comma-separated ``trainer.plugins``. Every process of a run inherits it."""
 FOLDERS = "SKYRL_MEGATRON_PLUGIN_FOLDERS"
-"""Environment variable with the folders that commands were typed in: plugins may lie there. It reaches all as well."""
+"""Environment variable with the working directories of commands, which can contain plugins. Inherited as well."""
 
 
 def load_plugins(modules: Iterable[str] = ()) -> None:
     """Import the plugins of installed packages, those named in the environment, and ``modules``.
 
-    ``modules`` are added to the environment for the processes that this one starts. May be repeated at no cost.
-    Raises ConfigError with each plugin that cannot be imported, and why.
+    ``modules`` are added to the environment of the processes that this one starts. Repeated calls cost nothing. Raises
+    ConfigError with every plugin that cannot be imported and the reason.
     """
     named = [*filter(None, os.environ.get(VARIABLE, "").split(",")), *modules]
     found: list[tuple[str, str, Callable[[], Any]]]
@@ -50,7 +50,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
         try:
             load()
         except Exception as error:
-            fix = "name a module that is installed, on PYTHONPATH, in this folder, or beside the script"
+            fix = "name a module that is installed, on PYTHONPATH, in this folder, or in the folder of the script"
             problems.append(Problem(key, value, f"cannot be imported ({with_origin(error)}); {fix}"))
     if problems:
         raise ConfigError(problems)
@@ -59,7 +59,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 
 
 def _look_in_folders() -> None:
-    """Let imports find modules of the folder that the command was typed in, after everything that is installed."""
+    """Append the working directory of the command to ``sys.path``, after all installed packages."""
     folders = list(dict.fromkeys([*filter(None, os.environ.get(FOLDERS, "").split(os.pathsep)), os.getcwd()]))
     os.environ[FOLDERS] = os.pathsep.join(folders)
     sys.path += [folder for folder in folders if folder not in sys.path]
@@ -71,9 +71,9 @@ def _installed() -> tuple[EntryPoint, ...]:
 
 
 class ClassRegistry:
-    """Classes by the name that a configuration key gives them.
+    """Classes by name, for one configuration key.
 
-    ``built_in``: values of the key that the package answers to itself; ``reserved``: names that it uses beside them.
+    ``built_in``: values of the key that the package implements. ``reserved``: other names that cannot be registered.
     """
 
     def __init__(self, key: str, *built_in: str, reserved: tuple[str, ...] = ()) -> None:
@@ -83,7 +83,7 @@ class ClassRegistry:
     def register[C: Callable[..., Any]](self, name: str) -> Callable[[C], C]:
         """Return a decorator that registers a class as ``name`` in this process.
 
-        The same class again changes nothing. Raises ConfigError when the name belongs to another one.
+        Registering the same class again changes nothing. Raises ConfigError if the name belongs to another class.
         """
 
         def decorate(cls: C) -> C:
@@ -97,13 +97,13 @@ class ClassRegistry:
         return decorate
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """Return the class registered as ``name``, or None; an unknown name is looked for in all plugins first."""
+        """Return the class registered as ``name``, or None. Loads all plugins first if the name is unknown."""
         if name not in (*self.built_in, *self._classes):
             load_plugins()
         return self._classes.get(name)
 
     def problems(self, name: str) -> Iterator[Problem]:
-        """Yield the problem of a configuration that asks for a name which nobody has registered."""
+        """Yield a configuration problem if ``name`` is not registered."""
         known = (*self.built_in, *self._classes)
         if name not in known:
             yield Problem(self.key, name, f"not registered; known: {', '.join(known)}")

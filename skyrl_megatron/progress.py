@@ -1,9 +1,8 @@
-"""What a process is doing and when: lines while it waits, spans of work, and the parts of a run's start.
+"""Progress of a process: heartbeat lines while it waits, timed spans of work, and start-up marks of a run.
 
-Clocks of hosts are taken to agree, as they do to milliseconds with NTP.
-
-Processes on the way to a run (batch script, cluster, command, the actor that holds it) hand their marks to the next
-one, scripts in ``SKYRL_STARTED``: ``begin@SECONDS,queue@SECONDS,…``, since 1970. Clocks of hosts are taken to agree.
+The processes that lead to a run (batch script, cluster, command, and the actor that runs it) pass their start-up marks
+to the next one. Scripts pass them in ``SKYRL_STARTED`` as ``begin@SECONDS,queue@SECONDS,…``, in seconds since 1970.
+The clocks of hosts are assumed to agree; with NTP they do within milliseconds.
 """
 
 from __future__ import annotations
@@ -17,38 +16,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET_S = 10.0
-"""Longest silence of a command."""
+"""Longest time in seconds without a line of output of a command."""
 
-_under_way: list[tuple[str, float]] = []
-"""Tasks and when they began, the innermost last; those of the command's main thread."""
+_tasks: list[tuple[str, float]] = []
+"""(task, start time) of the main thread of the command, the innermost last."""
 _listeners: list[Callable[[str], None]] = []
-"""Where lines go: to that of the innermost :func:`heartbeat`."""
-_spoken = time.monotonic()
+"""Output functions of the nested :func:`heartbeat` blocks. Lines go to the innermost one."""
+_last_output = time.monotonic()
 
 
-def spoke() -> None:
-    """Note that a line was written."""
-    global _spoken
-    _spoken = time.monotonic()
+def note_output() -> None:
+    """Note that a line was printed."""
+    global _last_output
+    _last_output = time.monotonic()
 
 
 @contextmanager
-def under_way(task: str) -> Iterator[None]:
-    """Name what is done inside the block, for as long as it takes."""
+def current_task(task: str) -> Iterator[None]:
+    """Name the task of the block for heartbeat lines."""
     entry = (task, time.monotonic())
-    _under_way.append(entry)
+    _tasks.append(entry)
     try:
         yield
     finally:
-        _under_way.remove(entry)
+        _tasks.remove(entry)
 
 
 @contextmanager
 def heartbeat(say: Callable[[str], None], quiet_s: float | None = None) -> Iterator[None]:
-    """Let a thread say what is under way whenever nothing was said for ``quiet_s`` seconds (:data:`QUIET_S`).
+    """Let a thread print the current task after ``quiet_s`` seconds without output (default :data:`QUIET_S`).
 
-    A block inside another one of this process has no thread of its own: while it lasts, the outer one's thread uses
-    its ``say``.
+    A nested block starts no second thread: while it lasts, the thread of the outer block uses its ``say``.
     """
     _listeners.append(say)
     outermost = len(_listeners) == 1
@@ -62,51 +60,51 @@ def heartbeat(say: Callable[[str], None], quiet_s: float | None = None) -> Itera
 
 
 class _Beat:
-    """The thread."""
+    """The heartbeat thread."""
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s, self._ended, self._entered = quiet_s, threading.Event(), time.monotonic()
-        spoke()
+        note_output()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """End it."""
+        """End the thread."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(max(_spoken + self._quiet_s - time.monotonic(), 0.05)):
-            if time.monotonic() - _spoken >= self._quiet_s and _listeners:
-                task, began = _under_way[-1] if _under_way else ("start", self._entered)
-                spoke()
+        while not self._ended.wait(max(_last_output + self._quiet_s - time.monotonic(), 0.05)):
+            if time.monotonic() - _last_output >= self._quiet_s and _listeners:
+                task, began = _tasks[-1] if _tasks else ("start", self._entered)
+                note_output()
                 _listeners[-1](f"… {task}: {time.monotonic() - began:.0f} s so far")
 
 
 type Span = tuple[str, str, float, float]
 
-MOST = 8192
-"""Spans that are kept while nobody takes any; further ones are lost."""
-APART_S = 0.002
-"""Pauses that do not part two spans of one name."""
+MAX_SPANS = 8192
+"""Maximum number of spans until :func:`take`; further spans are dropped."""
+MERGE_S = 0.002
+"""Longest pause in seconds between two spans of one name that are merged."""
 _spans: list[Span] = []
 _last: dict[str, int] = {}
-"""Of each lane the place of its newest span."""
+"""Lane → index of its newest span."""
 
 
 def record(lane: str, name: str, begin: float, end: float) -> None:
-    """Keep a span; one that goes on where the lane's last one ended makes it longer. May be called in any thread."""
-    place = _last.get(lane, MOST)
-    if place < len(_spans) and (last := _spans[place])[1] == name and 0 <= begin - last[3] < APART_S:
+    """Record a span, or extend the lane's last span if it has the same name and ended just before. Thread-safe."""
+    place = _last.get(lane, MAX_SPANS)
+    if place < len(_spans) and (last := _spans[place])[1] == name and 0 <= begin - last[3] < MERGE_S:
         _spans[place] = (lane, name, last[2], end)
-    elif len(_spans) < MOST:
+    elif len(_spans) < MAX_SPANS:
         _last[lane] = len(_spans)
         _spans.append((lane, name, begin, end))
 
 
 @contextmanager
 def span(lane: str, name: str) -> Iterator[None]:
-    """Record the block, whether or not it fails."""
+    """Record the block as a span, also if it raises."""
     begin = time.time()
     try:
         yield
@@ -115,7 +113,7 @@ def span(lane: str, name: str) -> Iterator[None]:
 
 
 def timed[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Record every call of ``method`` under its name, on the process's own lane."""
+    """Record every call of ``method`` as a span with its name, on the lane of the process."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -126,7 +124,7 @@ def timed[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 
 def take() -> list[Span]:
-    """Return what was recorded since the last call, in the order in which it was told."""
+    """Return the spans recorded since the last call, in their order, and remove them."""
     taken = list(_spans)
     _last.clear()
     del _spans[: len(taken)]
@@ -137,42 +135,45 @@ VARIABLE = "SKYRL_STARTED"
 BEGIN = "begin"
 
 _marks: list[tuple[str, float]] = []
-"""(part, when it was over) of the run that this process is about to begin; the first one is BEGIN."""
+"""(part, end time) of each finished part of the start of this run. The first part is BEGIN."""
 
 
 def begin(began: float | None = None) -> None:
-    """Note that a command begins. ``began``: ``time.perf_counter()`` then, unless now. What came before it is the part
-    ``launch``, where a script has told of it; the script's marks are of the first command in a process."""
+    """Mark the begin of a command.
+
+    ``began``: its ``time.perf_counter()``, default now. If a script passed marks, the time before this call is the
+    part ``launch``. The marks of a script count for the first command of a process only.
+    """
     now = time.time() if began is None else time.time() - (time.perf_counter() - began)
     _marks[:] = read(os.environ.pop(VARIABLE, ""))
     _marks.append(("launch" if _marks else BEGIN, now))
 
 
 def done(part: str) -> None:
-    """Note that a part is over. Nothing is noted once the first step was taken, or before :func:`begin`."""
+    """Mark the end of a part. No-op before :func:`begin` and after the first step."""
     if _marks:
         _marks.append((part, time.time()))
 
 
-def passed_on(part: str) -> dict[str, str]:
-    """Return the variable for a command that is started when ``part`` is over: what a script told, and this part."""
-    told = os.environ.get(VARIABLE)
-    return {VARIABLE: f"{told},{part}@{time.time():.3f}"} if told else {}
+def marks_for_command(part: str) -> dict[str, str]:
+    """Return the environment variable for a command that starts at the end of ``part``: earlier marks and this one."""
+    marks = os.environ.get(VARIABLE)
+    return {VARIABLE: f"{marks},{part}@{time.time():.3f}"} if marks else {}
 
 
-def handed_on() -> str:
-    """Return all marks, as ``SKYRL_STARTED`` holds them."""
+def format_marks() -> str:
+    """Return all marks in the format of ``SKYRL_STARTED``."""
     return ",".join(f"{part}@{when:.3f}" for part, when in _marks)
 
 
-def take_over(marks: str) -> None:
-    """Go on with the marks of another process."""
+def restore_marks(marks: str) -> None:
+    """Continue the marks of another process."""
     os.environ.pop(VARIABLE, None)
     _marks[:] = read(marks)
 
 
 def read(marks: str) -> list[tuple[str, float]]:
-    """Return (part, time) of each mark; what is none is left out."""
+    """Return (part, time) of each mark; skip malformed ones."""
     found = []
     for mark in marks.split(","):
         part, _, when = mark.partition("@")
@@ -182,10 +183,10 @@ def read(marks: str) -> list[tuple[str, float]]:
 
 
 def first_step() -> dict[str, float]:
-    """Return the metrics of a first step that has just been taken; {} for all others.
+    """Return the start-up metrics after the first step; {} after all other steps.
 
-    ``timing/to_first_step``: seconds since the run was asked for; ``timing/start/<part>``: those of each part, whose
-    sum it is.
+    ``timing/to_first_step`` is the time from the start of the run to the end of the first step, in seconds.
+    ``timing/start/<part>`` is the time of each part; the parts add up to it.
     """
     done("step")
     marks = list(_marks)

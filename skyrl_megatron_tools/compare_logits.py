@@ -1,10 +1,10 @@
-"""Compare logits: a HF folder in transformers, and a Megatron checkpoint in Megatron, on the same tokens.
+"""Compare the logits of an HF folder in transformers with those of a Megatron checkpoint in Megatron.
 
-    python -m skyrl_megatron.entrypoints.compare_logits --hf DIR --megatron DIR [--layout tp=2,ep=2] [--seed N]
+    python -m skyrl_megatron_tools.compare_logits --hf DIR --megatron DIR [--layout tp=2,ep=2] [--seed N]
 
-The last line printed is a JSON object: the largest absolute difference, where it is, and the range of the reference.
-``python -m bridges verify --logits`` runs this program. The checkpoint is read by Megatron's own loader, so that a
-folder that passes opens in Megatron as well. Everything is computed in fp32.
+Both get the same tokens and compute in fp32. The last line of the output is a JSON object: the largest absolute
+difference, the sequence that has it, and the range of the reference logits. ``python -m bridges verify --logits`` runs
+this program. Megatron's own loader reads the checkpoint, so this also checks that Megatron can load it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TIMEOUT_S = 600.0
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """Parse ``"tp=2,ep=2"`` into degrees. Raises ValueError naming the part that is not understood."""
+    """Parse ``"tp=2,ep=2"`` into parallel sizes by name. Raises ValueError with the part that is wrong."""
     layout: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.strip().partition("=")
         if name not in DEGREES or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"--layout {part!r}: write e.g. tp=2,ep=2, with the degrees {', '.join(DEGREES)}")
+            raise ValueError(f"--layout {part!r}: write e.g. tp=2,ep=2, with sizes of {', '.join(DEGREES)}")
         layout[name] = int(size)
     return layout
 
 
 def world_size(layout: dict[str, int]) -> int:
-    """Return the fewest ranks that hold one copy of the model: tp·pp·cp, more where pp·ep·etp does not divide it."""
+    """Return the number of ranks of one model copy: pp · lcm(tp·cp, ep·etp)."""
     pp = layout.get("pp", 1)
     dense = layout.get("tp", 1) * layout.get("cp", 1)
     experts = layout.get("ep", 1) * layout.get("etp", 1)
@@ -47,7 +47,7 @@ def world_size(layout: dict[str, int]) -> int:
 
 
 def tokens(vocab_size: int, seed: int) -> list[Any]:
-    """Return random token sequences of unequal lengths, drawn from ``seed``."""
+    """Return random token sequences of lengths :data:`LENGTHS`."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def tokens(vocab_size: int, seed: int) -> list[Any]:
 
 
 def reference(folder: Path, seed: int, out: Path) -> None:
-    """Return logits [sum of lengths, V] of the HF folder in transformers, fp32, to the file ``out``."""
+    """Compute fp32 logits [sum of lengths, V] of the HF folder in transformers, and save them to ``out``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def reference(folder: Path, seed: int, out: Path) -> None:
 
 
 def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, int], work: str) -> None:
-    """One rank: build, load, run, compare its own slice of the logits; the result goes to ``work/<rank>.json``."""
+    """Run one rank: compare its slice of the logits, and write the result to ``work/<rank>.json``."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, 
 
 
 def load_megatron(model: Any, groups: Any, folder: str | Path) -> None:
-    """Fill the chunks of ``model`` from a ``torch_dist`` folder with Megatron's own loader."""
+    """Load the chunks of ``model`` from a ``torch_dist`` folder with Megatron's own loader."""
     from megatron.core import dist_checkpointing
 
     wanted = {}
@@ -111,7 +111,7 @@ def load_megatron(model: Any, groups: Any, folder: str | Path) -> None:
 
 
 def _compare(args: argparse.Namespace, groups: Any, expected: Any) -> dict[str, Any] | None:
-    """Return the largest difference of this rank's logits; None on ranks that have none."""
+    """Return the largest difference of this rank's logits; None for a rank without logits."""
     import torch
 
     from skyrl_megatron import device

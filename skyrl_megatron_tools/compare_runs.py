@@ -1,9 +1,9 @@
 """Compare a run with a baseline, metric by metric: ``skyrl-megatron compare RUN BASELINE [METRIC=BAND …]``
 
-BAND is the relative change that is allowed, of means over the last steps: ``eval/all/avg_score=0.02``. Without any,
-reward, score, gap to the engine, balance of the experts and tokens a second are compared, where both runs have them.
-Exit code 0 when every metric stays in its band, 1 when one leaves it (a change for the better never does), 2 when a
-metric is missing or no number.
+BAND is the largest allowed relative change of the mean over the last steps: ``eval/all/avg_score=0.02``. By default,
+the command compares reward, evaluation score, log-prob mismatch between trainer and engine, expert load balance and
+tokens per second, if both runs have them. Exit code 0: every metric stays within its band. 1: a metric is outside its
+band (an improvement never is). 2: a metric is missing or not a number.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ GATES: dict[str, float] = {
     "policy/moe_load_imbalance": 0.5,
     "trainer/tokens_per_second": 0.1,
 }
-"""Metric → the relative change that is allowed, unless bands are given. A change for the better is always allowed."""
+"""Metric → default band. An improvement is always allowed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A metric of a run and of the one that it is compared with: means over the last steps."""
+class MetricComparison:
+    """A metric of a run and of its baseline: means over the last steps."""
 
     name: str
     run: float
     baseline: float
     band: float
-    """Relative change that is allowed."""
+    """Largest allowed relative change."""
 
     @property
     def change(self) -> float:
-        """Return the relative change, of a baseline of 0 infinite unless both are."""
+        """Return the relative change. It is infinite if only the baseline is 0."""
         if self.run == self.baseline:
             return 0.0
         return (self.run - self.baseline) / abs(self.baseline) if self.baseline else math.copysign(math.inf, self.run)
 
     @property
-    def leaves(self) -> bool:
-        """Whether the change is larger than allowed, and not for the better where that is known."""
+    def out_of_band(self) -> bool:
+        """Whether the change is larger than allowed and no known improvement."""
         better = self.change > 0 if self.name in MORE_IS_BETTER else self.change < 0 and self.name in LESS_IS_BETTER
         return not better and abs(self.change) > self.band
 
 
-def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) -> list[Compared]:
-    """Compare each metric of ``bands`` that the baseline has, over the ``last`` lines that hold it.
+def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) -> list[MetricComparison]:
+    """Compare each metric of ``bands``, as means over the ``last`` lines that contain it.
 
-    Raises LaunchError for a folder without metrics, ConfigError for a metric that one of the runs does not have or
-    whose value there is no number.
+    Raises LaunchError for a folder without metrics, and ConfigError for a metric that is missing or not a number in
+    one of the runs.
     """
     own, other = _lines(run), _lines(baseline)
     problems: list[Problem] = []
@@ -78,25 +78,25 @@ def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) ->
             else:
                 values.append(math.fsum(those) / len(those))
         if len(values) == 2:
-            found.append(Compared(name, values[0], values[1], band))
+            found.append(MetricComparison(name, values[0], values[1], band))
     if problems:
         raise ConfigError(problems)
     return found
 
 
 def default_bands(run: Path, baseline: Path) -> dict[str, float]:
-    """Return the gates that both runs can be held to."""
+    """Return the default bands of the metrics that both runs have."""
     names = set.intersection(*({name for line in _lines(folder) for name in line} for folder in (run, baseline)))
     if not (bands := {name: band for name, band in GATES.items() if name in names}):
-        raise LaunchError(f"{run} and {baseline} have none of {', '.join(GATES)}: give METRIC=BAND")
+        raise LaunchError(f"{run} and {baseline} do not both have any of {', '.join(GATES)}: give METRIC=BAND")
     return bands
 
 
-def table(found: Sequence[Compared]) -> list[str]:
-    """Return lines for people, those that leave their band marked."""
+def table(found: Sequence[MetricComparison]) -> list[str]:
+    """Return the lines of the printed table. ✗ marks a metric outside its band."""
     lines = [f"{'':2}{'metric':<48}{'run':>12}{'baseline':>12}{'change':>10}{'band':>9}"]
     for each in found:
-        mark = "✗ " if each.leaves else "  "
+        mark = "✗ " if each.out_of_band else "  "
         change = f"{100 * each.change:+.1f} %"
         band = f"{100 * each.band:.1f} %"
         lines.append(f"{mark}{each.name:<48}{each.run:>12.5g}{each.baseline:>12.5g}{change:>10}{band:>9}")
@@ -104,8 +104,8 @@ def table(found: Sequence[Compared]) -> list[str]:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps of a run. Numbers that were not finite are null in the file; NaN itself is read too."""
-    from skyrl_megatron.trainer.tracking import METRICS_FILE  # loads torch, which a wrong argument need not wait for
+    """Return the metrics of each step of a run. A value that is not finite is null in the file, or NaN."""
+    from skyrl_megatron.trainer.tracking import METRICS_FILE  # imports torch, which is slow
 
     path = folder / METRICS_FILE
     try:
@@ -117,11 +117,11 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError:
-            break  # is being written
+            break  # the run is writing this line
         if "warmup/step" not in line:
             lines.append(line)
     if not lines:
-        raise LaunchError(f"{folder}: {METRICS_FILE} holds no step")
+        raise LaunchError(f"{folder}: {METRICS_FILE} contains no step")
     return lines
 
 
@@ -135,18 +135,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("baseline", type=Path, metavar="BASELINE", help="folder of the run to compare it with")
-    parser.add_argument("bands", nargs="*", metavar="METRIC=BAND", help="what to compare, and how much it may change")
-    parser.add_argument("--last", type=int, default=LAST, help=f"steps that means are taken over (default {LAST})")
+    parser.add_argument("bands", nargs="*", metavar="METRIC=BAND", help="metric to compare, and its allowed change")
+    parser.add_argument("--last", type=int, default=LAST, help=f"number of steps to average (default {LAST})")
     args = parser.parse_args(argv)
 
     def work() -> int:
-
         if args.last < 1:
             raise ConfigError([Problem("--last", args.last, "give at least 1")])
         bands = dict(map(_band, args.bands)) or default_bands(args.run, args.baseline)
         found = compare(args.run, args.baseline, bands, args.last)
         print("\n".join(table(found)))
-        return int(any(each.leaves for each in found))
+        return int(any(each.out_of_band for each in found))
 
     return run_command(work)
 
@@ -158,7 +157,7 @@ def _band(text: str) -> tuple[str, float]:
     except ValueError:
         allowed = -1.0
     if not 0 <= allowed:
-        raise ConfigError([Problem(name, band, "give the relative change that is allowed, such as 0.05")])
+        raise ConfigError([Problem(name, band, "give the largest allowed relative change, such as 0.05")])
     return name, allowed
 
 

@@ -1,8 +1,9 @@
-"""Serve the dashboards of runs on the loopback interface: ``skyrl-megatron dashboard RUN [RUN …]``
+"""Serve a dashboard of runs on the loopback interface: ``skyrl-megatron dashboard RUN [RUN …]``
 
-RUN is the folder of a run (log_path/project_name/run_name). Serves a page on the loopback interface and prints its
-address, which holds a token; --export writes the same as one file that needs nothing else. Several runs are drawn in
-the same curves, with what differs in their configurations. From another machine: ``ssh -L 8265:127.0.0.1:8265 HOST``.
+RUN is the folder of a run (log_path/project_name/run_name). The command serves a page on the loopback interface and
+prints its address, which contains a token. --export writes the page as one self-contained file. Several runs share
+the same charts, and the page lists the differences between their configurations. To open the page from another
+machine, use --port 8265 and ``ssh -L 8265:127.0.0.1:8265 HOST``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 class DashboardServer(LimitedThreads, http.server.HTTPServer):
-    """Answers for ``runs`` on ``port`` (0: any that is free). Raises LaunchError when the port is taken."""
+    """Serves the page of ``runs`` on ``port`` (0: any free port). Raises LaunchError if the port is in use."""
 
     def __init__(self, runs: Sequence[RunReader], port: int = 0, token: str | None = None) -> None:
         self.runs, self.token = list(runs), token or secrets.token_urlsafe(16)
@@ -35,15 +36,15 @@ class DashboardServer(LimitedThreads, http.server.HTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise LaunchError(f"--port={port}: {error}; choose another, or 0 for any that is free") from error
+            raise LaunchError(f"--port={port}: {error}; choose another port, or 0 for any free port") from error
 
     @property
     def url(self) -> str:
-        """Return the address to open, token included."""
+        """Return the address to open, with the token."""
         return f"http://{HOST}:{self.server_address[1]}/?token={self.token}"
 
     def refreshed(self, answer: Callable[[], bytes]) -> bytes:
-        """Read what the runs wrote since, and return what ``answer`` makes of it."""
+        """Read new lines of the runs, and return ``answer()``."""
         with self.reading:
             for run in self.runs:
                 run.refresh()
@@ -54,14 +55,14 @@ class _Handler(QuietHandler):
     server: DashboardServer
 
     def do_GET(self) -> None:
-        asked = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(asked.query))
+        url = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(url.query))
         given = self.headers.get("Authorization", "").removeprefix("Bearer ") or query.get("token", "")
         if not hmac.compare_digest(given.encode(), self.server.token.encode()):
             self._send(401, b"the token is missing or wrong: open the address that the command printed", "text/plain")
             return
         try:
-            self._answer(asked.path, query)
+            self._answer(url.path, query)
         except LaunchError as error:
             self._send(404, str(error).encode(), "text/plain")
         except (ValueError, KeyError, IndexError) as error:
@@ -82,7 +83,7 @@ class _Handler(QuietHandler):
             text = server.runs[int(query["run"])].sample_text(int(query["step"]))
             self._send(200, text.encode(), "application/json")
         else:
-            self._send(404, b"nothing here", "text/plain")
+            self._send(404, b"not found", "text/plain")
 
     def _send(self, code: int, body: bytes, kind: str) -> None:
         self.send_response(code)
@@ -101,13 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any that is free)")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free port)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one file instead of serving")
     args = parser.parse_args(argv)
 
     def work() -> int:
-        from skyrl_megatron.trainer.run_report import RunReader
-
         runs = [RunReader(folder) for folder in args.run]
         for run in runs:
             run.refresh()

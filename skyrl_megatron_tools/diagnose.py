@@ -1,9 +1,9 @@
-"""What each process of a run waits for: ``skyrl-megatron diagnose RUN``
+"""Show what each process of a run waits for: ``skyrl-megatron diagnose RUN``
 
-RUN is the folder of a run (log_path/project_name/run_name) that is under way. Prints of every process of it (trainer,
-ranks, engines) what its main thread waits for, its Python stack, and the last lines of its log: of this host, and with
-RAY_ADDRESS, as the run was started with, of every host of that cluster. Reading stacks needs the rights of a debugger:
-the same user, and in containers the capability SYS_PTRACE.
+RUN is the folder of a running run (log_path/project_name/run_name). For each of its processes (trainer, ranks,
+engines), the command prints what the main thread waits for, its Python stack, and the last lines of its log. It covers
+this host. If RAY_ADDRESS is set to the run's cluster, it covers every host of that cluster. Reading stacks needs the
+rights of a debugger: the same user, and the capability SYS_PTRACE in containers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyrl_megatron.errors import LaunchError
 
 LOG_LINES = 5
 HOST_S = 120.0
-"""How long a host may take to look at its processes."""
+"""How long a host may take to inspect its processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="diagnose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that is under way")
-    parser.add_argument("--lines", type=int, default=LOG_LINES, help=f"of each log (default {LOG_LINES})")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a running run")
+    parser.add_argument("--lines", type=int, default=LOG_LINES, help=f"lines of each log (default {LOG_LINES})")
     args = parser.parse_args(argv)
 
     def work() -> int:
@@ -42,15 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def of_this_host(run: Path, lines: int) -> list[str]:
-    """Return what there is to say of a run's processes here. Raises LaunchError where there are none."""
+    """Return the report about a run's processes on this host. Raises LaunchError if there are none."""
     from skyrl_megatron.trainer.hang import diagnose, report
 
     return report(diagnose(run), run, lines)
 
 
 def _on_every_host(address: str, run: Path, lines: int) -> int:
-    """Print it of every host of a cluster; one that does not answer is told, and so is one without processes. Returns
-    1 when no host has any."""
+    """Print the report of every host of a cluster, or why a host has none. Return 1 if no host has processes."""
     import ray
 
     from skyrl_megatron.workers.nodes import start_on_nodes
@@ -69,7 +68,7 @@ def _on_every_host(address: str, run: Path, lines: int) -> int:
             except ray.exceptions.RayTaskError as error:
                 print(error.cause if isinstance(error.cause, LaunchError) else error)
             except ray.exceptions.GetTimeoutError:
-                print(f"no answer within {HOST_S:.0f} s: the host is down, or Ray hangs there")
+                print(f"no answer within {HOST_S:.0f} s: the host is down, or Ray hangs on it")
             except ray.exceptions.RayError as error:
                 print(f"no answer: {str(error).splitlines()[0]}")
         return int(not found)

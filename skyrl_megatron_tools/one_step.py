@@ -1,8 +1,8 @@
-"""One step of everything on real parts: ``skyrl-megatron one-step [--seed N] [--dir DIR]``
+"""Run one full training step of a tiny model: ``skyrl-megatron one-step [--seed N] [--dir DIR]``
 
-A tiny seeded Qwen3-MoE, local Ray, one vLLM engine and two Megatron ranks (experts split over them). It generates,
-scores, takes one GRPO step inside Megatron's schedule, sends the weights to the engine, and shows that engine and
-trainer agree on the log-probs of the same tokens before the step and after the sync, and that they did not in between.
+It uses a tiny seeded Qwen3-MoE, local Ray, one vLLM engine and two Megatron ranks (expert parallel). It samples,
+scores, takes one GRPO step in Megatron's schedule, and syncs the weights to the engine. It checks that engine and
+trainer give the same log-probs before the step and after the sync, and different ones in between.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from skyrl_megatron.entrypoints.command import require_memory, run_command
 
 RANKS, PROMPTS, SAMPLES = 2, 8, 4
 AGREE = 1e-4
-"""Largest difference of two fp32 log-probs of the same token, nats."""
+"""Largest allowed difference between two fp32 log-probs of the same token, nats."""
 START_TIMEOUT_S, CALL_TIMEOUT_S = 600.0, 300.0
 NEEDED_GIB = 6.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gaps:
+class LogprobDifferences:
     """Largest |trainer − engine| over the log-probs of all sampled tokens, nats."""
 
     before: float
-    """Same weights on both sides."""
+    """Before the step: both have the same weights."""
     unsynced: float
-    """After the step, the engine still on the old weights."""
+    """After the step, while the engine still has the old weights."""
     synced: float
     """After the step and the weight sync."""
 
     @property
     def as_expected(self) -> bool:
-        """Both agree whenever they hold the same weights, and only then."""
+        """Whether both agree with the same weights, and disagree without the sync."""
         return self.before <= AGREE and self.synced <= AGREE < self.unsynced
 
 
-def run(folder: Path, seed: int = 0) -> Gaps:
-    """Take the whole step and print a line for each phase. Raises LaunchError, EngineError, WeightSyncError."""
+def run(folder: Path, seed: int = 0) -> LogprobDifferences:
+    """Run the step and print a line for each phase. Raises LaunchError, EngineError, WeightSyncError."""
     from skyrl_megatron.entrypoints.embedded import write_embedded_model
     from skyrl_megatron.trainer.console import StartUp
     from skyrl_megatron.workers.ray_setup import local_ray
@@ -61,24 +61,24 @@ def run(folder: Path, seed: int = 0) -> Gaps:
             phases.done(f"started: 1 vLLM engine, {RANKS} Megatron ranks (ep={RANKS})")
             batch = step.rollout()
             phases.done(f"rollout: {len(batch)} samples, {int(batch.response_mask.sum())} tokens")
-            before = step.gap(batch, batch.rollout_logprobs)
-            phases.done(f"log-probs before the step: largest gap {before:.1e}")
+            before = step.difference(batch, batch.rollout_logprobs)
+            phases.done(f"log-probs before the step: largest difference {before:.1e}")
             metrics = step.train(batch)
             numbers = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("policy_loss", "grad_norm", "lr"))
             phases.done(f"GRPO step: {numbers}")
-            unsynced = step.gap(batch, step.engine_logprobs(batch))
-            phases.done(f"log-probs without a sync: largest gap {unsynced:.1e}")
+            unsynced = step.difference(batch, step.engine_logprobs(batch))
+            phases.done(f"log-probs without a sync: largest difference {unsynced:.1e}")
             megabytes, seconds = step.sync("1")
             phases.done(f"weight sync: {megabytes:.1f} MB in {seconds * 1e3:.0f} ms, checksums equal, version 1")
-            synced = step.gap(batch, step.engine_logprobs(batch))
-            phases.done(f"log-probs after the sync: largest gap {synced:.1e}")
+            synced = step.difference(batch, step.engine_logprobs(batch))
+            phases.done(f"log-probs after the sync: largest difference {synced:.1e}")
         finally:
             step.stop()
-    return Gaps(before, unsynced, synced)
+    return LogprobDifferences(before, unsynced, synced)
 
 
 class _Step:
-    """The actors and what is asked of them."""
+    """The policy ranks, the engine, and the phases of the step."""
 
     def __init__(self, model: Path, seed: int) -> None:
         from transformers import AutoTokenizer
@@ -125,7 +125,7 @@ class _Step:
         self.policy.finish_building()
 
     def rollout(self) -> Any:
-        """Sample answers to additions; the trivial reward is the share of digits in a response."""
+        """Sample answers to additions. The reward is the share of digits in a response."""
         from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
         from skyrl_megatron.data.batch import collate
         from skyrl_megatron.data.tokenizer import render
@@ -174,8 +174,8 @@ class _Step:
             out[row, -tokens:] = torch.tensor(scores[-tokens:])
         return out
 
-    def gap(self, batch: Any, engine: Any) -> float:
-        """Return the largest difference of trainer and engine over the response tokens, nats."""
+    def difference(self, batch: Any, engine: Any) -> float:
+        """Return the largest |trainer − engine| over the response tokens, nats."""
         difference = (self.policy.compute_logprobs(batch) - engine).abs() * batch.response_mask
         return float(difference.max())
 
@@ -185,17 +185,17 @@ class _Step:
         return self.policy.train_mini_batch(self.policy.dispatch(batch))
 
     def sync(self, version: str) -> tuple[float, float]:
-        """Return (megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
+        """Sync the weights and return (megabytes, seconds). Raises WeightSyncError if a checksum differs."""
         report = self._run(self.weights.sync(version))
         return report.nbytes / 1e6, report.total_seconds
 
     def stop(self) -> None:
-        """End the engine's own processes; Ray ends the actors."""
+        """End the engine's processes. Ray ends the actors."""
         with self.runner:
             try:
                 self._run(self.pool.shutdown(), 30)
             except Exception as error:
-                print(f"the engine did not shut down by itself: {error}", file=sys.stderr)
+                print(f"the engine did not shut down: {error}", file=sys.stderr)
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
         from skyrl_megatron.errors import DistributedError
@@ -213,17 +213,18 @@ class _Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 when log-probs agree where they must and differ where they must, else 1."""
-    parser = argparse.ArgumentParser(prog="one_step", description=__doc__.splitlines()[2])
-    parser.add_argument("--seed", type=int, default=0, help="of the model and of sampling (default 0)")
-    parser.add_argument("--dir", type=Path, help="where the model is written (default: a temporary folder)")
+    """Run the command. Return 0 if log-probs agree and differ as expected, else 1."""
+    parser = argparse.ArgumentParser(prog="one_step", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model and of sampling (default 0)")
+    parser.add_argument("--dir", type=Path, help="folder for the model (default: a temporary folder)")
     args = parser.parse_args(argv)
 
     def one_step() -> int:
         with tempfile.TemporaryDirectory(prefix="skyrl-megatron-") as temporary:
-            gaps = run(args.dir or Path(temporary), args.seed)
-        print("OK: equal weights agree, skipped syncs show" if gaps.as_expected else f"FAILED: {gaps}")
-        return 0 if gaps.as_expected else 1
+            found = run(args.dir or Path(temporary), args.seed)
+        ok = "OK: log-probs agree with equal weights, and differ without the sync"
+        print(ok if found.as_expected else f"FAILED: {found}")
+        return 0 if found.as_expected else 1
 
     return run_command(one_step)
 

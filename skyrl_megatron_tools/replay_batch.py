@@ -1,12 +1,11 @@
-"""Train a step of a run again from the batch that it dumped: ``skyrl-megatron replay-batch RUN --step N [key=value
-…]``
+"""Repeat a training step of a run from its dumped batch: ``skyrl-megatron replay-batch RUN --step N [key=value …]``
 
-RUN is the folder of a run (log_path/project_name/run_name), whose ``trainer.dump_data_batch`` was on. Its ranks are
-built again, without engines, get the last checkpoint before step N (or the model, where there is none), and train the
-dumped batches up to step M (default N). With the run's own settings the numbers and, where the run saved step M,
-weights, moments and random states are the same, bit for bit; exit code 1 when they are not. ``key=value`` is any other
-loss, estimator or layout, from that checkpoint on: the numbers are then printed side by side. What is written is
-beside the run, in RUN-step-N, which ``skyrl-megatron dashboard RUN RUN-step-N`` compares.
+RUN is the folder of a run (log_path/project_name/run_name) with ``trainer.dump_data_batch=true``. The command starts
+the run's ranks without engines and loads the last checkpoint before step N (without one, the initial model). It then
+trains the dumped batches up to step M (default N). With the run's own settings, all metrics must be bitwise equal. If
+the run saved step M, so must weights, moments and random states. The exit code is 1 if something differs.
+``key=value`` changes a setting, such as the loss, the estimator or the layout. The command then prints the metrics of
+both runs. It writes to the folder RUN-step-N next to RUN; ``skyrl-megatron dashboard RUN RUN-step-N`` compares them.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
 
 
 QUIET = ("resume_mode=none", "logger=console", "dump_data_batch=false", "prometheus_port=null")
-"""Settings of the trainer that belong to the run, and not to what it computed."""
+"""Settings of the trainer that the replay overrides. They do not change what it computes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0 the same, or other settings were asked for; 1 not; 2 a mistake)."""
+    """Run the command. Return its exit code: 0 if equal or with changed settings, 1 if not equal, 2 for an error."""
     parser = argparse.ArgumentParser(
         prog="replay-batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 1")
-    parser.add_argument("--until", type=int, metavar="M", help="the last step (default N)")
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="settings that are not the run's")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step to repeat, from 1")
+    parser.add_argument("--until", type=int, metavar="M", help="last step to repeat (default N)")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="settings to change")
     args = parser.parse_intermixed_args(argv)
     return run_command(lambda: _replay(args.run, args.step, args.until or args.step, args.keys))
 
@@ -61,7 +60,7 @@ def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
     print(f", with {' '.join(keys)}" if keys else "")
     print("\n".join(_table(numbers if keys else [row for row in numbers if row[2] != row[3]])))
     differ = sum(before != now for _, _, before, now in numbers)
-    print(f"{len(numbers) - differ} of {len(numbers)} numbers are the same, bit for bit")
+    print(f"{len(numbers) - differ} of {len(numbers)} numbers are bitwise equal")
     if keys:
         return 0
     others = _states_differ(run_folder(cfg) / STATES, plan)
@@ -69,20 +68,20 @@ def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
 
 
 def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
-    """Return the run's configuration with other settings, for a run beside it without engines. Raises ConfigError."""
+    """Return the run's configuration with ``keys`` changed, for a replay without engines. Raises ConfigError."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.preflight import load_config
 
     path = run / "config.yaml"
     if not path.is_file():
-        fix = "no folder of a run: it has no config.yaml; give log_path/project_name/run_name"
+        fix = "has no config.yaml: give the folder of a run, log_path/project_name/run_name"
         raise ConfigError([Problem("RUN", run, fix)])
     whole = run.resolve()
-    places = [f"log_path={whole.parent.parent}", f"project_name={whole.parent.name}"]
-    places.append(f"run_name={whole.name}-step-{step}")
-    own = [f"trainer.{each}" for each in (*places, *QUIET)]
+    names = [f"log_path={whole.parent.parent}", f"project_name={whole.parent.name}"]
+    names.append(f"run_name={whole.name}-step-{step}")
+    own = [f"trainer.{each}" for each in (*names, *QUIET)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SkyRLMegatronWarning)  # said when the run started
+        warnings.simplefilter("ignore", SkyRLMegatronWarning)  # printed when the run started
         cfg, _ = load_config(SkyRLTrainConfig, ["--config", str(path), *keys, *own], scripted=True)
     cfg.trainer.opentelemetry_endpoint = None
     engine = cfg.generator.inference_engine
@@ -113,7 +112,7 @@ def _experiment(plan: ReplayPlan) -> type[BasePPOExp]:
 
 
 def _table(numbers: Sequence[tuple[Any, ...]]) -> list[str]:
-    """Return lines for people."""
+    """Return the lines of the printed table."""
     lines = [f"{'step':>6}  {'metric':<52}{'recorded':>16}{'replayed':>16}{'difference':>12}"] if numbers else []
     for step, name, before, now in numbers:
         change = "" if before is None or now is None else f"{now - before:.3g}"
@@ -123,16 +122,16 @@ def _table(numbers: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def _states_differ(path: Path, plan: ReplayPlan) -> bool:
-    """Say how what was trained compares to the run's checkpoint, and return whether it differs."""
-    if plan.held_against is None:
-        print(f"the run has no checkpoint of step {plan.last} to hold the weights against")
+    """Print how the trained state compares with the run's checkpoint, and return whether it differs."""
+    if plan.expected is None:
+        print(f"the run has no checkpoint of step {plan.last} to compare the weights with")
         return False
     found = json.loads(path.read_text())
     if found["differ"]:
         shown = ", ".join(found["differ"][:3])
-        print(f"{len(found['differ'])} tensors are not those of {plan.held_against}, such as {shown}")
+        print(f"{len(found['differ'])} tensors differ from {plan.expected}, such as {shown}")
         return True
-    print(f"weights, moments and random states ({found['compared']}) are those of {plan.held_against}, bit for bit")
+    print(f"weights, moments and random states ({found['compared']}) are bitwise equal to {plan.expected}")
     return False
 
 

@@ -1,4 +1,4 @@
-"""Steps of a run trained again from dumped batches, without engines: from a checkpoint, bit for bit."""
+"""A trainer that repeats steps of a run from a checkpoint and dumped batches, without engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import run_folder
@@ -17,46 +17,41 @@ from skyrl_megatron.trainer.dump import dump_path, read_dump
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
 
-if TYPE_CHECKING:
-    pass
-
-
 STATES = "replayed_state.json"
-"""In the replay's folder: whether weights, moments and random states are those of the run's checkpoint."""
+"""File in the replay's folder: which weights, moments and random states differ from the run's checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What is trained again."""
+    """The steps to repeat, and where they start."""
 
     begins: int
-    """Step of the checkpoint that it goes on from; 0: from the model."""
+    """Step of the checkpoint to start from; 0: the initial model."""
     folder: str | None
-    """That checkpoint."""
+    """Folder of that checkpoint."""
     first: int
-    """The step that is asked for."""
+    """The requested step."""
     last: int
-    held_against: str | None
-    """The run's checkpoint of :attr:`last`, where it has one and the same numbers are expected."""
+    expected: str | None
+    """The run's checkpoint of :attr:`last`, if it exists and the same state is expected."""
 
     @property
     def steps(self) -> range:
-        """The steps that are trained."""
+        """The steps to train."""
         return range(self.begins + 1, self.last + 1)
 
 
 def plan_replay(cfg: SkyRLTrainConfig, first: int, last: int, *, same: bool) -> ReplayPlan:
-    """Return how steps ``first`` to ``last`` of a run are trained again. ``same``: with its own settings, so that the
-    same weights are expected.
+    """Plan how to repeat steps ``first`` to ``last`` of a run.
 
-    Raises ConfigError for steps that are not there, a batch that was not dumped or only in part, and a run whose
-    reference follows the policy.
+    ``same``: the settings are unchanged, so the same weights are expected. Raises ConfigError for invalid steps, for a
+    batch that is missing or incomplete, and for a run that updates its reference model.
     """
     if not 1 <= first <= last:
-        fix = "give a training step, from 1" if first < 1 else f"comes before --step {first}: give a later step"
+        fix = "give a training step, from 1" if first < 1 else f"is before --step {first}: give a later step"
         raise ConfigError([Problem("--step" if first < 1 else "--until", first if first < 1 else last, fix)])
     if cfg.trainer.update_ref_every_epoch:
-        fix = "the reference that the steps were trained with is in no checkpoint: such runs cannot be replayed"
+        fix = "cannot be replayed: no checkpoint contains the reference model that the steps were trained with"
         raise ConfigError([Problem("trainer.update_ref_every_epoch", True, fix)])
     store = CheckpointStore(cfg.trainer.ckpt_path)
     saved = store.complete_steps() if Path(store.root).exists() or "://" in store.root else []
@@ -78,15 +73,16 @@ def _check_dump(cfg: SkyRLTrainConfig, step: int, first: int, begins: int) -> No
         read_dump(path)
     except (OSError, ValueError) as error:
         there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
-        said = f"its batch cannot be read ({error})" if path.is_file() else f"its batch is not in {path.parent}"
-        others = f"those of steps {', '.join(map(str, there))} are" if there else "none is"
-        way = f"step {step} is on the way from {f'checkpoint {begins}' if begins else 'the model'}: " * (step < first)
-        fix = f"{way}{said} ({others}); run with trainer.dump_data_batch=true, and checkpoints before the step"
+        reason = f"its batch cannot be read ({error})" if path.is_file() else f"its batch is not in {path.parent}"
+        others = f"steps {', '.join(map(str, there))} are there" if there else "no step is there"
+        start = f"checkpoint {begins}" if begins else "the initial model"
+        needed = f"the replay starts from {start} and needs step {step}: " * (step < first)
+        fix = f"{needed}{reason} ({others}); run with trainer.dump_data_batch=true and a checkpoint before the step"
         raise ConfigError([Problem("--step", first if step < first else step, fix)]) from error
 
 
 class BatchReplay(RayPPOTrainer):
-    """A trainer that takes its batches from files, and neither samples nor saves. ``plan``: by keyword, too."""
+    """A trainer that reads its batches from files, and neither samples nor saves."""
 
     def __init__(self, *args: Any, plan: ReplayPlan, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +94,7 @@ class BatchReplay(RayPPOTrainer):
         return self.global_step >= self.plan.last
 
     def load_checkpoints(self) -> None:
-        """Load the checkpoint that the plan begins with; the data's position does not matter."""
+        """Load the checkpoint that the plan starts from. The position in the dataset is not used."""
         assert self.checkpoints is not None
         if self.plan.folder is not None:
             loaded = self.checkpoints.load("from_path", self.plan.folder)
@@ -111,21 +107,21 @@ class BatchReplay(RayPPOTrainer):
         self.logged_step = self.global_step
 
     def collect_experience(self) -> TrainingBatch:
-        """Return the batch of the step as it was dumped."""
+        """Return the dumped batch of the step."""
         batch, _ = read_dump(dump_path(self.cfg, self.global_step + 1))
         batch.metadata[PROMPT_UIDS] = batch.uids
         return batch
 
     def train_steps(self) -> None:
-        """Take the steps, and hold what came of them against the run's checkpoint."""
+        """Train the steps, and compare the resulting state with the run's checkpoint."""
         super().train_steps()
-        if self.plan.held_against is not None:
+        if self.plan.expected is not None:
             assert self.checkpoints is not None
             own = self._hashes()
-            self.checkpoints.load("from_path", self.plan.held_against)
-            theirs = self._hashes()
+            self.checkpoints.load("from_path", self.plan.expected)
+            expected = self._hashes()
             differ = sorted(
-                {name for one, two in zip(own, theirs, strict=True) for name in one if one[name] != two[name]}
+                {name for one, two in zip(own, expected, strict=True) for name in one if one[name] != two[name]}
             )
             (run_folder(self.cfg) / STATES).write_text(json.dumps({"compared": sum(map(len, own)), "differ": differ}))
 
@@ -137,42 +133,42 @@ class BatchReplay(RayPPOTrainer):
             for rank in role.state_hashes()
         ]
 
-    # ------------------------------------------------------------------ what a replay does not do
+    # ------------------------------------------------------------------ phases that a replay skips
     def start_engines(self) -> None:
-        """Start none: nothing is sampled."""
+        """Do nothing: a replay does not sample."""
 
     def init_weight_sync_state(self) -> None:
-        """Connect to no engine."""
+        """Do nothing: there is no engine."""
 
     def give_first_weights(self) -> None:
-        """Tell no engine where training begins."""
+        """Do nothing: there is no engine."""
 
     def begin_training(self) -> None:
-        """Take the ranks from nobody."""
+        """Do nothing: no engine shares the GPUs."""
 
     def sync_weights(self) -> Any:
-        """Send the weights to nobody."""
+        """Do nothing: there is no engine."""
 
     def before_training(self) -> None:
-        """Evaluate nothing."""
+        """Do nothing: a replay does not evaluate."""
 
     def eval(self) -> dict[str, float]:
-        """Return no scores."""
+        """Return no scores: a replay does not evaluate."""
         return {}
 
     def save_checkpoints(self) -> None:
-        """Leave the run's checkpoints as they are."""
+        """Do nothing: a replay does not save."""
 
     def save_models(self) -> None:
-        """Export nothing."""
+        """Do nothing: a replay does not export."""
 
     def save_on_stop(self) -> None:
-        """Save nothing."""
+        """Do nothing: a replay does not save."""
 
 
 def compared_numbers(recorded: Sequence[dict[str, Any]], replayed: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return (step, metric, recorded, replayed) of every number of the training that both runs logged; speed and
-    memory are left out."""
+    """Return (step, metric, recorded, replayed) for each training metric that both runs logged, except speed and
+    memory."""
     by_step = {line["step"]: line for line in recorded}
     found = []
     for line in replayed:

@@ -1,17 +1,16 @@
-"""Versions of a model's weights in a folder or an object store. Each version holds only what changed.
+"""Publish and fetch versions of a model's weights, in a folder or an object store. A version stores only the changes.
 
-``<root>/<number>-base`` holds all tensors, ``<root>/<number>-delta`` the elements that changed (``changes.py``): in
-``data`` one tensor after the other, and, written last, in ``manifest.json`` what is where, a hash of every tensor as
-it is afterwards, and the hash of the manifest before. A folder without a manifest is what a writer left that died:
-readers do not see it, and the next writer removes it. Readers take up any version that follows what they have, and
-begin with a base otherwise.
+``<root>/<number>-base`` contains all tensors, ``<root>/<number>-delta`` only the changed elements. The file ``data``
+has the values. ``manifest.json``, which is written last, has the layout of ``data``, a hash of each resulting tensor,
+and the hash of the previous manifest. A folder without a manifest is incomplete: readers ignore it, and the next
+writer removes it. A reader applies all versions after its own, or starts from the newest base.
 
-    python -m skyrl_megatron.entrypoints.weight_versions publish FOLDER STORE [--name NAME] [--base-every N]
-    python -m skyrl_megatron.entrypoints.weight_versions fetch STORE FOLDER --like FOLDER
+    skyrl-megatron weight-versions publish FOLDER STORE [--name NAME] [--base-every N]
+    skyrl-megatron weight-versions fetch STORE FOLDER --like FOLDER
 
 ``publish`` takes a Hugging Face folder, such as a run's export of a step (``trainer.hf_save_interval``). ``fetch``
-makes the newest version's folder, bit for bit, with config and tokenizer of ``--like``. STORE: a folder, or ``s3://…``,
-``gs://…`` (the fsspec package of that scheme is then needed). Exit code 1: nothing is published, or no folder made.
+writes the newest version to FOLDER, bitwise equal, with config and tokenizer of ``--like``. STORE is a folder, or
+``s3://…`` or ``gs://…``, which need the fsspec package of that scheme. Exit code 1: nothing was published or fetched.
 """
 
 from __future__ import annotations
@@ -45,22 +44,21 @@ _GAPS = tuple(np.dtype(name) for name in ("<u1", "<u2", "<u4", "<u8"))
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor's way from one version to the next."""
+    """The difference between two versions of a tensor."""
 
     count: int
-    """Elements that changed; −1: all of it is written."""
+    """Number of changed elements; −1: all elements are stored."""
     gap_bytes: int
-    """Bytes of each gap between changed elements, 0 where there are none."""
+    """Bytes per offset between changed elements; 0 without offsets."""
     payload: bytes
-    """Of some elements the gaps, then the new values; of all of them the values."""
+    """The offsets (unless all elements are stored), then the new values."""
 
 
 def change_of(old: Tensor | None, new: Tensor) -> TensorChange:
-    """Return how ``old`` becomes ``new`` ([any shape], contiguous, on the CPU); None: it is new.
+    """Return the change from ``old`` to ``new`` (any shape, contiguous, on the CPU). ``old`` None: a new tensor.
 
-    Bits are compared, so that zeros of either sign and every NaN are values of their own. Gaps count the elements that
-    stay between two that change, in the narrowest type that holds the largest. All of a tensor is written where that
-    takes no more bytes.
+    Elements are compared bitwise, so 0.0 and −0.0 differ. An offset is the number of unchanged elements before a
+    changed one, in the smallest integer type that fits. All elements are stored if that takes no more bytes.
     """
     bits = bits_of(new)
     if old is None:
@@ -76,27 +74,29 @@ def change_of(old: Tensor | None, new: Tensor) -> TensorChange:
 
 
 def apply_change(change: TensorChange, tensor: Tensor, name: str) -> None:
-    """Make a tensor's next version of it in place. Raises WeightSyncError for a payload that does not fit it."""
+    """Apply a change to a tensor in place. Raises WeightSyncError for a payload that does not fit the tensor."""
     bits = bits_of(tensor).numpy()
     size = bits.itemsize
     if change.count < 0:
         if len(change.payload) != bits.nbytes:
-            raise WeightSyncError(f"{name}: {len(change.payload)} bytes are stored of a tensor of {bits.nbytes}")
+            raise WeightSyncError(
+                f"{name}: {len(change.payload)} bytes are stored for a tensor of {bits.nbytes} bytes"
+            )
         bits[:] = np.frombuffer(change.payload, bits.dtype)
         return
     if len(change.payload) != change.count * (change.gap_bytes + size):
-        raise WeightSyncError(f"{name}: {len(change.payload)} bytes are stored of {change.count} changed elements")
+        raise WeightSyncError(f"{name}: {len(change.payload)} bytes are stored for {change.count} changed elements")
     if not change.count:
         return
     gaps: NDArray[np.uint64] = np.frombuffer(change.payload, f"<u{change.gap_bytes}", change.count).astype(np.uint64)
     places = np.cumsum(gaps + np.uint64(1)) - np.uint64(1)
     if places[-1] >= bits.size:
-        raise WeightSyncError(f"{name}: element {places[-1]} changed of a tensor of {bits.size}")
+        raise WeightSyncError(f"{name}: a change of element {places[-1]} in a tensor of {bits.size} elements")
     bits[places] = np.frombuffer(change.payload, bits.dtype, offset=change.count * change.gap_bytes)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as integers of its elements' size, [n]."""
+    """View a contiguous tensor as integers [n] of the same element size."""
     return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
 
 
@@ -105,35 +105,36 @@ MANIFEST, DATA = "manifest.json", "data"
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What one version took."""
+class PublishedVersion:
+    """The size of a published version."""
 
     number: int
     base: bool
     nbytes: int
     changed: int
-    """Elements."""
+    """Number of changed elements."""
     elements: int
+    """Number of all elements."""
 
 
 class VersionReader:
-    """The newest weights of ``root`` that were read, in :attr:`tensors` (CPU)."""
+    """Reads the weights of the newest version under ``root`` into :attr:`tensors` (CPU)."""
 
     def __init__(self, root: str | Path) -> None:
         self.storage = open_storage(root)
         self.tensors: dict[str, Tensor] = {}
         self.number, self.version, self.chain = 0, "", ""
-        """Of what was read; 0: nothing. ``chain``: hash of its manifest."""
+        """Number (0: none), name, and manifest hash of the version that was read."""
 
     def update(self) -> list[str]:
-        """Read up to the newest version; return the tensors that changed.
+        """Read up to the newest version. Return the names of the changed tensors.
 
-        Raises WeightSyncError for what is damaged, missing or of another chain; nothing is held then, and the next
-        update begins with a base.
+        Raises WeightSyncError if a version is missing, damaged or from another writer. The next update then starts
+        from a base.
         """
         names = version_names(self.storage)
         if not names:
-            raise WeightSyncError(f"{self.storage.root} holds no version of any weights: nothing was published there")
+            raise WeightSyncError(f"{self.storage.root} contains no version: publish one first")
         changed: set[str] = set()
         try:
             for name in self._following(names):
@@ -149,19 +150,21 @@ class VersionReader:
             return newer
         bases = [place for place, name in enumerate(names) if name.endswith("-base")]
         if not bases:
-            raise WeightSyncError(f"{self.storage.root} has no base that {names[-1]} could be made from: publish anew")
+            raise WeightSyncError(f"{self.storage.root} has no base for {names[-1]}: publish to an empty store")
         return names[bases[-1] :]
 
     def _read(self, name: str) -> set[str]:
-        """Take on one version; return the tensors that changed."""
+        """Apply one version. Return the names of the changed tensors."""
         path, base = self.storage.path(name), name.endswith("-base")
         text = self.storage.read(self.storage.path(name, MANIFEST))
         try:
             manifest: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise WeightSyncError(f"{path}/{MANIFEST} is damaged ({error}): remove {path} and all after it") from error
+            raise WeightSyncError(
+                f"{path}/{MANIFEST} is damaged ({error}): remove {path} and all later versions"
+            ) from error
         if not base and (manifest["previous"], manifest["number"]) != (self.chain, self.number + 1):
-            raise WeightSyncError(f"{path} does not follow version {self.number} as it was read: it is of another run")
+            raise WeightSyncError(f"{path} does not follow version {self.number}: another writer published it")
         tensors = {} if base else self.tensors
         changed = set()
         with self.storage.open(self.storage.path(name, DATA)) as file:
@@ -174,7 +177,7 @@ class VersionReader:
         return changed
 
     def _take(self, entry: dict[str, Any], tensors: dict[str, Tensor], file: IO[bytes], path: str) -> bool:
-        """Take on one tensor's change; return whether there is one."""
+        """Apply the change of one tensor. Return whether it changed."""
         key = entry["name"]
         change = TensorChange(entry["count"], entry["gap_bytes"], _exactly(file, entry["nbytes"]))
         if change.count == 0:
@@ -184,17 +187,17 @@ class VersionReader:
         apply_change(change, tensors[key], f"{path}: {key}")
         if (found := hash_of(tensors[key])) != entry["hash"]:
             raise WeightSyncError(
-                f"{path}: {key} is not what was published (hash {found[:12]}…, published {entry['hash'][:12]}…): the "
-                "data are damaged; remove this version and all after it, and publish a base"
+                f"{path}: {key} is damaged (hash {found[:12]}…, published {entry['hash'][:12]}…): remove this version "
+                "and all later ones, and publish again"
             )
         return True
 
 
 class VersionWriter:
-    """Publishes one version after another under ``root``; goes on behind what is there.
+    """Publishes versions under ``root``, and continues after the newest one there.
 
-    It holds the last version in memory. Every ``base_every`` versions all tensors are written, and versions before the
-    last :data:`BASES_KEPT` bases are removed.
+    The last version stays in memory. Every ``base_every`` versions is a base. Versions before the last
+    :data:`BASES_KEPT` bases are removed.
     """
 
     def __init__(self, root: str | Path, base_every: int = BASE_EVERY) -> None:
@@ -204,19 +207,19 @@ class VersionWriter:
         if version_names(self.storage):
             self._last.update()
 
-    def publish(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> Published:
-        """Publish ``tensors`` as ``version``. Until this returns, readers see the version before."""
+    def publish(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> PublishedVersion:
+        """Publish ``tensors`` as ``version``. Readers see the previous version until this returns."""
         last = self._last
         number = last.number + 1
         names = version_names(self.storage)
         if names and number_of(names[-1]) >= number:
             raise WeightSyncError(
-                f"{self.storage.root} has {names[-1]} of another writer: one publishes there at a time"
+                f"{self.storage.root}: another writer published {names[-1]}; use one writer per store"
             )
         since = next((place for place, name in enumerate(reversed(names)) if name.endswith("-base")), self.base_every)
         base = since + 1 >= self.base_every or not last.number
         name = f"{number:08d}-{'base' if base else 'delta'}"
-        self.storage.remove(self.storage.path(name))  # of an attempt that failed
+        self.storage.remove(self.storage.path(name))  # left by a failed attempt
         self.storage.make_folder(self.storage.path(name))
         entries, held = [], {}
         file = self.storage.create(self.storage.path(name, DATA))
@@ -239,7 +242,7 @@ class VersionWriter:
         self._remove_old()
         elements = sum(tensor.numel() for tensor in held.values())
         changed = sum(entry["changed"] for entry in entries)
-        return Published(number, base, sum(entry["nbytes"] for entry in entries) + len(text), changed, elements)
+        return PublishedVersion(number, base, sum(entry["nbytes"] for entry in entries) + len(text), changed, elements)
 
     def _remove_unfinished(self) -> None:
         finished = set(version_names(self.storage))
@@ -251,18 +254,18 @@ class VersionWriter:
         names = version_names(self.storage)
         bases = [place for place, name in enumerate(names) if name.endswith("-base")]
         for name in names[: bases[-BASES_KEPT]] if len(bases) > BASES_KEPT else ():
-            self.storage.remove(self.storage.path(name, MANIFEST))  # first: no reader begins with the rest
+            self.storage.remove(self.storage.path(name, MANIFEST))  # first, so that no reader sees a part
             self.storage.remove(self.storage.path(name))
 
 
 def version_names(storage: Storage) -> list[str]:
-    """List the versions that are whole, oldest first."""
+    """List the names of the complete versions, oldest first."""
     found = [name for name in storage.names(storage.root) if name.endswith(("-base", "-delta"))]
     return [name for name in sorted(found) if storage.exists(storage.path(name, MANIFEST))]
 
 
 def number_of(name: str) -> int:
-    """Return the number in a version's name."""
+    """Return the number of a version from its name."""
     return int(name.partition("-")[0])
 
 
@@ -289,7 +292,7 @@ def _entry(key: str, tensor: Tensor, change: TensorChange) -> dict[str, Any]:
 
 
 def _exactly(file: IO[bytes], nbytes: int) -> bytes:
-    """Read ``nbytes``, or what is left; a short read of an unbuffered file is no end."""
+    """Read ``nbytes``, or up to the end. An unbuffered file may return fewer bytes before its end."""
     parts = []
     while nbytes and (part := file.read(nbytes)):
         parts.append(part)
@@ -308,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise LaunchError(str(error)) from error
         except OSError as error:
             reason = f"{error.filename or options.store}: {error.strerror or error}"
-            raise LaunchError(f"{reason}: mend that, and give the command again") from error
+            raise LaunchError(f"{reason}: fix that, and run the command again") from error
 
     return run_command(work)
 
@@ -320,10 +323,10 @@ def _parser() -> argparse.ArgumentParser:
     publish = commands.add_parser("publish", help="publish a folder's weights as the next version")
     publish.add_argument("folder", type=Path)
     publish.add_argument("store")
-    publish.add_argument("--name", default=None, help="of the version; default: the folder's name")
-    publish.add_argument("--base-every", type=int, default=BASE_EVERY, help="versions from one whole one to the next")
+    publish.add_argument("--name", default=None, help="name of the version (default: the folder's name)")
+    publish.add_argument("--base-every", type=int, default=BASE_EVERY, help="publish all tensors every N versions")
     publish.set_defaults(work=_publish)
-    fetch = commands.add_parser("fetch", help="make a folder of the newest version")
+    fetch = commands.add_parser("fetch", help="write the newest version to a folder")
     fetch.add_argument("store")
     fetch.add_argument("folder", type=Path)
     fetch.add_argument("--like", type=Path, required=True, help="folder with the model's config and tokenizer")

@@ -1,4 +1,4 @@
-"""The supported model families, one file each: a config mapping and rows of data. Users' own are registered here."""
+"""The supported model families, one file each, and the registration of custom families."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from bridges.errors import BridgeError, UnknownFamilyError
 from bridges.family import Family
 
-# The visible list: one module of this folder per HF model_type.
+# One module of this folder per HF model_type.
 SUPPORTED = (
     "llama",
     "qwen2",
@@ -37,21 +37,21 @@ SUPPORTED = (
 
 
 GROUP = "bridges.families"
-"""Entry points that name a :class:`Family`, in packages that bring families of their own."""
+"""Group of entry points by which packages provide custom :class:`Family` objects."""
 _families: dict[str, Family] = {}  # model_type or alias → family
 
 
 def register(family: Family) -> Family:
-    """Add a family in this process. The same one again changes nothing.
+    """Register a family in this process. Registering the same family again has no effect.
 
-    Raises :class:`BridgeError` when its ``model_type`` or an alias belongs to another family.
+    Raises :class:`BridgeError` if its ``model_type`` or an alias belongs to another family.
     """
     _load_built_in()
     return _add(family)
 
 
 def supported() -> tuple[str, ...]:
-    """List the ``model_type`` values with a table of their own: built-in ones first, then registered ones."""
+    """Return the ``model_type`` of each family, without aliases: built-in families first, then registered ones."""
     _load_installed()
     return tuple(dict.fromkeys(family.model_type for family in _families.values()))
 
@@ -60,7 +60,7 @@ def _add(family: Family) -> Family:
     for name in (family.model_type, *family.aliases):
         if _families.setdefault(name, family) is not family:
             owner = _families[name].model_type
-            raise BridgeError(f"model_type={name!r} belongs to the family {owner} already: it cannot be registered")
+            raise BridgeError(f"model_type={name!r} belongs to the family {owner} already: register another name")
     return family
 
 
@@ -89,6 +89,6 @@ def get_family(model_type: str) -> Family:
     nearest = f"; nearest: {near[0]}" if near else ""
     known = ", ".join(sorted(_families))
     raise UnknownFamilyError(
-        f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. python -m bridges inspect FOLDER "
-        "shows how far the nearest table goes, and the way over Megatron-Bridge"
+        f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. Run python -m bridges inspect "
+        "FOLDER to compare with the nearest table and with Megatron-Bridge"
     )

@@ -35,7 +35,7 @@ A, N = L + "self_attn.", M + "self_attention."
 
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
-    """Multi-latent attention with or without a compressed query, shared experts."""
+    """Return the settings of multi-latent attention, with or without compressed queries, and shared experts."""
     require(config, "attention_bias", (False,), "Megatron's MLA down projections have no bias")
     size = config.moe_intermediate_size
     transformer = {
@@ -53,12 +53,12 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
         "moe_shared_expert_intermediate_size": config.n_shared_experts * size,
     }
     arguments = model_arguments(config, position_embedding_type="rope")
-    # transformers builds both latent norms with its own default, whatever rms_norm_eps says.
+    # transformers ignores rms_norm_eps for both latent norms and uses its default.
     return MegatronModelConfig(transformer, arguments, multi_latent_attention=True, mla_norm_epsilon=1e-6)
 
 
 def rotary(megatron: str, hf: str, shape: str, *, heads: str = "1", when: str = "", **split: Any) -> tuple[Row, Row]:
-    """Rotary rows stored in pairs (rope_interleave, as released) are in Megatron's order; in halves, permuted."""
+    """Return rows of a rotary matrix: pairs (rope_interleave, as released) are copied, halves are permuted."""
     return (
         Copy(megatron, hf, shape, split=0, when=when + "pairs", **split),
         RopeRows(megatron, hf, shape, split=0, when=when + "halves", heads=heads, **split),

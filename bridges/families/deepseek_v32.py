@@ -1,5 +1,7 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose queries see the keys that an indexer chooses. It learns by no gradient of the
-model's loss: its weights stay as they are, unless it is given a loss of its own."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose keys an indexer selects.
+
+The model's loss has no gradient for the indexer. Its weights are constant unless a separate loss trains them.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ ROWS = (
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
-    """DeepSeek-V3's, and the sizes of the indexer."""
+    """Return DeepSeek-V3's shape with the sizes of the indexer."""
     shape, heads, size = mla_shape(config), config.index_n_heads, config.index_head_dim
     return replace(shape, dims={**shape.dims, "h": heads, "i": size, "j": heads * size})
 
 
 def megatron_config(config: PreTrainedConfig, *, interleaved: bool = False) -> MegatronModelConfig:
-    """DeepSeek-V3's settings, and the indexer. ``interleaved``: its rotary pairs are neighbours."""
+    """Return DeepSeek-V3's settings with the indexer. ``interleaved``: its rotary pairs are adjacent entries."""
     if config.q_lora_rank is None:
         require(config, "q_lora_rank", ("a number",), "the indexer projects compressed queries")
     model = deepseek_v3.megatron_config(config)

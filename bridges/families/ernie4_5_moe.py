@@ -1,5 +1,4 @@
-"""ERNIE 4.5: leading dense layers, softmax scores with a correction bias, shared experts, rotary pairs that are
-neighbours."""
+"""ERNIE 4.5: leading dense layers, softmax scores with a correction bias, shared experts, interleaved rotary pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from bridges.rows import (
 
 
 def moe_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return which layers hold experts: every ``moe_layer_interval``-th of a range."""
+    """Return which layers have experts: every ``moe_layer_interval``-th layer of a range."""
     held = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
     return tuple(
         layer in held and (layer + 1) % config.moe_layer_interval == 0 for layer in range(config.num_hidden_layers)
@@ -31,7 +30,7 @@ def moe_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
-    """Experts in a range of layers, beside shared ones or not."""
+    """Return the shape: experts in a range of layers, optional shared experts."""
     size = config.moe_intermediate_size
     return moe_shape(
         config,
@@ -46,7 +45,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention, softmax routing with a bias as sigmoid routing of log-odds, shared experts."""
     require(config, "use_bias", (False,), "Megatron's shared experts have no biases")
-    require(config, "moe_norm_min", (1e-12,), "Megatron's normalisation has its own small number")
+    require(config, "moe_norm_min", (1e-12,), "Megatron hard-codes the epsilon of the normalisation")
     size, shared = config.moe_intermediate_size, config.moe_num_shared_experts
     fields = {
         **expert_fields(config, experts=config.moe_num_experts, size=size, moe=moe_layers(config)),

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 whose indexer rotates neighbours."""
+"""GLM-5: DeepSeek-V3.2 with interleaved rotary pairs in the indexer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bridges.hf_config import refuse
 
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
-    """DeepSeek-V3.2's settings. Raises where layers share what one of them chose."""
+    """Return DeepSeek-V3.2's settings. Raises BridgeError if layers share the selection of one indexer."""
     if "shared" in config.indexer_types:
-        reason = "an indexer's choice is not passed on to other layers here"
+        reason = "every layer needs its own indexer"
         raise refuse(config.model_type, "indexer_types", "shared", reason)
     return deepseek_v32.megatron_config(config, interleaved=True)
 

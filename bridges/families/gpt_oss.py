@@ -35,7 +35,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with sinks and windows, softmax over the chosen experts."""
     require(config, "attention_bias", (True,), "the experts have biases, and Megatron has one switch for all")
-    require(config, "swiglu_alpha", (1.702,), "Megatron's quick_gelu has 1.702 written into it")
+    require(config, "swiglu_alpha", (1.702,), "Megatron's quick_gelu hard-codes 1.702")
     size = config.intermediate_size
     fields = {
         **expert_fields(config, experts=config.num_local_experts, size=size, moe=every_layer(config)),

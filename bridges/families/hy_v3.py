@@ -23,7 +23,7 @@ from bridges.rows import (
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
-    """Experts in the layers that ``mlp_layer_types`` calls sparse."""
+    """Return the shape: experts in the sparse layers of ``mlp_layer_types``."""
     size = config.moe_intermediate_size
     return moe_shape(
         config, experts=config.num_experts, size=size, moe=dense_first(config), S=config.num_shared_experts * size
@@ -33,7 +33,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with q/k norms, sigmoid routing without groups, a shared expert."""
     require(config, "attention_bias", (False,), "Megatron has no switch for a bias on all four projections")
-    require(config, "mlp_bias", (False,), "Megatron has no switch for biases in dense layers alone")
+    require(config, "mlp_bias", (False,), "Megatron has no switch for biases in dense layers only")
     require(config, "qk_norm", (True,), "transformers always normalises q and k")
     require(config, "route_norm", (True,), "transformers always normalises the scores")
     size = config.moe_intermediate_size

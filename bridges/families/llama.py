@@ -1,4 +1,4 @@
-"""Llama 2 and 3, dense. Biases, where the config asks for them, on every matrix or on none."""
+"""Llama 2 and 3, dense. Either all linear layers have biases or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention, gated dense layers."""
-    require(config, "mlp_bias", (config.attention_bias,), "Megatron has one switch for both: equal to attention_bias")
+    require(config, "mlp_bias", (config.attention_bias,), "Megatron has one switch for mlp_bias and attention_bias")
     fields = {
         "ffn_hidden_size": config.intermediate_size,
         "add_bias_linear": config.attention_bias,

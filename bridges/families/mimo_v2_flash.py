@@ -1,5 +1,7 @@
-"""MiMo-V2-Flash: layers with a sliding window have twice as many KV groups, sinks and another rotary base; values are
-narrower than keys, and scaled; sigmoid routing with a correction bias. Layers ``model.mtp.`` predict further tokens.
+"""MiMo-V2-Flash: sigmoid routing with a correction bias, and heads that differ by layer.
+
+Sliding-window layers have twice as many KV groups, sinks and a different rotary base. Values are narrower than keys,
+and scaled. Tensors ``model.mtp.`` are for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from bridges.rows import CORRECTION, DENSE, ROUTER, WINDOW, Copy, L, M, ModelSha
 N = M + "self_attention."
 PROJECTIONS = tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv")
 WINDOW_GROUPS = 2
-"""Times as many KV groups as in layers without a window, which transformers fixes."""
+"""Ratio of KV groups in layers with and without a window, hard-coded in transformers."""
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
-    """Experts in the layers that ``mlp_layer_types`` calls sparse."""
+    """Return the shape: experts in the sparse layers of ``mlp_layer_types``."""
     return moe_shape(
         config,
         experts=config.n_routed_experts,
@@ -43,7 +45,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention that differs by layer, sigmoid routing."""
-    require(config, "attention_bias", (False,), "biases of keys and values of unequal sizes have no row here")
+    require(config, "attention_bias", (False,), "the table has no rows for biases of q, k and v")
     groups = WINDOW_GROUPS * config.num_key_value_heads
     if config.num_attention_heads % groups:
         reason = f"layers with a window have {groups} KV groups, which must divide {config.num_attention_heads} heads"
@@ -56,7 +58,7 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     percents = {kind: rotary[kind].get("partial_rotary_factor", 0.334) for kind in (full, windowed)}
     if percents[full] != percents[windowed]:
         key = f"rope_parameters.{windowed}.partial_rotary_factor"
-        raise refuse(config.model_type, key, percents[windowed], f"use {percents[full]}, that of {full}")
+        raise refuse(config.model_type, key, percents[windowed], f"use {percents[full]} as for {full}")
     fields = {
         **base_transformer(config),
         **attention_fields(config),

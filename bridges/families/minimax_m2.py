@@ -1,5 +1,6 @@
-"""MiniMax-M2: experts in every layer, sigmoid routing with a correction bias, q and k normalised over all heads,
-partial rotary embedding. On disk experts are named as Mixtral's: ``w1`` (gate), ``w3`` (up) and ``w2`` (down).
+"""MiniMax-M2: experts in every layer, sigmoid routing with a correction bias, q and k normalised over all heads.
+
+It has partial rotary embedding. On disk experts have Mixtral's names: ``w1`` (gate), ``w3`` (up) and ``w2`` (down).
 """
 
 from __future__ import annotations

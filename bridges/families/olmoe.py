@@ -32,7 +32,7 @@ FAMILY = Family(
     architecture="OlmoeForCausalLM",
     read_shape=model_shape,
     read_megatron=megatron_config,
-    # q and k norms are whole on every rank: a norm over all heads needs all weights' gradients summed over tp.
+    # q and k norms are replicated: a norm over all heads needs the gradients of all weights summed over tp.
     layer=decoder_layer(QKV, *qk_norms("Q", "K"), OUTPUT),
     moe=(ROUTER, *experts()),
 )

@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2 MoE: biases on q, k and v, a shared expert behind a sigmoid gate."""
+"""Qwen1.5 and Qwen2 MoE: biases on q, k and v, a shared expert with a sigmoid gate."""
 
 from __future__ import annotations
 

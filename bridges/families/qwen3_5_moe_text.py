@@ -1,4 +1,4 @@
-"""Qwen3.5 MoE, the language model alone: Qwen3-Next with a projection of its own for each input of a delta net."""
+"""Qwen3.5 MoE, language model only: Qwen3-Next with a separate projection for each input of a delta net."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Gated delta nets and gated attention, softmax routing, a gated shared expert.
 
-    Text has the same position on all three axes of ``mrope_section``, which then is plain rotary embedding.
+    Text has equal positions on all three axes of ``mrope_section``, which is then plain rotary embedding.
     """
     require(config, "attention_bias", (False,), "Megatron has no switch for a bias on all four projections")
     require(config, "norm_topk_prob", (True,), "transformers always normalises the scores")

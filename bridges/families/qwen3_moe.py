@@ -1,4 +1,4 @@
-"""Qwen3 MoE: q and k normalised per head; every layer holds experts unless the config says otherwise."""
+"""Qwen3 MoE: q and k normalised per head; by default every layer has experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     fields = {
         **expert_fields(config, experts=config.num_experts, size=size, moe=sparse_steps(config)),
         "ffn_hidden_size": config.intermediate_size,
-        # Megatron normalises the chosen probabilities exactly if it takes the softmax after choosing.
+        # Megatron normalises the selected probabilities if and only if the softmax follows the selection.
         "moe_router_pre_softmax": not config.norm_topk_prob,
     }
     return grouped_query_model(config, fields, qk_norm=True)

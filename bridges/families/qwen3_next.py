@@ -1,7 +1,7 @@
 """Qwen3-Next: gated delta nets, attention with an output gate in every fourth layer, a gated shared expert.
 
-Norms are stored less 1, but for those inside the delta nets. On disk q, k, v and gate (``qkvz``), and learning rate
-and step (``ba``), are each one tensor with rows by key head. Layers ``mtp.`` predict further tokens.
+Norm weights are stored minus 1, except inside the delta nets. On disk q, k, v and gate (``qkvz``), and learning rate
+and step (``ba``), are each one tensor with rows ordered by key head. Tensors ``mtp.`` are for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
 
 
 def delta_net(*projections: Row) -> tuple[Row, ...]:
-    """Return the rows of a gated delta net with these rows of its input projection."""
+    """Return the rows of a gated delta net; ``projections``: the rows of its input projection."""
     return (
         *projections,
         ByKeyHead(N + "conv_weight", A + "conv1d.weight", "1 t", sections=(("k", "k", "w"),)),

@@ -1,7 +1,7 @@
-"""Write docs/errors.md, every error of the code with its cure: ``python launch/site/errors.py``; a test compares.
+"""Write docs/errors.md, every error of the code with its fix: ``python launch/site/errors.py [FILE]``.
 
-Messages are read from where they are raised; cause and cure that a topic shares are in error_topics.yaml. A module
-that raises errors and has no topic is an error here.
+The page is not kept in git: launch/docs.sh makes it. Messages are read from the code that raises them; the cause and
+the fix that the errors of a topic share are in error_topics.yaml. A module that raises errors must belong to a topic.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,21 @@ PAGE = ROOT / "docs" / "errors.md"
 HEAD = """\
 # Errors
 
-<!-- Written by `python launch/site/errors.py` from where errors are raised; a test compares it with the code. -->
+<!-- Written by `python launch/site/errors.py` from the code that raises the errors. -->
 
-An error is one message: the thing, its value, the fix. A command that ends with one exits with 2 where the
-configuration is wrong, and with 1 otherwise. `…` stands for what the message puts in there: search this page for the
-words around it. All problems of a configuration are listed at once; `KEY` is the key, or the option, that a rule found
-wrong. "As above" is the cure that stands over the tables of a topic.
+An error is one message: what is wrong, its value, the fix. The exit code is 2 if the configuration is wrong, else 1.
+`…` stands for text that only a run knows: search this page for the words around it. A command lists all problems of
+a configuration at once; `KEY` is the key or option that a rule rejects. "As above" is the fix over the tables of a
+topic.
 """
 
 TOPICS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("error_topics.yaml").read_text())
 IMPERATIVES = (
     "set use choose raise lower give write name add fetch take remove restore free end start install move wait put"
     " leave list make mark look check return must pass turn drop export keep train resume delete lift register change"
-    " call let ask share unset say stop open try build join switch spell serve declare fix see close mend define"
+    " call let ask share unset say stop open try build join switch spell serve declare fix see close define"
+    " disable enable replace reduce increase decrease pick provide specify update correct rename restart exclude load"
+    " retry configure shorten split merge upgrade convert repeat resume compare download publish create copy repair"
 ).split()
 """First words of the part of a message that says what to do."""
 
@@ -195,12 +198,16 @@ def page() -> str:
     for index, topic in enumerate(TOPICS):
         parts.append(f"## {topic['title']}\n\n{topic['cure']}\n")
         for kind, messages in sorted(rows[index].items()):
-            parts.append(f"`{kind}`\n\n| message | cure |\n|---|---|")
+            parts.append(f"`{kind}`\n\n| message | fix |\n|---|---|")
             parts += [f"| {message} | {what} |" for message, what in sorted(messages, key=keys_first)]
             parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
 
+def main(arguments: list[str]) -> None:
+    """Write the page into docs/, or into the given file."""
+    (Path(arguments[0]) if arguments else PAGE).write_text(page())
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"{PAGE}: {page().count(chr(10) + '| ')} lines")
+    main(sys.argv[1:])

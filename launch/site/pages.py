@@ -1,4 +1,4 @@
-"""MkDocs hook: documents that lie outside docs/ become pages, and links to files of the repository lead to them.
+"""MkDocs hook: documents outside docs/ become pages, and links to files of the repository lead to them.
 
 Source files that a document links to are shown as pages too, so that every link stays within the site.
 """
@@ -15,8 +15,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "launch/examples/README.md": "examples.md",
-    "CONFIG.md": "reference/options.md",
-    "BRIDGES.md": "reference/families.md",
+    "CONFIG.md": "options.md",
     "benchmarks/RESULTS.md": "project/results.md",
     "ARCHITECTURE.md": "project/architecture.md",
     "CONTRIBUTING.md": "project/contributing.md",
@@ -24,17 +23,19 @@ PAGES = {
     "SECURITY.md": "project/security.md",
     "README.md": "index.md",
 }
-"""File of the repository → page. README.md itself is no page: links to it lead to the first one."""
+"""File of the repository → page."""
+LINKS_ONLY = ("README.md", "CONFIG.md")
+"""Files that are no pages themselves: docs/ has the page that links to them lead to."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 OPTIONS = re.compile(r"^(```+\w+) [^\n]*$", re.MULTILINE)
-"""What tests are told behind a block's language."""
+"""Options for the tests, after the language of a block."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sbatch": "bash"}
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the documents outside docs/, and the source files that documents link to."""
     for path, page in PAGES.items():
-        if path != "README.md":
+        if path not in LINKS_ONLY:
             files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     documents = {f"docs/{file.src_uri}": file.content_string for file in files if file.src_uri.endswith(".md")}
     for document, text in documents.items():
@@ -61,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def page_path(page: str) -> str:
     """Return which file of the repository a page is made of."""
-    return next((path for path, name in PAGES.items() if name == page and path != "README.md"), f"docs/{page}")
+    return next((path for path, name in PAGES.items() if name == page and path not in LINKS_ONLY), f"docs/{page}")
 
 
 def repository_path(document: str, target: str) -> str:

@@ -1,7 +1,7 @@
-"""What is optimised, as tensor maths on [B, T]: advantages, losses, corrections, and how they are averaged.
+"""RL algorithms as tensor functions on [B, T]: advantages, losses, off-policy corrections and loss reduction.
 
-``objective`` puts it together for the training engine; ``registry`` is where custom functions come in. Nothing here
-knows of processes or devices, except that registries travel over Ray when somebody started it.
+``objective`` combines them for the training engine. ``registry`` holds custom functions. This package does not depend
+on processes or devices, except that the registries synchronise over Ray when Ray is initialised.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ __all__ = ["register_advantage_estimator", "register_policy_loss"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from skyrl_megatron.algorithms import advantages, losses  # torch, which not every importer of a submodule needs
+    from skyrl_megatron.algorithms import advantages, losses  # imports torch, which some submodules do not need
 
     return getattr(losses if name == "register_policy_loss" else advantages, name)

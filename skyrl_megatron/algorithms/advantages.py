@@ -1,22 +1,15 @@
-"""Advantage estimators: GRPO, RLOO, REINFORCE++, MaxRL, GAE, and how a registered one is called.
+"""Advantage estimators: GRPO (with ``grpo_norm_by_std=False``: Dr. GRPO), RLOO, REINFORCE++, MaxRL and GAE.
 
 An estimator is ``fn(token_level_rewards [B, T], response_mask [B, T], index [B], **kwargs)`` and returns
-``(advantages [B, T], returns [B, T])``.
+``(advantages [B, T], returns [B, T])``. ``index`` holds the uid of each row's prompt. Keyword arguments are
+``values``, ``grpo_norm_by_std``, ``gamma``, ``lambd``, ``config`` and those that the caller adds. An estimator names
+the ones that it uses and takes the others as ``**kwargs``.
 
-GRPO, RLOO and MaxRL are functions of scores first, one number a sequence ([B] → [B]), which is all they need to know.
-Their registered forms sum the token rewards, and :func:`over_response` spreads the result over the response.
+GRPO, RLOO and MaxRL compute advantages from scores, one number per sequence ([B] → [B]). Their registered forms sum
+the token rewards to a score and spread the result over the response (:func:`spread_over_response`).
 
-``index`` holds the uid of each row's prompt. Keywords passed on: ``values``, ``grpo_norm_by_std``, ``gamma``,
-``lambd``, ``config`` and whatever the caller adds; an estimator takes what it needs and ``**kwargs``.
-
-    name                   file
-    grpo                   grpo.py (``grpo_norm_by_std=False``: Dr. GRPO)
-    rloo, maxrl, gae       rloo.py, maxrl.py, gae.py
-    reinforce++            reinforce.py
-    distillation           ../distillation.py
-
-``groups.py`` holds the groups of responses to a prompt, ``trained.py`` leaves out tokens that are not trained,
-``normalize.py`` whitens a batch, ``compute.py`` checks input and output of an estimator.
+:func:`compute_advantages_and_returns` calls a registered estimator, built-in or custom, and checks its input and
+output. ``distillation`` is in ``algorithms/distillation.py``.
 """
 
 from __future__ import annotations
@@ -44,13 +37,13 @@ from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, GAEConfig
 from skyrl_megatron.errors import AlgorithmError
 
 type Index = Sequence[object] | np.ndarray | Tensor
-"""[B] uid of the prompt of each row."""
+"""[B] uid of each row's prompt."""
 
 EPSILON = 1e-6
 
 
 class Groups:
-    """Which of B sequences belong to the same prompt, from their uids.
+    """The groups of B sequences that have the same prompt, by their uids.
 
     ``ids`` [B] int64 numbers the groups 0…G-1 in order of first appearance; ``sizes`` [G] float64.
     """
@@ -76,7 +69,7 @@ class Groups:
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def spread(self, scores: Tensor, considered: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the range [G] of the ``considered`` [B] bool scores of each group, and how many there are [G]."""
+        """Return range and number, [G] each, of the scores of each group that ``considered`` [B] bool selects."""
         infinity = torch.full_like(self.sizes, float("inf"))
         ids, values = self.ids[considered], scores.double()[considered]
         largest = (-infinity).scatter_reduce(0, ids, values, "amax")
@@ -84,17 +77,17 @@ class Groups:
         return largest - smallest, torch.bincount(ids, minlength=len(self.sizes))
 
 
-def varied_rows(
+def rows_with_variance(
     scores: Tensor,
     index: Index,
     loss_mask: Tensor | None = None,
     tolerance: float = 1e-6,
 ) -> Tensor:
-    """Return [B] bool: the sequences whose group has a learning signal (``algorithm.zero_variance_filter``).
+    """Return [B] bool: the sequences whose group has reward variance (``algorithm.zero_variance_filter``).
 
-    A group is dropped when at least two of its responses are trained on (``loss_mask`` [B, T] not all 0) and their
-    ``scores`` [B] lie within ``tolerance``: group-relative advantages are then 0. Masked responses do not count as
-    variety; a group with fewer than two trained responses stays.
+    A group has zero variance if at least two of its responses are trained on (``loss_mask`` [B, T] not all 0) and
+    their ``scores`` [B] differ by at most ``tolerance``: group-relative advantages are then 0. Masked responses do not
+    count, and a group with fewer than two trained responses stays.
     """
     groups = Groups(index, len(scores), scores.device)
     trained = torch.ones_like(scores, dtype=torch.bool) if loss_mask is None else (loss_mask > 0).any(dim=1)
@@ -102,8 +95,10 @@ def varied_rows(
     return ~((count > 1) & (spread <= tolerance))[groups.ids]
 
 
-def over_response(scores: Callable[..., Tensor], rewards: Tensor, mask: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Spread the scores of the summed rewards over the tokens of the response: [B, T] of the rewards' dtype."""
+def spread_over_response(
+    scores: Callable[..., Tensor], rewards: Tensor, mask: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """Apply ``scores`` to the summed rewards [B] and spread the result over the response: [B, T], dtype of rewards."""
     advantages = scores(rewards.sum(dim=1), *args, **options)
     return advantages[:, None] * (mask if mask.dtype == rewards.dtype else mask.to(rewards.dtype))
 
@@ -112,8 +107,8 @@ def over_response(scores: Callable[..., Tensor], rewards: Tensor, mask: Tensor, 
 def normalize_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     """Scale advantages [B, T] to mean 0 and deviation 1 over the tokens where ``mask`` [B, T] is 1; 0 elsewhere.
 
-    ``algorithm.advantage_batch_normalize``. Padding does not count, so the result does not depend on it. The variance
-    is the biased one and at least 1e-8; a mask without a token gives zeros.
+    Implements ``algorithm.advantage_batch_normalize``. Padding does not affect the result. The variance is biased and
+    at least 1e-8. An empty mask gives zeros.
     """
     advantages = keep_masked(advantages, mask)
     centred = advantages - masked_mean(advantages, mask)
@@ -121,16 +116,16 @@ def normalize_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     return keep_masked(centred * variance.rsqrt(), mask)
 
 
-def mask_to_skip_by(loss_mask: Tensor | None, config: Any) -> Tensor | None:
-    """Return ``loss_mask`` [B, T] where an estimator that carries reward through time passes over what is outside it
+def trained_token_mask(loss_mask: Tensor | None, config: Any) -> Tensor | None:
+    """Return ``loss_mask`` [B, T] if an estimator that propagates reward through time skips the tokens outside it
     (``algorithm.skip_untrained_tokens``), else None."""
     return loss_mask if getattr(config, "skip_untrained_tokens", True) else None
 
 
-class TrainedTokens:
-    """The trained tokens of each row, moved to its right end in their order, as if there were no others.
+class RightAlignedTokens:
+    """Maps the trained tokens of each row to its right end, in their order, as if the row had no other tokens.
 
-    ``mask`` [B, T]: 1 for those. ``moved``: the mask of the moved tokens.
+    ``mask`` [B, T] is 1 on trained tokens. ``moved`` [B, T] is the mask after the move.
     """
 
     __slots__ = ("_place", "_trained", "moved")
@@ -138,26 +133,26 @@ class TrainedTokens:
     def __init__(self, mask: Tensor) -> None:
         self._trained = mask > 0
         following = self._trained.flip(1).cumsum(1).flip(1)  # [B, T] trained tokens from here on
-        # Where a trained token moves to; of any other token, where the trained one before it does.
+        # New position of a trained token. Any other token gets that of the trained token before it.
         self._place = mask.shape[1] - following - (~self._trained).long()
         self.moved = self.move(mask)
 
     @classmethod
-    def unless_at_the_end(cls, mask: Tensor) -> TrainedTokens | None:
-        """Return the trained tokens; None where all of a row's are at its right end already, in every row."""
+    def if_not_right_aligned(cls, mask: Tensor) -> RightAlignedTokens | None:
+        """Return the mapping, or None if the trained tokens of every row are at its right end already."""
         return None if bool((mask[:, 1:] >= mask[:, :-1]).all()) else cls(mask)
 
     def move(self, x: Tensor) -> Tensor:
-        """Move what belongs to trained tokens; all else is 0."""
+        """Move the values of trained tokens; all others become 0."""
         return self.credit(torch.where(self._trained, x, 0.0))
 
     def credit(self, rewards: Tensor) -> Tensor:
-        """Move rewards; one at a token that is not trained is added to the trained token before it, the action that
+        """Move rewards. The reward of an untrained token is added to the trained token before it, whose action
         earned it."""
         return torch.zeros_like(rewards).scatter_add_(1, self._place, rewards)
 
     def back(self, x: Tensor) -> Tensor:
-        """Put moved values at their tokens, and 0 at the others."""
+        """Move values back to their tokens, with 0 at untrained tokens."""
         return torch.where(self._trained, x.gather(1, self._place), 0.0)
 
 
@@ -193,9 +188,9 @@ def run_estimator(
         raise AlgorithmError(f"index names {len(uids)} sequences, token_level_rewards has {rows} rows")
     if is_last_step is not None:
         if str(name) in NEEDS_WHOLE_TRAJECTORY:
-            raise AlgorithmError(f"{name} carries reward through time: it cannot use step-wise trajectories")
+            raise AlgorithmError(f"{name} propagates reward through time: it cannot use step-wise trajectories")
         return _stepwise(name, estimator, tensors, uids, is_last_step, nonfinite, options)
-    # Only to those that name them: estimators without **kwargs were written before there were such keywords.
+    # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
     named = inspect.signature(estimator).parameters
     tensors |= {key: each for key, each in {"loss_mask": loss_mask, "truncated": truncated}.items() if key in named}
     whose = uids if isinstance(uids, np.ndarray) else None
@@ -205,7 +200,7 @@ def run_estimator(
     if bool(keep.all()):
         result = estimator(**tensors, index=uids, **options)
         return _checked(name, result, token_level_rewards.shape)
-    # A sample left out must not affect its group either: the estimator sees the others only.
+    # A skipped row must not affect its group either, so the estimator gets only the other rows.
     kept = {key: None if tensor is None else tensor[keep] for key, tensor in tensors.items()}
     result = estimator(**kept, index=uids[keep if isinstance(uids, Tensor) else keep.numpy(force=True)], **options)
     parts = _checked(name, result, torch.Size([int(keep.sum()), token_level_rewards.shape[1]]))
@@ -222,9 +217,9 @@ def _stepwise(
     nonfinite: str,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Give all rows of a trajectory the advantage of its last one: a row is a step, and the last has the reward.
+    """Give all rows (steps) of a trajectory the advantage of its last row, which has the reward.
 
-    The estimator runs on the last rows with a mask of ones, so that its (constant) advantage stands in every column.
+    The estimator runs on the last rows with a mask of ones, so that every column holds its (constant) advantage.
     """
     rewards, mask = tensors["token_level_rewards"], tensors["response_mask"]
     assert rewards is not None and mask is not None
@@ -250,7 +245,7 @@ def _stepwise(
 
 
 def _checked(name: str, result: object, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns) as returned. Raises AlgorithmError when they are not two [B, T] tensors."""
+    """Return (advantages, returns) of an estimator. Raises AlgorithmError if they are not two [B, T] tensors."""
     wanted = f"the advantage estimator {str(name)!r} must return (advantages, returns), both floating {list(shape)}"
     if not isinstance(result, tuple | list) or len(result) != 2:
         got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
@@ -270,15 +265,15 @@ BLOCK = 32
 def discounted_suffix_sum(x: Tensor, factor: float | Tensor) -> Tensor:
     """Return ``y_t = Σ_{s≥t} factor^(s-t) · x_s`` for x [B, T] and 0 ≤ factor ≤ 1, as a new tensor [B, T].
 
-    ``factor``: of all rows, or [B] float64, one for each. Within blocks of tokens by one matrix product, then the same
-    over the sums of the blocks: log(T) products.
+    ``factor`` is a number, or [B] float64 with one number per row. One matrix product computes the sums within blocks
+    of tokens, then the same runs over the sums of the blocks: log(T) products.
     """
     rows, length = x.shape
     size = min(BLOCK, length)
     if isinstance(factor, Tensor):
         factor = factor.view(-1, 1, 1)
     steps = torch.arange(size, device=x.device, dtype=torch.float64)
-    distance = steps[:, None] - steps[None, :]  # from the column's token forward to the row's
+    distance = steps[:, None] - steps[None, :]  # from the token of the column to the later token of the row
     powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(x.dtype)
     padding = -length % size
     padded = torch.nn.functional.pad(x, (padding, 0)) if padding else x
@@ -293,10 +288,10 @@ def discounted_suffix_sum(x: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
-    """Return [B] float64: λ = 1 − 1/(α·l) of a response of l tokens, at least 0 (VAPO, arXiv:2504.05118,
+    """Return [B] float64: λ = 1 − 1/(α·l) for a response of l tokens, at least 0 (VAPO, arXiv:2504.05118,
     length-adaptive GAE).
 
-    The weights of the temporal-difference errors, Σ λ^t ≈ 1/(1 − λ) = α·l, then grow as the response does.
+    The sum of the weights of the temporal-difference errors, Σ λ^t ≈ 1/(1 − λ) = α·l, then grows with the response.
     """
     length = response_mask.sum(dim=1, dtype=torch.float64).clamp(min=1)
     return (1 - 1 / (alpha * length)).clamp(min=0)
@@ -314,33 +309,33 @@ def gae(
     truncated: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages from the critic's values and whiten them over the response; returns are A + V before that.
+    """Estimate advantages from the critic's values; return them whitened over the response, and the returns A + V.
 
-    δ_t = r_t + γV_{t+1} - V_t and A_t = δ_t + γλA_{t+1}, over all of T: padding stands at the left, where nothing
-    flows from. ``config.gae`` may give the returns a λ of their own, and the advantages one that depends on the length
-    of the response.
+    δ_t = r_t + γV_{t+1} - V_t and A_t = δ_t + γλA_{t+1} over all of T. Padding is at the left, so it affects no other
+    token. ``config.gae`` can set a separate λ for the returns (``critic_lambd``) and a λ for the advantages that
+    depends on the length of the response (``length_adaptive_alpha``).
 
     With ``loss_mask`` [B, T], unless ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and
-    trained tokens alone are whitened: the critic learns no values of others. A reward at another token counts for the
-    trained one before it. With ``config.gae.bootstrap_truncated`` the value at the last token of the rows that are
-    ``truncated`` [B] is the value after it (bootstrap); otherwise that value is 0.
+    only trained tokens are whitened, as the critic learns no values of other tokens. The reward of an untrained token
+    is added to the trained token before it. The value after the last token is 0. With
+    ``config.gae.bootstrap_truncated`` it is the value at the last token in rows that are ``truncated`` [B].
 
-    Entries of the result outside the mask mean nothing: ignore them.
-    Raises AlgorithmError without ``values`` [B, T], for a λ or γ outside [0, 1], or when fewer than two tokens are
-    valid; with ``loss_mask`` such advantages are 0.
+    Ignore the entries of the result outside the mask. Raises AlgorithmError without ``values`` [B, T], for a λ or γ
+    outside [0, 1], or if fewer than two tokens are valid; with ``loss_mask`` such advantages are 0.
     """
     if values is None:
         raise AlgorithmError(
-            "the estimator gae needs values: set trainer.critic.model.path, or take another estimator"
+            "the estimator gae needs values: set trainer.critic.model.path, or choose another"
+            " trainer.algorithm.advantage_estimator"
         )
     settings = getattr(config, "gae", None) or GAEConfig()
     critic_lambd = lambd if settings.critic_lambd is None else settings.critic_lambd
     for name, given in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
         if not 0 <= given <= 1:
-            raise AlgorithmError(f"trainer.algorithm.{name}={given}: must lie between 0 and 1")
+            raise AlgorithmError(f"trainer.algorithm.{name}={given}: must be between 0 and 1")
     mask, trained = response_mask, None
-    if (counted := mask_to_skip_by(loss_mask, config)) is not None:
-        mask, trained = counted, TrainedTokens.unless_at_the_end(counted)
+    if (counted := trained_token_mask(loss_mask, config)) is not None:
+        mask, trained = counted, RightAlignedTokens.if_not_right_aligned(counted)
     if trained is not None:
         token_level_rewards, values, mask = trained.credit(token_level_rewards), trained.move(values), trained.moved
     deltas = token_level_rewards - values
@@ -353,7 +348,7 @@ def gae(
     same = alpha is None and critic_lambd == lambd
     returns = advantages if same else discounted_suffix_sum(deltas, gamma * critic_lambd)
     returns = torch.add(returns, values, out=deltas)
-    if mask is not response_mask and mask.sum() < 2:  # nothing to train on, or one token that is its own mean
+    if mask is not response_mask and mask.sum() < 2:  # no trained token, or one that equals its mean
         advantages.zero_()
     else:
         scale = torch.rsqrt(masked_var(advantages, mask) + 1e-8)
@@ -365,7 +360,8 @@ def gae(
 def grpo_scores(scores: Tensor, index: Index, norm_by_std: bool = True, epsilon: float = EPSILON) -> Tensor:
     """Return the deviation from the group's mean [B], divided by (unbiased std + ε) if ``norm_by_std``.
 
-    A group of one has mean 0 and std 1. arXiv:2402.03300, section 4.1.2; without std arXiv:2503.20783 (Dr. GRPO).
+    A group of one response uses mean 0 and std 1. arXiv:2402.03300, section 4.1.2; without std arXiv:2503.20783 (Dr.
+    GRPO).
     """
     groups = Groups(index, len(scores), scores.device)
     alone = groups.sizes == 1
@@ -385,7 +381,9 @@ def grpo(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Spread :func:`grpo_scores` of the summed rewards over the response: [B, T], one tensor for both."""
-    advantages = over_response(grpo_scores, token_level_rewards, response_mask, index, grpo_norm_by_std, epsilon)
+    advantages = spread_over_response(
+        grpo_scores, token_level_rewards, response_mask, index, grpo_norm_by_std, epsilon
+    )
     return advantages, advantages
 
 
@@ -393,8 +391,8 @@ def grpo(
 def maxrl_scores(scores: Tensor, index: Index, epsilon: float = EPSILON) -> Tensor:
     """Return [B]: the deviation from the group's mean, divided by (mean |score| + ε); in a group of one the score.
 
-    With rewards of 0 and above mean |score| is the mean, as MaxRL has it. A mean of rewards of both signs comes near 0
-    or below it, where a division by it would blow advantages up or reverse them.
+    For non-negative rewards mean |score| is the mean of MaxRL. The mean of rewards of both signs can be near 0 or
+    negative, and dividing by it would make advantages huge or reverse them.
     """
     groups = Groups(index, len(scores), scores.device)
     alone = groups.sizes == 1
@@ -407,7 +405,7 @@ def maxrl(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = EPSILON, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Spread :func:`maxrl_scores` of the summed rewards over the response: [B, T], one tensor for both."""
-    advantages = over_response(maxrl_scores, token_level_rewards, response_mask, index, epsilon)
+    advantages = spread_over_response(maxrl_scores, token_level_rewards, response_mask, index, epsilon)
     return advantages, advantages
 
 
@@ -420,18 +418,18 @@ def reinforce_plus_plus(
     loss_mask: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Whiten the discounted sums of the rewards to come over the response.
+    """Return discounted returns, and as advantages the same whitened over the response and masked, [B, T] each.
 
-    The sum at a token stops before the next token outside the mask: ``y_t = r_t + γ·mask_{t+1}·y_{t+1}``. Returns are
-    the sums, advantages their whitened and masked form, both [B, T]. With ``loss_mask`` [B, T], unless
-    ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and trained tokens alone are whitened.
-    Raises AlgorithmError when fewer than two tokens are valid; with ``loss_mask`` such advantages are 0.
+    The sum at a token stops before the next token outside the mask: ``y_t = r_t + γ·mask_{t+1}·y_{t+1}``. With
+    ``loss_mask`` [B, T], unless ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and only
+    trained tokens are whitened. Raises AlgorithmError if fewer than two tokens are valid; with ``loss_mask`` such
+    advantages are 0.
     """
-    counted = mask_to_skip_by(loss_mask, config)
+    counted = trained_token_mask(loss_mask, config)
     if counted is None:
         returns = _sums_up_to_gaps(token_level_rewards, response_mask, gamma)
         return masked_whiten(returns, response_mask) * response_mask, returns
-    trained = TrainedTokens.unless_at_the_end(counted)
+    trained = RightAlignedTokens.if_not_right_aligned(counted)
     if trained is None:
         returns = discounted_suffix_sum(token_level_rewards, gamma) * counted
     else:
@@ -463,7 +461,7 @@ def rloo_scores(scores: Tensor, index: Index) -> Tensor:
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Index, **_: Any) -> tuple[Tensor, Tensor]:
     """Spread :func:`rloo_scores` of the summed rewards over the response: [B, T], one tensor for both."""
-    advantages = over_response(rloo_scores, token_level_rewards, response_mask, index)
+    advantages = spread_over_response(rloo_scores, token_level_rewards, response_mask, index)
     return advantages, advantages
 
 
@@ -478,7 +476,7 @@ __all__ = [
     "normalize_advantages",
     "register_advantage_estimator",
     "rloo_scores",
-    "varied_rows",
+    "rows_with_variance",
 ]
 
 
@@ -521,19 +519,19 @@ def compute_advantages_and_returns(
     lambd: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns [B, T] by the estimator of that name, built-in or custom.
+    """Return advantages and returns [B, T] of the estimator ``adv_estimator``, built-in or custom.
 
     ``token_level_rewards`` [B, T] floating, ``response_mask`` [B, T] in {0, 1}, ``index`` [B] prompt uids, ``values``
-    [B, T] for gae, ``config`` the AlgorithmConfig. Further keywords reach the estimator, except these:
+    [B, T] for gae, ``config`` the AlgorithmConfig. Other keyword arguments are passed to the estimator, except these:
 
-    - ``is_last_step`` [B] bool: rows are steps of trajectories, in order, and the advantage of the last step counts
-      for all of them (outcome estimators only).
-    - ``loss_mask`` [B, T]: the tokens trained on; ``truncated`` [B] bool: the responses that were cut off. They reach
-      estimators that have a parameter of that name: gae, and the first one reinforce++.
+    - ``is_last_step`` [B] bool: rows are steps of trajectories, in order, and all steps get the advantage of the last
+      one (outcome estimators only).
+    - ``loss_mask`` [B, T], the trained tokens, and ``truncated`` [B] bool, the responses that were cut off. Only
+      estimators with a parameter of that name get them: gae gets both, reinforce++ gets ``loss_mask``.
 
-    Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not fit, a wrong return
-    of a custom estimator, and rewards or values that are not finite; with ``config.nonfinite == "skip"`` such rows get
-    zeros and affect no other row (``checks.finite_rows`` returns which, to mask and to count them).
+    Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not match, an invalid
+    result of a custom estimator, and rewards or values that are not finite. With ``config.nonfinite == "skip"`` such
+    rows get zeros and affect no other row (``masked.finite_rows`` returns them).
     """
     return run_estimator(
         adv_estimator,

@@ -1,7 +1,7 @@
-"""Learning from a teacher's distributions on the policy's own samples (on-policy distillation, arXiv:2306.13649).
+"""On-policy distillation: the policy learns from a teacher's distributions on its own samples (arXiv:2306.13649).
 
-Per token either of two signals: the log-ratio of the sampled token, a reward (:func:`teacher_rewards`), or a
-divergence over the teacher's likeliest tokens, a term of the loss (:func:`divergence`).
+There are two signals per token: a reward, the log-ratio of the sampled token (:func:`teacher_rewards`), and a term of
+the loss, a divergence over the teacher's likeliest tokens (:func:`divergence`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from skyrl_megatron.algorithms.metrics import ReducibleMetrics, token_mean
 from skyrl_megatron.errors import AlgorithmError
 
 SMALLEST = 1e-7
-"""Probability below which the bucket of all other tokens counts as empty: what fp32 sums leave."""
+"""Lower bound of the probability of all other tokens together: the rounding error of fp32 sums."""
 
 
 @torch.no_grad()
 def distillation(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """Give each token its own reward as advantage and return, [B, T]: what a teacher says of a token is of that token.
+    """Return the reward of each token as its advantage and its return, [B, T]. Rewards are not summed over tokens.
 
-    The trainer puts ``reward_coef · (log p_teacher − log p_student)`` in the place of the environment's rewards. Its
-    expectation over samples is the gradient of KL(student ‖ teacher) with each token's future left out.
+    The trainer replaces the environment's rewards with ``reward_coef · (log p_teacher − log p_student)``. In
+    expectation over samples this is the gradient of KL(student ‖ teacher) without the future of each token.
     """
     advantages = token_level_rewards * response_mask
     return advantages, advantages.clone()
@@ -34,26 +34,32 @@ def distillation(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -
 def teacher_rewards(
     teacher_logprobs: Tensor, student_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return log p_teacher − log p_student of the sampled tokens, nats, [B, T], 0 where masked; and ``reverse_kl``,
-    the mean of its negative: an estimate of KL(student ‖ teacher) per token from the student's samples."""
+    """Return log p_teacher − log p_student of the sampled tokens, [B, T] in nats, 0 where masked, and metrics.
+
+    ``reverse_kl`` is the mean of its negative: an estimate of KL(student ‖ teacher) per token from the student's
+    samples. ``teacher_logprob`` is the mean log-prob of the teacher.
+    """
     check_token_tensors(
         "teacher_logprobs", teacher_logprobs=teacher_logprobs, student_logprobs=student_logprobs, loss_mask=loss_mask
     )
-    gap = keep_masked(teacher_logprobs - student_logprobs, loss_mask)
-    return gap, {"reverse_kl": token_mean(-gap, loss_mask), "teacher_logprob": token_mean(teacher_logprobs, loss_mask)}
+    log_ratio = keep_masked(teacher_logprobs - student_logprobs, loss_mask)
+    return log_ratio, {
+        "reverse_kl": token_mean(-log_ratio, loss_mask),
+        "teacher_logprob": token_mean(teacher_logprobs, loss_mask),
+    }
 
 
 def divergence(
     student: Tensor, teacher: Tensor, mask: Tensor, *, beta: float, renormalize: bool
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return the divergence of each token's distributions, nats, [B, T], differentiable in ``student``, 0 where
-    masked.
+    """Return the divergence between teacher and student at each token, [B, T] in nats, 0 where masked, and metrics.
 
-    ``student``, ``teacher``: [B, T, K] log-probs of the teacher's K likeliest tokens. All other tokens are one more
-    outcome, or, with ``renormalize``, left out and the rest scaled up. ``beta``: 0 is KL(teacher ‖ student), 1 is
-    KL(student ‖ teacher), between them β·KL(teacher ‖ m) + (1−β)·KL(student ‖ m) with m = β·teacher + (1−β)·student
-    (generalised Jensen-Shannon, arXiv:2306.13649, equation 1). Metrics: ``teacher_omitted`` and ``student_omitted``,
-    the probability beyond the K tokens.
+    Differentiable in ``student``. ``student`` and ``teacher`` are [B, T, K]: log-probs of the teacher's K likeliest
+    tokens. All other tokens together are one more outcome; with ``renormalize`` they are left out, and the K
+    probabilities are scaled to a sum of 1. ``beta`` = 0 gives KL(teacher ‖ student), 1 gives KL(student ‖ teacher), a
+    value in between β·KL(teacher ‖ m) + (1−β)·KL(student ‖ m) with m = β·teacher + (1−β)·student (generalised
+    Jensen-Shannon, arXiv:2306.13649, equation 1). Metrics: ``teacher_omitted`` and ``student_omitted``, the
+    probability outside the K tokens. Raises AlgorithmError for shapes that do not match.
     """
     if student.shape != teacher.shape or student.shape[:-1] != mask.shape:
         raise AlgorithmError(
@@ -80,7 +86,7 @@ def divergence(
 
 
 def _outcomes(logprobs: Tensor, rest: Tensor, renormalize: bool) -> Tensor:
-    """Return log-probs of the outcomes that are compared: [B, T, K + 1], or [B, T, K] scaled to a sum of 1."""
+    """Return the log-probs of the compared outcomes: [B, T, K + 1], or [B, T, K] renormalized to a sum of 1."""
     if renormalize:
         return logprobs - logprobs.logsumexp(-1, keepdim=True)
     return torch.cat([logprobs, rest.clamp(min=SMALLEST).log()[..., None]], dim=-1)

@@ -1,4 +1,4 @@
-"""KL divergence from samples: estimators, the penalty inside the reward, and the controllers of its coefficient."""
+"""KL estimators from samples, the KL penalty in the reward, and the controllers of the KL coefficient."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from skyrl_megatron.errors import AlgorithmError
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, loss_mask: Tensor | None = None, kl_estimator_type: str = "k3"
 ) -> Tensor:
-    """Estimate KL(policy ‖ base) per token from tokens that the policy sampled, in nats; 0 where masked.
+    """Estimate KL(policy ‖ base) per token, [B, T] in nats, from tokens that the policy sampled; 0 where masked.
 
     With d = log_probs - log_probs_base, all [B, T]: ``k1`` d, ``abs`` |d|, ``k2`` d²/2, ``k3`` exp(-d) + d - 1 with d
     clamped to ±20 and the result to at most 10 (joschu.net/blog/kl-approx.html). Differentiable in ``log_probs``.
-    Raises AlgorithmError for another estimator.
+    Raises AlgorithmError for any other ``kl_estimator_type``.
     """
     difference = keep_masked(log_probs - log_probs_base, loss_mask)
     match kl_estimator_type:
@@ -42,11 +42,11 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Keep the coefficient: it is fixed."""
+        """Do nothing: the coefficient is fixed."""
 
 
 class AdaptiveKLController:
-    """A coefficient steered so that the measured KL approaches ``target`` (arXiv:1909.08593, section 2.2)."""
+    """A coefficient that adapts until the measured KL reaches ``target`` (arXiv:1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
         self.value = init_kl_coef
@@ -54,13 +54,13 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """Adapt to ``n_steps`` samples with mean KL ``current``, by at most 20 % · n_steps/horizon."""
+        """Update ``value`` from ``n_steps`` samples with mean KL ``current``, by at most 20 % · n_steps/horizon."""
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
 
 def get_kl_controller(algorithm_cfg: Any) -> FixedKLController | AdaptiveKLController:
-    """Make the controller that ``algorithm.kl_ctrl`` asks for, starting from ``algorithm.kl_loss_coef``."""
+    """Make the controller of ``algorithm.kl_ctrl``. Its initial value is ``algorithm.kl_loss_coef``."""
     control, start = algorithm_cfg.kl_ctrl, algorithm_cfg.kl_loss_coef
     if control.type == "fixed":
         return FixedKLController(start)
@@ -82,8 +82,9 @@ def penalize_rewards(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [B, T] (``algorithm.use_kl_in_reward``).
 
-    Also returns metrics: ``avg_kl``, the mean over sequences of their token mean, which updates the controller, and
-    ``avg_kl_max``, the same mean of each sequence's largest token KL. Sequences without a trained token do not count.
+    Returns (rewards [B, T], metrics). ``avg_kl`` is the mean over sequences of their mean token KL; it updates the
+    controller. ``avg_kl_max`` is the mean over sequences of their largest token KL. Both leave out sequences without a
+    trained token.
     """
     kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
     trained = (loss_mask > 0).any(dim=1).double()

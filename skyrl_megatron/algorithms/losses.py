@@ -1,36 +1,22 @@
 """Policy losses and the critic's loss.
 
 A policy loss is ``fn(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None)``. All
-tensors are [B, T]; advantages are not scaled. A built-in loss returns the loss per token [B, T] and its metrics;
-``reduction.py`` averages it.
+tensors are [B, T], log-probs in nats. Advantages are those of the estimator, without further scaling. A built-in loss
+returns the loss of each token [B, T], 0 where masked, and a dict of metrics; ``reduction.py`` averages it. A custom
+loss may return a scalar instead (``objective.py``).
 
-A formula takes (log_probs, old_log_probs, advantages, config, mask, rollout), where ``mask`` is the loss mask,
-``rollout`` the engine's log-probs or None, and every tensor is [B, T] and 0 wherever the mask is. It returns the loss
-of each token with metrics.
-:func:`builtin_loss` turns it into a registered function, which
+A built-in loss is written as a formula of (log_probs, old_log_probs, advantages, config, mask, rollout). ``mask`` is
+the loss mask, ``rollout`` the engine's log-probs or None, and every tensor is 0 where the mask is 0.
+:func:`builtin_loss` turns the formula into a registered function, which
 
-* accepts padding that holds anything, NaN included: it gets exactly 0, and so does its gradient,
-* gives the loss of tokens dropped by the off-policy correction exactly 0 and weights the others, if ``corrected``.
+* accepts any value in padding, also NaN: loss and gradient are exactly 0 there,
+* if ``corrected``, applies the off-policy correction: dropped tokens get loss 0, the others are weighted.
 
-Everywhere r = exp(log_probs - old_log_probs), A the advantage, clip(r) = r limited to [1 - eps_clip_low,
-1 + eps_clip_high]; the metric ``clip_ratio`` is the share of tokens whose loss the limit changed.
+In all formulas r = exp(log_probs - old_log_probs), A is the advantage, and clip(r) is r limited to [1 - eps_clip_low,
+1 + eps_clip_high]. The metric ``clip_ratio`` is the share of tokens whose loss the limit changed.
 
-The covariance of a token is its advantage minus the mean advantage, times its log-probability minus the mean one, with
-means over the micro-batch. These losses therefore depend on how a batch is cut.
-
-All tensors are [B, T], log-probs in nats, advantages as the estimator gave them (not divided by anything). A built-in
-loss returns the loss of each token [B, T], 0 where masked, and a dict of metrics; ``algorithms/reduction.py``
-averages. A custom loss may return that too, or a scalar (``losses/custom.py``).
-
-    name                                   file
-    regular, dual_clip                     ppo.py
-    gspo, cispo, sapo, dppo                gspo.py, cispo.py, sapo.py, dppo.py
-    importance_sampling, rollout_is        importance_sampling.py
-    clip_cov, kl_cov                       covariance.py
-    cross_entropy                          cross_entropy.py
-    ppo_critic_loss (the critic's)         critic.py
-
-``builtin.py`` is what the formulas share.
+``clip_cov`` and ``kl_cov`` use the covariance of a token: (advantage - mean advantage) · (log-prob - mean log-prob),
+with means over the micro-batch. They therefore depend on how a batch is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -53,14 +39,14 @@ type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tu
 
 
 class BuiltinLoss(Protocol):
-    """A registered built-in loss and what is known about it."""
+    """A registered built-in loss with its properties."""
 
     corrected: bool
-    """Applies ``off_policy_correction``."""
+    """Whether it applies ``off_policy_correction``."""
     uses_old: Callable[[Any], bool]
-    """Whether, with this config, its formula reads ``old_log_probs``. (The correction does, too.)"""
+    """Whether its formula reads ``old_log_probs`` with this config. (The off-policy correction always reads them.)"""
     depends_on_cut: bool
-    """Uses statistics of the micro-batch that it is given."""
+    """Whether it uses statistics of its micro-batch."""
     __name__: str
 
     def __call__(
@@ -77,22 +63,22 @@ class BuiltinLoss(Protocol):
 
 
 def always(config: Any) -> bool:
-    """Return True: for losses that read the old log-probs."""
+    """Return True, for losses that read the old log-probs."""
     return True
 
 
 def never(config: Any) -> bool:
-    """Return False: for losses that do not read the old log-probs."""
+    """Return False, for losses that do not read the old log-probs."""
     return False
 
 
 def nothing_clipped(mask: Tensor) -> ReducibleMetrics:
-    """Return ``clip_ratio`` 0, for losses that clip nothing."""
+    """Return the metric ``clip_ratio`` with value 0, for losses without clipping."""
     return {"clip_ratio": token_mean(torch.zeros_like(mask, dtype=torch.bool), mask)}
 
 
 def require_rollout(name: str, rollout: Tensor | None) -> Tensor:
-    """Return the engine's log-probs. Raises AlgorithmError where they are missing."""
+    """Return the engine's log-probs. Raises AlgorithmError if they are missing."""
     if rollout is None:
         raise AlgorithmError(f"{name} needs the engine's log-probs: set generator.sampling_params.logprobs=1")
     return rollout
@@ -101,7 +87,7 @@ def require_rollout(name: str, rollout: Tensor | None) -> Tensor:
 def builtin_loss(
     *, corrected: bool = True, uses_old: Callable[[Any], bool] = always, depends_on_cut: bool = False
 ) -> Callable[[Formula], BuiltinLoss]:
-    """Make a formula a policy loss with the signature of the registry (a decorator)."""
+    """Return a decorator that turns a formula into a policy loss with the signature of the registry."""
 
     def decorate(formula: Formula) -> BuiltinLoss:
         def loss(
@@ -174,9 +160,10 @@ def dual_clip(
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return PPO's loss with one ratio a sequence, the geometric mean of r (equations 14 and 15).
+    """Return PPO's loss with one ratio per sequence, the geometric mean of r (equations 14 and 15).
 
-    The ratio's value is the sequence's, its gradient each token's own. Meant for ``loss_reduction=sequence_mean``.
+    All tokens of a sequence share the value of the ratio; its gradient is per token. Meant for
+    ``loss_reduction=sequence_mean``.
     """
     sequence = masked_mean(log_probs - old_log_probs, mask, dim=1)[:, None]
     ratio = (log_probs - log_probs.detach() + sequence.detach()).clamp(max=10.0).exp()
@@ -198,7 +185,7 @@ def sapo(
 
 
 def anchored_to_rollout(config: Any) -> bool:
-    """Return whether the ratio is measured against the engine's log-probs."""
+    """Return whether the ratio is relative to the engine's log-probs."""
     return bool(getattr(config.cispo, "anchor", "old") == "rollout")
 
 
@@ -208,8 +195,8 @@ def cispo(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Return REINFORCE's loss weighted by r, limited to 1 - cispo_eps_clip_low … 1 + cispo_eps_clip_high.
 
-    With ``cispo.anchor=rollout`` r is against the engine's log-probs, which is an off-policy correction by itself:
-    truncated importance sampling on top would count it twice and raises AlgorithmError.
+    With ``cispo.anchor=rollout`` r is relative to the engine's log-probs, which already is an off-policy correction.
+    Truncated importance sampling in addition would correct twice and raises AlgorithmError.
     """
     anchor, correction = old_log_probs, getattr(config, "off_policy_correction", None)
     if anchored_to_rollout(config):
@@ -217,7 +204,7 @@ def cispo(
         if correction is not None and correction.tis_ratio_type is not None:
             raise AlgorithmError(
                 f"off_policy_correction.tis_ratio_type={correction.tis_ratio_type!r} with cispo.anchor=rollout"
-                " corrects twice: set one of them back"
+                " corrects twice: set tis_ratio_type=null or cispo.anchor=old"
             )
     ratio = clamped_ratio(log_probs - anchor)
     weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high).detach()
@@ -235,10 +222,10 @@ def dppo(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Return -r·A, and 0 for tokens that are too far from the engine's policy and would move further away.
 
-    r is against the engine's log-probs. How far is measured on the two outcomes {token, not token}, by total variation
-    |p - q| (``dppo_type=binary_tv``, equation 13) or KL(q ‖ p) (``binary_kl``, equation 14). A token is 0 when its
-    probability rose, its advantage is positive, and the distance is above ``delta_high``; or all three mirrored, with
-    ``delta_low``.
+    r is relative to the engine's log-probs. The distance is that of the two outcomes {token, not token}: total
+    variation |p - q| (``dppo_type=binary_tv``, equation 13) or KL(q ‖ p) (``binary_kl``, equation 14). The loss of a
+    token is 0 if its probability rose, its advantage is positive and the distance exceeds ``delta_high``, or if its
+    probability fell, its advantage is negative and the distance exceeds ``delta_low``.
     """
     rollout = require_rollout("dppo", rollout)
     with torch.no_grad():
@@ -265,8 +252,8 @@ _picks = torch.Generator().manual_seed(0)
 def seed_random_picks(*parts: int | str) -> None:
     """Seed the random choice of tokens that ``clip_cov`` makes.
 
-    All ranks that hold the same tokens (tp, cp, pp) must choose the same: call this before each micro-batch with parts
-    that they share, such as (seed, step, dp rank, number of the micro-batch).
+    All ranks that hold the same tokens (tp, cp, pp) must choose the same tokens. Call this before each micro-batch
+    with values that these ranks share, such as (seed, step, dp rank, index of the micro-batch).
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
     _picks.manual_seed(int.from_bytes(digest))
@@ -274,7 +261,7 @@ def seed_random_picks(*parts: int | str) -> None:
 
 @torch.no_grad()
 def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return what each token contributes to the covariance of advantage and log-probability, [B, T]."""
+    """Return the contribution of each token to the covariance of advantage and log-probability, [B, T]."""
     return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
 
 
@@ -284,8 +271,8 @@ def clip_cov(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Return PPO's loss, set to 0 for a few tokens of high covariance.
 
-    They are a random choice of max(⌊clip_ratio · tokens⌋, 1) from the tokens that PPO does not clip and whose
-    covariance lies between ``clip_cov_lb`` and ``clip_cov_ub``. Metric ``clip_ratio``: the share of tokens chosen.
+    These are max(⌊clip_ratio · tokens⌋, 1) tokens, chosen at random among those that PPO does not clip and whose
+    covariance is between ``clip_cov_lb`` and ``clip_cov_ub``. The metric ``clip_ratio`` is the share of chosen tokens.
     """
     ratio = (log_probs - old_log_probs).exp()
     loss, _ = clipped_surrogate(ratio, advantages, config, mask)
@@ -306,7 +293,7 @@ def kl_cov(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Return -r·A, plus ``ppo_kl_coef``·|log r| for the tokens of largest covariance.
 
-    These are max(⌊kl_cov_frac · tokens⌋, 1) tokens.
+    Their number is max(⌊kl_cov_frac · tokens⌋, 1).
     """
     difference = log_probs - old_log_probs
     loss = -difference.exp() * advantages
@@ -335,7 +322,7 @@ def importance_sampling(
 def rollout_is(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return REINFORCE's loss weighted by r against the engine's log-probs; 0 where r leaves the PPO clip range."""
+    """Return REINFORCE's loss weighted by r relative to the engine's log-probs; 0 outside the PPO clip range."""
     ratio = clamped_ratio(log_probs - require_rollout("rollout_is", rollout))
     inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
     weight = torch.where(inside, ratio, 0.0).detach()
@@ -355,8 +342,8 @@ def ppo_critic_loss(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Return ½·max((V - R)², (clip(V) - R)²) of each token [B, T], 0 where masked, and the metric ``clip_ratio``.
 
-    clip(V) keeps V within ``config.value_clip`` of ``old_values``; None clips nothing. Per token, like the policy
-    losses: averaged in ``reduction.py``. Raises AlgorithmError for shapes that differ.
+    clip(V) keeps V within ``config.value_clip`` of ``old_values``; None disables clipping. ``reduction.py`` averages
+    the result. Raises AlgorithmError for shapes that differ.
     """
     check_token_tensors("values", values=values, old_values=old_values, returns=returns, loss_mask=loss_mask)
     mask = torch.ones_like(values) if loss_mask is None else loss_mask

@@ -1,8 +1,7 @@
-"""Masked means and variances, and checks of input: shapes, dtypes, masks of 0 and 1, finite values.
+"""Masked means and variances, and input checks: shapes, dtypes, mask values, finite values.
 
-Masks are [B, T] (or any shape), 1 where a token is valid.
-
-What stands outside a mask has weight 0, but must be finite; :func:`keep_masked` clears what is not.
+Masks are [B, T] (or any shape) and 1 where a token is valid. Values outside a mask have weight 0, but they must be
+finite: :func:`keep_masked` replaces them with 0.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ BLOCK = 1 << 18
 
 
 def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Set ``values`` to exactly 0 where ``mask`` is 0; NaN there does not survive, as it would in a product."""
+    """Set ``values`` to exactly 0 where ``mask`` is 0, also where they are NaN (a product would keep NaN)."""
     return values if mask is None else torch.where(mask > 0, values, 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, map: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
-    """Return Σ map(values)·mask, scalar. In blocks: to allocate a second such tensor costs more than the sum."""
+    """Return Σ map(values)·mask as a scalar. Works in blocks, as allocating a second large tensor costs more time."""
     blocks = zip(torch.split(values.flatten(), BLOCK), torch.split(mask.flatten(), BLOCK), strict=True)
     return torch.stack([(map(part) * valid).sum() for part, valid in blocks]).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Return the mean over the valid entries, of everything or along ``dim``; 0 where nothing is valid."""
+    """Return the mean over all valid entries, or over those along ``dim``; 0 where no entry is valid."""
     if mask is None:
         return values.mean() if dim is None else values.mean(dim)
     if dim is None:
@@ -40,9 +39,9 @@ def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> 
 
 
 def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean of a per-token loss [B, T] over its valid tokens: the scalar that a custom loss may return.
+    """Return the mean of a per-token loss [B, T] over its valid tokens.
 
-    For losses that wrap a built-in one, whose result is per token.
+    A custom loss that wraps a built-in one can use it to return a scalar.
     """
     return masked_mean(loss, mask)
 
@@ -50,7 +49,7 @@ def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Return the variance over the valid entries; ``unbiased`` divides by their number minus one.
 
-    Raises AlgorithmError (a ValueError) when there are fewer than two valid entries for an unbiased variance.
+    Raises AlgorithmError (a ValueError) for an unbiased variance of fewer than two valid entries.
     """
     count = mask.sum()
     if unbiased and count < 2:
@@ -63,7 +62,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale ``values`` to variance 1 over the valid entries, and to mean 0 when ``shift_mean``.
 
-    Entries outside the mask go through the same map: ignore them. Raises as :func:`masked_var` does.
+    Entries outside the mask are scaled too: ignore them. Raises the errors of :func:`masked_var`.
     """
     mean = masked_mean(values, mask)
     scale = torch.rsqrt(masked_var(values, mask) + 1e-8)
@@ -74,9 +73,9 @@ BLOCK_SIZE = 1 << 20
 
 
 def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
-    """Check that every tensor is [B, T] with shape and device of ``tensors[shape_of]``, and floating unless a mask.
+    """Check that every tensor is [B, T], floating-point, and has the shape and device of ``tensors[shape_of]``.
 
-    A name that ends in ``mask`` may be bool or integer too. Raises AlgorithmError with the names and both shapes.
+    Tensors whose name ends in ``mask`` may be bool or integer. Raises AlgorithmError with the names and both shapes.
     """
     reference = tensors[shape_of]
     assert reference is not None
@@ -96,10 +95,10 @@ def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
 
 
 def check_mask(name: str, mask: Tensor) -> None:
-    """Check that a mask holds 0 and 1 only. Raises AlgorithmError with the first other value and its place."""
+    """Check that a mask holds only 0 and 1. Raises AlgorithmError with the first other value and its position."""
     if mask.dtype == torch.bool or not mask.numel():
         return
-    # Only 0, 1 and infinity are their own squares. In blocks, so that no second mask has to be written to memory.
+    # Only 0, 1 and infinity are their own squares. Blocks avoid a second mask in memory.
     if mask.max() <= 1 and all(torch.equal(part * part, part) for part in torch.split(mask.flatten(), BLOCK_SIZE)):
         return
     row, token = ((mask != 0) & (mask != 1)).nonzero()[0].tolist()
@@ -118,12 +117,12 @@ def finite_rows(
 ) -> Tensor:
     """Return [B] bool: the rows of ``values`` ([B] or [B, T]) whose entries are all finite where ``mask`` is 1.
 
-    ``nonfinite`` is ``algorithm.nonfinite``: ``error`` raises AlgorithmError naming the first bad row, its uid, token
-    and value; ``skip`` returns the rows to keep, for the caller to mask and to count (``(~rows).sum()``).
+    ``nonfinite`` is ``algorithm.nonfinite``. With ``error`` a non-finite row raises AlgorithmError with its number,
+    uid, token and value. With ``skip`` the caller masks the other rows and counts them (``(~rows).sum()``).
     """
     considered = keep_masked(values.detach(), mask)
     rows = values.shape[0]
-    # A finite sum proves that every entry is finite; one pass over memory instead of three.
+    # A finite sum proves that every entry is finite, in one pass over memory instead of three.
     if bool(considered.sum().isfinite()):
         return torch.ones(rows, dtype=torch.bool, device=values.device)
     finite = considered.isfinite()
@@ -142,10 +141,10 @@ def finite_rows(
 
 
 def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
-    """Return [B] bool: the rows whose rewards, values and log-probs are finite, log-probs where trained on.
+    """Return [B] bool: the rows whose rewards, values and log-probs are finite. Log-probs count where trained on.
 
-    Raises, or returns the rows to keep, as :func:`finite_rows` does. Rows to skip leave the step by
-    ``batch.loss_mask *= keep[:, None]``, and before advantages are computed, so that they affect no group.
+    ``nonfinite`` works as in :func:`finite_rows`. To skip the other rows, set ``batch.loss_mask *= keep[:, None]``
+    before advantages are computed, so that these rows do not affect their group.
     """
     keep = torch.ones(len(batch), dtype=torch.bool, device=batch.loss_mask.device)
     for name in ("rewards", "values", "rollout_logprobs", "old_logprobs", "ref_logprobs"):

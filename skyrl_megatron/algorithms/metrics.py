@@ -1,13 +1,13 @@
-"""Metrics that reduce exactly: over micro-batches, ranks, and any way of cutting a batch into them.
+"""Metrics that reduce exactly over micro-batches and ranks, however a batch is split.
 
-A metric is one of two things, distinguished by type:
+A metric has one of two types:
 
-* :class:`Mean`, a sum and a weight, mostly a count of tokens; both scalar tensors in float64. Adding the pairs of two
-  parts gives the pair of the whole. A quantity that is no mean but a total (the loss of the step) is a pair too: the
-  part's share of the value, and its share of the step, which add up to the value and to 1.
-* a scalar tensor whose name ends in ``_min`` or ``_max``.
+* :class:`Mean`, a sum and a weight (mostly a token count), both scalar float64 tensors. The pairs of two parts add up
+  to the pair of the whole. A total, such as the loss of the step, is a pair too: the part's share of the value and its
+  share of the step. The shares add up to the value and to 1.
+* a scalar tensor, whose name ends in ``_min`` or ``_max``.
 
-A standard deviation comes from two pairs: ``x_mean`` and ``x_square_mean`` become ``x_mean`` and ``x_std``.
+Two means give a standard deviation: ``x_mean`` and ``x_square_mean`` become ``x_mean`` and ``x_std``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mean(NamedTuple):
 
 
 type ReducibleMetrics = dict[str, Mean | Tensor]
-"""Metrics by name, not yet numbers: see :func:`metric_values`."""
+"""Metrics by name, before :func:`metric_values` turns them into numbers."""
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Mean:
@@ -51,16 +51,16 @@ def moments(name: str, values: Tensor, mask: Tensor) -> ReducibleMetrics:
     }
 
 
-GAP = "rollout_train_logprobs_abs_diff"
+MISMATCH = "rollout_train_logprobs_abs_diff"
 
 
-def gap_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ReducibleMetrics:
-    """Return moments of |log-prob of the trainer − of the engine|, nats, over the entries where ``mask`` is 1."""
-    return moments(GAP, (logprobs.detach() - rollout_logprobs).abs(), mask)
+def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ReducibleMetrics:
+    """Return moments of the log-prob mismatch |trainer − engine| in nats, over the entries where ``mask`` is 1."""
+    return moments(MISMATCH, (logprobs.detach() - rollout_logprobs).abs(), mask)
 
 
 def merge_metrics(*parts: Mapping[str, Mean | Tensor]) -> ReducibleMetrics:
-    """Merge the metrics of several parts (micro-batches): add the pairs, take ``_min`` and ``_max``."""
+    """Merge the metrics of several micro-batches: add the pairs, reduce ``_min`` and ``_max``."""
     merged: ReducibleMetrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -82,7 +82,7 @@ def merge_metrics(*parts: Mapping[str, Mean | Tensor]) -> ReducibleMetrics:
 class PackedMetrics:
     """Metrics as two tensors: all-reduce ``sums`` with SUM and ``maxima`` with MAX, in place, then :meth:`unpack`.
 
-    Every rank must hold the same names, which it does when every rank runs the same losses, on dummy rows too.
+    Every rank must have the same names. This holds when every rank runs the same losses, also on dummy rows.
     """
 
     means: tuple[str, ...]
@@ -90,17 +90,17 @@ class PackedMetrics:
     sums: Tensor
     """[len(means), 2] float64."""
     maxima: Tensor
-    """[len(extremes)] float64, minima negated."""
+    """[len(extremes)] float64; minima are negated."""
 
     def unpack(self) -> ReducibleMetrics:
-        """Return the metrics, after the reduction."""
+        """Return the reduced metrics."""
         means: ReducibleMetrics = {name: Mean(*row.unbind()) for name, row in zip(self.means, self.sums, strict=True)}
         extremes = zip(self.extremes, self.maxima, strict=True)
         return means | {name: -value if name.endswith("_min") else value for name, value in extremes}
 
 
 def pack_metrics(metrics: Mapping[str, Mean | Tensor], device: torch.device | None = None) -> PackedMetrics:
-    """Pack ``metrics`` into two tensors on ``device``, in sorted order of their names so that ranks agree."""
+    """Pack ``metrics`` into two tensors on ``device``, sorted by name so that all ranks use the same order."""
     means = {name: metric for name, metric in sorted(metrics.items()) if isinstance(metric, Mean)}
     extremes = {name: metric for name, metric in sorted(metrics.items()) if not isinstance(metric, Mean)}
     sums = [torch.stack([metric.sum, metric.weight]).double() for metric in means.values()]
@@ -114,7 +114,7 @@ def pack_metrics(metrics: Mapping[str, Mean | Tensor], device: torch.device | No
 
 
 def metric_values(metrics: Mapping[str, Mean | Tensor]) -> dict[str, float]:
-    """Return plain numbers for the log: means, extremes, standard deviations; leave out what has no valid entry."""
+    """Return means, extremes and standard deviations as floats, without metrics that have no valid entry."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Mean):

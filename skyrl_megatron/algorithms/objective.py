@@ -1,24 +1,24 @@
-"""What an optimizer step minimises.
+"""The objective of an optimizer step.
 
-For the policy: policy loss + KL to the reference - entropy, each averaged over the whole step. For the critic: the
-value loss. Here registered losses, built-in or custom, are called.
+The policy minimises policy loss + KL to the reference - entropy, each averaged over the whole step. The critic
+minimises the value loss. This module calls the registered losses, built-in or custom.
 
-A custom loss takes ``(log_probs, old_log_probs, advantages, config)``, optionally ``loss_mask`` and the engine's
-log-probs, spelt ``rollout_log_probs`` or ``rollout_logprobs``, and returns a pair:
+A custom loss takes ``(log_probs, old_log_probs, advantages, config)`` and optionally ``loss_mask`` and the engine's
+log-probs, as ``rollout_log_probs`` or ``rollout_logprobs``. It returns one of two pairs:
 
-* ``(loss of each token [B, T], metrics)``: masked and averaged like a built-in one; or
-* ``(scalar, metrics)``: the mean over the micro-batch that it was given. It counts in proportion to the micro-batch:
-  by valid tokens, or by sequences for ``loss_reduction`` ``sequence_mean`` and ``prompt_mean``. Such a loss depends on
-  how the batch is cut; a warning says so, once.
+* ``(loss of each token [B, T], metrics)``. It is masked and averaged like a built-in loss.
+* ``(scalar, metrics)``, where the scalar is the mean over its micro-batch. It is weighted by the valid tokens of the
+  micro-batch, or by its sequences for ``loss_reduction`` ``sequence_mean`` and ``prompt_mean``. Such a loss depends on
+  how a batch is split into micro-batches, which causes one warning.
 
-Metrics are a number (the clip ratio) or a dict of numbers, each the mean over the tokens of the micro-batch unless its
-name ends in ``_min`` or ``_max``; scalar tensors and (sum, count) pairs are accepted, too.
+Metrics are a number (the clip ratio) or a dict of numbers. A number is the mean over the tokens of the micro-batch,
+unless its name ends in ``_min`` or ``_max``. Scalar tensors and (sum, count) pairs are accepted as well.
 
-How the training engine uses it, per optimizer step::
+The training engine does this in each optimizer step::
 
-    objective = PolicyObjective(config)                       # at each step: the registry may have changed
-    mine = objective.totals(loss_mask, old_log_probs=…, rollout_log_probs=…, uids=…)   # this rank's shard
-    totals = <sum of everybody's `mine` over the dp ranks>    # StepTotals adds up
+    objective = PolicyObjective(config)                       # at each step, as the registry may have changed
+    shard = objective.totals(loss_mask, old_log_probs=…, rollout_log_probs=…, uids=…)   # of this rank
+    totals = <sum of `shard` over the dp ranks>
     for each micro-batch:
         loss, metrics = objective(totals, log_probs, advantages, loss_mask, …)
         loss.backward()                                       # gradients are summed over micro-batches and dp ranks
@@ -53,7 +53,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Issue a SkyRLMegatronWarning, once a process for each message."""
+    """Issue a SkyRLMegatronWarning, once per process and message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, SkyRLMegatronWarning, stacklevel=3)
@@ -69,9 +69,9 @@ def call_policy_loss(
     loss_mask: Tensor,
     rollout_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Call a policy loss: return the loss of each token [B, T], or a scalar, with metrics in their reducible form.
+    """Call a policy loss: return the loss of each token [B, T] or a scalar, and its reducible metrics.
 
-    Raises AlgorithmError (a ValueError) when the function cannot be called like this, or returns something else.
+    Raises AlgorithmError (a ValueError) if the function has other parameters or returns something else.
     """
     optional = {"loss_mask": loss_mask, "rollout": rollout_log_probs}
     keywords = {spelling: optional[kind] for spelling, kind in accepted_keywords(name, function).items()}
@@ -81,20 +81,20 @@ def call_policy_loss(
         loss = keep_masked(loss, loss_mask)
     else:
         warn_once(
-            f"the policy loss {name!r} returns a scalar: it counts as the mean over its micro-batch, so that loss and"
-            " gradient depend on how the batch is cut. Return the loss of each token to avoid that"
+            f"the policy loss {name!r} returns a scalar, which is used as the mean over its micro-batch: loss and"
+            " gradient depend on how the batch is split. Return the loss of each token to avoid that"
         )
     return loss, reducible(name, metrics, loss_mask)
 
 
 def accepted_keywords(name: str, function: Callable[..., Any]) -> dict[str, str]:
-    """Return the optional arguments that ``function`` takes: its spelling → ``loss_mask`` or ``rollout``.
+    """Return the optional arguments that ``function`` takes: parameter name → ``loss_mask`` or ``rollout``.
 
-    Raises AlgorithmError when it has fewer than four parameters, or requires another argument.
+    Raises AlgorithmError if it has fewer than four parameters or requires another argument.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a callable without a signature: offer the full contract
+    except (TypeError, ValueError):  # a callable without a signature: pass all optional arguments
         return {"loss_mask": "loss_mask", "rollout_log_probs": "rollout"}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     starred = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -115,7 +115,7 @@ def accepted_keywords(name: str, function: Callable[..., Any]) -> dict[str, str]
 
 
 def _checked_pair(name: str, result: object, log_probs: Tensor) -> tuple[Tensor, object]:
-    """Return (loss, metrics) as the function gave them. Raises AlgorithmError with what came instead."""
+    """Return (loss, metrics) of a policy loss. Raises AlgorithmError if ``result`` is not such a pair."""
     shape = list(log_probs.shape)
     wanted = f"the policy loss {name!r} must return (loss, metrics), the loss a scalar tensor or one of shape {shape}"
     if not isinstance(result, tuple | list) or len(result) != 2:
@@ -132,7 +132,7 @@ def _checked_pair(name: str, result: object, log_probs: Tensor) -> tuple[Tensor,
 
 
 def reducible(name: str, metrics: object, loss_mask: Tensor) -> ReducibleMetrics:
-    """Return a custom loss's metrics in the form of ``metrics.py``: a number weighs as many tokens as it covers."""
+    """Return the metrics of a custom loss as reducible metrics. A number is weighted by its valid tokens."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -155,7 +155,7 @@ def reducible(name: str, metrics: object, loss_mask: Tensor) -> ReducibleMetrics
 
 
 class Objective(Protocol):
-    """What the training engine asks of an objective, a policy's or a critic's, besides the loss of a micro-batch."""
+    """Interface of policy and critic objectives, without the loss of a micro-batch."""
 
     def totals(
         self,
@@ -174,10 +174,10 @@ class Objective(Protocol):
 
 
 class PolicyObjective:
-    """The objective that ``config`` (an AlgorithmConfig) describes, with the loss that the registry holds now.
+    """The policy objective of ``config`` (an AlgorithmConfig), with the loss that is registered now.
 
-    Raises AlgorithmError when the loss is not registered. Warns once when loss and gradient will depend on how a batch
-    is cut into micro-batches.
+    Raises AlgorithmError if the loss is not registered. Warns once if loss and gradient depend on how a batch is split
+    into micro-batches.
     """
 
     def __init__(self, config: Any) -> None:
@@ -191,24 +191,24 @@ class PolicyObjective:
         if self.builtin is not None and self.builtin.depends_on_cut:
             warn_once(
                 f"the policy loss {self.name!r} uses statistics of its micro-batch: loss and gradient depend on how a"
-                " batch is cut into micro-batches and data-parallel ranks"
+                " batch is split into micro-batches and data-parallel ranks"
             )
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether anything reads the trainer's log-probs before the update: else their forward pass is skipped."""
+        """Whether the loss reads the trainer's log-probs before the update. If not, their forward pass is skipped."""
         return correction_enabled(self.correction) or self.builtin is None or self.builtin.uses_old(self.config)
 
     @property
     def compares_top(self) -> bool:
-        """Whether the policy's distributions are compared with a teacher's, token for token."""
+        """Whether the loss includes the divergence from a teacher's top-K distributions."""
         wanted = getattr(self.config, "distillation", None)
         return wanted is not None and wanted.loss_coef > 0
 
     def effective_mask(
         self, loss_mask: Tensor, old_log_probs: Tensor | None = None, rollout_log_probs: Tensor | None = None
     ) -> Tensor:
-        """Return the loss mask [B, T] without the tokens that the off-policy masks of this loss drop."""
+        """Return the loss mask [B, T] without the tokens that the off-policy correction drops."""
         return effective_mask(old_log_probs, rollout_log_probs, loss_mask, self.correction)
 
     def totals(
@@ -245,11 +245,11 @@ class PolicyObjective:
     ) -> tuple[Tensor, ReducibleMetrics]:
         """Return the loss of a micro-batch, a scalar to call ``backward`` on, and its metrics; all tensors [B, T].
 
-        ``ref_log_probs`` is needed for ``use_kl_loss``, ``entropy`` (nats, differentiable) for ``use_entropy_loss``;
-        given without these, they are measured only. ``top_log_probs``: the policy's, differentiable, and the teacher's
-        of the teacher's likeliest tokens, [B, T, K] each, for ``distillation.loss_coef``. Metrics: ``final_loss``,
-        ``policy_loss``, ``policy_kl``, ``policy_entropy``, the step's values as shares, and ``loss_metrics/…`` of the
-        policy loss.
+        ``use_kl_loss`` requires ``ref_log_probs``, ``use_entropy_loss`` requires ``entropy`` (nats, differentiable).
+        Without these options they only add metrics. ``distillation.loss_coef`` requires ``top_log_probs``: log-probs
+        of the policy (differentiable) and of the teacher for the teacher's likeliest tokens, [B, T, K] each. Metrics:
+        ``final_loss``, ``policy_loss``, ``policy_kl``, ``policy_entropy`` as shares of the step's values, and
+        ``loss_metrics/…`` of the policy loss. Raises AlgorithmError if a required tensor is missing.
         """
         config = self.config
         given = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
@@ -277,7 +277,7 @@ class PolicyObjective:
         if self.compares_top:
             if top_log_probs is None:
                 raise AlgorithmError(
-                    "trainer.algorithm.distillation.loss_coef needs top_log_probs, which were not given"
+                    "trainer.algorithm.distillation.loss_coef needs top_log_probs, but they are missing"
                 )
             wanted = config.distillation
             distance, measured = divergence(*top_log_probs, mask, beta=wanted.beta, renormalize=wanted.renormalize)
@@ -291,20 +291,20 @@ class PolicyObjective:
 
 def _required(terms: dict[str, Tensor], term: str, option: str, argument: str) -> Tensor:
     if term not in terms:
-        raise AlgorithmError(f"trainer.algorithm.{option}=true needs {argument}, which were not given")
+        raise AlgorithmError(f"trainer.algorithm.{option}=true needs {argument}, which is missing")
     return terms[term]
 
 
 def _totals_as_metrics(terms: dict[str, Tensor], share: Tensor) -> ReducibleMetrics:
-    """Return parts of the step's totals as pairs: values add up to the total, shares to 1."""
+    """Return a micro-batch's part of the step's totals as pairs. Values add up to the total, shares to 1."""
     return {name: Mean(value.detach().double(), share) for name, value in terms.items()}
 
 
 class CriticObjective:
     """The value loss of ``config`` (an AlgorithmConfig): :func:`ppo_critic_loss`, a mean over tokens.
 
-    Used as :class:`~skyrl_megatron.algorithms.objective.PolicyObjective` is. ``loss_reduction`` is the policy's: a
-    value is regressed at each token, whichever sequence it stands in.
+    It has the interface of :class:`PolicyObjective`. ``loss_reduction`` applies to the policy only: the critic
+    regresses a value at each token, independently of its sequence.
     """
 
     def __init__(self, config: Any) -> None:

@@ -1,14 +1,14 @@
-"""Correction for engines that sample from slightly other probabilities than the trainer computes.
+"""Off-policy correction for engines whose sampling probabilities differ slightly from those of the trainer.
 
-With r = exp(old_log_probs - rollout_log_probs) for each token, ``algorithm.off_policy_correction`` may, in this order,
+Let r = exp(old_log_probs - rollout_log_probs) for each token. ``algorithm.off_policy_correction`` can, in this order,
 
 1. drop sequences that have an outlier token (``outlier_token_is_threshold_*``),
 2. drop single tokens (``token_mask_is_threshold_*``),
-3. weight the loss by the truncated ratio, of the token or of the whole sequence (``tis_ratio_type``),
+3. weight the loss by the truncated ratio of the token or of the whole sequence (``tis_ratio_type``),
 4. drop sequences whose product or geometric mean of r is out of bounds (``sequence_mask_metric``).
 
-Each step sees the mask that the ones before left. What is dropped depends on old and rollout log-probs alone, so the
-tokens that remain are known before the step: :func:`effective_mask`.
+Each stage starts from the mask of the previous one. The masks depend only on old and rollout log-probs, so the
+remaining tokens are known before the optimizer step: :func:`effective_mask`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def clamped_ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp of a log-ratio clamped to ±20: 485 million at most, never an overflow."""
+    """Return exp of a log-ratio clamped to ±20: at most 485 million, so it cannot overflow."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -35,9 +35,9 @@ class Correction(NamedTuple):
     """The effect of a correction on one batch of sequences."""
 
     mask: Tensor
-    """[B, T]: the loss mask without what was dropped, in its dtype."""
+    """[B, T]: the loss mask without the dropped tokens, in its dtype."""
     weight: Tensor | None
-    """[B, T] or [B, 1], no gradient: factor of the loss; None for 1."""
+    """[B, T] or [B, 1], no gradient: factor of the loss. None means 1."""
     metrics: ReducibleMetrics
 
 
@@ -45,7 +45,7 @@ class Correction(NamedTuple):
 def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: Tensor, cfg: Any) -> Correction:
     """Compute the correction from ``old_log_probs``, ``rollout_log_probs`` (nats) and ``loss_mask``, all [B, T].
 
-    ``cfg`` is an OffPolicyCorrectionConfig. Statistics run over valid tokens, and over sequences that have any.
+    ``cfg`` is an OffPolicyCorrectionConfig. Statistics cover valid tokens, and sequences with valid tokens.
     Raises AlgorithmError without rollout log-probs, or for an unknown type.
     """
     if not correction_enabled(cfg):
@@ -78,7 +78,10 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: 
 def effective_mask(
     old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, loss_mask: Tensor, cfg: Any
 ) -> Tensor:
-    """Return the tokens [B, T] that remain after every mask, which denominators count; each row by itself."""
+    """Return the mask [B, T] of the tokens that remain after all masks. Loss denominators count these tokens.
+
+    Rows do not affect each other. Raises AlgorithmError if the masks need log-probs that are missing.
+    """
     if not masks_enabled(cfg):
         return loss_mask
     if old_log_probs is None:
@@ -117,13 +120,14 @@ def _sequence_mask(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: Reducible
 
 
 def _out_of_bounds(ratio: Tensor, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Return where ``ratio`` is below ``low`` and where it is above ``high``; None is no bound."""
+    """Return where ``ratio`` is below ``low`` and where it is above ``high``; None means no bound."""
     never = torch.zeros_like(ratio, dtype=torch.bool)
     return never if low is None else ratio < low, never if high is None else ratio > high
 
 
 def _drop_sequences(name: str, under: Tensor, over: Tensor, mask: Tensor, metrics: ReducibleMetrics) -> Tensor:
-    """Drop the sequences marked in ``under`` or ``over`` [B, 1]; return the mask and add metrics of how many."""
+    """Drop the sequences marked in ``under`` or ``over`` [B, 1]; return the mask and add the dropped shares to
+    ``metrics``."""
     metrics[f"{name}_masked_ratio"] = _share_of_sequences(under | over, mask)
     metrics[f"{name}_over_high_ratio"] = _share_of_sequences(over, mask)
     metrics[f"{name}_under_low_ratio"] = _share_of_sequences(under, mask)
@@ -131,6 +135,6 @@ def _drop_sequences(name: str, under: Tensor, over: Tensor, mask: Tensor, metric
 
 
 def _share_of_sequences(marked: Tensor, mask: Tensor) -> Mean:
-    """Return the share of the sequences with a valid token that are ``marked`` [B, 1]."""
+    """Return the share of ``marked`` [B, 1] sequences among those with a valid token."""
     valid = (mask > 0).any(dim=1)
     return token_mean(marked.squeeze(1), valid)

@@ -1,27 +1,26 @@
-"""Averaging: the one place where token losses become the loss of an optimizer step.
+"""Loss reduction: how token losses become the loss of an optimizer step.
 
-A step works on a mini-batch that is cut into ranks and micro-batches. Its loss is a mean over the whole mini-batch, so
-each piece contributes a sum, divided by a denominator of the whole. Both halves are here:
+The loss of a step is a mean over its whole mini-batch, which is split over ranks and micro-batches. Each micro-batch
+therefore contributes a sum, divided by a denominator of the whole mini-batch:
 
-1. Before the step, every rank counts its shard with :func:`step_totals` and the counts are added up over ranks, for
-   example ``sum(all_gathered, StepTotals())``. The mask to count is the one left by the off-policy masks
-   (``off_policy.effective_mask``), known from the mask and from old and rollout log-probs.
-2. In the step, each micro-batch turns the totals into one weight a row (:func:`row_weights`), and contributes
+1. Before the step, every rank counts its shard with :func:`step_totals`. The counts are added up over ranks, for
+   example ``sum(all_gathered, StepTotals())``. The mask to count is ``off_policy.effective_mask``.
+2. In the step, each micro-batch turns the totals into one weight per row (:func:`row_weights`). It contributes
    :func:`weighted_sum` of its policy loss, its KL and its entropy, all with the same mask and weights. The
-   contributions of all micro-batches and ranks add up to the step's loss: gradients are sums, too, and nothing is
-   averaged again.
+   contributions of all micro-batches and ranks add up to the loss of the step. Gradients are summed as well, and
+   nothing is averaged afterwards.
 
-``loss_reduction`` says which mean, with m the mask and L the loss of a token:
+``loss_reduction`` selects the mean (m is the mask, L the loss of a token):
 
     token_mean               Σ m·L / Σ m
     sequence_mean            mean over sequences of (Σ m·L / Σ m)
     seq_mean_token_sum_norm  mean over sequences of (Σ m·L / max_seq_len)      (Dr. GRPO, arXiv:2503.20783)
     prompt_mean              mean over prompts of (Σ m·L / Σ m), over all responses to the prompt
 
-Sequences and prompts without a single valid token are not counted: neither dummy rows, nor empty responses, nor what a
-mask removed changes the mean of the others. A step without valid tokens has loss 0.
+Sequences and prompts without a valid token do not count, so dummy rows, empty responses and fully masked rows do not
+change the mean of the others. A step without valid tokens has loss 0.
 
-A scalar from a custom loss is the mean of its micro-batch; :func:`micro_batch_share` is its weight.
+A scalar that a custom loss returns is the mean of its micro-batch. Its weight is :func:`micro_batch_share`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LOSS_REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "pr
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Counts of a shard of the mini-batch, added up to those of the optimizer step. Exact: whole numbers."""
+    """Counts of a shard of the mini-batch; the sum over all shards is that of the optimizer step."""
 
     tokens: int = 0
     """Valid tokens."""
@@ -57,9 +56,9 @@ class StepTotals:
 
 
 def step_totals(mask: Tensor, loss_reduction: str = "token_mean", uids: Sequence[str] | None = None) -> StepTotals:
-    """Count one shard: any rows of the mini-batch with their mask [B, T], and for ``prompt_mean`` their uids.
+    """Count one shard: rows of the mini-batch with their mask [B, T], and for ``prompt_mean`` their uids.
 
-    Raises AlgorithmError for a mask that holds more than 0 and 1, an unknown reduction, or missing uids.
+    Raises AlgorithmError for a mask with values other than 0 and 1, an unknown reduction, or missing uids.
     """
     check_loss_reduction(loss_reduction)
     check_mask("loss_mask", mask)
@@ -80,10 +79,10 @@ def row_weights(
     max_seq_len: int | None = None,
     uids: Sequence[str] | None = None,
 ) -> Tensor:
-    """Return [B] float64: the weight of each valid token of a row in the loss of the step; 0 for rows without one.
+    """Return [B] float64: the weight in the step's loss of each valid token of a row; 0 for rows without valid tokens.
 
-    ``mask`` [B, T] is that of the micro-batch, whole rows; ``totals`` are the step's. ``max_seq_len`` is needed for
-    ``seq_mean_token_sum_norm``, ``uids`` for ``prompt_mean``. Raises AlgorithmError where they are missing.
+    ``mask`` [B, T] belongs to the micro-batch, ``totals`` to the step. ``seq_mean_token_sum_norm`` requires
+    ``max_seq_len``, ``prompt_mean`` requires ``uids``. Raises AlgorithmError if the required argument is missing.
     """
     check_loss_reduction(loss_reduction)
     lengths = (mask > 0).sum(dim=1).double()
@@ -104,10 +103,10 @@ def row_weights(
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """Return a micro-batch's contribution, Σ over rows of weight · Σ over valid tokens of ``values`` [B, T]. Scalar.
+    """Return the contribution of a micro-batch as a scalar: Σ over rows of weight · Σ over valid tokens of ``values``.
 
-    Differentiable in ``values``; masked entries, whatever they hold, contribute exactly 0 to value and gradient. The
-    sum over rows is taken in float64, the result has the dtype of ``values``, float32 at least.
+    ``values`` is [B, T]; the result is differentiable in it. Masked entries, also NaN, contribute exactly 0 to value
+    and gradient. The sum over rows is taken in float64. The result is float64 for float64 ``values``, else float32.
     """
     dtype = values.dtype if values.dtype == torch.float64 else torch.float32
     per_row = keep_masked(values, mask).sum(dim=1, dtype=dtype)
@@ -115,10 +114,9 @@ def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
 
 
 def micro_batch_share(mask: Tensor, totals: StepTotals, loss_reduction: str = "token_mean") -> Tensor:
-    """Return a micro-batch's share of the step, scalar float64: of tokens, or of sequences for means over rows.
+    """Return a micro-batch's share of the step's tokens, or of its sequences for means over rows. Scalar float64.
 
-    Shares of all micro-batches add up to 1. The weight of a scalar returned by a custom loss, and of metrics that are
-    totals.
+    The shares of all micro-batches add up to 1. They weight the scalar of a custom loss, and metrics that are totals.
     """
     valid = mask > 0
     if loss_reduction in ("sequence_mean", "prompt_mean"):
@@ -127,7 +125,7 @@ def micro_batch_share(mask: Tensor, totals: StepTotals, loss_reduction: str = "t
 
 
 def check_loss_reduction(loss_reduction: str) -> None:
-    """Raise AlgorithmError for a name that is none of ``LOSS_REDUCTIONS``."""
+    """Raise AlgorithmError for a name that is not in ``LOSS_REDUCTIONS``."""
     if loss_reduction not in LOSS_REDUCTIONS:
         raise AlgorithmError(
             f"trainer.algorithm.loss_reduction={loss_reduction!r}: choose one of {', '.join(LOSS_REDUCTIONS)}"

@@ -1,23 +1,17 @@
-"""Registries of functions by name, the same in every process of a Ray cluster.
+"""Registries of functions by name, synchronised between all processes of a Ray cluster.
 
-Changes are exchanged through one small Ray actor per registry.
-
-The actor holds a numbered list of changes: a custom function, a replaced one, one taken away. Every process remembers
-what it learnt, so that a new actor (after a restart of Ray, or when the old one went down with its owner) is told. Ray
-is used when somebody else has imported and started it.
-
-Each process holds a plain dictionary, so a lookup sends no message. What differs from the built-in functions is kept
-as a list of changes by one small actor a registry (:mod:`skyrl_megatron.algorithms.registry_sync`). A process asks
-that actor
+Each process holds a dictionary, so a lookup sends no message. One Ray actor per registry holds a numbered list of the
+changes to the built-in functions: a function was added, replaced or removed. A process asks that actor
 
 * when a name is not in its dictionary,
-* when a call arrives with newer versions than its own: the caller sends :func:`registry_versions` along with every
-  dispatched call, the worker begins with :func:`ensure_registry_versions`. A function registered anew under its name
-  is therefore seen at the next call,
-* when told to, by :func:`sync_registries` after ``ray.init()``.
+* when a call arrives with newer versions than its own: the caller sends :func:`registry_versions` with every
+  dispatched call, and the worker first calls :func:`ensure_registry_versions`. A function that was registered again
+  under its name is therefore used from the next call on,
+* when :func:`sync_registries` is called, after ``ray.init()``.
 
-Functions travel by cloudpickle, lambdas and functions of ``__main__`` included. Without Ray all of this is a
-dictionary.
+Every process remembers the changes that it knows and sends them to a new actor, which is needed after a restart of Ray
+or when the old actor died with its owner. Functions are serialised with cloudpickle, including lambdas and functions
+of ``__main__``. Without Ray a registry is only a dictionary. This module imports Ray only if the process has done so.
 """
 
 from __future__ import annotations
@@ -38,17 +32,17 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 class RegistryVersion(NamedTuple):
-    """What a process knows: which registry actor ("" for none), and how many of its changes."""
+    """The state that a process knows: the id of the registry actor ("" for none) and how many of its changes."""
 
     actor: str
     changes: int
 
 
 class Change(NamedTuple):
-    """What became of one name of a registry.
+    """A change of one name of a registry.
 
-    ``function`` is the pickle of what was registered, None where the name was taken away or given back to the built-in
-    function; ``identity`` tells these and different functions apart.
+    ``function`` is the pickled function. It is None if the name was removed or reset to the built-in function.
+    ``identity`` distinguishes these two cases and different functions.
     """
 
     name: str
@@ -59,8 +53,8 @@ class Change(NamedTuple):
 GONE, BUILT_IN = "gone", "built-in"
 
 
-class Recorded(NamedTuple):
-    """A change and its age, a number that grows from change to change and outlives an actor: the newer one holds."""
+class DatedChange(NamedTuple):
+    """A change and its age, a number that increases with every change, also over actors. The newest change wins."""
 
     age: int
     change: Change
@@ -69,28 +63,28 @@ class Recorded(NamedTuple):
 class RegistryActor:
     """The changes of one registry, a Ray actor by the registry's ``_actor_name``.
 
-    ``register``, ``get``, ``list_available``, ``unregister`` and ``registry`` are for whoever asks the actor itself;
-    processes that use the registry ``exchange``. Built-in functions are not kept here: every process imports them.
+    ``register``, ``get``, ``list_available``, ``unregister`` and ``registry`` are for direct callers of the actor;
+    registries use ``exchange``. The actor does not hold built-in functions: every process imports them.
     """
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
         self.count = 0
-        self.held: dict[str, tuple[int, Recorded]] = {}
+        self.entries: dict[str, tuple[int, DatedChange]] = {}
 
     # ------------------------------------------------------------------ the functions
     @property
     def registry(self) -> dict[str, bytes]:
         """Name → pickled function."""
-        held = ((name, recorded.change.function) for name, (_, recorded) in self.held.items())
+        held = ((name, recorded.change.function) for name, (_, recorded) in self.entries.items())
         return {name: function for name, function in held if function is not None}
 
     def register(self, name: str, func_serialized: bytes) -> None:
-        """Keep a function that cloudpickle made bytes of, in the place of any other; processes learn of it later."""
-        self._hold_new(Change(str(name), func_serialized, hashlib.sha256(func_serialized).hexdigest()))
+        """Store a function pickled by cloudpickle, replacing any other. Processes get it at their next sync."""
+        self._record_new(Change(str(name), func_serialized, hashlib.sha256(func_serialized).hexdigest()))
 
     def get(self, name: str) -> bytes | None:
-        """Return a function as cloudpickle reads it, None for a name that nobody registered."""
+        """Return the pickled function, or None if the name is not registered."""
         return self.registry.get(str(name))
 
     def list_available(self) -> list[str]:
@@ -98,10 +92,10 @@ class RegistryActor:
         return list(self.registry)
 
     def unregister(self, name: str) -> bytes | None:
-        """Take a function away, everywhere, and return it."""
+        """Remove a function from every process and return it pickled, or None if the name is not registered."""
         function = self.get(name)
         if function is not None:
-            self._hold_new(Change(str(name), None, GONE))
+            self._record_new(Change(str(name), None, GONE))
         return function
 
     # ------------------------------------------------------------------ the changes
@@ -109,94 +103,95 @@ class RegistryActor:
         """Return the number of the latest change."""
         return RegistryVersion(self.id, self.count)
 
-    def take_over(self, remembered: list[Recorded]) -> RegistryVersion:
-        """Take over what a process remembers that knew another actor, or none.
+    def take_over(self, remembered: list[DatedChange]) -> RegistryVersion:
+        """Merge the changes that a process remembers from an earlier actor.
 
-        Returns the version from which that process asks for news.
+        Returns the version from which that process must request changes.
         """
         for recorded in remembered:
-            _, held = self.held.get(recorded.change.name, (0, None))
+            _, held = self.entries.get(recorded.change.name, (0, None))
             if held is None or held.age < recorded.age:
-                self._hold(recorded)
+                self._record(recorded)
         return RegistryVersion(self.id, 0)
 
     def exchange(
         self, known: RegistryVersion, changes: list[Change]
-    ) -> tuple[RegistryVersion, list[Recorded], list[Recorded]] | None:
-        """Record ``changes``; return the version, what is new since ``known``, and the holders of refused names.
+    ) -> tuple[RegistryVersion, list[DatedChange], list[DatedChange]] | None:
+        """Record ``changes``; return the version, the changes since ``known``, and the entries of refused names.
 
-        A name is refused when it belongs to another function. The same function again, as from each process that
-        imports its module, is no change. Returns None to a process that the actor must :meth:`take_over` from first.
+        A name is refused if it belongs to another function. Registering the same function again, as every process
+        that imports its module does, is not a change. Returns None if the process knows another actor: it must call
+        :meth:`take_over` first.
         """
         if known.actor != self.id:
             return None
         refused = []
         for change in changes:
-            _, held = self.held.get(change.name, (0, None))
+            _, held = self.entries.get(change.name, (0, None))
             if held is not None and held.change.identity == change.identity:
                 continue
             if held is not None and held.change.function and change.function:
                 refused.append(held)
             else:
-                self._hold_new(change)
-        news = sorted((number, recorded) for number, recorded in self.held.values() if number > known.changes)
+                self._record_new(change)
+        news = sorted((number, recorded) for number, recorded in self.entries.values() if number > known.changes)
         return self.version(), [recorded for _, recorded in news], refused
 
-    def _hold_new(self, change: Change) -> None:
-        self._hold(Recorded(1 + max((recorded.age for _, recorded in self.held.values()), default=0), change))
+    def _record_new(self, change: Change) -> None:
+        self._record(DatedChange(1 + max((recorded.age for _, recorded in self.entries.values()), default=0), change))
 
-    def _hold(self, recorded: Recorded) -> None:
+    def _record(self, recorded: DatedChange) -> None:
         self.count += 1
-        self.held[recorded.change.name] = (self.count, recorded)
+        self.entries[recorded.change.name] = (self.count, recorded)
 
 
 @functools.cache
 def registry_actor_class() -> Any:
-    """Return :class:`RegistryActor` as Ray makes actors of it: ``.options(name=…, get_if_exists=True).remote()``."""
+    """Return :class:`RegistryActor` as a Ray actor class: ``.options(name=…, get_if_exists=True).remote()``."""
     import ray
 
     return ray.remote(num_cpus=0)(RegistryActor)
 
 
 class RegistryClient:
-    """This process's end of one registry: what it knows, its changes that are pending, and the handle of the actor.
+    """The client of one registry in this process: known version, pending changes, and the handle of the actor.
 
-    ``apply`` carries out a change that another process made.
+    ``apply`` applies a change that another process made.
     """
 
     def __init__(self, actor_name: str, apply: Callable[[Change], None]) -> None:
         self.actor_name, self.apply = actor_name, apply
         self.lock = threading.RLock()
         self.known = RegistryVersion("", 0)
-        self.remembered: dict[str, Recorded] = {}
+        self.remembered: dict[str, DatedChange] = {}
         self.pending: list[Change] = []
         self.session = ("", "")
         self.actor: Any = None
 
     def changed(self) -> set[str]:
-        """Return the names that were changed at any time, by any process that we heard of."""
+        """Return the names with a known change of any process."""
         return {change.name for change in self.pending} | set(self.remembered)
 
     def note(self, change: Change) -> None:
-        """Note a change made in this process; it is sent at once when Ray is up, else at the first sync."""
+        """Record a change made in this process. It is sent at once if Ray is initialised, else at the first sync."""
         with self.lock:
             self.pending.append(change)
             if connected_ray() is not None:
                 self.sync()
 
     def connect(self) -> None:
-        """Begin to start the actor where there is none; whoever asks it waits."""
+        """Start the actor if there is none, without waiting for it."""
         self._handle(*_connection())
 
     def sync(self) -> None:
-        """Send what was changed here, apply what was changed elsewhere.
+        """Send the changes of this process and apply those of others.
 
-        Raises AlgorithmError when a name registered here belongs to another function of another process.
+        Raises AlgorithmError if another process has registered another function under a name registered here.
         """
         with self.lock:
-            if self._alone():
+            if self._is_unchanged():
                 return
-            # None from an actor that does not know us: first contact, Ray restarted, or the old one is gone.
+            # None: the actor does not know this process (first contact, Ray restarted, or the old actor died).
             while (reply := self._ask("exchange", self.known, self.pending)) is None:
                 self.known = self._ask("take_over", list(self.remembered.values()))
             sent, self.pending = self.pending, []
@@ -209,22 +204,25 @@ class RegistryClient:
         if refused:
             names = ", ".join(repr(change.name) for _, change in refused)
             raise AlgorithmError(
-                f"already registered with another function by another process: {names} ({self.actor_name})"
+                f"another process has already registered another function as {names} ({self.actor_name}): choose"
+                " another name"
             )
 
     def version(self) -> RegistryVersion:
-        """Return the actor's version, after sending it what was changed here and applying what is new."""
+        """Return the actor's version, after exchanging changes with it."""
         with self.lock:
-            if self._alone():
+            if self._is_unchanged():
                 return self.known
             version: RegistryVersion = self._ask("version")
             if self.pending or version != self.known:
                 self.sync()
             return self.known
 
-    def _alone(self) -> bool:
-        """Return whether no process has changed anything: this one has not, and there is no actor. The first change
-        makes one, as a process that starts for nothing takes two seconds of a core."""
+    def _is_unchanged(self) -> bool:
+        """Return whether no process has changed anything: this process has not, and there is no actor.
+
+        The first change starts the actor, because starting one takes two seconds of a core.
+        """
         ray, session = _connection()
         if self.changed() or (self.actor is not None and session == self.session):
             return False
@@ -235,7 +233,7 @@ class RegistryClient:
         return False
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call the actor, which is started where there is none. One that is gone is replaced, once."""
+        """Call the actor. Starts it if there is none, and replaces it once if it died."""
         ray, session = _connection()
         for attempt in (1, 2):
             handle = self._handle(ray, session)
@@ -243,7 +241,7 @@ class RegistryClient:
                 return ray.get(getattr(handle, method).remote(*arguments), timeout=ANSWER_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 raise DistributedError(
-                    f"the registry of functions (Ray actor {self.actor_name}) did not answer {method} within"
+                    f"the function registry (Ray actor {self.actor_name}) did not answer {method} within"
                     f" {ANSWER_TIMEOUT_S:g} s: look for a dead or overloaded node in `ray status`"
                 ) from None
             except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
@@ -260,7 +258,7 @@ class RegistryClient:
 
 def connected_ray() -> Any:
     """Return the module ``ray`` when this process is connected to a cluster, else None."""
-    if "ray" not in sys.modules:  # nobody connects without it, and importing it takes a second
+    if "ray" not in sys.modules:  # importing Ray takes a second, and it cannot be connected without
         return None
     import ray
 
@@ -268,12 +266,12 @@ def connected_ray() -> Any:
 
 
 def _connection() -> tuple[Any, tuple[str, str]]:
-    """Return the module ``ray`` and the session that it is connected to. Raises AlgorithmError where it is not."""
+    """Return the module ``ray`` and its session. Raises AlgorithmError if Ray is not initialised."""
     ray = connected_ray()
     if ray is None:
         raise AlgorithmError("Ray is not initialised: call ray.init() before the registries are synchronised")
     context = ray.get_runtime_context()
-    return ray, (context.get_node_id(), context.get_job_id())  # another pair after each ray.init
+    return ray, (context.get_node_id(), context.get_job_id())  # ray.init changes this pair
 
 
 __all__ = [
@@ -289,12 +287,12 @@ type RegistryVersions = dict[str, RegistryVersion]
 """What a dispatched call carries: name of a registry's actor → the latest change known anywhere."""
 
 REGISTRIES: dict[str, type[BaseFunctionRegistry]] = {}
-"""Name of its actor → registry."""
+"""Actor name → registry."""
 
 
 @functools.cache
 def _client_of(actor_name: str) -> RegistryClient:
-    """Return this process's end of a registry, which may hear of changes before the registry's module is imported."""
+    """Return this process's client of a registry, which may get changes before the registry's module is imported."""
 
     def apply(change: Change) -> None:
         if actor_name in REGISTRIES:
@@ -304,10 +302,10 @@ def _client_of(actor_name: str) -> RegistryClient:
 
 
 class BaseFunctionRegistry:
-    """Functions by name; each subclass is a registry of its own. Names are strings or ``StrEnum`` members.
+    """Functions by name; each subclass is a separate registry. Names are strings or ``StrEnum`` members.
 
-    A subclass says what it holds (``_function_type``); its Ray actor is named after that, or by ``_actor_name``. All
-    mistakes raise AlgorithmError (a ValueError) that lists what is registered.
+    A subclass sets ``_function_type``, the kind of its functions, from which the name of its Ray actor is derived
+    unless it sets ``_actor_name``. Errors are AlgorithmError (a ValueError) and list the registered names.
     """
 
     _function_type: ClassVar[str] = "function"
@@ -323,15 +321,15 @@ class BaseFunctionRegistry:
         if "_actor_name" not in cls.__dict__:
             cls._actor_name = f"{cls._function_type.replace(' ', '_')}_registry"
         REGISTRIES[cls._actor_name], cls._client = cls, _client_of(cls._actor_name)
-        for _, change in cls._client.remembered.values():  # learnt before this class was there
+        for _, change in cls._client.remembered.values():  # known before this class was defined
             cls._apply(change)
 
     @classmethod
     def register(cls, name: str, func: Callable[..., Any]) -> None:
-        """Add ``func`` under ``name``, here and, once Ray is up, in every process.
+        """Register ``func`` as ``name`` in this process and, once Ray is initialised, in every process.
 
         A function of an importable module may be registered again, as each process that imports the module does.
-        Raises AlgorithmError when the name belongs to another function.
+        Raises AlgorithmError if the name belongs to another function or ``func`` is not callable.
         """
         name = str(name)
         if not callable(func):
@@ -344,7 +342,10 @@ class BaseFunctionRegistry:
 
     @classmethod
     def get(cls, name: str) -> Callable[..., Any]:
-        """Return the function called ``name``. A name known here is a dictionary lookup; another one is asked for."""
+        """Return the function registered as ``name``. Asks the actor if this process does not know the name.
+
+        Raises AlgorithmError if the name is not registered, or its function cannot be unpickled in this process.
+        """
         try:
             return cls._functions[name]
         except KeyError:
@@ -361,14 +362,14 @@ class BaseFunctionRegistry:
 
     @classmethod
     def list_available(cls) -> list[str]:
-        """Return all names, those registered by other processes included."""
+        """Return all names, including those registered by other processes."""
         if connected_ray() is not None:
             cls._client.sync()
         return list(cls._functions)
 
     @classmethod
     def unregister(cls, name: str) -> None:
-        """Take ``name`` away, in every process. Raises AlgorithmError when it is not there."""
+        """Remove ``name`` from every process. Raises AlgorithmError if it is not registered."""
         name = str(name)
         if name not in cls.list_available() and name not in cls._unloadable:
             raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
@@ -378,7 +379,7 @@ class BaseFunctionRegistry:
 
     @classmethod
     def reset(cls) -> None:
-        """Forget every function in this process, and every custom one in all of them (for tests)."""
+        """Remove every function from this process, and custom functions from all processes (for tests)."""
         if connected_ray() is not None:
             cls._client.sync()
         for name in cls._client.changed():
@@ -388,13 +389,13 @@ class BaseFunctionRegistry:
 
     @classmethod
     def repopulate(cls) -> None:
-        """Go back to the built-in functions and nothing else."""
+        """Restore the built-in functions and remove all others."""
         cls.reset()
         cls.repopulate_registry()
 
     @classmethod
     def repopulate_registry(cls) -> None:
-        """Put back the built-in functions that are missing; custom ones, also under a built-in name, stay."""
+        """Restore missing built-in functions. Custom functions stay, also under a built-in name."""
         for name, func in cls._builtin.items():
             if name not in cls._functions:
                 cls._functions[name] = func
@@ -409,9 +410,9 @@ class BaseFunctionRegistry:
 
     @classmethod
     def add_builtins(cls, names: Iterable[str], functions: Mapping[Any, Callable[..., Any]]) -> None:
-        """Add the functions that every process has by importing this package, and that therefore never travel.
+        """Add the built-in functions. Every process has them by importing this package, so they are never sent.
 
-        Raises AlgorithmError unless they are those of ``names``, by which the command line knows them.
+        Raises AlgorithmError if their names differ from ``names``, which the configuration schema defines.
         """
         differing = {str(name) for name in names} ^ {str(name) for name in functions}
         if differing:
@@ -425,7 +426,7 @@ class BaseFunctionRegistry:
 
     @classmethod
     def _apply(cls, change: Change) -> None:
-        """Carry out a change that another process made."""
+        """Apply a change that another process made."""
         cls._functions.pop(change.name, None)
         cls._unloadable.pop(change.name, None)
         if change.identity == BUILT_IN and change.name in cls._builtin:
@@ -442,7 +443,7 @@ class BaseFunctionRegistry:
 
 
 def _pickled(func: Callable[..., Any]) -> tuple[bytes, str]:
-    """Return the pickle of a function and what tells it from others: its import path or, without one, its content."""
+    """Return the pickled function and its identity: its import path, or the hash of the pickle if it has none."""
     data = cloudpickle.dumps(func)
     return data, _import_path(func) or hashlib.sha256(data).hexdigest()
 
@@ -453,16 +454,16 @@ def _import_path(func: Callable[..., Any]) -> str | None:
 
 
 def sync_registries() -> None:
-    """Exchange changes of all registries with the other processes; to be called after ``ray.init()``."""
+    """Exchange the changes of all registries with the other processes. Call it after ``ray.init()``."""
     clients = [registry._client for registry in REGISTRIES.values()]
     for client in clients:
-        client.connect()  # their actors start at the same time
+        client.connect()  # all actors start at the same time
     for client in clients:
         client.sync()
 
 
 def exchange_changes() -> None:
-    """Exchange what was changed, as :func:`sync_registries` does; where nothing was, no actor starts for it."""
+    """Exchange changes like :func:`sync_registries`, but start no actor for an unchanged registry."""
     clients = [registry._client for registry in REGISTRIES.values()]
     for client in clients:
         if client.changed():
@@ -472,9 +473,9 @@ def exchange_changes() -> None:
 
 
 def registry_versions() -> RegistryVersions:
-    """Return what a dispatched call carries: the latest change of each registry known anywhere.
+    """Return the latest version of each registry, which dispatched calls carry; {} without Ray.
 
-    One round trip to each actor, about a millisecond; nothing without Ray.
+    Takes one round trip to each actor, about a millisecond.
     """
     if connected_ray() is None:
         return {}
@@ -482,7 +483,7 @@ def registry_versions() -> RegistryVersions:
 
 
 def ensure_registry_versions(versions: RegistryVersions) -> None:
-    """Sync where this process knows less than ``versions``, which a dispatched call carries; else just compare."""
+    """Sync the registries that are older in this process than in ``versions``, which a dispatched call carries."""
     for actor_name, version in versions.items():
         client = _client_of(actor_name)
         if version.actor != client.known.actor or version.changes > client.known.changes:
@@ -490,6 +491,6 @@ def ensure_registry_versions(versions: RegistryVersions) -> None:
 
 
 def repopulate_all_registries() -> None:
-    """Put back every built-in function that is missing."""
+    """Restore missing built-in functions of all registries."""
     for registry in REGISTRIES.values():
         registry.repopulate_registry()

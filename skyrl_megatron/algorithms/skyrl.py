@@ -1,7 +1,7 @@
-"""The built-in functions by the names and with the parameters that scripts written for SkyRL call them by.
+"""The built-in functions under their SkyRL names and with their SkyRL parameters, for scripts written for SkyRL.
 
-They are those of the registries, under other names. One thing differs: a policy loss returns the loss of each token
-[B, T], not a sum; :func:`~skyrl_megatron.algorithms.masked.masked_token_mean` makes a number of it.
+One thing differs from SkyRL: a policy loss returns the loss of each token [B, T] instead of a scalar. Use
+:func:`~skyrl_megatron.algorithms.masked.masked_token_mean` to get a scalar.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = [
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lambd: float, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`gae`'s advantages and returns [B, T]; here ``values`` stand before the mask."""
+    """Return the advantages and returns [B, T] of :func:`gae`. Here ``values`` precede the mask."""
     return gae(token_level_rewards, response_mask, values, gamma, lambd, **kwargs)
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`reinforce_plus_plus`'s advantages and returns [B, T]."""
+    """Return the advantages and returns [B, T] of :func:`reinforce_plus_plus`."""
     return reinforce_plus_plus(token_level_rewards, response_mask, gamma, **kwargs)
 
 
@@ -62,7 +62,7 @@ def ppo_policy_loss(
     loss_mask: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return the loss of each token [B, T]: that of ``dual_clip`` if ``config.policy_loss_type`` says so, else the
-    ``regular`` one."""
+    """Return the loss of each token [B, T]: ``dual_clip`` if ``config.policy_loss_type`` is ``dual_clip``, else
+    ``regular``."""
     loss = dual_clip if config.policy_loss_type == PolicyLossType.DUAL_CLIP else regular
     return loss(log_probs, old_log_probs, advantages, config, loss_mask, rollout_log_probs)

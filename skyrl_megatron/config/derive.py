@@ -1,10 +1,10 @@
-"""Values that follow from others, and paths: a relative path starts at the folder in which the command was typed.
+"""Fill in fields that depend on other fields, and make paths absolute.
 
-They become absolute when a configuration is filled in, so that ``config.yaml`` and every process of the run, those on
-other nodes included, have the same.
+A relative path starts at the working directory of the command. It becomes absolute, so that ``config.yaml`` and every
+process of the run, also on other nodes, use the same path.
 
-:func:`derive` runs when a configuration is made, and again once the machine is known (:mod:`.resolve`). It touches no
-value that somebody set; what it filled in itself it fills in anew.
+:func:`derive` runs when a configuration is created, and again when the machine is known (:mod:`.resolve`). It changes
+no value that a user set, and recomputes the values that it filled in before.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
 
 
 def is_address(path: str) -> bool:
-    """Return whether ``path`` names a place beyond the file system: ``s3://…``."""
+    """Return whether ``path`` is a URL such as ``s3://…`` and not a path of the file system."""
     return "://" in path
 
 
 def is_data_file(name: str) -> bool:
-    """Return whether a data set is named by its path, and not by its name on the hub."""
+    """Return whether a data set is given as a path, and not as a name on the Hugging Face hub."""
     return not is_address(name) and (name.startswith(("/", "./", "../", "~")) or name.endswith(FILE_SUFFIXES))
 
 
 def absolute(path: str) -> str:
-    """Return ``path`` with ``~`` expanded, from the root of the file system; addresses and empty text as they are."""
+    """Return ``path`` as an absolute path with ``~`` expanded. URLs and empty text are returned unchanged."""
     if not path or is_address(path):
         return path
     expanded = os.path.expanduser(path)
@@ -67,7 +67,7 @@ _PATHS: dict[str, Callable[[str], str]] = {
 
 
 def make_paths_absolute(cfg: Section) -> None:
-    """Make every path of a SkyRLTrainConfig absolute. May be repeated."""
+    """Make every path of a SkyRLTrainConfig absolute. Idempotent."""
     for key, make in _PATHS.items():
         _replace(cfg, key, make)
     teachers: dict[str, str] = get_path(cfg, "trainer.teacher.models")
@@ -86,9 +86,10 @@ def _replace(cfg: Section, key: str, make: Callable[[str], str]) -> None:
 
 
 def derive(cfg: Section) -> None:
-    """Fill fields that are None, or sections left untouched, from other fields. May be repeated after changes.
+    """Fill in fields that are None, and sections that the user did not set, from other fields. Can be called again
+    after changes.
 
-    ``cfg``: a SkyRLTrainConfig, whose class stands above this file and calls it.
+    ``cfg``: a SkyRLTrainConfig. Its class imports this module, so the type is not named here.
     """
     trainer: TrainerConfig = get_path(cfg, "trainer")
     generator: GeneratorConfig = get_path(cfg, "generator")
@@ -132,7 +133,7 @@ def derive(cfg: Section) -> None:
 
 
 def fill(cfg: Section, key: str, value: Any) -> None:
-    """Set a field that nobody set, or that an earlier call filled and nobody changed since."""
+    """Set a field that the user did not set, or that an earlier call filled in and that has not changed since."""
     section, name = owner_of(cfg, key)
     current = getattr(section, name)
     filled = _filled(cfg)
@@ -144,13 +145,13 @@ def fill(cfg: Section, key: str, value: Any) -> None:
 
 
 def _filled(cfg: Section) -> dict[str, Any]:
-    """Return dotted key → value of what was filled in."""
+    """Return dotted key → value of the fields that were filled in."""
     filled: dict[str, Any] = cfg.__dict__.setdefault("_filled", {})
     return filled
 
 
 def _fit_recompute(kwargs: dict[str, Any]) -> None:
-    """Clear the defaults of full recomputation when ``recompute_granularity=selective`` is set beside them."""
+    """Clear the defaults of full recomputation if ``recompute_granularity=selective``."""
     if kwargs.get("recompute_granularity") == "selective":
         for name in ("recompute_method", "recompute_num_layers"):
             if kwargs.get(name) == DEFAULT_TRANSFORMER_CONFIG_KWARGS[name]:
@@ -158,7 +159,7 @@ def _fit_recompute(kwargs: dict[str, Any]) -> None:
 
 
 def _translate_tis(algorithm: AlgorithmConfig) -> None:
-    """Translate ``use_tis`` and its cap, older scripts' words for token-level truncated importance sampling."""
+    """Translate ``use_tis`` and its cap, the older keys of token-level truncated importance sampling."""
     if not algorithm.use_tis or algorithm.tis_imp_ratio_cap <= 0:
         return
     warnings.warn(

@@ -1,5 +1,9 @@
-"""Writes what is made of the configuration classes, ``python -m skyrl_megatron.config.document``: CONFIG.md, and for
-scripts decorated with ``hydra.main``, which know keys from a file alone, ``launch/recipes/ppo_base_config.yaml``."""
+"""Write the pages that follow from the configuration classes.
+
+``python -m skyrl_megatron.config.document`` writes CONFIG.md, a line per key, and
+``launch/recipes/ppo_base_config.yaml`` for scripts decorated with ``hydra.main``. With a file as argument it writes
+the whole text of all keys there (``launch/docs.sh``).
+"""
 
 from __future__ import annotations
 
@@ -20,61 +24,67 @@ from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m skyrl_megatron.config.document`; a test compares it with the classes. -->
+<!-- Written by `python -m skyrl_megatron.config.document`; a test compares CONFIG.md with the classes. -->
 
-Every key can be set on the command line (`trainer.seed=1`), in a YAML file (`--config run.yaml`), or in Python
-(`SkyRLTrainConfig.from_cli_overrides`). Assignments apply in the order given; the later one wins.
+Set keys on the command line (`trainer.seed=1`), in a YAML file (`--config run.yaml`), or in Python
+(`SkyRLTrainConfig.from_cli_overrides`). Later assignments win.
 
-- A mapping given for a **section** sets the fields it names: `trainer.placement={colocate_all: false}`.
-- A mapping given for a **dict option** (type `mapping`) replaces it whole, defaults included; a dotted key into it
-  sets one entry and keeps the others. Any default can so be undone: `…transformer_config_kwargs={}`.
+- A mapping for a **section** sets the fields that it names: `trainer.placement={colocate_all: false}`. A mapping for a
+  **dict option** (`mapping`) replaces it whole; a dotted key into it sets one entry.
 - `${other.key}` takes another key's value, `${oc.env:NAME}` that of an environment variable.
-- A relative path is meant from the folder in which the command is typed; `config.yaml` has absolute ones.
-- A setting that changes nothing in a run is named in a warning, with the reason; of a key that one command line gives
-  twice both values are named, and the later one counts.
-- An unknown key, a wrong type and a value out of range are errors (exit code 2); all are listed at once. Hydra's
-  `+key=value` is refused: subclass a class and use `make_config` to add keys.
-- Values that follow from others, and what changes on a machine without GPUs, are filled in by
-  `skyrl_megatron/config/derive.py` and `resolve.py`. Every run saves the result as `config.yaml` in its log folder;
-  `--check` prints it.
+- Relative paths start at the current folder. `config.yaml` in the log folder has absolute paths and all resolved
+  values; `--check --show-config` prints them.
+- Unknown keys, wrong types and values out of range are errors (exit code 2), all listed at once. A setting without
+  effect gives a warning. Hydra's `+key=value` is rejected: subclass a class and use `make_config`.
+- `derive.py` and `resolve.py` of `skyrl_megatron/config/` fill in what follows from other keys and from the machine.
 """
+_SHORT = """
+Each line is a key with its default, its values, and the start of its explanation. The whole text is in
+`skyrl_megatron/config/schema/` and on the site that `launch/docs.sh` builds.
+"""
+_WIDTH = 60
+"""CONFIG.md shows the clauses of an explanation that fit in as many characters, and at least the first."""
 
 
-def document(root: type[Section] = SkyRLTrainConfig) -> str:
-    """Return the whole text of CONFIG.md."""
-    parts = [_HEAD]
+def document(root: type[Section] = SkyRLTrainConfig, *, whole: bool = False) -> str:
+    """Return the text of CONFIG.md; ``whole``: with the whole explanation of each key."""
+    parts = [_HEAD if whole else _HEAD + _SHORT]
     for name, section in sections_of(root).items():
-        parts += _section(section, default_of(root, name), name, 2)
+        parts += _section(section, default_of(root, name), name, 2, whole)
     parts.append(_other_spellings())
     return "\n".join(parts)
 
 
-def _section(cls: type[Section], base: Section | None, key: str, level: int) -> Iterator[str]:
-    """Yield a table of the section's own settings (``base`` holds their defaults), then its subsections."""
+def _section(cls: type[Section], base: Section | None, key: str, level: int, whole: bool) -> Iterator[str]:
+    """Yield a section's own settings (``base`` holds their defaults), then its subsections."""
     yield f"{'#' * min(level, 4)} `{key}`\n"
-    yield f"{_flow(inspect.getdoc(cls) or '')} (`{cls.__name__}`)\n"
+    yield f"{_meaning(inspect.getdoc(cls) or '', whole)}\n"
     sections, texts = sections_of(cls), field_docstrings(cls)
-    own = [name for name in field_types(cls) if name not in sections]
-    if own:
-        yield "| key | type | default | meaning |\n|---|---|---|---|"
-        for name in own:
-            kind, default = (
-                _type(field_types(cls)[name]),
-                _default(default_of(cls, name) if base is None else getattr(base, name)),
-            )
-            yield f"| `{name}` | {kind} | {default} | {_flow(texts[name])} |"
-        yield ""
-    for name, section in sections.items():
-        path = f"{key}.{name}"
-        if _described_before(path):
-            yield f"{'#' * min(level + 1, 4)} `{path}`\n"
-            yield f"{_flow(texts[name])} Keys as in `{_described_before(path)}`.\n"
-        else:
-            yield from _section(section, getattr(base, name, None), path, level + 1)
+    for name in (name for name in field_types(cls) if name not in sections):
+        value = default_of(cls, name) if base is None else getattr(base, name)
+        values = _values(field_types(cls)[name], value)
+        yield f"- `{name}={_default(value)}`{values and f' ({values})'}: {_meaning(texts[name], whole)}"
+    alike = {name: _described_before(f"{key}.{name}") for name in sections}
+    yield from (f"- `{name}`, as `{other}`: {_meaning(texts[name], whole)}" for name, other in alike.items() if other)
+    yield ""
+    for name in (name for name in sections if not alike[name]):
+        yield from _section(sections[name], getattr(base, name, None), f"{key}.{name}", level + 1, whole)
+
+
+def _meaning(text: str, whole: bool) -> str:
+    """Put an explanation on one line; cut it after a clause unless ``whole``."""
+    text = _flow(text)
+    if whole or len(text) <= _WIDTH:
+        return text
+    clauses = re.split(r"(?<=[.;])\s", text)
+    shown = clauses.pop(0)
+    while clauses and (len(shown) + len(clauses[0]) < _WIDTH or shown.count("(") > shown.count(")")):
+        shown += f" {clauses.pop(0)}"
+    return re.sub(r";$", ".", shown)
 
 
 def _described_before(path: str) -> str | None:
-    """Return the section whose table describes the same keys (reference, critic, evaluation), else None."""
+    """Return the section with the same keys whose table comes first (for reference, critic, evaluation), else None."""
     if path == "generator.eval_sampling_params":
         return "generator.sampling_params"
     match = re.fullmatch(r"trainer\.(ref|critic|teacher)\.(model|optimizer_config|fsdp_config|megatron_config)", path)
@@ -82,7 +92,7 @@ def _described_before(path: str) -> str | None:
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
-    """Return field name → the text under it in the source, for a class and its parents."""
+    """Return field name → its docstring in the source, for a class and its parents."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if "__dataclass_fields__" not in owner.__dict__ or owner.__module__ == "types":
@@ -97,28 +107,32 @@ def field_docstrings(cls: type) -> dict[str, str]:
 
 
 def own_keys(cls: type[SkyRLTrainConfig]) -> Iterator[str]:
-    """Yield a line for each key that ``cls`` has beside those of every run: key, default and the text under it."""
+    """Yield a line for each key that ``cls`` has in addition to those of every run: key, default and the text under
+    it."""
     known = {key for key, _, _ in leaves(SkyRLTrainConfig)}
     for key, owner, name in leaves(cls):
         if key not in known:
             try:
                 text = _flow(field_docstrings(owner).get(name, ""))
-            except (OSError, TypeError):  # a class without a source file, of a notebook
+            except (OSError, TypeError):  # a class without a source file, for example from a notebook
                 text = ""
             yield f"  {key}={default_of(owner, name)}  {text}".rstrip()
 
 
-def _type(annotation: Any) -> str:
-    rules = "; ".join(_rules(annotation))
-    return describe(annotation) + (f"; {rules}" if rules else "")
+def _values(annotation: Any, default: Any) -> str:
+    """Return the values that a key takes, as far as its default does not show them."""
+    kind = describe(annotation)
+    shown = kind.removesuffix(" or null") if default is None else kind
+    plain = type(default).__name__ == shown
+    return "; ".join([*([] if plain else [shown]), *_rules(annotation)])
 
 
 def _rules(annotation: Any) -> Iterator[str]:
-    """Yield the ``Annotated`` rules inside a type, in words."""
+    """Yield the ``Annotated`` rules of a type, in words."""
     if get_origin(annotation) is Annotated:
         for rule in get_args(annotation)[1:]:
             if isinstance(rule, OneOf):
-                yield "one of " + ", ".join(f"`{choice}`" for choice in rule.choices)
+                yield ", ".join(rule.choices)
             elif isinstance(rule, Bounds):
                 yield str(rule)
     elif get_origin(annotation) is not list:
@@ -128,26 +142,27 @@ def _rules(annotation: Any) -> Iterator[str]:
 
 def _default(value: Any) -> str:
     words = {"None": "null", "True": "true", "False": "false"}
-    text = words.get(repr(value), repr(value))
-    return f"`{text}`".replace(os.path.expanduser("~/"), "~/")
+    text = value if isinstance(value, str) and value else words.get(repr(value), repr(value))
+    return text.replace(os.path.expanduser("~/"), "~/")
 
 
 def _flow(text: str) -> str:
-    """Put text on one line, safe inside a table."""
+    """Return text on one line, escaped for a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def _other_spellings() -> str:
     lines = ["## Other spellings\n"]
     lines += [f"- `{old}` is another name of `{new}`." for old, new in ALIASES.items()]
-    lines.append("- Older flat engine keys are translated with one DeprecationWarning:\n")
-    lines.append("| older key | key |\n|---|---|")
-    lines += [f"| `{old}` | `{new}` |" for old, new in DEPRECATED.items()]
+    moved = [old for old, new in DEPRECATED.items() if new == f"generator.inference_engine.{old.rpartition('.')[2]}"]
+    names = ", ".join(f"`{old.rpartition('.')[2]}`" for old in moved)
+    lines.append(f"- `generator.X` is now `generator.inference_engine.X`, with a DeprecationWarning, for {names}.")
+    lines += [f"- `{old}` is now `{new}`." for old, new in DEPRECATED.items() if old not in moved]
     return "\n".join(lines) + "\n"
 
 
 def base_config() -> str:
-    """Return every key at its default as YAML, paths from the home folder."""
+    """Return all keys with their defaults as YAML; paths in the home folder start with ``~/``."""
     from omegaconf import OmegaConf
 
     sections = {name: default_of(SkyRLTrainConfig, name) for name in field_types(SkyRLTrainConfig)}
@@ -156,13 +171,16 @@ def base_config() -> str:
     return head + OmegaConf.to_yaml(values).replace(os.path.expanduser("~/"), "~/")
 
 
-def main() -> int:
-    """Write both into the repository."""
+def main(arguments: list[str]) -> int:
+    """Write CONFIG.md and the YAML file, or the whole text into the given file."""
     root = Path(__file__).parents[2]
+    if arguments:
+        Path(arguments[0]).write_text(document(whole=True))
+        return 0
     (root / "CONFIG.md").write_text(document())
     (root / "launch" / "recipes" / "ppo_base_config.yaml").write_text(base_config())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""Typed fields of configuration classes: allowed values, and which were set. Also the fields that classes of other
-packages declare.
+"""Typed fields of configuration classes: their allowed values, and which of them were set. Also reads the fields that
+classes of other packages declare.
 
-A field's type may carry a rule, ``Annotated[int, Bounds(1)]`` or ``Annotated[str, OneOf("k1", "k2")]``; the reader
-(:mod:`skyrl_megatron.config.parse.load`) checks it when a value arrives, and CONFIG.md prints it.
+The type of a field may carry a rule, ``Annotated[int, Bounds(1)]`` or ``Annotated[str, OneOf("k1", "k2")]``.
+:mod:`skyrl_megatron.config.load` checks it when a value is read, and CONFIG.md shows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bounds:
     also: tuple[float, ...] = ()
 
     def allows(self, value: float) -> bool:
-        """Return whether ``value`` lies within; NaN never does."""
+        """Return whether ``value`` is within the bounds; NaN never is."""
         if value in self.also:
             return True
         above = self.low is None or (value > self.low if self.open_low else value >= self.low)
@@ -44,7 +44,7 @@ class Bounds:
 
 
 class OneOf:
-    """One of a few words."""
+    """One of several strings."""
 
     __slots__ = ("choices",)
 
@@ -52,7 +52,7 @@ class OneOf:
         self.choices = choices
 
     def allows(self, value: object) -> bool:
-        """Return whether ``value`` is one of the words."""
+        """Return whether ``value`` is one of the choices."""
         return value in self.choices
 
     def __str__(self) -> str:
@@ -70,12 +70,12 @@ Fraction = Annotated[float, Bounds(0, 1)]
 class Section:
     """Parent of all configuration dataclasses.
 
-    Remembers which fields were named when the object was made, so that a derived value or the choice of hardware never
-    overrides what somebody asked for: see :meth:`is_set`.
+    Records which fields the constructor was given, so that derived and hardware-dependent values never override a
+    user's value: see :meth:`is_set`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Note the names of the fields given to the constructor, which the dataclass machinery forgets."""
+        """Record the names of the fields given to the constructor, which a dataclass does not keep."""
         self = super().__new__(cls)
         if dataclasses.is_dataclass(cls):
             positional = [field.name for field in dataclasses.fields(cls)][: len(args)] if args else []
@@ -83,7 +83,7 @@ class Section:
         return self
 
     def is_set(self, name: str) -> bool:
-        """Return whether the field was set on purpose: named at construction, or different from its default."""
+        """Return whether the field was set: given to the constructor, or different from its default."""
         return name in self.__dict__.get("_given", ()) or getattr(self, name) != default_of(type(self), name)
 
     def is_touched(self) -> bool:
@@ -105,16 +105,16 @@ class Section:
 
 
 def _once_per_class[T](function: Callable[[type], T]) -> Callable[[type], T]:
-    """Cache results as ``functools.cache`` does, with a plain signature."""
+    """Cache results with ``functools.cache``, and keep the type signature."""
     return functools.cache(function)
 
 
 @_once_per_class
 def field_types(cls: type) -> dict[str, Any]:
-    """Return field name → type of a configuration class, in order, ``Annotated`` rules kept."""
+    """Return field name → type of a configuration class, in order, with ``Annotated`` rules."""
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
-    except NameError:  # a class made inside a function, whose own names are out of reach
+    except NameError:  # a class defined in a function, whose local names are not accessible
         hints = {field.name: field.type for field in dataclasses.fields(cls)}
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -128,7 +128,7 @@ def default_of(cls: type, name: str) -> Any:
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that a value may have, ``Annotated`` and unions opened, ``None`` as ``NoneType``."""
+    """Return the types that a value may have: members of unions, without ``Annotated``, ``None`` as ``NoneType``."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return members_of(typing.get_args(annotation)[0])
@@ -139,10 +139,10 @@ def members_of(annotation: Any) -> tuple[Any, ...]:
 
 @_once_per_class
 def sections_of(cls: type) -> dict[str, type[Section]]:
-    """Return field name → configuration class, for the fields of ``cls`` that hold a section.
+    """Return field name → configuration class of the fields of ``cls`` that hold a section.
 
-    A default of a subclass counts: ``algorithm: AlgorithmConfig = field(default_factory=MyAlgorithmConfig)`` has the
-    keys of ``MyAlgorithmConfig``.
+    If the default is of a subclass, that class is returned: ``algorithm: AlgorithmConfig =
+    field(default_factory=MyAlgorithmConfig)`` has the keys of ``MyAlgorithmConfig``.
     """
     found: dict[str, type[Section]] = {}
     for name, annotation in field_types(cls).items():
@@ -175,10 +175,10 @@ def owner_of(cfg: Section, key: str) -> tuple[Section, str]:
 
 
 def declared_fields(module: str, name: str) -> frozenset[str] | None:
-    """Return the annotated fields of the class ``name`` in ``module`` and of its bases; None where the package is not
-    installed. Raises LookupError when the module has no such class.
+    """Return the annotated fields of the class ``name`` in ``module`` and of its bases; None if the package is not
+    installed. Raises LookupError if the module has no such class.
 
-    Bases are followed into the modules that they are imported from; those outside ``module``'s package are left out.
+    Bases in other modules of the same package are read too; bases of other packages are left out.
     """
     tree = source_of(module)
     if tree is None:
@@ -192,7 +192,7 @@ def declared_fields(module: str, name: str) -> frozenset[str] | None:
 
 @functools.cache
 def source_of(module: str) -> ast.Module | None:
-    """Return the syntax tree of a module, which is not imported; None where it is not installed."""
+    """Return the syntax tree of a module without importing it; None if it is not installed."""
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
     for folder in [] if spec is None else spec.submodule_search_locations or []:

@@ -1,4 +1,4 @@
-"""The machine a configuration is for, told without torch, Ray or a CUDA context."""
+"""Detect the machine of a run without torch, Ray or a CUDA context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNLOCK = (
     "ulimit -l unlimited before Ray starts (memlock in /etc/security/limits.conf), docker run --ulimit memlock=-1; "
     "under SLURM LimitMEMLOCK=infinity of slurmd and PropagateResourceLimitsExcept=MEMLOCK"
 )
-"""How processes may lock as much memory as they want."""
+"""How to remove the limit of locked memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,17 @@ class Hardware:
     """Devices that a run may use."""
 
     gpus_per_node: int
-    """GPUs of one node; 0 is a CPU run, where each rank is a process."""
+    """GPUs per node. 0: a CPU run, in which each rank is a process."""
     nodes: int | None = None
-    """Nodes; None where that is not known yet."""
+    """Number of nodes; None: unknown."""
     gpu_bytes: int | None = None
-    """Memory of one GPU; None where that is not known."""
+    """Memory of one GPU in bytes; None: unknown."""
     host_bytes: int | None = None
-    """Memory of one node; None where that is not known."""
+    """Memory of one node in bytes; None: unknown."""
     lockable_bytes: int | None = None
-    """What a process may register with the RDMA cards of a node; None where nothing limits it, or it is not known."""
+    """Bytes that a process may register with RDMA cards; None: no limit, or unknown."""
     elsewhere: bool = False
-    """Not this machine: described by ``--check=NODESxGPUS``, or a cluster's."""
+    """True for other machines than this one: those of ``--check=NODESxGPUS``, or of a cluster."""
 
     @property
     def is_cpu(self) -> bool:
@@ -44,12 +44,12 @@ class Hardware:
 
     def __str__(self) -> str:
         if self.is_cpu:
-            return f"CPU, {os.cpu_count()} cores here"
+            return f"CPU, {os.cpu_count()} cores"
         return f"{self.gpus_per_node} GPUs per node" + ("" if self.nodes is None else f", {self.nodes} node(s)")
 
 
 def local_hardware() -> Hardware:
-    """Return this machine as one node. A run that joins a cluster asks that (``entrypoints/command.py``)."""
+    """Return this machine as one node. A run in a cluster uses ``cluster_hardware`` of ``entrypoints/command.py``."""
     gpus = device.driver_gpu_count()
     return Hardware(gpus, 1, device.driver_gpu_bytes(), own_memory(), lockable_bytes()) if gpus else Hardware(0, 1)
 
@@ -62,10 +62,10 @@ def rdma_cards(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
 def lockable_bytes(
     cards: Path = Path("/sys/class/infiniband"), status: Path = Path("/proc/self/status")
 ) -> int | None:
-    """Return the bytes that this process may register with RDMA cards; None without cards, or where nothing limits it.
+    """Return the bytes that this process may register with RDMA cards; None without cards or without a limit.
 
-    The kernel holds registered host memory against RLIMIT_MEMLOCK unless the process has CAP_IPC_LOCK
-    (drivers/infiniband/core/umem.c). Pinned memory of CUDA is not held against it.
+    The kernel counts registered host memory against RLIMIT_MEMLOCK unless the process has CAP_IPC_LOCK
+    (drivers/infiniband/core/umem.c). CUDA's pinned memory does not count.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or not rdma_cards(cards):
@@ -75,7 +75,7 @@ def lockable_bytes(
 
 
 def own_memory() -> int:
-    """Return the bytes of this machine's memory, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container of this process, in bytes."""
     import psutil
 
     found: list[int] = [psutil.virtual_memory().total]
@@ -86,15 +86,17 @@ def own_memory() -> int:
 
 
 GPUS = {"a100": 81920, "h20": 97871, "h100": 81559, "h200": 143771, "b200": 183359, "b300": 275040}
-"""MiB of the parts that ``--gpu`` knows by name, as nvidia-smi reports them."""
+"""GPU names that ``--gpu`` accepts → memory in MiB, as nvidia-smi reports it."""
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def read_size(option: str, text: str) -> int:
-    """Return the bytes that ``text`` names: ``80GB``, ``80GiB``, ``85899345920``, or for ``--gpu`` a GPU.
+    """Return the bytes that ``text`` stands for: ``80GB``, ``80GiB``, ``85899345920``, or, for ``--gpu``, a GPU's
+    name.
 
-    Raises ConfigError for anything else, and for less than a GiB.
+    Raises ConfigError for other text, and for less than 1 GiB.
     """
     known = GPUS if option == "--gpu" else {}
     word = text.strip().lower()

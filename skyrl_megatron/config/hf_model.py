@@ -1,6 +1,6 @@
-"""Facts of a Hugging Face ``config.json``, told without transformers: sizes for layouts, KV bytes, rotary parameters.
+"""Read sizes, KV-cache bytes and rotary parameters from a Hugging Face ``config.json``, without transformers.
 
-The exact tensors of a model are the business of ``bridges/``.
+``bridges/`` describes the exact tensors of a model.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names by which configs count a layer's experts."""
+"""Keys of ``config.json`` that hold the number of experts of a layer, by family."""
 ENGINE_KWARGS = "generator.inference_engine.engine_init_kwargs"
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any] | None:
-    """Return ``config.json`` of a role's model: of its folder, or of a hub model that the cache holds.
+    """Return ``config.json`` of a role's model, from its folder or the cache of the Hugging Face hub.
 
-    None for a hub model that is not in the cache. Raises ConfigError naming the key when a folder is missing or its
-    file is broken.
+    None if a hub model is not in the cache. Raises ConfigError, naming the key, if a folder is missing or its file is
+    invalid.
     """
     path = str(getattr(cfg.trainer, role).model.path)
     folder = hub.cached_folder(cfg, role, weights=False)
@@ -36,21 +36,21 @@ def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any
         return None
     try:
         if not (folder / json_file.CONFIG).is_file():
-            missing = f"there is no folder {folder}{hub.near(path)}"
+            missing = f"no such folder: {folder}{hub.similar_folder(path)}"
             why = "the folder has no config.json" if folder.is_dir() else missing
-            raise BridgeError(f"{why}; give the folder of a Hugging Face model, or ORG/NAME of one on the hub")
+            raise BridgeError(f"{why}; give the folder of a Hugging Face model, or ORG/NAME of a model on the hub")
         return json_file.read_hf_config(folder)
     except BridgeError as error:
         raise ConfigError([Problem(f"trainer.{role}.model.path", path, str(error))]) from None
-    except OSError as error:  # a name that no file system takes, a folder that may not be entered
+    except OSError as error:  # an invalid file name, or a folder without read permission
         why = f"cannot be read ({error.strerror}); give the folder of a Hugging Face model"
         raise ConfigError([Problem(f"trainer.{role}.model.path", path, why)]) from None
 
 
 def engines_quantise(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> bool:
-    """Return whether engines hold weights as the policy's folder has them quantised. ``hf``: its ``config.json``.
+    """Return whether engines hold weights in the quantised form of the policy's folder. ``hf``: its ``config.json``.
 
-    They do not where ``hf_overrides`` takes ``quantization_config`` out of it.
+    They do not if ``hf_overrides`` removes ``quantization_config``.
     """
     overrides = cfg.generator.inference_engine.engine_init_kwargs.get("hf_overrides")
     changed = overrides if isinstance(overrides, Mapping) else {}
@@ -58,7 +58,7 @@ def engines_quantise(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> bool:
 
 
 def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:
-    """Return the sizes that a layout must divide; None where the file does not name them."""
+    """Return the sizes that a layout must divide; None if the file does not contain them."""
     layers, heads = hf.get("num_hidden_layers"), hf.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int):
         return None
@@ -80,9 +80,9 @@ def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:
 
 
 def kv_bytes_per_token(hf: Mapping[str, Any], dtype: str, *, tp: int = 1, pp: int = 1) -> int:
-    """Return the bytes of KV cache that one token takes on each rank of an engine. ``dtype``: of the engine's weights.
+    """Return the bytes of KV cache per token on each rank of an engine. ``dtype``: that of the engine's weights.
 
-    Key-value heads are spread over tp, at least one on each rank; multi-latent attention keeps one latent per token.
+    Key-value heads are split over tp, at least one per rank. Multi-latent attention stores one latent per token.
     """
     if hf.get("kv_lora_rank"):
         width = hf["kv_lora_rank"] + hf["qk_rope_head_dim"]
@@ -94,12 +94,12 @@ def kv_bytes_per_token(hf: Mapping[str, Any], dtype: str, *, tp: int = 1, pp: in
 
 
 def element_bytes(dtype: str, hf: Mapping[str, Any]) -> int:
-    """Return the bytes of one number of type ``dtype``; ``auto`` is the model's own type, else bfloat16."""
+    """Return the bytes of one element of ``dtype``; ``auto`` is the model's dtype, else bfloat16."""
     return _BYTES.get(dtype) or _BYTES.get(str(hf.get("dtype") or hf.get("torch_dtype")), 2)
 
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters, in the one place or the two where transformers has kept them."""
+    """Return the rotary parameters, from ``rope_parameters`` or from the two keys of older transformers versions."""
     if hf.get("rope_parameters"):
         return dict(hf["rope_parameters"])
     scaling = dict(hf.get("rope_scaling") or {"rope_type": "default"})
@@ -107,12 +107,12 @@ def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first(hf: Mapping[str, Any], *keys: str) -> int:
-    """Return the first of several keys that holds a number, else 0."""
+    """Return the value of the first of ``keys`` that holds an integer, else 0."""
     return next((hf[key] for key in keys if isinstance(hf.get(key), int)), 0)
 
 
 def _has_dense_layers(hf: Mapping[str, Any], experts: int) -> bool:
-    """Return whether any layer has a feed-forward block without experts."""
+    """Return whether any layer has a dense feed-forward block."""
     if not experts:
         return True
     if kinds := hf.get("mlp_layer_types"):

@@ -1,14 +1,14 @@
-"""From text to a typed configuration: command lines, YAML files and mappings. Reports all errors at once.
+"""Read command lines, YAML files and mappings into a typed configuration. Reports all errors at once.
 
 Rules
-- Assignments apply in the order given; the later one wins.
-- A mapping given for a *section* (``trainer.placement: {colocate_all: false}``) sets the fields it names.
-- A mapping given for a *dict option* (``transformer_config_kwargs: {…}``) replaces it whole, defaults included; a
+- Assignments apply in order; the last one wins.
+- A mapping for a *section* (``trainer.placement: {colocate_all: false}``) sets the fields that it names.
+- A mapping for a *dict option* (``transformer_config_kwargs: {…}``) replaces the whole option, with its defaults. A
   dotted key into it (``transformer_config_kwargs.recompute_granularity=selective``) sets one entry and keeps the
-  others. So any default can be undone: ``transformer_config_kwargs={}``.
-- ``${other.key}`` takes the value of another key, ``${oc.env:NAME}`` that of an environment variable (OmegaConf).
-- A value that takes the place of another one given in the same command line or file is told; over a file it is not.
-- An unknown key is an error. All errors are reported together.
+  others. So any default can be removed: ``transformer_config_kwargs={}``.
+- ``${other.key}`` is the value of another key, ``${oc.env:NAME}`` that of an environment variable (OmegaConf).
+- If one command line or file sets a key twice, a warning shows both values. A command line may override a file.
+- An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tree = dict[str, Any]  # field name → Assignment, or a Tree for a section
 
 
 def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
-    """Build ``cls`` for :meth:`skyrl_megatron.config.BaseConfig.from_dict_config`, which says how."""
+    """Build ``cls`` from a mapping; see :meth:`Section.from_dict_config`."""
     plain, resolved = _plain(mapping)
     cfg, problems = _Builder(cls).build(read_mapping(plain, "mapping"), interpolate=not resolved)
     if problems:
@@ -38,7 +38,7 @@ def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
 
 
 def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> tuple[C, list[Problem]]:
-    """Return a configuration and everything wrong with ``args``. Fields with an unusable value have their default."""
+    """Return a configuration and every problem of ``args``. A field with an invalid value has its default."""
     problems: list[Problem] = []
     resolved = False
     if isinstance(args, Mapping):
@@ -50,13 +50,13 @@ def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> 
     cfg, found = builder.build(assignments, interpolate=not resolved)
     legacy.warn_deprecated({old: new for old, new in builder.renamed.items() if old not in legacy.ALIASES})
     if builder.repeated:
-        told = "; ".join(builder.repeated)
-        warnings.warn(f"given twice, the later one counts: {told}", SkyRLMegatronWarning, stacklevel=3)
+        repeated = "; ".join(builder.repeated)
+        warnings.warn(f"given twice, the later one counts: {repeated}", SkyRLMegatronWarning, stacklevel=3)
     return cfg, [*problems, *found]
 
 
 def _plain(mapping: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Return (plain mapping, whether its interpolations are resolved): an OmegaConf node resolves its own."""
+    """Return (plain mapping, whether its interpolations are resolved, as OmegaConf does for a DictConfig)."""
     if isinstance(mapping, dict):
         return mapping, False
     from omegaconf import DictConfig, OmegaConf
@@ -68,7 +68,7 @@ def _plain(mapping: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
 
 @dataclass
 class _Builder[C: Section]:
-    """Collects assignments into a tree shaped like ``cls``, then builds the objects from the leaves up."""
+    """Collects assignments in a tree with the structure of ``cls``, then builds the objects from the leaves up."""
 
     cls: type[C]
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class _Builder[C: Section]:
     # --- placing -----------------------------------------------------------------------------------------------
 
     def _place(self, item: Assignment) -> None:
-        """Put one assignment into the tree at its key, opening mappings given for sections."""
+        """Insert one assignment into the tree at its key. A mapping for a section is split into its entries."""
         cls: type[Section] = self.cls
         tree = self.tree
         names = item.key.split(".")
@@ -118,30 +118,30 @@ class _Builder[C: Section]:
             self._place(item.renamed(new + item.key[len(key) :]))
 
     def _place_leaf(self, item: Assignment, cls: type, tree: Tree, name: str, inside: list[str]) -> None:
-        """Assign a setting, or (``inside``) one entry of a dict option."""
+        """Assign a setting, or, with ``inside``, one entry of a dict option."""
         before = tree.get(name)
         self._compare(item)
         if inside:
             self._place_entry(item, cls, tree, name, inside)
         elif before is not None and before.source == item.source and before.spelled != item.spelled:
-            twice = f"given twice, as {before.spelled} and as {item.spelled}"
-            self.problems.append(Problem(item.key, item.value, twice))
+            fix = f"given twice, as {before.spelled} and as {item.spelled}: remove one"
+            self.problems.append(Problem(item.key, item.value, fix))
         else:
             tree[name] = item
 
     def _compare(self, item: Assignment) -> None:
-        """Note a value that takes the place of another one from the same command line or file."""
+        """Record a value that replaces another one from the same command line or file."""
         before = self.given.get((item.source, item.key))
         self.given[item.source, item.key] = item
         if before is not None and before.spelled == item.spelled and before.value != item.value:
             self.repeated.append(f"{item.spelled}={before.value}, then {item.spelled}={item.value}")
 
     def _place_entry(self, item: Assignment, cls: type, tree: Tree, name: str, inside: list[str]) -> None:
-        """Change one entry of the mapping given before, else of the default."""
+        """Change one entry of the mapping set earlier, else of the default."""
         before, option_key = tree.get(name), item.key[: -len(".".join(inside)) - 1]
         kinds = members_of(field_types(cls)[name])
         if not any(kind is dict or typing.get_origin(kind) is dict for kind in kinds):
-            fix = f"{option_key} is a single value and has no keys below it"
+            fix = f"{option_key} is a single value without keys: set {option_key}"
             self.problems.append(Problem(item.spelled, item.value, fix))
             return
         option = copy.deepcopy(default_of(cls, name) if before is None else before.value)
@@ -161,7 +161,7 @@ class _Builder[C: Section]:
     # --- interpolation -----------------------------------------------------------------------------------------
 
     def _interpolate(self) -> None:
-        """Replace ``${…}`` in given values; names refer to given values and, where none was given, to defaults."""
+        """Replace ``${…}`` in assigned values. A name refers to an assigned value, else to the default."""
         waiting = [(tree, name, item) for tree, name, item in _assigned(self.tree) if _has_interpolation(item.value)]
         if not waiting:
             return
@@ -189,7 +189,7 @@ class _Builder[C: Section]:
     # --- building ----------------------------------------------------------------------------------------------
 
     def _construct(self, cls: type[Section], tree: Tree, base: Section | None, at: str) -> Section:
-        """Build an object of ``cls``: its parent's default ``base``, changed where the tree says so."""
+        """Build an object of ``cls``: the default of its parent, ``base``, with the values of the tree."""
         given: dict[str, Any] = {}
         for name, item in tree.items():
             key = f"{at}{name}"
@@ -207,7 +207,7 @@ class _Builder[C: Section]:
         inherited = {} if base is None else {n: getattr(base, n) for n in field_types(cls) if _differs(base, n)}
         try:
             cfg = cls(**(inherited | given))
-        except (ValueError, AssertionError) as error:  # a check of a subclass, in its __post_init__
+        except (ValueError, AssertionError) as error:  # a check in the __post_init__ of a custom subclass
             self.problems.append(Problem(at.rstrip(".") or cls.__name__, "", str(error)))
             cfg = base if base is not None else cls()
         cfg.__dict__["_given"] = frozenset(given)
@@ -247,7 +247,7 @@ def _has_interpolation(value: Any) -> bool:
 
 
 def _merged(cls: type[Section], base: Section | None, tree: Tree) -> dict[str, Any]:
-    """Return nested values: what was given, else the default."""
+    """Return nested values: those assigned, else the defaults."""
     values: dict[str, Any] = {}
     for name in field_types(cls):
         default = getattr(base, name) if base is not None else default_of(cls, name)

@@ -1,7 +1,7 @@
-"""Parse ``key=value`` arguments, YAML files and mappings: sources of assignments, types, and renamed keys.
+"""Parse ``key=value`` arguments, YAML files and mappings into assignments; convert types; translate renamed keys.
 
-Strict on purpose: "4" is not an int, 1 is not a bool, 4.0 is not an int. The exceptions lose nothing: an int is a
-float, a path object is a string, and text typed for a string field is taken as typed (``run_name=007``).
+Types are strict: "4" is not an int, 1 is not a bool, 4.0 is not an int. The exceptions lose no information: an int is
+valid for a float, a path object for a string, and text typed for a string field is used verbatim (``run_name=007``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from skyrl_megatron.errors import Problem
 
 
 def nearest_keys(root: type, cls: type, key: str, whole: str) -> list[str]:
-    """Return up to three valid keys like ``whole``, wrong from ``key`` on: siblings, the same last name, any."""
+    """Return up to three valid keys similar to ``whole``, whose prefix ``key`` is unknown: siblings, keys with the
+    same last name, any similar key."""
     prefix, _, name = key.rpartition(".")
     every = [leaf for leaf, _, _ in leaves(root)]
     siblings = [f"{prefix}.{near}" if prefix else near for near in difflib.get_close_matches(name, field_types(cls))]
@@ -37,7 +38,7 @@ def nearest_keys(root: type, cls: type, key: str, whole: str) -> list[str]:
 
 
 _ENGINE = "generator.inference_engine"
-_KEPT_THEIR_NAME = """
+_SAME_NAME = """
     model_dtype run_engines_locally backend weight_sync_backend weight_transfer_threshold_cuda_ipc_GB async_engine
     vllm_v1_disable_multiproc enable_prefix_caching enable_chunked_prefill max_num_batched_tokens enforce_eager
     fully_sharded_loras enable_ray_prometheus_stats gpu_memory_utilization max_num_seqs enable_http_endpoint
@@ -46,7 +47,7 @@ _KEPT_THEIR_NAME = """
 """.split()
 
 DEPRECATED: Mapping[str, str] = MappingProxyType(
-    {f"generator.{name}": f"{_ENGINE}.{name}" for name in _KEPT_THEIR_NAME}
+    {f"generator.{name}": f"{_ENGINE}.{name}" for name in _SAME_NAME}
     | {
         "generator.num_inference_engines": f"{_ENGINE}.num_engines",
         "generator.inference_engine_tensor_parallel_size": f"{_ENGINE}.tensor_parallel_size",
@@ -56,31 +57,34 @@ DEPRECATED: Mapping[str, str] = MappingProxyType(
         "generator.remote_inference_engine_urls": f"{_ENGINE}.remote_urls",
     }
 )
-"""Flat engine keys of older configurations → where they live now."""
+"""Flat engine keys of older configurations → the current key."""
 
 DROPPED: Mapping[str, str] = MappingProxyType({"generator.model_name": "trainer.policy.model.path"})
-"""Older keys that repeat another one → the key that counts."""
+"""Older keys that duplicate another key → that key."""
 
 ALIASES: Mapping[str, str] = MappingProxyType({"trainer.remove_microbatch_padding": "trainer.use_sample_packing"})
-"""Other names in current use."""
+"""Other accepted names → the key."""
 
 
 def warn_deprecated(used: Mapping[str, str]) -> None:
-    """Give one DeprecationWarning for all older spellings of a configuration, each with its new key.
+    """Issue one DeprecationWarning for all older keys of a configuration, each with its new key.
 
-    Attributed to the caller of ``SkyRLTrainConfig.from_cli_overrides``, so that Python shows it to a script.
+    It is attributed to the caller of ``SkyRLTrainConfig.from_cli_overrides``, so that Python shows it to a script.
     """
     if not used:
         return
     lines = [
-        f"  {old} is dropped: {new} says it" if old in DROPPED else f"  {old} is now {new}"
+        f"  {old} is ignored: use {new}" if old in DROPPED else f"  {old} is now {new}"
         for old, new in sorted(used.items())
     ]
-    warnings.warn("older spelling of configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=4)
+    warnings.warn("deprecated configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=4)
 
 
-OPTIONS = ("--check", "--config", "--help", "--recipe")
-"""Options of the commands, for whoever mistypes one."""
+CHECK_SWITCHES = ("--check", "--show-config")
+CHECK_OPTIONS = (*CHECK_SWITCHES, "--gpu", "--host-memory")
+"""Options that only ``--check`` reads."""
+OPTIONS = (*CHECK_OPTIONS, "--config", "--help", "--recipe")
+"""Options of the commands; the message for a mistyped option names the closest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +96,35 @@ class Assignment:
     value: Any
     """The value as read."""
     text: str | None
-    """How it was typed, where it was typed."""
+    """The text that the user typed; None if the value was not typed."""
     source: str
-    """Which file, or the command line."""
+    """The file, or ``command line``."""
     spelled: str
     """The key as the user wrote it, before renaming."""
 
     def below(self, name: str, value: Any) -> Assignment:
-        """Return an entry of this assignment's mapping as an assignment of its own."""
+        """Return an entry of this assignment's mapping as a separate assignment."""
         return Assignment(f"{self.key}.{name}", value, None, self.source, f"{self.spelled}.{name}")
 
     def typed(self) -> Any:
-        """Return the text read as YAML, or as it is where it is no YAML."""
+        """Return the text parsed as YAML, or unchanged if it is not valid YAML."""
         try:
             return _yaml_value(self.text or "")
         except ValueError:
             return self.text
 
     def renamed(self, key: str) -> Assignment:
-        """Return the same under another key."""
+        """Return the same assignment with another key."""
         return dataclasses.replace(self, key=key)
 
     def with_value(self, value: Any) -> Assignment:
-        """Return the same with its interpolations resolved; a number taken from another key may stand for a string."""
+        """Return the same assignment with its interpolations resolved. A number from another key is also valid for a
+        string field."""
         return dataclasses.replace(self, value=value, text=str(value) if isinstance(value, int | float) else None)
 
 
 def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) -> list[Assignment]:
-    """Read a mapping, whose keys may be dotted. ``text``: strings may stand for other types, as when typed."""
+    """Return the assignments of a mapping, whose keys may be dotted. ``text``: parse strings like typed text."""
     found = []
     for key, value in mapping.items():
         typed = value if text and isinstance(value, str) else None
@@ -128,7 +133,8 @@ def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) ->
 
 
 def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]]:
-    """Read ``key=value`` and ``--config FILE`` arguments, in order, and name what cannot be read."""
+    """Return the assignments of ``key=value`` and ``--config FILE`` arguments, in order, and the problems of reading
+    them."""
     found: list[Assignment] = []
     problems: list[Problem] = []
     rest = iter(args)
@@ -151,7 +157,7 @@ def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]
 
 
 def names_key(assignments: Sequence[Assignment], key: str) -> bool:
-    """Return whether one of ``assignments`` gives ``key`` a value, by itself or inside a mapping for a section."""
+    """Return whether one of ``assignments`` sets ``key``, directly or in a mapping for a section."""
     return any(
         item.key == key
         or (key.startswith(f"{item.key}.") and isinstance(item.value, Mapping) and names_key(_entries(item), key))
@@ -164,7 +170,7 @@ def _entries(item: Assignment) -> list[Assignment]:
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
-    """Read a YAML file, or say why it cannot be read, with the line."""
+    """Return the assignments of a YAML file, or the problem of reading it, with the line."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -173,7 +179,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         return [], [Problem("--config", path, fix)]
 
     if not path:
-        return wrong("name a YAML file")
+        return wrong("give the path of a YAML file")
     try:
         content = OmegaConf.load(Path(path).expanduser())
         plain = OmegaConf.to_container(content, resolve=False)
@@ -190,29 +196,31 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
     except (OSError, UnicodeDecodeError) as error:
         return wrong(str(error))
     if not isinstance(plain, dict):
-        return wrong("must hold a mapping of keys to values")
+        return wrong("must contain a mapping of keys to values")
     return read_mapping({str(key): value for key, value in plain.items()}, path), []
 
 
 def _refusal(arg: str, has_value: bool) -> str | None:
-    """Say why an argument is not an assignment; None if it is."""
+    """Return why an argument is not an assignment; None if it is one."""
     if arg.startswith(("+", "~")):
         return (
-            f"'{arg[0]}' adds or removes keys in Hydra; here every key exists already: write it without, "
-            "or subclass the configuration class to add your own"
+            f"'{arg[0]}' adds or removes keys in Hydra, but here every key exists: remove '{arg[0]}', or subclass the "
+            "configuration class to add a key"
         )
+    if arg.partition("=")[0] in CHECK_OPTIONS:
+        return "this option needs --check: add --check"
     if arg.startswith("-"):
         near = difflib.get_close_matches(arg.partition("=")[0], OPTIONS, n=1)
-        return f"unknown option{f'; did you mean {near[0]}?' if near else ''} Settings are written key=value"
+        return f"unknown option{f'; did you mean {near[0]}?' if near else ':'} write settings as key=value"
     if has_value:
         return None
     if re.fullmatch(r"\d+x\d+", arg):
-        return f"settings are written key=value; a machine is written --check={arg}"
-    return "settings are written key=value"
+        return f"write settings as key=value, and a machine as --check={arg}"
+    return "write settings as key=value"
 
 
 def _yaml_value(text: str) -> Any:
-    """Read typed text as YAML: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
+    """Parse typed text as YAML: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -222,12 +230,12 @@ def _yaml_value(text: str) -> Any:
         node = OmegaConf.from_dotlist([f"value={text}"])
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"not readable as YAML: {reason.splitlines()[0]}") from None
+        raise ValueError(f"not valid YAML: {reason.splitlines()[0]}") from None
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"not readable as an interpolation, ${{other.key}} or ${{oc.env:NAME}}: {reason}") from None
+        raise ValueError(f"not a valid interpolation, ${{other.key}} or ${{oc.env:NAME}}: {reason}") from None
     except UnicodeEncodeError:
-        raise ValueError("holds bytes that are not UTF-8") from None
+        raise ValueError("contains bytes that are not UTF-8") from None
     plain = OmegaConf.to_container(node, resolve=False)
     assert isinstance(plain, dict)
     value = plain["value"]
@@ -243,7 +251,7 @@ class Mismatch(Exception):
 
 
 def convert(annotation: Any, value: Any, text: str | None = None) -> Any:
-    """Return ``value`` as the type ``annotation``. ``text``: how it was typed, where it was. Raises Mismatch."""
+    """Return ``value`` converted to the type ``annotation``. ``text``: the typed text, if any. Raises Mismatch."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         inner, *rules = typing.get_args(annotation)
@@ -273,7 +281,7 @@ def convert(annotation: Any, value: Any, text: str | None = None) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """Return the type in words, rules left out: ``int or null``."""
+    """Return the type in words, without its rules: ``int or null``."""
     names = []
     for member in members_of(annotation):
         if typing.get_origin(member) is list:
@@ -281,7 +289,7 @@ def describe(annotation: Any) -> str:
         elif typing.get_origin(member) is dict:
             names.append("mapping")
         elif isinstance(member, type) and issubclass(member, Section):
-            names.append("a section: set the fields below it")
+            names.append("a section, whose fields are set one by one")
         else:
             names.append(_NAMES.get(member, getattr(member, "__name__", str(member))))
     return " or ".join(names)
@@ -374,7 +382,7 @@ def _convert_scalar(kind: Any, value: Any, text: str | None) -> Any:
 
 
 def _convert_dataclass(kind: Any, value: Mapping[Any, Any]) -> Any:
-    """Convert a mapping to a dataclass inside a list, or to one that is no Section."""
+    """Convert a mapping to a dataclass inside a list, or to a dataclass that is not a Section."""
     if issubclass(kind, Section):
         return kind.from_dict_config(value)
     try:

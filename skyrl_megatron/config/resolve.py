@@ -1,4 +1,4 @@
-"""What a configuration becomes on a given machine, the folder of its run, and omegaconf's ``DictConfig`` as input."""
+"""Resolve a configuration for a machine; the folder of a run; omegaconf's ``DictConfig`` as input."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["derive", "fit_to_hardware"]
 
 _ON_CPU: dict[str, tuple[object, str | None]] = {
-    # What a CPU cannot do, or does at no cost; all other defaults are the same on every device.
-    # key → (value on CPU, why the usual default is impossible there; None: possible when asked for)
+    # Defaults that differ on CPU.
+    # key → (value on CPU, why the usual default is impossible on CPU; None: it is possible if the user sets it)
     "generator.inference_engine.weight_sync_backend": (device.GLOO, "needs GPUs"),
     "generator.inference_engine.model_dtype": ("float32", None),
     "trainer.bf16": (False, None),
@@ -34,17 +34,17 @@ _ON_CPU: dict[str, tuple[object, str | None]] = {
 
 
 def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
-    """Give fields that depend on the machine their value, and name settings that are impossible on it.
+    """Fill in fields that depend on the machine, and return a Problem for each setting that is impossible on it.
 
-    Touches no value that somebody set, and may run again after a change. Without GPUs: gloo instead of nccl, and fp32.
-    ``trainer.strategy=fsdp2`` becomes ``megatron`` with data parallelism alone, with one SkyRLMegatronWarning.
+    Changes no value that the user set, and can be called again after a change. Without GPUs: gloo instead of nccl, and
+    fp32. ``trainer.strategy=fsdp2`` becomes ``megatron`` with only data parallelism, and a SkyRLMegatronWarning.
     """
     problems = _replace_fsdp(cfg)
     if hardware.is_cpu and cfg.trainer.bf16 and cfg.trainer.is_set("bf16"):
         cfg.trainer.bf16 = False
         warnings.warn(
-            "trainer.bf16=true: without GPUs the trainer computes in fp32, and counts its bytes so; "
-            "generator.inference_engine.model_dtype is the engines'",
+            "trainer.bf16=true: without GPUs the trainer computes in fp32, as do its memory estimates; "
+            "generator.inference_engine.model_dtype sets the dtype of the engines",
             SkyRLMegatronWarning,
             stacklevel=3,
         )
@@ -54,22 +54,22 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
         fill(cfg, key, value)
         chosen = get_path(cfg, key)
         if hardware.is_cpu and chosen == default_of(type(section), name) and impossible:
-            fix = f"{impossible}: leave it out (then {str(value).lower()}) or run on GPUs"
+            fix = f"{impossible}: remove this key (its default on CPU is {str(value).lower()}), or run on GPUs"
             problems.append(Problem(key, chosen, fix))
     fill(cfg, "trainer.policy.megatron_config.empty_cuda_cache", cfg.trainer.placement.colocate_all)
-    derive(cfg)  # roles that are laid out as the policy follow it
+    derive(cfg)  # roles whose layout is copied from the policy
     return problems
 
 
 def _replace_fsdp(cfg: SkyRLTrainConfig) -> list[Problem]:
-    """Replace ``strategy=fsdp…`` by what Megatron has for it: dp without tp, pp, cp and ep."""
+    """Replace ``strategy=fsdp…`` by Megatron's equivalent: data parallelism without tp, pp, cp and ep."""
     trainer = cfg.trainer
     if trainer.strategy == "megatron":
         return []
     warnings.warn(
-        f"trainer.strategy={trainer.strategy}: this trainer has one backend. The run uses Megatron's equivalent, data "
-        "parallelism with a distributed optimizer (each rank holds the whole model; trainer.policy.megatron_config.* "
-        "splits it)",
+        f"trainer.strategy={trainer.strategy}: this trainer has only the Megatron backend. The run uses data "
+        "parallelism with a distributed optimizer (each rank holds the whole model; set "
+        "trainer.policy.megatron_config.* to split it)",
         SkyRLMegatronWarning,
         stacklevel=3,
     )
@@ -78,7 +78,8 @@ def _replace_fsdp(cfg: SkyRLTrainConfig) -> list[Problem]:
         key = f"trainer.policy.megatron_config.{degree}_parallel_size"
         value = get_path(cfg, key)
         if value not in (None, 1):
-            problems.append(Problem(key, value, f"set trainer.strategy=megatron: {trainer.strategy} is dp alone"))
+            fix = f"trainer.strategy={trainer.strategy} has only data parallelism: set trainer.strategy=megatron"
+            problems.append(Problem(key, value, fix))
     if not problems:
         trainer.strategy = "megatron"
     return problems
@@ -90,10 +91,9 @@ type AnyConfig = SkyRLTrainConfig | DictConfig
 def typed_config(cfg: AnyConfig) -> SkyRLTrainConfig:
     """Return ``cfg`` itself, or the values of a ``DictConfig`` as typed and checked fields.
 
-    Keys that are left out take their defaults, flat ones of older scripts are translated. A ``DictConfig`` does not
-    tell what somebody asked for from what its file holds anyway: values equal to the default count as not asked for
-    (:meth:`Section.is_set`). Raises ConfigError with every unknown key and wrong value; keys of one's own need a class
-    of one's own (``make_config``).
+    Missing keys get their defaults, and flat keys of older scripts are translated. A ``DictConfig`` does not show
+    which values a user set, so a value equal to the default counts as not set (:meth:`Section.is_set`). Raises
+    ConfigError with every unknown key and invalid value. Custom keys need a custom class (``make_config``).
     """
     if isinstance(cfg, Section):
         return cfg
@@ -101,7 +101,7 @@ def typed_config(cfg: AnyConfig) -> SkyRLTrainConfig:
 
     try:
         typed = SkyRLTrainConfig.from_cli_overrides(cfg)
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+    except OmegaConfBaseException as error:  # an interpolation of a missing key
         raise ConfigError([Problem(error.full_key or "cfg", "", str(error).splitlines()[0])]) from error
     _forget_given(typed)
     derive(typed)
@@ -109,7 +109,8 @@ def typed_config(cfg: AnyConfig) -> SkyRLTrainConfig:
 
 
 def accepts_dict_config[**P, R](check: Callable[Concatenate[SkyRLTrainConfig, P], R]) -> Callable[..., R]:
-    """Let a function that changes a configuration in place take a ``DictConfig`` too, changed alike (a decorator)."""
+    """Decorate a function that changes a configuration in place, so that it also accepts and changes a
+    ``DictConfig``."""
 
     @functools.wraps(check)
     def checked(cfg: AnyConfig, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -123,7 +124,7 @@ def accepts_dict_config[**P, R](check: Callable[Concatenate[SkyRLTrainConfig, P]
 
 
 def _write_back(typed: SkyRLTrainConfig, cfg: DictConfig) -> None:
-    """Give ``cfg`` the values of ``typed``, all keys and no others, whether Hydra locked it or not."""
+    """Replace the content of ``cfg`` by the values of ``typed``, also if Hydra made it read-only."""
     from omegaconf import OmegaConf, open_dict, read_write
 
     values = OmegaConf.create(get_config_as_yaml_str(typed))
@@ -141,7 +142,7 @@ def _forget_given(section: Section) -> None:
 
 
 def trackers(cfg: SkyRLTrainConfig) -> list[str]:
-    """Return the trackers of ``trainer.logger``, each once; wandb with a key, or a mode without one."""
+    """Return the distinct trackers of ``trainer.logger``. wandb needs WANDB_API_KEY or WANDB_MODE."""
     logger = cfg.trainer.logger
     named = dict.fromkeys([logger] if isinstance(logger, str) else logger)
     if not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
@@ -150,14 +151,16 @@ def trackers(cfg: SkyRLTrainConfig) -> list[str]:
 
 
 def run_folder(cfg: SkyRLTrainConfig) -> Path:
-    """Return ``log_path/project_name/run_name``, where config, metrics, report and console log of a run are."""
+    """Return ``log_path/project_name/run_name``, the folder of a run's configuration, metrics, report and log."""
     trainer = cfg.trainer
     return Path(trainer.log_path) / trainer.project_name / trainer.run_name
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder, and those above it, for samples or tokens: its mode is that of the user's umask, without what it
-    would let others than the group do. One that is there stays as it is. Returns ``path``."""
+    """Create a folder for samples or tokens, and its parents. Returns ``path``.
+
+    Its mode follows the user's umask but gives others no permissions. An existing folder is not changed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o770, exist_ok=True)
     return path
@@ -166,7 +169,7 @@ def private_folder(path: Path) -> Path:
 def save_config(cfg: SkyRLTrainConfig) -> Path:
     """Write the resolved configuration to ``config.yaml`` in the run's folder; ``--config`` reads it back."""
     path = private_folder(run_folder(cfg)) / "config.yaml"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(get_config_as_yaml_str(cfg))
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(get_config_as_yaml_str(cfg))
+    temporary.replace(path)
     return path

@@ -1,8 +1,8 @@
-"""The roles of a run (policy, reference, critic, teachers), their ranks and layouts, the policy's adapters, and how
-weights travel from the policy to the engines.
+"""The roles of a run (policy, reference, critic, teachers), their ranks and layouts, the policy's adapters, and the
+transport of weights from the policy to the engines.
 
-An adapter is configured as a run that trains it alone would be, and that is how everything below reads it: the engine,
-the checks and the memory plan ask for the configuration of each.
+Each adapter has its own configuration, that of a run that trains only this adapter. Engines, checks and the memory
+budget read it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig
 
 
 def trains_draft(cfg: SkyRLTrainConfig, role: str) -> bool:
-    """Whether the role's model has the layer of multi-token prediction, and trains it."""
+    """Return whether the role trains the multi-token-prediction layer of its model."""
     return role == "policy" and cfg.trainer.policy.megatron_config.mtp.train
 
 
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs one of its own, ``critic`` and
-    ``teacher`` if they have a model."""
+    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs a separate reference model, and
+    ``critic`` and ``teacher`` if they have a model."""
     roles = ["policy"]
     if needs_reference(cfg) and not policy_is_reference(cfg):
         roles.append("ref")
@@ -59,12 +59,12 @@ def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
 
 
 def is_frozen(role: str) -> bool:
-    """Return whether a role scores and is never trained."""
+    """Return whether a role only computes log-probs and is never trained."""
     return role in ("ref", "teacher")
 
 
 def has_teacher(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether somebody teaches the policy, on ranks or behind an address."""
+    """Return whether the run has a teacher, on ranks or at an address."""
     return cfg.trainer.teacher.model.path is not None or bool(cfg.trainer.teacher.models)
 
 
@@ -75,7 +75,7 @@ def needs_reference(cfg: SkyRLTrainConfig) -> bool:
 
 
 def policy_is_reference(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether the policy with its adapters switched off is the reference: no second copy of the weights."""
+    """Return whether the policy with its adapters disabled serves as the reference, without a second model."""
     policy, ref = cfg.trainer.policy.model, cfg.trainer.ref.model
     return policy.lora.rank > 0 and ref.path in (None, policy.path)
 
@@ -94,7 +94,7 @@ def role_layout(cfg: SkyRLTrainConfig, role: str) -> ParallelConfig:
 
 
 def shares_policy_gpus(cfg: SkyRLTrainConfig, role: str) -> bool:
-    """Return whether a role's ranks lie on the policy's GPUs, and take turns with it."""
+    """Return whether a role's ranks share the policy's GPUs and take turns with it."""
     placement = cfg.trainer.placement
     return placement.colocate_all or (role == "ref" and placement.colocate_policy_ref)
 
@@ -106,9 +106,10 @@ def engine_ranks(cfg: SkyRLTrainConfig) -> int:
 
 
 def weight_transport(cfg: SkyRLTrainConfig) -> str:
-    """Return the name of the transport that carries weights from the policy to the engines, for both ends.
+    """Return the name of the transport that sends weights from the policy to the engines.
 
-    Two processes on one GPU cannot be in one NCCL group. Where they share GPUs, the bytes stay on them, by CUDA IPC.
+    Two processes on one GPU cannot be in one NCCL group. If trainer and engines share GPUs, weights are passed by
+    CUDA IPC.
     """
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
     own = engine.weight_sync_backend in TRANSPORTS.built_in
@@ -116,25 +117,29 @@ def weight_transport(cfg: SkyRLTrainConfig) -> str:
 
 
 def ranks_exchange_weights(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether the policy's ranks give one another what the engine workers on their GPUs need: workers cannot
-    open the memory of a rank on another node, nor, in a vLLM that shows each of its data-parallel ranks only its own
-    GPUs, on another GPU."""
+    """Return whether the policy's ranks exchange the weights that the engine workers on their GPUs need.
+
+    A worker cannot open the memory of a rank on another node. With data parallelism vLLM shows a worker only its own
+    GPUs, so that it cannot open the memory of a rank on another GPU either.
+    """
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
     return weight_transport(cfg) == "ipc" and not placement.policy_num_nodes == engine.data_parallel_size == 1
 
 
 def weight_bucket_sizes(cfg: SkyRLTrainConfig) -> tuple[int, ...]:
-    """Return the sizes of weight buckets, bytes, ascending. Where trainer and engines have devices of their own, the
-    first sync measures them and chooses one; else the last one counts. Between GPUs, small ones cost bandwidth; where
-    roles share them, large ones cost memory of both."""
+    """Return the possible sizes of weight buckets in bytes, ascending.
+
+    If trainer and engines have separate devices, the first sync measures these sizes and chooses one; otherwise the
+    last is used. Small buckets reduce bandwidth between GPUs; large ones take memory of GPUs that roles share.
+    """
     if cfg.generator.inference_engine.weight_sync_backend != device.NCCL:
         return 4 << 20, 16 << 20
     return (64 << 20,) if cfg.trainer.placement.colocate_all else (16 << 20, 64 << 20, 256 << 20)
 
 
-def weight_path(cfg: SkyRLTrainConfig, *, routed: bool) -> str:
-    """Describe how weights get to the engines. ``routed``: each worker gets its own part alone."""
-    what, carrier = "own part" if routed else "all weights", weight_transport(cfg)
+def weight_path(cfg: SkyRLTrainConfig, *, sliced: bool) -> str:
+    """Describe how weights are sent to the engines. ``sliced``: each worker receives only the slices it needs."""
+    what, carrier = "own part" if sliced else "all weights", weight_transport(cfg)
     if ranks_exchange_weights(cfg):
         return "own part by exchange and shared memory"
     return f"{what} by shared memory" if carrier == "ipc" else f"{what} over {carrier}"
@@ -142,7 +147,7 @@ def weight_path(cfg: SkyRLTrainConfig, *, routed: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where a rank stands in both grids of its layout."""
+    """Position of a rank in both grids of its layout."""
 
     pp: int
     tp: int
@@ -154,7 +159,8 @@ class RankPosition:
 
 
 def rank_position(parallel: ParallelConfig, rank: int) -> RankPosition:
-    """Place a rank in Megatron's order: tp fastest, then cp, ep, dp, pp (parallel_state.py, ``RankGenerator``)."""
+    """Return the position of a rank in Megatron's order: tp fastest, then cp, ep, dp, pp (parallel_state.py,
+    ``RankGenerator``)."""
     per_stage = parallel.world_size // parallel.pp
     pp, within = divmod(rank, per_stage)
     dense, tp = divmod(within, parallel.tp)
@@ -169,22 +175,23 @@ _A, KEY = "trainer.algorithm.", "trainer.teacher.models"
 
 
 def teacher_names(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """Return the names, the first of which judges rows that name none; ``("",)`` of one without a name, () of none."""
+    """Return the names of the teachers; ``("",)`` for one without a name, () without teachers. The first teacher
+    scores the rows that name none."""
     return tuple(cfg.trainer.teacher.models) or (("",) if has_teacher(cfg) else ())
 
 
 def teacher_addresses(cfg: SkyRLTrainConfig) -> dict[str, str]:
-    """Return name → address of the teachers that are served elsewhere."""
+    """Return name → address of the teachers that run outside this job."""
     return {name: model for name, model in cfg.trainer.teacher.models.items() if is_address(model)}
 
 
 def teachers_on_ranks(cfg: SkyRLTrainConfig) -> dict[str, SkyRLTrainConfig]:
-    """Return name → the configuration of a run that has this teacher alone, as its ranks read it."""
-    elsewhere = teacher_addresses(cfg)
-    return {name: _alone(cfg, name) for name in teacher_names(cfg) if name not in elsewhere}
+    """Return name → configuration of a teacher on ranks: that of a run with only this teacher."""
+    addresses = teacher_addresses(cfg)
+    return {name: _with_one_teacher(cfg, name) for name in teacher_names(cfg) if name not in addresses}
 
 
-def _alone(cfg: SkyRLTrainConfig, name: str) -> SkyRLTrainConfig:
+def _with_one_teacher(cfg: SkyRLTrainConfig, name: str) -> SkyRLTrainConfig:
     if not name:
         return cfg
     path = cfg.trainer.teacher.models[name]
@@ -197,12 +204,12 @@ def _alone(cfg: SkyRLTrainConfig, name: str) -> SkyRLTrainConfig:
 
 
 def role_key(name: str) -> str:
-    """Return what a teacher on ranks is called among the roles of a run."""
+    """Return the key of a teacher on ranks in :func:`role_configs`."""
     return f"teacher/{name}" if name else "teacher"
 
 
 def role_configs(cfg: SkyRLTrainConfig) -> dict[str, tuple[str, SkyRLTrainConfig]]:
-    """Return what a run starts on ranks, by its key: its role, and the configuration that its ranks read."""
+    """Return key → (role, configuration that its ranks read) of every model that a run starts on ranks."""
     found: dict[str, tuple[str, SkyRLTrainConfig]] = {}
     for role in active_roles(cfg):
         if role == "teacher":
@@ -213,65 +220,70 @@ def role_configs(cfg: SkyRLTrainConfig) -> dict[str, tuple[str, SkyRLTrainConfig
 
 
 def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield what is wrong between teachers and what is to be learned from them."""
+    """Yield every problem of teachers and distillation settings."""
     algorithm, teacher = cfg.trainer.algorithm, cfg.trainer.teacher
     wanted = algorithm.distillation
     if not has_teacher(cfg):
         if algorithm.advantage_estimator == "distillation" or wanted.reward_coef or wanted.loss_coef:
-            fix = "distillation needs a teacher: name its model, or trainer.teacher.models"
+            fix = "distillation needs a teacher: set it, or set trainer.teacher.models"
             yield Problem("trainer.teacher.model.path", None, fix)
         return
     if teacher.models and teacher.model.path not in (None, *teacher.models.values()):
-        yield Problem("trainer.teacher.model.path", teacher.model.path, f"is none of {KEY}: name each of them there")
+        fix = f"is not in {KEY}: add it there, or remove this key"
+        yield Problem("trainer.teacher.model.path", teacher.model.path, fix)
     for name in teacher.models:
         if not _NAME.fullmatch(name):
-            yield Problem(KEY, name, "a name is made of letters, digits, _ and -")
+            yield Problem(KEY, name, "invalid name: use letters, digits, _ and -")
     if not wanted.reward_coef and not wanted.loss_coef:
-        fix = "nothing is learned from it: set distillation.reward_coef or .loss_coef, or the estimator distillation"
+        fix = (
+            "the run does not learn from this teacher: set distillation.reward_coef or .loss_coef, or set "
+            "advantage_estimator=distillation"
+        )
         key, value = (KEY, teacher.models) if teacher.models else ("trainer.teacher.model.path", teacher.model.path)
         yield Problem(key, value, fix)
     if wanted.divergence_alone and not wanted.loss_coef:
-        fix = "the divergence is the whole loss, and has weight 0: set distillation.loss_coef"
+        fix = "the divergence is the whole loss but has weight 0: set distillation.loss_coef"
         yield Problem(f"{_A}distillation.divergence_alone", True, fix)
     if wanted.loss_coef and cfg.trainer.fused_lm_head_logprob:
-        yield Problem("trainer.fused_lm_head_logprob", True, "distillation.loss_coef reads logits: set it to false")
+        yield Problem("trainer.fused_lm_head_logprob", True, "distillation.loss_coef needs logits: set it to false")
     if cfg.generator.step_wise_trajectories and algorithm.advantage_estimator == "distillation":
         fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
         yield Problem(f"{_A}advantage_estimator", "distillation", fix)
     for name, address in teacher_addresses(cfg).items():
         if algorithm.temperature not in (None, 1.0):
-            fix = f"the engine at {address} gives log-probs at temperature 1: set it to 1, or put {name} on ranks"
+            fix = f"the engine at {address} returns log-probs at temperature 1: set it to 1, or run {name} on ranks"
             yield Problem("generator.sampling_params.temperature", algorithm.temperature, fix)
 
 
 ADAPTERS_KEY = "trainer.policy.model.lora.adapters"
 ADAPTER_KEY = "adapter"
-"""Column of a data row that says which adapter it belongs to."""
+"""Column of the data that names the adapter of a row."""
 _OF_ALL = ("adapters", "sync_mode", "lora_sync_path", "offload_after_step")
-"""What cannot differ between adapters of a run."""
+"""Settings that all adapters of a run share."""
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def adapter_names(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """Return the names of the policy's adapters; ``("",)`` where there is one without a name, or none."""
+    """Return the names of the policy's adapters; ``("",)`` for one adapter without a name, or without adapters."""
     return tuple(cfg.trainer.policy.model.lora.adapters) or ("",)
 
 
 def role_part(role: str, adapter: str) -> str:
-    """Return where a checkpoint has what is trained of a role: ``policy``, or ``policy/math`` of a named adapter."""
+    """Return the part of a checkpoint with the trained weights of a role: ``policy``, or ``policy/math`` for a named
+    adapter."""
     return f"{role}/{adapter}" if adapter else role
 
 
 def adapter_configs(cfg: SkyRLTrainConfig) -> dict[str, SkyRLTrainConfig]:
-    """Return name → the configuration of a run that trains this adapter alone; ``{"": cfg}`` without names.
+    """Return name → configuration of a run that trains only this adapter; ``{"": cfg}`` without names.
 
-    Sections that no adapter changes are those of ``cfg`` itself.
+    Sections that no adapter changes are shared with ``cfg``.
     """
     own = cfg.trainer.policy.model.lora.adapters
-    return {name: _adapter_problems_alone(cfg, changes or {}) for name, changes in own.items()} or {"": cfg}
+    return {name: _with_one_adapter(cfg, changes or {}) for name, changes in own.items()} or {"": cfg}
 
 
-def _adapter_problems_alone(cfg: SkyRLTrainConfig, changes: dict[str, Any]) -> SkyRLTrainConfig:
+def _with_one_adapter(cfg: SkyRLTrainConfig, changes: dict[str, Any]) -> SkyRLTrainConfig:
     cfg = copy.copy(cfg)
     cfg.trainer = copy.copy(cfg.trainer)
     policy = cfg.trainer.policy = copy.copy(cfg.trainer.policy)
@@ -286,31 +298,32 @@ def _adapter_problems_alone(cfg: SkyRLTrainConfig, changes: dict[str, Any]) -> S
 
 
 def _section(cfg: SkyRLTrainConfig, key: str) -> Section | None:
-    """Return the section that an adapter's setting changes; None where there is none."""
+    """Return the section that an adapter's setting changes; None for an unknown setting."""
     policy = cfg.trainer.policy
     sections: tuple[Section, ...] = (policy.model.lora, policy.optimizer_config)
     return next((each for each in sections if key in field_types(type(each)) and key not in _OF_ALL), None)
 
 
 def adapter_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield everything wrong with the names and settings of several adapters."""
+    """Yield every problem of the names and settings of several adapters."""
     lora, trainer = cfg.trainer.policy.model.lora, cfg.trainer
     if not lora.adapters:
         return
     if not lora.rank:
-        yield Problem(ADAPTERS_KEY, ", ".join(lora.adapters), "adapters are off: set trainer.policy.model.lora.rank")
+        fix = "adapters are disabled (rank=0): set trainer.policy.model.lora.rank"
+        yield Problem(ADAPTERS_KEY, ", ".join(lora.adapters), fix)
     for name, changes in lora.adapters.items():
         if not _ADAPTER_NAME.fullmatch(name):
             yield Problem(
-                ADAPTERS_KEY, name, "a name is made of letters, digits, _ and -: it names folders and requests"
+                ADAPTERS_KEY, name, "invalid name, as folders and requests use it: use letters, digits, _ and -"
             )
         for key, value in (changes or {}).items():
             yield from _setting(cfg, f"{ADAPTERS_KEY}.{name}.{key}", key, value)
     if len(lora.adapters) > 1 and trainer.algorithm.use_kl_in_reward and trainer.algorithm.kl_ctrl.type == "adaptive":
-        fix = "one coefficient would follow all adapters together: use fixed, or train them one by one"
+        fix = "the adaptive KL coefficient supports one adapter: set it to fixed, or train one adapter per run"
         yield Problem("trainer.algorithm.kl_ctrl.type", "adaptive", fix)
     if len(lora.adapters) > 1 and trainer.critic.model.path is not None:
-        fix = "one critic would learn from the rows of all adapters: take an estimator without one"
+        fix = "a critic supports one adapter: use an advantage estimator without a critic, and remove this key"
         yield Problem("trainer.critic.model.path", trainer.critic.model.path, fix)
 
 
@@ -320,8 +333,8 @@ def _setting(cfg: SkyRLTrainConfig, place: str, key: str, value: Any) -> Iterato
         policy = cfg.trainer.policy
         known = {*field_types(type(policy.model.lora)), *field_types(type(policy.optimizer_config))} - {*_OF_ALL}
         near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        fix = "an adapter has settings of policy.model.lora and policy.optimizer_config of its own; "
-        yield Problem(place, value, fix + f"{'nearest' if near else 'there are'}: {', '.join(near or sorted(known))}")
+        fix = "an adapter can change settings of policy.model.lora and policy.optimizer_config; "
+        yield Problem(place, value, fix + f"{'closest' if near else 'known'}: {', '.join(near or sorted(known))}")
         return
     try:
         converted = convert(field_types(type(section))[key], value)
@@ -329,4 +342,4 @@ def _setting(cfg: SkyRLTrainConfig, place: str, key: str, value: Any) -> Iterato
         yield Problem(place, value, str(mismatch))
         return
     if key == "rank" and not converted:
-        yield Problem(place, value, "an adapter has at least rank 1: leave it out to take that of all")
+        yield Problem(place, value, "must be at least 1; remove it to use the rank of all adapters")

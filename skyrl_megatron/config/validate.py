@@ -1,4 +1,4 @@
-"""Validate a whole configuration before any device, process group or Ray is touched."""
+"""Validate a whole configuration before the run uses a device, a process group or Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
 from skyrl_megatron.config.roles import active_roles
-from skyrl_megatron.config.rules.ineffective import asked_for, idle_settings
+from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
 from skyrl_megatron.config.rules.training_rules import fully_async_problems, training_problems
@@ -20,54 +20,53 @@ from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.plugins import load_plugins
 
-WITHOUT_ENGINE = {
-    "dots1": "vLLM has dropped its architecture Dots1ForCausalLM after 0.23",
-    "solar_open": "vLLM 0.32 does not know its architecture SolarOpenForCausalLM",
+FAMILIES_WITHOUT_ENGINE = {
+    "dots1": "vLLM removed its architecture Dots1ForCausalLM after version 0.23",
+    "solar_open": "vLLM 0.32 does not support its architecture SolarOpenForCausalLM",
 }
-"""Families that convert and train, but that no engine of this version runs: why."""
+"""Model families that can be converted and trained, but that the installed vLLM cannot run → reason."""
 
 
 def require_available(cfg: SkyRLTrainConfig) -> None:
-    """Raise ConfigError for a model that no engine runs."""
+    """Raise ConfigError if no engine can run the policy's model."""
     key = "trainer.policy.model.path"
     path = get_path(cfg, key)
     family = ((read_hf_config(cfg) if path else None) or {}).get("model_type")
-    if family in WITHOUT_ENGINE:
-        fix = f"no engine runs {family}: {WITHOUT_ENGINE[family]}; take a model of another family"
+    if family in FAMILIES_WITHOUT_ENGINE:
+        fix = f"no engine runs {family}: {FAMILIES_WITHOUT_ENGINE[family]}; use a model of another family"
         raise ConfigError([Problem(key, path, fix)])
 
 
 _LORA = "trainer.policy.model.lora."
 _HOW = "trainer.policy.megatron_config.lora_config."
-_TOLD_ANYWAY = frozenset({f"{_LORA}lora_sync_path"})
-"""What no run reads, with or without adapters: a warning says so."""
+_NEVER_READ = frozenset({f"{_LORA}lora_sync_path"})
+"""Keys that no run reads. The warning of ineffective settings reports them."""
 
 
 def adapter_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield a Problem where settings of adapters are asked for while ``rank=0`` trains all weights: a run would look
-    like one of adapters, and be none."""
+    """Yield a Problem if adapter settings are explicit while ``rank=0``, with which the run has no adapters."""
     if cfg.trainer.policy.model.lora.rank:
         return
-    asked = {key: value for key, value in asked_for(cfg, (_LORA, _HOW)) if key not in _TOLD_ANYWAY}
-    if asked:
+    explicit = {key: value for key, value in explicit_settings(cfg, (_LORA, _HOW)) if key not in _NEVER_READ}
+    if explicit:
         values = ", ".join(
             f"{key.removeprefix(_LORA).removeprefix('trainer.policy.megatron_config.')}={value}"
-            for key, value in asked.items()
+            for key, value in explicit.items()
         )
-        fix = f"trains all weights, but {values} {'is' if len(asked) == 1 else 'are'} set: set a rank, such as 16, "
-        yield Problem(f"{_LORA}rank", 0, fix + f"or leave {'it' if len(asked) == 1 else 'them'} out")
+        one = len(explicit) == 1
+        fix = f"rank=0 trains all weights, but {values} {'is' if one else 'are'} set: set a rank, such as 16, "
+        yield Problem(f"{_LORA}rank", 0, fix + f"or remove {'that key' if one else 'those keys'}")
 
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
-    """Import plugins, fill in what depends on other fields and on the machine, warn of settings without effect, and
-    return what is wrong with the rest, each problem naming key, value and fix.
+    """Resolve ``cfg`` in place, and return every problem of it; each names key, value and fix.
 
-    ``hardware``: what the run will get. Changes ``cfg`` in place (:mod:`.resolve`). Reads no file but the models'
-    ``config.json``.
+    Imports plugins, fills in the fields that depend on others and on the machine (:mod:`.resolve`), and warns of
+    settings without effect. ``hardware``: what the run will get. Reads no file except the models' ``config.json``.
     """
     try:
         load_plugins(cfg.trainer.plugins)
-    except ConfigError as error:  # what they register is unknown, and would be reported too
+    except ConfigError as error:  # without the plugins, the names that they register would be reported too
         return list(error.problems)
     derive(cfg)
     problems = fit_to_hardware(cfg, hardware)
@@ -83,7 +82,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
 
 
 def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """Return role → ``config.json`` of its model, where it is at hand, and the problems of reading it."""
+    """Return role → ``config.json`` of its model, for those available, and the problems of reading them."""
     found: dict[str, dict[str, Any]] = {}
     problems: list[Problem] = []
     read: dict[tuple[str, str | None], dict[str, Any] | None] = {}
@@ -91,7 +90,7 @@ def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[
         model = getattr(cfg.trainer, role).model
         path, key = model.path, f"trainer.{role}.model.path"
         if not path:
-            problems.append(Problem(key, path, "name a Hugging Face model folder or a hub model"))
+            problems.append(Problem(key, path, "set it to a Hugging Face model folder, or to the name of a hub model"))
             continue
         try:
             if (path, model.revision) not in read:
@@ -105,26 +104,26 @@ def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[
 
 
 def _warn(cfg: SkyRLTrainConfig, hardware: Hardware) -> None:
-    """Give one SkyRLMegatronWarning for all settings that change nothing, and one for each doubtful choice; to each
-    configuration once."""
-    messages = [*_doubts(cfg)]
-    if idle := [f"  {key}={value}: {why}" for key, value, why in idle_settings(cfg, hardware)]:
-        messages.insert(0, "settings without effect here:\n" + "\n".join(idle))
-    told: set[str] = cfg.__dict__.setdefault("_told", set())
+    """Issue one SkyRLMegatronWarning for all settings without effect, and one for each questionable choice. A
+    configuration gets each message once."""
+    messages = [*_questionable(cfg)]
+    if lines := [f"  {key}={value}: {why}" for key, value, why in ineffective_settings(cfg, hardware)]:
+        messages.insert(0, "settings without effect in this run:\n" + "\n".join(lines))
+    issued: set[str] = cfg.__dict__.setdefault("_warned", set())
     for message in messages:
-        if message not in told:
-            told.add(message)
+        if message not in issued:
+            issued.add(message)
             warnings.warn(message, SkyRLMegatronWarning, stacklevel=4)
 
 
-def _doubts(cfg: SkyRLTrainConfig) -> Iterator[str]:
+def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
     generator, sampling = cfg.generator, cfg.generator.sampling_params
-    asked = [cfg.trainer.logger] if isinstance(cfg.trainer.logger, str) else cfg.trainer.logger
-    if "wandb" in asked and "wandb" not in trackers(cfg):
+    loggers = [cfg.trainer.logger] if isinstance(cfg.trainer.logger, str) else cfg.trainer.logger
+    if "wandb" in loggers and "wandb" not in trackers(cfg):
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
         yield (
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "
-            "stop string carry no end-of-sequence token, so the policy is not trained to stop there"
+            "stop string have no end-of-sequence token, so the policy is not trained to stop there"
         )

@@ -1,5 +1,5 @@
-"""Ragged samples as the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`, and the experts of
-their tokens.
+"""Collation of samples to the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`, and the routed
+experts of their tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from skyrl_megatron.errors import DataError
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type TokenValues = Sequence[Any] | np.ndarray
-"""Values of one sample's tokens. Arrays are copied at memory speed, lists element by element."""
+"""One value per token of a sample. Copying arrays is fast; lists are copied element by element."""
 
 
 def collate(
@@ -30,15 +30,14 @@ def collate(
     is_last_step: Sequence[bool] | None = None,
     rollout_support: Sequence[TokenSupport | None] | None = None,
 ) -> TrainingBatch:
-    """Collate B samples to one batch: S is the longest prompt + response, T the longest response (at least 1).
+    """Collate B samples to a batch: S is the longest prompt + response, T the longest response (at least 1).
 
-    ``rewards``: one number a sample (put on its last response token) or one a token. ``loss_masks``: one 0 or 1 a
-    response token, default all 1. ``rollout_routes``: [n, L, K] integers of the first n tokens of a sample, prompt
-    included; None for samples without. ``rollout_support``: of n response tokens a sample, None for those sampled from
-    the whole vocabulary.
+    ``rewards``: one number per sample (assigned to its last response token) or one per token. ``loss_masks``: 0 or 1
+    per response token, default 1. ``rollout_routes``: [n, L, K] integers, the experts of the first n tokens of a
+    sample including its prompt; None if unknown. ``rollout_support``: the support of a sample's response tokens; None
+    if they were sampled from the whole vocabulary.
 
-    Raises ValueError naming the first sample whose pieces do not fit together; DataError for a token that its support
-    excludes.
+    Raises ValueError with the first sample whose lengths do not match, DataError for a token outside its support.
     """
     before, lengths = _lengths(prompts), _lengths(responses)
     total = before + lengths
@@ -67,14 +66,14 @@ def collate(
 
 
 def failed_uid(uid: str, row: int) -> str:
-    """Make a uid of its own for a row that is to count in no group of its prompt."""
+    """Return a separate uid for a failed row, so that it does not belong to the group of its prompt."""
     return f"{uid}/failed-{row}"
 
 
 def _supports(
     supports: Sequence[TokenSupport | None], responses: Sequence[TokenValues], uids: Sequence[str]
 ) -> list[TokenSupport]:
-    """Return one a sample; [] where no sample has any."""
+    """Return the support of each sample; [] if no sample has one."""
     if all(support is None for support in supports):
         return []
     made = [TokenSupport.none(len(r)) if s is None else s for s, r in zip(supports, responses, strict=True)]
@@ -107,21 +106,21 @@ def _check_lengths(name: str, rows: Sequence[TokenValues], lengths: np.ndarray, 
 
 
 def _fill(out: np.ndarray, rows: Sequence[TokenValues], starts: np.ndarray) -> None:
-    """Copy each row to its place, in one contiguous copy a row."""
+    """Copy each row to its position, with one contiguous copy per row."""
     for line, row, start in zip(out, rows, starts.tolist(), strict=True):
         if n := len(row):
             line[start : start + n] = row
 
 
 def _right_aligned(rows: Sequence[TokenValues], lengths: np.ndarray, width: int) -> Tensor:
-    """Make [B, width] float32 with each row at the right and zeros before it."""
+    """Return [B, width] float32 with right-aligned rows and zeros on the left."""
     out = torch.zeros(len(rows), width, dtype=torch.float32)
     _fill(out.numpy(), rows, width - lengths)
     return out
 
 
 def _filled(lengths: np.ndarray, width: int, dtype: torch.dtype) -> Tensor:
-    """Make [B, width] with ones in the last ``lengths`` columns."""
+    """Return [B, width] with ones in the last ``lengths`` columns of each row."""
     out = torch.zeros(len(lengths), width, dtype=dtype)
     for line, length in zip(out.numpy(), lengths.tolist(), strict=True):
         line[width - length :] = 1
@@ -137,7 +136,7 @@ def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
 
 
 def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, uids: Sequence[str]) -> list[np.ndarray | None]:
-    """Return one a sample, in the narrowest type; [] where no sample has any."""
+    """Return the routes of each sample in the narrowest integer type; [] if no sample has any."""
     shape = next((known.shape[1:] for known in routes if known is not None), None)
     if shape is None:
         return []
@@ -155,17 +154,17 @@ PREFIX = "routes."
 
 
 def recorded_name(layer: int) -> str:
-    """Return the name that the routes of a layer are recorded under (``runtime/profiling.py``)."""
+    """Return the name under which the routes of a layer are recorded (``runtime/profiling.py``)."""
     return f"{PREFIX}{layer}"
 
 
 def recorded_layers(found: Mapping[str, np.ndarray]) -> list[int]:
-    """Return the layers that routes were recorded of."""
+    """Return the layers with recorded routes."""
     return sorted(int(name.removeprefix(PREFIX)) for name in found if name.startswith(PREFIX))
 
 
 def routes_of(found: Mapping[str, np.ndarray], layers: int) -> np.ndarray | None:
-    """Return [n, ``layers``, K] uint8/uint16 of a row, 0 in layers that have no router; None: none was recorded."""
+    """Return the routes of a row, [n, ``layers``, K] uint8/uint16, 0 in layers without router; None if unknown."""
     routed = recorded_layers(found)
     if not routed:
         return None

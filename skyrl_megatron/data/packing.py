@@ -1,8 +1,8 @@
 """Split a batch into mini-batches, a mini-batch over replicas, and a replica's rows into packed micro-batches.
 
 Mini-batches hold whole prompts. Data-parallel replicas get nearly equal work. Micro-batches have a fixed number of
-rows, or a token budget that none exceeds. Pipeline schedules need equally many of them on all replicas, so replicas
-with less work split further or add empty micro-batches, which weigh nothing.
+rows or a maximum number of tokens. Pipeline schedules need the same number of micro-batches on all replicas, so
+replicas with fewer of them split further or add empty micro-batches, which have weight 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from skyrl_megatron.types import TrainingBatch
 
 PROMPT_UIDS = "prompt_uids"
-"""Metadata of a batch: the prompt of each row, also of rows that have a uid of their own since they failed."""
+"""Metadata key of a batch: the prompt uid of each row, also of failed rows, which have a separate uid."""
 
 
 def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
-    """Cut ``batch`` after every ``prompts`` prompts. The rows of a prompt, however many, stand next to each other."""
+    """Split ``batch`` after every ``prompts`` prompts. The rows of a prompt must be adjacent."""
     ends = []
     row = 0
     uids = batch.metadata.get(PROMPT_UIDS, batch.uids)
@@ -37,36 +37,40 @@ def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
     return [batch.select(range(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
-def counted_rows(batch: TrainingBatch) -> TrainingBatch:
-    """Keep the rows with a token to train on: the others add nothing to loss or gradients. All, if there is none."""
+def rows_with_trained_tokens(batch: TrainingBatch) -> TrainingBatch:
+    """Return the rows with a trained token; the others do not affect loss or gradients. All rows if there is none."""
     rows = batch.loss_mask.any(dim=1).nonzero().flatten()
     return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
 
 
-def trainable(parts: list[TrainingBatch]) -> list[TrainingBatch]:
-    """Leave out mini-batches without a token to train on, which have no gradient: filters may mask all of their rows
-    while others learn. All, if every one is so."""
+def parts_with_trained_tokens(parts: list[TrainingBatch]) -> list[TrainingBatch]:
+    """Return the mini-batches with a trained token; the others have no gradient, as filters masked all of their rows.
+
+    Returns all mini-batches if none has a trained token.
+    """
     return [part for part in parts if part.loss_mask.any()] or parts
 
 
 def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return name → rows [b] int64 that belong to each of the policy's adapters, ascending; all belong to the first
-    where the batch names none. Raises ValueError with row and names for one that is not among ``names``."""
+    """Return adapter name → its rows [b] int64, ascending. All are of the first adapter if the batch names none.
+
+    Raises ValueError with row and names for a name outside ``names``.
+    """
     if not batch.adapters:
         return {name: np.arange(0 if number else len(batch)) for number, name in enumerate(names)}
     for row, name in enumerate(batch.adapters):
         if name not in names:
             known = ", ".join(filter(None, names)) or "none: trainer.policy.model.lora.adapters is empty"
-            raise ValueError(f"row {row} of the batch belongs to adapter {name!r}; there are: {known}")
+            raise ValueError(f"row {row} of the batch belongs to adapter {name!r}; known: {known}")
     labels = np.asarray(batch.adapters)
     return {name: np.flatnonzero(labels == name) for name in names}
 
 
 def split_for_dp(costs: np.ndarray, dp: int) -> list[np.ndarray]:
-    """Assign rows to ``dp`` replicas so that their costs are balanced, with equal counts where they divide.
+    """Assign rows to ``dp`` replicas with balanced costs, and with equal counts if B is divisible by ``dp``.
 
-    ``costs``: [B], say FLOPs. Returns ``dp`` ascending index arrays that together hold every row once.
-    Raises ValueError when there are fewer rows than replicas.
+    ``costs``: [B], for example FLOPs. Returns ``dp`` ascending index arrays that together hold every row once. Raises
+    ValueError if there are fewer rows than replicas.
     """
     if len(costs) < dp:
         raise ValueError(f"{len(costs)} sequences for {dp} data-parallel ranks: each needs at least one")
@@ -76,24 +80,24 @@ def split_for_dp(costs: np.ndarray, dp: int) -> list[np.ndarray]:
 
 
 def balance(costs: np.ndarray, k: int, *, equal_counts: bool = False) -> list[np.ndarray]:
-    """Form ``k`` groups with nearly equal sums: each item, heaviest first, goes to the lightest (LPT, Graham 1969).
+    """Form ``k`` groups with nearly equal sums: each item, largest first, joins the smallest group (LPT, Graham 1969).
 
-    ``costs``: [n] non-negative. Returns index arrays, each ascending, that together hold every item once. With
-    ``equal_counts`` every group takes ⌊n/k⌋ or ⌈n/k⌉ items. Raises ValueError when there are fewer items than groups.
+    ``costs``: [n] non-negative. Returns ascending index arrays that together hold every item once. With
+    ``equal_counts`` every group has ⌊n/k⌋ or ⌈n/k⌉ items. Raises ValueError if there are fewer items than groups.
     """
     costs = np.asarray(costs, dtype=np.float64)
     if len(costs) < k:
         raise ValueError(f"{len(costs)} items cannot fill {k} groups")
-    room, extra = divmod(len(costs), k) if equal_counts else (len(costs), 0)
+    capacity, extra = divmod(len(costs), k) if equal_counts else (len(costs), 0)
     groups: list[list[int]] = [[] for _ in range(k)]
     lightest = [(0.0, group) for group in range(k)]
     values = costs.tolist()
     for item in np.argsort(-costs, kind="stable").tolist():
         weight, group = lightest[0]
         groups[group].append(item)
-        full = equal_counts and len(groups[group]) >= room
-        if full and len(groups[group]) == room and extra:
-            extra -= 1  # one of the groups that take an item more
+        full = equal_counts and len(groups[group]) >= capacity
+        if full and len(groups[group]) == capacity and extra:
+            extra -= 1  # this group gets one of the extra items
             full = False
         if full:
             heapq.heappop(lightest)
@@ -103,7 +107,7 @@ def balance(costs: np.ndarray, k: int, *, equal_counts: bool = False) -> list[np
 
 
 def aligned(lengths: np.ndarray, alignment: int) -> np.ndarray:
-    """Round token counts up to multiples of ``alignment``, the padding of sequences (tp · 2cp rules). [B] → [B]."""
+    """Round token counts [B] up to multiples of ``alignment``, to which sequences are padded (tp · 2cp)."""
     return -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
 
 
@@ -116,12 +120,12 @@ def plan_micro_batches(
     multiple_of: int,
     dp_maximum: Callable[[Sequence[int]], list[int]],
 ) -> list[np.ndarray]:
-    """Plan the rows of each micro-batch of this replica; all replicas call together.
+    """Return the rows of each micro-batch of this replica. A collective: all replicas must call it.
 
-    ``max_tokens`` > 0: as few micro-batches as a budget of that many aligned tokens allows; else ``rows`` a
-    micro-batch. The count is the largest that any replica needs, rounded up to ``multiple_of``. ``dp_maximum`` returns
-    the largest of each number over the replicas. Raises ValueError (on every replica) when a sequence is longer than
-    the budget.
+    With ``max_tokens`` > 0 the micro-batches are as few as that number of aligned tokens each allows; else each has
+    ``rows`` rows. Their number is the largest that any replica needs, rounded up to ``multiple_of``. ``dp_maximum``
+    returns the maximum of each number over the replicas. Raises ValueError on every replica if a sequence exceeds
+    ``max_tokens``.
     """
     tokens = aligned(lengths, alignment)
     too_long = max_tokens > 0 and len(tokens) > 0 and int(tokens.max()) > max_tokens
@@ -141,11 +145,11 @@ def plan_micro_batches(
 
 
 def pack_by_tokens(lengths: np.ndarray, cap: int) -> list[np.ndarray]:
-    """Pack sequences into few bins of at most ``cap`` tokens each: best fit, longest first.
+    """Pack sequences into few bins of at most ``cap`` tokens each by best-fit decreasing.
 
-    ``lengths``: [n] positive tokens. Returns index arrays, each ascending, that together hold every sequence once.
-    Best fit decreasing needs at most 11/9 of the optimum plus one bin (Johnson 1973) and next to nothing extra when
-    bins hold many sequences. Raises ValueError naming the first sequence longer than ``cap``.
+    ``lengths``: [n] positive tokens. Returns ascending index arrays that together hold every sequence once. The number
+    of bins is at most 11/9 of the optimum plus one (Johnson 1973), and close to the optimum if bins hold many
+    sequences. Raises ValueError with the first sequence longer than ``cap``.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     too_long = np.flatnonzero(lengths > cap)
@@ -169,7 +173,7 @@ def pack_by_tokens(lengths: np.ndarray, cap: int) -> list[np.ndarray]:
 
 
 def split_to_count(bins: list[np.ndarray], lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Halve the fullest bins that hold more than one sequence until there are ``count``; then add empty ones."""
+    """Split the fullest bins with several sequences until there are ``count`` bins, then add empty ones."""
     bins = list(bins)
     while len(bins) < count:
         fullest = max(

@@ -1,6 +1,6 @@
-"""Datasets written by ``python -m skyrl_megatron.data.prepare NAME [--output-dir DIR] …``.
+"""``python -m skyrl_megatron.data.prepare NAME [--output-dir DIR] …``: write a dataset of prompts.
 
-Each writes ``train.parquet`` and ``validation.parquet`` with rows as :mod:`skyrl_megatron.data.prompts` reads them.
+Each dataset is ``train.parquet`` and ``validation.parquet`` in the format of :mod:`skyrl_megatron.data.prompts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_BY_STEP = 'Reason step by step, then give the final answer after "####".'
 def make_row(
     source: str, prompt: str, env_class: str, answer: str, extra: DatasetRow, *, system: str | None = None
 ) -> DatasetRow:
-    """Make a row: a question, the environment that grades it, the answer to compare with, and ``extra_info``."""
+    """Return a row: question, grading environment, reference answer, and ``extra_info``."""
     messages = [{"role": "system", "content": system}] if system else []
     return {
         "data_source": source,
@@ -51,7 +51,7 @@ def gsm8k(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
 
 
 def multiply(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
-    """Yield products of two numbers of ``--num-digits`` digits; the answer stands in \\boxed{}."""
+    """Yield products of two numbers of ``--num-digits`` digits; the answer is in \\boxed{}."""
     system = "Multiply the two numbers. Give the product alone in this form: \\boxed{answer}."
     for split, pairs in _operands(args):
         yield (
@@ -71,13 +71,13 @@ def multiply(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]
 
 
 def addition(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
-    """Yield sums of two numbers of ``--num-digits`` digits; the response is to be the sum and nothing else."""
+    """Yield sums of two numbers of ``--num-digits`` digits; the response must be only the sum."""
     for split, pairs in _operands(args):
         yield split, addition_rows(split, pairs)
 
 
 def addition_rows(split: str, pairs: Iterable[tuple[int, int]]) -> list[DatasetRow]:
-    """Make a problem of each pair of operands, in this order."""
+    """Return a row for each pair of operands, in order."""
     return [
         make_row("synthetic_addition", f"{a}+{b}=", "addition", str(a + b), {"split": split, "operands": [a, b]})
         for a, b in pairs
@@ -108,7 +108,7 @@ DATASETS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, list[Data
 
 
 def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Draw distinct problems, no unordered pair in both splits. Raises DataError if there are too few."""
+    """Draw distinct problems; no unordered pair is in both splits. Raises DataError if there are too few pairs."""
     low, high = 10 ** (args.num_digits - 1), 10**args.num_digits - 1
     count = high - low + 1
     available, wanted = count * (count + 1) // 2, args.train_size + args.test_size
@@ -116,11 +116,11 @@ def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, i
         raise DataError("--num-digits, --train-size and --test-size must be at least 1")
     if wanted > available:
         raise DataError(
-            f"there are {available} pairs of numbers of {args.num_digits} digits, {wanted} are asked for: lower"
+            f"there are only {available} pairs of numbers with {args.num_digits} digits, not {wanted}: lower"
             " --train-size and --test-size, or raise --num-digits"
         )
     rng, chosen = random.Random(args.seed), {}
-    if 2 * wanted > available:  # most of them: shuffle all
+    if 2 * wanted > available:  # more than half of the pairs: sample from a list of all
         everything = [(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]
         chosen = dict.fromkeys(rng.sample(everything, wanted))
     while len(chosen) < wanted:
@@ -140,26 +140,26 @@ def _records(source: Path | None, name: str, config: str | None, split: str, ste
             published: Iterable[DatasetRow] = load_dataset(name, config, split=split)
             return published
         except Exception as error:
-            raise DataError(f"{name} cannot be loaded: {error}; give its files with --source FOLDER") from error
+            raise DataError(f"{name} cannot be loaded: {error}; pass a folder with its files as --source") from error
     for path in (source / f"{stem or split}{suffix}" for suffix in (".parquet", ".jsonl", ".json")):
         if path.is_file():
             return load_source(str(path))
-    raise DataError(f"{source}: there is no file {stem or split}.parquet, .jsonl or .json")
+    raise DataError(f"{source} has no file {stem or split}.parquet, .jsonl or .json")
 
 
 def write(rows: list[DatasetRow], path: Path) -> None:
-    """Write rows as a parquet file, which appears whole or not at all."""
+    """Write rows as a parquet file, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(rows), beside)
-    beside.rename(path)
+    partial = path.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist(rows), partial)
+    partial.rename(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="skyrl_megatron.data.prepare", description="Write a dataset of prompts.")
     parser.add_argument("name", choices=sorted(DATASETS))
     parser.add_argument("--output-dir", "--output_dir", type=Path, help="folder to write to (default ~/data/NAME)")

@@ -1,4 +1,4 @@
-"""Prompts from files, and batches of them in an order that a resumed run continues exactly.
+"""The prompt dataset, and a loader whose order a resumed run continues exactly.
 
 A row is ``{prompt: chat messages, env_class, reward_spec, extra_info, …}``.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEACHER_KEY, TEACHERS = "teacher", "trainer.teacher.models"
-"""A column, and the setting that lists what it may name."""
+"""The column with the name of a row's teacher, and the configuration key that defines the names."""
 REWARD_SPEC = "reward_spec"
 
 
@@ -34,21 +34,21 @@ class PromptDataset:
     """The prompts of one or several sources, without those that are too long.
 
     ``datasets``: paths of parquet, json or jsonl files, or ``name[@revision][:subset][:split]`` of a data set on the
-    Hugging Face hub or of a folder (split ``train`` unless given). ``hub_commits``: ``trainer.hub_commits``; ``say``
-    gets the progress of downloads. Rows are read when they are needed (:mod:`skyrl_megatron.data.row_files`), and
-    prompts are measured a thousand at a time, so that memory does not grow with the files. ``template`` and
-    ``template_kwargs`` are what the generator renders prompts with; a prompt is kept if it has at most
-    ``max_prompt_length`` tokens, the beginning of the answer included.
+    Hugging Face hub or in a folder (default split: ``train``). ``hub_commits``: ``trainer.hub_commits``. ``say`` gets
+    the progress of downloads. Rows are read on demand (:mod:`skyrl_megatron.data.row_files`), and prompts are
+    tokenized a thousand at a time, so memory does not grow with the files. The dataset keeps prompts of at most
+    ``max_prompt_length`` tokens including the generation prompt. ``template`` and ``template_kwargs`` must be those
+    with which the generator renders prompts.
 
-    An item is ``(messages, env_class, extras, uid)``: ``env_class`` is None where the row has none, ``extras`` are all
-    other columns, ``uid`` is the row's number over all sources and does not depend on what was filtered.
+    An item is ``(messages, env_class, extras, uid)``. ``env_class`` is None if the row has none, ``extras`` are all
+    other columns, and ``uid`` is the row number over all sources, which does not depend on the filter.
 
-    ``adapters``: names of the policy's adapters, where they have names: a row's ``adapter`` says which one answers it;
-    with one adapter it may say nothing. Every item's extras name it.
+    ``adapters``: names of the policy's adapters, if they have names. The column ``adapter`` selects one for each row;
+    it is optional if there is one adapter. The extras of every item contain it.
 
-    ``enough``: stop measuring once so many prompts are found, and hold only those (None: measure all).
+    ``enough``: stop after this many prompts and keep only these (None: read all).
 
-    Raises DataError for files that are missing or cannot be read, and for rows without a prompt (file and row).
+    Raises DataError for files that are missing or cannot be read, and for rows without a prompt (with file and row).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PromptDataset:
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
-                " generator.chat_template, or take the tokenizer of an instruction-tuned model"
+                " generator.chat_template, or use the tokenizer of an instruction-tuned model"
             )
         sources = [load_source(name, num_workers, hub_commits or {}, say) for name in names]
         for name, source in zip(names, sources, strict=True):
@@ -86,7 +86,7 @@ class PromptDataset:
         self.rows: Rows = JoinedRows(sources)
         self.kept = self._short_enough(enough)
         self.num_filtered = 0 if enough is not None and len(self.kept) >= enough else len(self.rows) - len(self.kept)
-        """Prompts left out because they are too long."""
+        """Number of prompts dropped because they are too long."""
         if self.num_filtered:
             logger.info("%d of %d prompts are longer than %d", self.num_filtered, len(self.rows), max_prompt_length)
         if not len(self.kept):
@@ -107,43 +107,42 @@ class PromptDataset:
         return [_as_rendered(message) for message in messages], env_class, extras, str(number)
 
     def adapters_of(self, uids: Sequence[str]) -> list[str]:
-        """Return the adapter that answers each of some items, by their uids; [] without several adapters."""
+        """Return the name of the adapter for each uid; [] if adapters have no names."""
         if not self.adapters or ADAPTER_KEY not in self.rows.column_names:
             return [self.adapters[0]] * len(uids) if self.adapters else []
         return [self.rows[_row_of(uid)].get(ADAPTER_KEY) or self.adapters[0] for uid in uids]
 
     def teachers_of(self, uids: Sequence[str]) -> list[str]:
-        """Return the teacher that judges the answers to each of some items, "" where a row names none; [] without such
-        a column."""
+        """Return the teacher for each uid, "" if the row names none; [] without the column ``teacher``."""
         if TEACHER_KEY not in self.rows.column_names:
             return []
         return [self.rows[_row_of(uid)].get(TEACHER_KEY) or "" for uid in uids]
 
     def env_classes(self, default: str) -> set[str]:
-        """Return the environments that the rows name; ``default`` for rows that name none."""
+        """Return the environments of all rows; ``default`` for rows without one."""
         if self.env_class_key not in self.rows.column_names:
             return {default}
         return {row.get(self.env_class_key) or default for row in self.rows.each([self.env_class_key])}
 
     def rows_without_reward_spec(self, default: str) -> Counter[str]:
-        """Count, for each environment, the rows that have nothing to compare a response with."""
+        """Count the rows without ``reward_spec`` of each environment."""
         rows = self.rows.each([self.env_class_key, REWARD_SPEC])
         return Counter(row.get(self.env_class_key) or default for row in rows if not row.get(REWARD_SPEC))
 
     @property
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Name, size and hash of the contents of each file."""
+        """Name, size and content hash of each file."""
         return self.rows.fingerprint
 
     def collate_fn(self, items: Sequence[tuple[Any, Any, Any, str]]) -> list[dict[str, Any]]:
-        """Turn items into entries ``{prompt, env_class, env_extras, uid}``."""
+        """Return the items as entries ``{prompt, env_class, env_extras, uid}``."""
         return [
             {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": uid}
             for prompt, env_class, extras, uid in items
         ]
 
     def _short_enough(self, enough: int | None) -> np.ndarray:
-        """Check and measure every prompt, or until ``enough`` are found; return the numbers of the rows to keep."""
+        """Check and tokenize every prompt until ``enough`` are found; return the numbers of the rows to keep."""
         kept, first = [], 0
         for batch in self.rows.batches([self.prompt_key, self.env_class_key, REWARD_SPEC]):
             for number, row in enumerate(batch, first):
@@ -166,7 +165,7 @@ class PromptDataset:
                 tokenize=False,
                 **self._render,
             )
-        except Exception as error:  # whatever a template's expressions and its own raise_exception raise
+        except Exception as error:  # expressions and raise_exception of a template can raise anything
             raise DataError(
                 f"{self.rows.place(number)}: the chat template cannot render {self.prompt_key}: {error}"
             ) from error
@@ -174,12 +173,12 @@ class PromptDataset:
 
 
 def _row_of(uid: str) -> int:
-    """Return the number of a row; a prompt that a batch has twice has a uid such as ``12#1`` the second time."""
+    """Return the row number of a uid. If a batch repeats a prompt, the uid of the second copy is e.g. ``12#1``."""
     return int(uid.partition("#")[0])
 
 
 def require_prompts(rows: Rows, name: str, prompt_key: str = "prompt") -> None:
-    """Raise DataError unless there is a column of prompts, with one in the first row and one in the last."""
+    """Raise DataError if the prompt column is missing, or the first or last row has no valid prompt."""
     if prompt_key not in rows.column_names:
         columns = ", ".join(rows.column_names)
         raise DataError(f"{name}, row 0: no column {prompt_key!r}; the columns are {columns}")
@@ -189,14 +188,16 @@ def require_prompts(rows: Rows, name: str, prompt_key: str = "prompt") -> None:
 
 
 def require_known(rows: Rows, name: str, column: str, known: Sequence[str], key: str, *, needed: bool = False) -> None:
-    """Raise DataError, with file and row, where ``column`` of a row names none of ``known``, which ``key`` lists; or
-    nothing, if ``needed``. No-op without any known."""
+    """Raise DataError with file and row if ``column`` has a value outside ``known``, or is empty and ``needed``.
+
+    ``key`` is the configuration key that defines ``known``. No-op if ``known`` is empty.
+    """
     if not known:
         return
     there = f"{key} has {', '.join(known)}"
     if column not in rows.column_names:
         if needed:
-            raise DataError(f"{name}, row 0: no column {column!r} says which {column} it is for; {there}")
+            raise DataError(f"{name}, row 0: the column {column!r} is missing; {there}")
         return
     allowed = [*known] if needed else [*known, None, ""]
     for number, row in enumerate(rows.each([column])):
@@ -206,7 +207,7 @@ def require_known(rows: Rows, name: str, column: str, known: Sequence[str], key:
 
 
 def row_problem(row: Mapping[str, Any], prompt_key: str = "prompt", env_class_key: str = "env_class") -> str | None:
-    """Say what is wrong with a row, whatever its environment; None if nothing is."""
+    """Return the problem of a row that every environment would have with it; None if it is valid."""
     if problem := _problem(row.get(prompt_key)):
         return f"{prompt_key} {problem}"
     if not isinstance(row.get(env_class_key), str | None):
@@ -217,7 +218,7 @@ def row_problem(row: Mapping[str, Any], prompt_key: str = "prompt", env_class_ke
 
 
 def _problem(messages: Any) -> str | None:
-    """Say what is wrong with a prompt; None if nothing is."""
+    """Return the problem of a prompt; None if it is valid."""
     if messages is None or (isinstance(messages, list) and not messages):
         return "is empty"
     if not isinstance(messages, list):
@@ -233,20 +234,22 @@ def _problem(messages: Any) -> str | None:
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has content, or calls tools instead."""
+    """Return whether a message has content or tool calls."""
     return message.get("content") is not None or bool(message.get("tool_calls"))
 
 
 def _as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without fields that are null: Arrow adds those that other messages have. A message that only
-    calls tools has the content null, as OpenAI writes it and templates expect it."""
+    """Return a message without null fields, which Arrow adds for fields of other messages.
+
+    ``content`` stays null for a message that only calls tools, as in OpenAI's format, which templates expect.
+    """
     rendered = {key: value for key, value in message.items() if value is not None}
     rendered.setdefault("content", None)
     return rendered
 
 
 class Items(Protocol):
-    """The data set of a loader."""
+    """The dataset of a loader."""
 
     def __len__(self) -> int: ...
 
@@ -254,10 +257,10 @@ class Items(Protocol):
 
 
 class PromptLoader:
-    """Iterating yields the batches of one epoch, from where the loader stands; the next iteration is the next epoch.
+    """A loader whose iteration yields the remaining batches of the current epoch, then moves to the next epoch.
 
-    The order of an epoch follows from ``seed`` and the epoch's number alone, so the position is two numbers. With
-    ``drop_last`` an incomplete batch at the end is left out. Raises DataError when not even one batch fits.
+    The order of an epoch depends only on ``seed`` and the number of the epoch, so the position is two numbers.
+    ``drop_last`` drops an incomplete last batch. Raises DataError if the dataset is smaller than one batch.
     """
 
     def __init__(
@@ -273,7 +276,7 @@ class PromptLoader:
         if not len(self):
             raise DataError(
                 f"{len(dataset)} prompts do not fill one batch of {batch_size}: lower trainer.train_batch_size, or"
-                " give more data"
+                " add prompts to data.train_data"
             )
 
     def __len__(self) -> int:
@@ -291,8 +294,7 @@ class PromptLoader:
         self.epoch, self.batch = self.epoch + 1, 0
 
     def prompt(self, number: int) -> Any:
-        """Return the prompt that comes ``number``-th (from 0) where all epochs follow one another, as a batch of one
-        has it; the position stays."""
+        """Return the entry of prompt ``number``, counted from 0 over all epochs. Does not change the position."""
         epoch, place = divmod(number, len(self) * self.batch_size)
         if epoch not in self._orders:
             self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
@@ -301,7 +303,7 @@ class PromptLoader:
         return getattr(self.dataset, "collate_fn", list)(items)[0]
 
     def seek(self, number: int) -> None:
-        """Go to the batch that has the prompt which comes ``number``-th."""
+        """Move to the batch that contains prompt ``number``, see :meth:`prompt`."""
         self.epoch, self.batch = divmod(number // self.batch_size, len(self))
 
     @property
@@ -311,21 +313,23 @@ class PromptLoader:
 
     @property
     def finished_epochs(self) -> int:
-        """Count the epochs whose batches have all been taken."""
+        """Number of epochs whose batches have all been used."""
         return self.epoch + (self.batch == len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values: the loader's position, what its order follows from, and fingerprints of the files."""
+        """Return the position of the loader, the settings that determine its order, and fingerprints of the files."""
         return {"epoch": self.epoch, "batch": self.batch, **self._identity(), "files": self._files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Raises DataError when data, batch size or seed are not those of the state;
-        warns where files have other contents."""
+        """Continue from ``state``. Warns if the contents of files have changed.
+
+        Raises DataError if number of rows, batch size, seed, shuffle or drop_last differ.
+        """
         warn_of_changes(state.get("files"), self._files)
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(
-                    f"the checkpoint's data position has {key}={state.get(key)}, this run has {value}: resume with the"
+                    f"the data loader has {key}={value}, but {key}={state.get(key)} in the checkpoint: resume with the"
                     " same data, batch size and seed, or start with trainer.resume_mode=none"
                 )
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
@@ -349,9 +353,9 @@ class PromptLoader:
 
 
 def warn_of_changes(before: Sequence[Mapping[str, Any]] | None, now: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of data files, by their fingerprints, that are not what they were when a checkpoint was saved.
+    """Warn if the fingerprints of data files differ from those in a checkpoint.
 
-    ``before`` is None in checkpoints that were saved without.
+    ``before`` is None for a checkpoint without fingerprints.
     """
     if before is None or list(before) == list(now):
         return
@@ -360,7 +364,7 @@ def warn_of_changes(before: Sequence[Mapping[str, Any]] | None, now: Sequence[Ma
     changed += [file["name"] for file in before if file["name"] not in {each["name"] for each in now}]
     what = f"{', '.join(changed)} changed" if changed else "the order of the data files changed"
     warnings.warn(
-        f"{what} since the checkpoint was saved: the run continues at the same row numbers, whose rows may be others",
+        f"{what} since the checkpoint was saved: the run continues at the same row numbers, which may be other rows",
         SkyRLMegatronWarning,
         stacklevel=3,
     )

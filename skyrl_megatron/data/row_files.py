@@ -1,4 +1,4 @@
-"""Rows of data files as they are written: JSON by a JSON reader, parquet by its types."""
+"""Rows of data files, read on demand: JSON and JSONL files with a JSON parser, parquet files as Arrow tables."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ type DatasetRow = dict[str, Any]
 
 
 class Rows(ABC):
-    """Rows by number, read when they are asked for; memory does not grow with the files."""
+    """Rows by number, read on demand; memory does not grow with the files."""
 
     column_names: Sequence[str]
-    """Columns that any row has."""
+    """Columns of at least one row."""
     files: Sequence[Path]
-    """Files that the rows are read from."""
+    """Files with the rows."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -56,32 +56,32 @@ class Rows(ABC):
         return self.each()
 
     def each(self, columns: Sequence[str] | None = None) -> Iterator[DatasetRow]:
-        """Yield all rows in order, with ``columns`` (None: all) at least."""
+        """Yield all rows in order, with at least ``columns`` (None: all)."""
         for batch in self.batches(columns):
             yield from batch
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, a thousand at a time, with ``columns`` (None: all) at least."""
+        """Yield all rows in order, a thousand at a time, with at least ``columns`` (None: all)."""
         for first in range(0, len(self), BATCH_ROWS):
             yield [self[number] for number in range(first, min(first + BATCH_ROWS, len(self)))]
 
     def place(self, number: int) -> str:
-        """Say which row of which file a row is."""
+        """Return file and row number of a row, for messages."""
         return f"{self.files[0]}, row {number}"
 
     @cached_property
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Name, size and hash of the contents of each file; takes a second a GB, once."""
+        """Name, size and content hash of each file. Takes about a second per GB."""
         return [_fingerprint(file) for file in self.files]
 
 
 class JsonRows(Rows):
-    """Rows of a file with a JSON object a line, or of one JSON array of objects. Values are what the file says: text
-    stays text, integers are exact, and rows may have different columns.
+    """Rows of a file with one JSON object per line, or with one JSON array of objects.
 
-    Every row is read once to find errors. What stays in memory is where each begins, 16 bytes a row. Raises DataError
-    with file and row for what is not UTF-8, not JSON, not an object, or has no value in Python: a number beyond
-    float64, a column given twice, half of a surrogate pair.
+    Values are exactly those of the file: text stays text, integers are exact, and rows may have different columns. The
+    constructor reads every row once to find errors, and keeps the position of each row in memory, 16 bytes per row.
+    Raises DataError with file and row if a row is not UTF-8, not JSON or not an object, or has a number outside the
+    range of float64, a duplicate column, or an incomplete surrogate pair.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class JsonRows(Rows):
         return self._read(number, os.pread(self._file.fileno(), length, start))
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, with one read for those that are next to each other."""
+        """Yield all rows in order, with one file read per batch."""
         for first in range(0, len(self), BATCH_ROWS):
             spans = self._spans[first : first + BATCH_ROWS].tolist()
             base = spans[0][0]
@@ -122,7 +122,7 @@ class JsonRows(Rows):
     def _read(self, number: int, data: bytes) -> DatasetRow:
         try:
             return _parsed(data, self.files[0], number)
-        except DataError as error:  # each was read when the file was opened
+        except DataError as error:  # the constructor has read every row
             raise DataError(f"{error}; the file has changed since the run opened it") from error
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
@@ -135,7 +135,7 @@ class JsonRows(Rows):
             start += len(line)
 
     def _elements(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the elements of an array. Bytes that are not UTF-8 are escaped here, and refused with their row."""
+        """Yield the elements of an array. Invalid UTF-8 is escaped here and refused when its row is parsed."""
         self._file.seek(0)
         start, row, width = self._file.read(4096).index(b"[") + 1, 0, _BLOCK
         while True:
@@ -144,7 +144,7 @@ class JsonRows(Rows):
             while (closed := _CLOSED.match(text, at)) is None:
                 gap = (_SPACES if row == 0 else _COMMA).match(text, at)
                 if gap is None:
-                    problem = "no comma is before it" if text[at:].strip() else problem
+                    problem = "there is no comma before it" if text[at:].strip() else problem
                     break
                 try:
                     _, end = _DECODER.raw_decode(text, gap.end())
@@ -158,14 +158,14 @@ class JsonRows(Rows):
             if closed and not text[closed.end() :].strip():
                 return
             if closed:
-                raise DataError(f"{self.files[0]}: there is more after the array; write one row a line, or one array")
+                raise DataError(f"{self.files[0]}: text follows the array; write one row per line, or one array")
             if len(block) < width:
                 raise DataError(f"{self.files[0]}, row {row}: {problem}")
             width = 2 * width if at == 0 else _BLOCK
 
 
 class ArrowRows(Rows):
-    """Rows of a data set of Arrow, with the types of its columns; a row has all columns."""
+    """Rows of an Arrow data set. Every row has all columns, with their Arrow types."""
 
     def __init__(self, table: Dataset, files: Sequence[Path], name: str) -> None:
         self.files, self._table, self._name = files, table, name
@@ -179,7 +179,7 @@ class ArrowRows(Rows):
             return dict(self._table[number])
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, a thousand at a time; only ``columns`` of them, as far as there are such."""
+        """Yield all rows in order, a thousand at a time, with those of ``columns`` that exist (None: all)."""
         names = [name for name in self.column_names if columns is None or name in columns]
         table = self._table.select_columns(names)
         for first in range(0, len(table), BATCH_ROWS):
@@ -189,12 +189,12 @@ class ArrowRows(Rows):
             yield [{name: found[name][offset] for name in names} for offset in range(size)]
 
     def place(self, number: int) -> str:
-        """Say which row of the data set a row is."""
+        """Return data set and row number of a row, for messages."""
         return f"{self._name}, row {number}"
 
     @contextmanager
     def _text_of(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Name the row, of those that are read, whose text is not UTF-8."""
+        """Raise DataError with the row whose text is not UTF-8, among the rows ``numbers``."""
         try:
             yield
         except UnicodeDecodeError as error:
@@ -204,7 +204,7 @@ class ArrowRows(Rows):
 
 
 class PartOfRows(Rows):
-    """Some rows of others, one after another."""
+    """A contiguous range of other rows."""
 
     def __init__(self, rows: Rows, start: int, stop: int) -> None:
         self._rows, self._range = rows, range(start, stop)
@@ -217,12 +217,12 @@ class PartOfRows(Rows):
         return self._rows[self._range[number]]
 
     def place(self, number: int) -> str:
-        """Say which row of which file a row is."""
+        """Return file and row number of a row, for messages."""
         return self._rows.place(self._range[number])
 
 
 class JoinedRows(Rows):
-    """The rows of several sources, one source after the other. A row has the columns of its own source."""
+    """The concatenated rows of several sources. A row has the columns of its source."""
 
     def __init__(self, sources: Sequence[Rows]) -> None:
         self._sources = sources
@@ -243,7 +243,7 @@ class JoinedRows(Rows):
             yield from source.batches(columns)
 
     def place(self, number: int) -> str:
-        """Say which row of which source a row is."""
+        """Return source and row number of a row, for messages."""
         source, row = self._source(number)
         return source.place(row)
 
@@ -258,14 +258,14 @@ def load_source(
     hub_commits: Mapping[str, str] | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Rows:
-    """Open a file, or a data set of a folder or the hub. Raises DataError when it is missing, empty or unreadable."""
+    """Open a file, or a data set in a folder or on the hub. Raises DataError if it is missing, empty or unreadable."""
     path = Path(name).expanduser()
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         return _load_folder(name, hub_commits or {}, say)
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file; prepare it with python -m skyrl_megatron.data.prepare, or name another"
+            f"{path}: no such file; create it with python -m skyrl_megatron.data.prepare, or set another path"
         )
     return _filled(_json_rows(path) if reader == "json" else _parquet_rows(path, num_workers), str(path))
 
@@ -299,12 +299,12 @@ def _parquet_rows(path: Path, num_workers: int) -> Rows:
 
 
 def _has_no_rows(path: Path) -> bool:
-    """Return whether a file is whole parquet without rows, which the reader of ``datasets`` fails on."""
+    """Return whether a file is valid parquet without rows, which ``datasets`` cannot read."""
     from pyarrow import ArrowException, parquet
 
     try:
         return bool(parquet.read_metadata(path).num_rows == 0)
-    except (ArrowException, OSError, ValueError):  # a name of a column that is not UTF-8 is none of Arrow's
+    except (ArrowException, OSError, ValueError):  # ValueError: a column name is not UTF-8
         return False
 
 
@@ -314,7 +314,7 @@ def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str],
     source = data_source(name)
     if source is None:
         raise DataError(
-            f"{name} is neither a file ({', '.join(READERS)}) or folder here nor a data set of the Hugging Face hub "
+            f"{name} is neither a local file ({', '.join(READERS)}) or folder nor a data set of the Hugging Face hub "
             "(org/name[@revision][:subset][:split])"
         )
     try:
@@ -338,7 +338,7 @@ def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str],
 
 
 def _refuse_special(path: Path) -> None:
-    """Raise DataError where there is a pipe, a socket or a device, which a reader would wait for."""
+    """Raise DataError for a pipe, a socket or a device, on which a reader would block."""
     try:
         refuse_special(path)
     except BridgeError as error:
@@ -346,7 +346,7 @@ def _refuse_special(path: Path) -> None:
 
 
 def _of_split(files: Mapping[str, Sequence[Path]], asked: str) -> Rows:
-    """Open the JSON files of a split, which may be sliced or a sum: ``train``, ``train[:1000]``, ``train+test``."""
+    """Open the JSON files of a split, a slice or a sum: ``train``, ``train[:1000]``, ``train+test``."""
     from datasets import ReadInstruction
 
     asked = "+".join(files) if asked == "all" else asked
@@ -362,7 +362,7 @@ def _after_space(head: bytes) -> bytes:
 
 
 def _parsed(data: bytes, path: Path, number: int, decoder: json.JSONDecoder | None = None) -> DatasetRow:
-    """Return the object that ``data`` is. With ``_CHECKED`` as decoder, look for what a file's first reading finds."""
+    """Parse ``data`` as a JSON object. With ``_CHECKED`` as decoder, run all checks of the first reading."""
     cause: Exception | None = None
     try:
         row = (decoder or _DECODER).decode(data.decode("utf-8"))
@@ -370,12 +370,12 @@ def _parsed(data: bytes, path: Path, number: int, decoder: json.JSONDecoder | No
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         if isinstance(row, dict):
             return row
-        problem = f"it is {row!r:.80}, it must be an object with a prompt"
+        problem = f"it is {row!r:.80}, but must be an object with a prompt"
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         problem, cause = f"byte {error.start} (0x{byte:02x}) is not UTF-8; write the file as UTF-8", error
     except UnicodeEncodeError as error:
-        problem, cause = "half of a surrogate pair, which is no character; write the whole one", error
+        problem, cause = "it has half of a surrogate pair; write the whole pair", error
     except (ValueError, RecursionError) as error:
         problem, cause = f"cannot be read as json: {_reason(error)}", error
     raise DataError(f"{path}, row {number}: {problem}") from cause
@@ -391,13 +391,13 @@ def _distinct(pairs: list[tuple[str, Any]]) -> DatasetRow:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice in one object")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
     return found
 
 
 def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
-        raise ValueError(f"the number {text:.40} is beyond what a float can be")
+        raise ValueError(f"the number {text:.40} exceeds the range of a float")
     return value
 
 

@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face folder, and its chat template, rendered within bounds of time and memory.
+"""The tokenizer of a Hugging Face folder, and its chat template, rendered with limits on time and memory.
 
-transformers runs them in jinja2's sandbox, which keeps them from code and files, and not from memory:
-``{{ content * 100000000 }}`` takes all of the host's. Here every step that can make a text longer is counted before it
-is taken. A template may write :data:`GROWTH` times what it is given, and its own text once for each message.
+transformers renders templates in jinja2's sandbox. The sandbox protects code and files but not memory:
+``{{ content * 100000000 }}`` uses all memory of the host. This module checks every operation that can lengthen a text
+before it runs. The output may be :data:`GROWTH` times as long as the input, plus the template's text once per message.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder holds the vocabulary of a tokenizer."""
+    """Return whether a folder holds a tokenizer vocabulary."""
     return any(any(folder.glob(name)) for name in (*VOCABULARIES, "*.tiktoken"))
 
 
 def load_tokenizer(
     folder: str | Path, *, trust_remote_code: bool = False, padding_side: str = "left"
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder; one without a padding token pads with its end of sequence.
+    """Load the tokenizer of a model folder. If it has no padding token, it uses its end-of-sequence token.
 
-    Raises ModelLoadError where the folder holds none (transformers would make an empty one), or none that loads.
+    Raises ModelLoadError if the folder has no tokenizer (transformers would make an empty one), or if loading fails.
     """
     from transformers import AutoTokenizer
 
     path = Path(folder).expanduser()
     if path.is_dir() and not trust_remote_code and not has_tokenizer(path):
         raise ModelLoadError(
-            f"{path} holds no tokenizer ({', '.join(VOCABULARIES[:2])}, …): fetch the tokenizer's files too"
+            f"{path} has no tokenizer ({', '.join(VOCABULARIES[:2])}, …): download the files of the tokenizer too"
         )
     try:
         check_folder(path)
@@ -59,10 +59,10 @@ def load_tokenizer(
         tokenizer.padding_side = padding_side
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        tokenizer.decode(tokenizer.encode(_TRIAL, add_special_tokens=False))  # much is first looked at when it is used
-    except Exception as error:  # whatever tokenizers, sentencepiece and JSON raise for files that are damaged
+        tokenizer.decode(tokenizer.encode(_TRIAL, add_special_tokens=False))  # reads all files
+    except Exception as error:  # tokenizers, sentencepiece and JSON raise various errors for damaged files
         raise ModelLoadError(
-            f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; fetch it again"
+            f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; download it again"
         ) from error
     return tokenizer
 
@@ -72,17 +72,17 @@ def _first_line(error: Exception) -> str:
 
 
 GROWTH = 16
-_LEAST = 1 << 16  # characters: what a template says by itself
-_MOST_BITS = 4096  # of a whole number
-_STEPS = 1_000_000  # of all of a rendering's range()
+_LEAST = 1 << 16  # characters that a template may write in addition
+_MOST_BITS = 4096  # of an integer
+_STEPS = 1_000_000  # of all range() calls of a rendering
 _WIDE = re.compile(r"%(?:\([^)]*\))?[-+ #_^]*[\d*]*\.?\d{4,}|\{[^{}]*:[^{}]*\d{4,}")
-_PASSES = 64  # how often all that may be written may be made on the way
+_PASSES = 64  # limit of all intermediate texts, in multiples of the output limit
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What a rendering may still take: ``most`` characters in one text, ``spare`` in all texts on the way to it,
-    ``steps`` of range()."""
+    """The limits of a rendering: ``most`` characters in one text, and the remaining ``spare`` characters of all
+    intermediate texts and ``steps`` of range()."""
 
     most: int
     spare: int
@@ -97,16 +97,16 @@ _budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
 class TemplateGrowthError(ValueError):
-    """A template that writes far more than it is given."""
+    """The output of a template is far longer than its input."""
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, template: str | None, **kwargs: Any
 ) -> Any:
-    """Return what ``tokenizer.apply_chat_template`` does: text with ``tokenize=False``.
+    """Return the result of ``tokenizer.apply_chat_template``: text with ``tokenize=False``.
 
-    ``template``: None for the tokenizer's own. Raises :class:`TemplateGrowthError` for one that multiplies what it is
-    given, and whatever a template's expressions raise.
+    ``template``: None for the template of the tokenizer. Raises :class:`TemplateGrowthError` if the output is too
+    long, and passes on errors of the template's expressions.
     """
     about: Any = tokenizer  # its type hints are narrower than what templates take
     if not hasattr(about, "get_chat_template"):
@@ -118,7 +118,7 @@ def render(
 
 def _named(tokenizer: Any, template: str | None) -> str:
     of_tokenizer = f"the chat template of {getattr(tokenizer, 'name_or_path', None) or 'the tokenizer'}"
-    return of_tokenizer if template is None else "the template that generator.chat_template names"
+    return of_tokenizer if template is None else "the template of generator.chat_template"
 
 
 @contextmanager
@@ -130,14 +130,14 @@ def _bounded(text: str, given: Sequence[Any], name: str) -> Iterator[None]:
         yield
     except TemplateGrowthError as error:
         raise TemplateGrowthError(
-            f"{name} {error}: it may write {most} characters here; set generator.chat_template to another"
+            f"{name} {error} (limit here: {most} characters): set another generator.chat_template"
         ) from None
     finally:
         _budget.reset(token)
 
 
 def _length(value: Any) -> int:
-    """Return the characters of a value that a template may write, and a few for each number or name."""
+    """Return the number of characters of a value in a template's output; numbers and names count as 16."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -148,9 +148,11 @@ def _length(value: Any) -> int:
 # ------------------------------------------------------------------------------------------ a guarded template
 @cache
 def guard_templates() -> None:
-    """Have transformers compile every template of this process with :func:`_compiled`: it has no other way to give it
-    an environment, and jinja2 computes constant expressions while it compiles. Whoever renders one without
-    :func:`render`, as vLLM does, may make texts of 16 million characters."""
+    """Make transformers compile every template of this process with :func:`_compiled`.
+
+    transformers has no other way to set the jinja2 environment, and jinja2 evaluates constant expressions at compile
+    time. A template that is rendered without :func:`render`, as vLLM does, may write texts of 16 million characters.
+    """
     from transformers.utils import chat_template_utils
 
     chat_template_utils._compile_jinja_template = _compiled
@@ -158,7 +160,7 @@ def guard_templates() -> None:
 
 @lru_cache(maxsize=128)
 def _compiled(text: str) -> Template:
-    """Return a template of transformers' environment in which what makes texts longer is counted."""
+    """Return a template in transformers' environment with checks on all operations that lengthen texts."""
     from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
     env: Any = _cached_compile_jinja_template("").environment
@@ -183,20 +185,20 @@ def _compiled(text: str) -> Template:
     env.filters = {name: _guarded_filter(name, each) for name, each in env.filters.items()}
     template: Any = env.from_string(text)
     whole, names = template.root_render_func, template.root_render_func.__globals__
-    for name in ("str_join", "markup_join"):  # what the operator ~ is compiled to
+    for name in ("str_join", "markup_join"):  # jinja2 compiles the operator ~ to these
         names[name] = _joining(names[name])
     template.root_render_func = lambda context: _counted(whole(context))
     return cast("Template", template)
 
 
 def _current() -> _Budget:
-    return _budget.get() or _Budget.of(1 << 24)  # of a template that is rendered without render()
+    return _budget.get() or _Budget.of(1 << 24)  # the template is rendered without render()
 
 
 def _range(*bounds: int) -> range:
     steps, budget = range(*bounds), _current()
     if len(steps) > budget.steps:
-        raise TemplateGrowthError(f"takes more than {_STEPS} steps of range()")
+        raise TemplateGrowthError(f"uses more than {_STEPS} steps of range()")
     budget.steps -= len(steps)
     return steps
 
@@ -221,17 +223,17 @@ def _checked_texts(parts: Iterable[Any]) -> list[Any]:
 
 def _check(length: int) -> None:
     if length > _current().most:
-        raise TemplateGrowthError("multiplies what it is given")
+        raise TemplateGrowthError("multiplies its input")
 
 
 def _charged(value: Any) -> Any:
-    """Return a value that an expression has made, once there is room for it."""
+    """Return the value of an expression after subtracting its length from the budget."""
     if isinstance(value, str):
         _check(len(value))
         budget = _current()
         budget.spare -= len(value)
         if budget.spare < 0:
-            raise TemplateGrowthError("multiplies what it is given")
+            raise TemplateGrowthError("multiplies its input")
     return value
 
 
@@ -251,7 +253,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_format(text: str, values: Iterable[Any]) -> None:
-    """Refuse widths of more than three digits, whichever way of formatting has them."""
+    """Refuse format widths of more than three digits, in all ways of formatting."""
     values = list(values)
     given = any(isinstance(each, int) and abs(each) > 999 for each in values) and ("*" in text or ":{" in text)
     if given or _WIDE.search(text):
@@ -260,11 +262,11 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
 
 
 _ONE_FOR_EACH = {"replace", "expandtabs", "indent", "wordwrap", "join", "translate", "tojson"}
-"""What puts one of its arguments in many places of a text."""
+"""Methods and filters that can insert an argument many times into a text."""
 
 
 def _check_call(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Count what a method or a filter of a text may make of it."""
+    """Check the largest possible result of a method or filter of a text."""
     given = [*args, *kwargs.values()]
     widths = [abs(each) for each in given if isinstance(each, int)]
     for width in widths:
@@ -273,7 +275,7 @@ def _check_call(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, 
         _check_format(str(text), given)
     elif name in _ONE_FOR_EACH:
         longest = max([1, *widths, *(len(each) for each in given if isinstance(each, str))])
-        if name == "join":  # of a list by the filter, by a text's method
+        if name == "join":  # the filter joins a list, the method of a text its argument
             of_text = isinstance(text, str)
             parts = next((each for each in given if not isinstance(each, str)), "") if of_text else text
             places, whole = len(parts), _length(parts) + len(parts) * (len(text) if of_text else 0)
@@ -295,7 +297,7 @@ def _guarded_filter(name: str, function: Any) -> Any:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         given = list(args)
         if name == "join" and len(given) > passed and not isinstance(given[passed], str | list | tuple):
-            given[passed] = list(given[passed])  # of a generator, to count its parts
+            given[passed] = list(given[passed])  # a generator, whose parts must be counted
         if len(given) > passed:
             _check_call(name, given[passed], given[passed + 1 :], kwargs)
         return _charged(function(*given, **kwargs))

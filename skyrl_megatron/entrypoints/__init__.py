@@ -1,4 +1,4 @@
-"""Command lines, and the experiment that they run."""
+"""The commands, and the experiment that they run."""
 
 from skyrl_megatron.interrupts import end_while_importing
 

@@ -1,5 +1,5 @@
-"""What every command does: readable warnings, one message for a user's mistake, the hardware of the run, and whether
-the run that is asked for is finished already.
+"""Common parts of all commands: readable warnings, one message for a user error, the hardware of the run, and the
+detection of a finished run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
     """Return the exit code of ``work``. An error that a user can act on is printed without a traceback.
 
-    ``beats``: what takes long without a line of its own gets one on stderr; not for what serves or prints by itself.
+    ``beats``: report long operations that print nothing, on stderr. Not for servers, or commands that print progress.
     """
-    atexit.register(gc.freeze)  # the interpreter's last collections, over all that was imported, take seconds
+    atexit.register(gc.freeze)  # the last garbage collections over all imported objects take seconds
     with readable_warnings(), heartbeat(_on_terminal) if beats else nullcontext():
         try:
             with ending_with_signals():
@@ -53,7 +53,7 @@ def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
 
 @contextmanager
 def readable_warnings() -> Iterator[None]:
-    """Print our warnings, deprecations included, as one line each on stderr instead of with file and source line."""
+    """Print warnings of this package, also deprecations, as one line on stderr, without file and source line."""
     usual = warnings.showwarning
 
     def show(
@@ -72,7 +72,7 @@ def readable_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("default", category=SkyRLMegatronWarning)
         warnings.filterwarnings("default", category=DeprecationWarning, module=r"skyrl_megatron\.")
-        warnings.filterwarnings("ignore", module=r"megatron\.")  # what Megatron would run faster with
+        warnings.filterwarnings("ignore", module=r"megatron\.")  # optional packages that make Megatron faster
         warnings.showwarning = show
         yield
 
@@ -82,20 +82,19 @@ def _on_terminal(text: str) -> None:
 
 
 _terminal: TextIO | None = None
-"""Where our warnings go while stderr is a file."""
+"""Stream of this package's warnings while stderr is redirected into a file."""
 
 
 def terminal() -> TextIO:
-    """Return stderr as the user sees it, also while libraries write into a file."""
+    """Return the user's stderr, also while stderr is redirected into a file."""
     return _terminal or sys.stderr
 
 
 @contextmanager
-def noise_into(log: Path, terminal: TextIO | None = None) -> Iterator[None]:
-    """Append what libraries write to stderr, C++ included, to ``log``; our warnings still reach ``terminal``.
+def redirect_stderr(log: Path, terminal: TextIO | None = None) -> Iterator[None]:
+    """Append what libraries, also C++ code, write to stderr to ``log``. Warnings of this package go to ``terminal``.
 
-    ``terminal``: stderr as it was, unless given. Standard output stays as it is, and errors that leave the block are
-    shown after it.
+    ``terminal``: default: the original stderr. Standard output is not redirected.
     """
     global _terminal
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -118,44 +117,44 @@ def require_memory(gib: float, what: str) -> None:
     available = psutil.virtual_memory().available / 2**30
     if available < gib:
         raise LaunchError(
-            f"memory: {available:.1f} GiB available, {what} needs about {gib:.1f} GiB: end other processes, or run it "
-            "on a larger machine"
+            f"memory: {available:.1f} GiB available, but {what} needs about {gib:.1f} GiB: end other processes, or "
+            "use a larger machine"
         )
 
 
 ANSWER_S = 90.0
-"""Seconds that a cluster has to say what it consists of: Ray's import and connection."""
+"""Timeout for asking a cluster for its nodes, in seconds. It includes the import of Ray and the connection."""
 SIZES = ("gpu_bytes", "host_bytes", "lockable_bytes")
-"""What each node is asked for beside the number of its GPUs (fields of Hardware)."""
+"""Sizes that each node reports in addition to its number of GPUs (fields of Hardware)."""
 
 
 def run_hardware() -> Hardware:
     """Return the nodes of the cluster that ``RAY_ADDRESS`` names, else this machine as one node.
 
-    The process that starts a run may be on a node without GPUs, or outside the cluster, so that only the cluster can
-    tell. Raises LaunchError when none answers there.
+    The process that starts a run may be on a node without GPUs, or outside the cluster, so the cluster is asked.
+    Raises LaunchError if it does not answer.
     """
     address = os.environ.get("RAY_ADDRESS")
     return cluster_hardware(address) if address else local_hardware()
 
 
 def cluster_hardware(address: str) -> Hardware:
-    """Ask the Ray cluster at ``address`` for its GPUs, in a process that ends with the answer. Raises LaunchError.
+    """Return the hardware of the Ray cluster at ``address``, which a short-lived process asks for. Raises LaunchError.
 
-    Where nodes differ, ``gpus_per_node`` is that of the largest, memory and what may be locked are those of the
-    smallest, and nodes without GPUs do not count. Sizes are None where a node does not tell them.
+    If nodes differ, ``gpus_per_node`` is the maximum, and memory and lockable memory are the minimum over nodes with
+    GPUs. A size is None if a node does not report it.
     """
     command = [sys.executable, "-m", "skyrl_megatron.workers.ray_setup", address]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"RAY_ADDRESS={address}: the cluster does not say within {ANSWER_S:g} s what it has; see ray status"
+            f"RAY_ADDRESS={address}: the cluster did not report its nodes within {ANSWER_S:g} s; run ray status"
         ) from None
     lines = asked.stdout.splitlines()
     if asked.returncode or not lines:
-        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise LaunchError(said[-1] if asked.returncode == 1 else f"RAY_ADDRESS={address}: {said[-1]}")
+        errors = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise LaunchError(errors[-1] if asked.returncode == 1 else f"RAY_ADDRESS={address}: {errors[-1]}")
     nodes: list[dict[str, Any]] = json.loads(lines[-1])
     with_gpus = [node for node in nodes if node["gpus"]]
     if not with_gpus:
@@ -171,40 +170,40 @@ def cluster_hardware(address: str) -> Hardware:
     )
 
 
-class Ahead(enum.Enum):
-    """What a command's arguments come to, before its model and data are looked at."""
+class QuickCheck(enum.Enum):
+    """Result of :func:`quick_check`."""
 
     FINISHED = enum.auto()
-    """A finished run that is asked for nothing new, which has been said."""
+    """The run is finished and there is nothing left to do. This has been printed."""
     REFUSED = enum.auto()
-    """``load_config`` refuses them."""
+    """The arguments have problems, which ``load_config`` will report."""
     RUN = enum.auto()
-    """As far as is known by then."""
+    """No problem was found. Model and data have not been checked."""
 
 
-def look_ahead(cls: type[SkyRLTrainConfig], argv: Sequence[str], hardware: Hardware | None = None) -> Ahead:
-    """Return what the arguments come to. Takes a second: neither files nor libraries are loaded."""
+def quick_check(cls: type[SkyRLTrainConfig], argv: Sequence[str], hardware: Hardware | None = None) -> QuickCheck:
+    """Check a command's arguments within a second, without loading large libraries, models or data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cfg, problems = parse(cls, argv)
         if problems or find_problems(cfg, hardware or run_hardware()):
-            return Ahead.REFUSED
-    return Ahead.FINISHED if nothing_left(cfg) else Ahead.RUN
+            return QuickCheck.REFUSED
+    return QuickCheck.FINISHED if report_if_finished(cfg) else QuickCheck.RUN
 
 
-def nothing_left(cfg: SkyRLTrainConfig) -> bool:
-    """Say so, and where the run's files are, when there is nothing left to do. ``cfg`` is resolved."""
+def report_if_finished(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether the run is finished; if so, print that and where its files are. ``cfg`` is resolved."""
     folder = cfg.trainer.ckpt_path
     if cfg.trainer.resume_mode in (None, "none"):
         return False
     if not is_address(folder) and not os.path.isdir(folder) and cfg.trainer.resume_mode != "from_path":
         return False
-    from skyrl_megatron.trainer.stopping import leftover
-    from skyrl_megatron.trainer.summary import last_lines
+    from skyrl_megatron.trainer.stopping import remaining_work
+    from skyrl_megatron.trainer.summary import summary_lines
 
-    left = leftover(cfg)
+    left = remaining_work(cfg)
     if left is None or not left.nothing:
         return False
-    for line in (str(left), *last_lines(cfg, left.step, left.step)):
+    for line in (str(left), *summary_lines(cfg, left.step, left.step)):
         print(line, flush=True)
     return True

@@ -1,17 +1,18 @@
-"""The embedded default: ``python -m skyrl_megatron.entrypoints.embedded [--check] [key=value …]``
+"""The embedded run: ``python -m skyrl_megatron.entrypoints.embedded [--check [--show-config]] [key=value …]``
 
-It trains a small seeded Qwen3-MoE, a real HF folder with tokenizer and chat template, that it makes itself.
+A small Qwen3-MoE with a million parameters (grouped-query attention, q/k norm, 8 experts, top-2) learns two-digit sums
+with GRPO on two CPU cores. The run has every part of a large run: two Megatron ranks, two vLLM engines that take turns
+with them, weight sync, checkpoints, evaluation on held-out sums, an export. It creates the model itself, from
+``trainer.seed``, as a Hugging Face folder with tokenizer and chat template.
 
-It has the shape of its big siblings (grouped-query attention, q/k norm, 8 experts top-2) at a million parameters,
-so that the whole system runs on two CPU cores.
+On a machine with GPUs, or in a cluster (``RAY_ADDRESS``), ranks and engines share one or two GPUs, or as many as
+``trainer.placement.policy_num_gpus_per_node`` says. On CPU a rank and an engine share a core.
 
-A small seeded Qwen3-MoE learns two-digit sums with GRPO on two CPU cores, with everything that a large run has: two
-Megatron ranks, two vLLM engines that take turns with them, weight sync, checkpoints, evaluation on held-out operand
-pairs, an export. On a machine with GPUs, or a cluster (``RAY_ADDRESS``), ranks and engines share one or two of them,
-or as many as ``trainer.placement.policy_num_gpus_per_node`` says; on CPU a rank and an engine share a core. Keys are
-those of every run, on top of ``launch/recipes/embedded.yaml``; files are kept in ``$SKYRL_MEGATRON_HOME`` (default
-``~/.cache/skyrl_megatron``), so that the same command again continues where the last one ended. With a model of your
-own (``trainer.policy.model.path=…``) it is the same run of that model, in other folders and without the warm-up.
+``--check`` reports whether the run can start, and its layout, memory and batch sizes, and starts nothing;
+``--show-config`` adds the resolved configuration. Keys are those of every run, on top of
+``launch/recipes/embedded.yaml``. Files are stored in ``$SKYRL_MEGATRON_HOME`` (default ``~/.cache/skyrl_megatron``);
+the same command continues a run that ended early. With ``trainer.policy.model.path=…`` that model is trained instead,
+in other folders and without the warm-up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
-from skyrl_megatron.entrypoints.command import Ahead, look_ahead, require_memory, run_command, run_hardware
+from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, require_memory, run_command, run_hardware
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.processes import start_server
@@ -54,30 +55,31 @@ CHAT_TEMPLATE = (
 
 
 def write_embedded_model(folder: Path, seed: int = 0) -> Path:
-    """Write the model into ``folder`` unless it is there already; returns ``folder``.
+    """Write the model into ``folder`` unless it exists there; returns ``folder``.
 
-    The folder appears whole or not at all: it is written beside and renamed.
+    The model is written to a temporary folder and renamed, so that ``folder`` is never incomplete.
     """
     recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 3}
     marker = folder / "embedded_model.json"
     if marker.exists() and json.loads(marker.read_text()) == recipe:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write_tokenizer(beside)
-        _write_weights(beside, seed)
-        (beside / marker.name).write_text(json.dumps(recipe))
+        _write_tokenizer(temporary)
+        _write_weights(temporary, seed)
+        (temporary / marker.name).write_text(json.dumps(recipe))
         if folder.exists():
             shutil.rmtree(folder)
-        beside.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """One token per character: numbers are spelled digit by digit, which makes arithmetic learnable."""
+    """Write a tokenizer with one token per character. Numbers are spelled digit by digit, so that sums can be
+    learned."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,8 +129,8 @@ def _write_weights(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config).float()
-        # transformers leaves the row of padding 0. Sampled once, it would have a gradient 1 / sqrt(rms_norm_eps)
-        # times that of others, and the step would be clipped to nothing.
+        # transformers sets the embedding of the padding token to 0. If that token were sampled, its gradient would be
+        # 1 / sqrt(rms_norm_eps) times that of others, and clipping would reduce the whole step to almost nothing.
         model.get_input_embeddings().weight.data[config.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = config.pad_token_id
@@ -137,41 +139,40 @@ def _write_weights(folder: Path, seed: int) -> None:
 
 NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
-"""Folder, beside the seeded model, of what the warm-up made of it: where runs with adapters, a critic or a teacher
-begin."""
+"""Folder of the model after the warm-up, next to the folder of the initial model. Runs with adapters, a critic or a
+teacher start from it."""
 ADAPTERS, CRITIC, TEACHER, ASYNC = "adapters", "critic", "teacher", "async"
-WARMING_UP = {"": "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
-"""Trainers, of ``trainer/warmup.py``, of the variants that warm up themselves, with the optimizer that goes on."""
-TAUGHT_AFTER = 64
-"""Step of the embedded run whose export teaches."""
+WARMUP_TRAINERS = {"": "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
+"""Variant → trainer of ``trainer/warmup.py`` that does the warm-up and continues with the same optimizer."""
+TEACHER_STEP = 64
+"""Step of the embedded run whose export is the teacher of the distillation variant."""
 GPUS = "trainer.placement.policy_num_gpus_per_node"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    """Run the command. Returns the exit code: 0 done, 1 failed, 2 the configuration has problems."""
     args = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(args):
         print(__doc__)
         return 0
     if checks := [arg for arg in args if arg.partition("=")[0] == "--check"]:
         rest = [arg for arg in args if arg not in checks]
-        return run_command(lambda: check.run([*checks, *arguments(rest, check.asked_hardware(args))]), beats=True)
+        return run_command(lambda: check.run([*checks, *arguments(rest, check.requested_hardware(args))]), beats=True)
     return run_command(lambda: _train(args), beats=True)
 
 
 def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
-    """Return the recipe, model and data for the seed that ``args`` ask for, and ``args`` themselves, which win.
+    """Return arguments for recipe, model and data of the seed in ``args``, followed by ``args``, which override them.
 
-    A model that ``args`` name takes the place of the seeded one, and gets folders of its own. On GPUs ranks and
-    engines share them: one, or two with the experts split over them; or as many as ``args`` say.
+    A model in ``args`` replaces the embedded one and has its own folders. On GPUs, ranks and engines share one GPU, or
+    two with expert parallelism, or as many as ``args`` set.
     """
-
     given = read_arguments(args)[0]
     number, folder = _seed_folder(given)
     data = write_problems(folder / "sums", number)
     model, variant = _own_model(args), _variant(args)
     runs = folder / f"{Path(model).name}_{zlib.crc32(model.encode()):08x}" if model else folder
-    taught = runs / "exports" / f"global_step_{TAUGHT_AFTER}" / "policy"
+    taught = runs / "exports" / f"global_step_{TEACHER_STEP}" / "policy"
     runs = runs / variant
     defaults = {
         "data.train_data": f"['{data}/train.parquet']",
@@ -187,7 +188,7 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     if not model:
         warm = folder / WARM_MODEL
         seeded = write_embedded_model(folder / "model", number)
-        path = str(seeded if variant in WARMING_UP or not warm.exists() else warm)
+        path = str(seeded if variant in WARMUP_TRAINERS or not warm.exists() else warm)
         defaults["trainer.policy.model.path"] = path
     if variant == CRITIC:
         defaults["trainer.critic.model.path"] = path
@@ -199,16 +200,16 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
 
 
 def _seed_folder(given: Sequence[Assignment]) -> tuple[int, Path]:
-    """Return the seed that is asked for, and the folder of its model, data and runs."""
+    """Return the seed in ``given``, and the folder of its model, data and runs."""
     seed = next((item.text or "" for item in reversed(given) if item.key == "trainer.seed"), "42")
-    number = int(seed) if seed.isdigit() else 42  # anything else is an error that the configuration names
+    number = int(seed) if seed.isdigit() else 42  # the configuration reports any other text as a problem
     home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser().absolute()
     return number, home / "embedded" / f"seed_{number}"
 
 
 def _devices(given: Sequence[Assignment], hardware: Hardware, *, apart: bool) -> dict[str, object]:
-    """Return how many GPUs the run takes, and who uses them. ``apart``: the engine samples beside the ranks, on a GPU
-    of its own."""
+    """Return the settings of GPUs and their use. ``apart``: the engine has a separate GPU and samples while ranks
+    train."""
     asked = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
     ranks = int(asked) if asked.isdigit() and int(asked) else max(min(2, hardware.gpus_per_node - apart), 1)
     return {
@@ -220,13 +221,13 @@ def _devices(given: Sequence[Assignment], hardware: Hardware, *, apart: bool) ->
 
 
 def _own_model(args: Sequence[str]) -> str | None:
-    """Return the path or name of the model that ``args`` ask for; None is the seeded one."""
+    """Return the path or name of the model in ``args``; None: the embedded model."""
     asked = names_key(read_arguments(args)[0], "trainer.policy.model.path")
     return _asked(args).policy.model.path if asked else None
 
 
 def _variant(args: Sequence[str]) -> str:
-    """Return what ``args`` add to the embedded run, which is also the name of its folder; "": nothing."""
+    """Return the variant of the embedded run that ``args`` select, which is also the name of its folder; "": none."""
     trainer = _asked(args)
     if trainer.policy.model.lora.rank > 0:
         return ADAPTERS
@@ -237,16 +238,17 @@ def _variant(args: Sequence[str]) -> str:
 
 
 def _asked(args: Sequence[str]) -> TrainerConfig:
-    """Return the trainer's settings as ``args`` alone describe them."""
+    """Return the trainer's settings of ``args`` alone, without the recipe."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are given when the configuration is read
+        warnings.simplefilter("ignore")  # load_config issues them later
         return parse(SkyRLTrainConfig, args)[0].trainer
 
 
 def write_problems(folder: Path, seed: int) -> Path:
-    """Write every two-digit sum of two two-digit numbers, in both orders: 3,240 problems.
+    """Write all sums of two two-digit numbers that have two digits, in both orders: 3,240 problems. Returns
+    ``folder``.
 
-    A random fifth of the pairs of operands is held out in both orders.
+    A random fifth of the operand pairs, in both orders, is the validation set.
     """
     from skyrl_megatron.data import prepare
 
@@ -263,12 +265,12 @@ def write_problems(folder: Path, seed: int) -> Path:
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
     hardware = run_hardware()
-    ahead = look_ahead(SkyRLTrainConfig, arguments(args, hardware), hardware)
-    if ahead is Ahead.FINISHED:
+    ahead = quick_check(SkyRLTrainConfig, arguments(args, hardware), hardware)
+    if ahead is QuickCheck.FINISHED:
         return 0
-    if ahead is Ahead.RUN:
+    if ahead is QuickCheck.RUN:
         start_server()
-    trainer = WARMING_UP.get(_variant(args)) if _own_model(args) is None else None
+    trainer = WARMUP_TRAINERS.get(_variant(args)) if _own_model(args) is None else None
     if trainer is None:
         _warm_up_once(args, hardware)
         began = time.perf_counter()
@@ -276,18 +278,18 @@ def _train(args: Sequence[str]) -> int:
     require_memory(NEEDED_GIB, "the embedded default")
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 
-    run_experiment(cfg, _warmed_up(trainer) if trainer else BasePPOExp, began=began)
+    run_experiment(cfg, _warmup_experiment(trainer) if trainer else BasePPOExp, began=began)
     return 0
 
 
 def _warm_up_once(args: Sequence[str], hardware: Hardware) -> None:
-    """Make the model that the run begins with, unless it is there or ``args`` name another."""
+    """Create the warmed-up model with which the run starts, unless it exists or ``args`` set another model."""
     number, folder = _seed_folder(read_arguments(args)[0])
     if _own_model(args) is not None or (folder / WARM_MODEL).exists():
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)  # mistakes are told before any work
+        load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)  # report problems before any work
     require_memory(NEEDED_GIB, "the embedded default")
     from skyrl_megatron.entrypoints.experiment import run_experiment
 
@@ -296,12 +298,12 @@ def _warm_up_once(args: Sequence[str], hardware: Hardware) -> None:
     keys = [f"trainer.seed={number}", "trainer.run_name=warm-up"]
     keys += [f"trainer.{name}_path={path}" for name, path in places.items()]
     cfg, _ = load_config(SkyRLTrainConfig, arguments(keys, hardware), hardware)
-    run_experiment(cfg, _warmed_up("WarmUpAlone"))
+    run_experiment(cfg, _warmup_experiment("WarmUpOnlyTrainer"))
     (work / "exports" / "global_step_0" / "policy").rename(folder / WARM_MODEL)
 
 
-def _warmed_up(trainer: str) -> type[BasePPOExp]:
-    """Return the usual experiment with a trainer of ``trainer/warmup.py``."""
+def _warmup_experiment(trainer: str) -> type[BasePPOExp]:
+    """Return an experiment with a trainer of ``trainer/warmup.py``."""
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.trainer import warmup
 
@@ -311,7 +313,7 @@ def _warmed_up(trainer: str) -> type[BasePPOExp]:
             return made
 
         def get_eval_dataset(self) -> PromptDataset | None:
-            """Read what the warm-up is measured on, whether or not the run evaluates."""
+            """Return the validation prompts, with which the warm-up measures its score, even if evaluation is off."""
             return self._dataset("data.val_data", self.cfg.data.val_data) if self.cfg.data.val_data else None
 
     return EmbeddedExp

@@ -1,4 +1,4 @@
-"""An experiment: everything that a run is made of, each part replaceable by overriding the method that makes it."""
+"""An experiment: all parts of a run. Override the method that creates a part to replace it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from skyrl_megatron import hub
 from skyrl_megatron import progress as start_times
 from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
 from skyrl_megatron.config.roles import active_roles
-from skyrl_megatron.config.rules.training_rules import samples_repeatably
+from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.data.tokenizer import load_tokenizer
-from skyrl_megatron.entrypoints.command import noise_into, nothing_left, terminal
-from skyrl_megatron.entrypoints.crash_report import last_words
+from skyrl_megatron.entrypoints.command import redirect_stderr, report_if_finished, terminal
+from skyrl_megatron.entrypoints.crash_report import crash_reporter
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.envs import base as registry
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
-from skyrl_megatron.progress import heartbeat, under_way
+from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
-from skyrl_megatron.runtime.checkpoint.storage import FolderLock
+from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
@@ -47,13 +47,13 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class BasePPOExp:
-    """One run of ``cfg``, which must be as ``validate_cfg`` leaves it; Ray must be up. :meth:`run` does everything.
+    """One run of ``cfg``, which ``validate_cfg`` must have accepted. Ray must be initialized. :meth:`run` does it all.
 
-    The attribute ``cfg`` is typed, also where an omegaconf ``DictConfig`` was given.
+    The attribute ``cfg`` is a SkyRLTrainConfig, also if the argument was an omegaconf ``DictConfig``.
     """
 
     trains = True
-    """False of an evaluation, which has no places for ranks."""
+    """False for an evaluation, which has no trainer ranks."""
 
     def __init__(self, cfg: AnyConfig) -> None:
         self.cfg = typed_config(cfg)
@@ -62,7 +62,7 @@ class BasePPOExp:
         load_plugins(self.cfg.trainer.plugins)
         self._recorded = recorded_hub_commits(self.cfg)
         self._pin(hub.models(self.cfg, active_roles(self.cfg)))
-        with under_way("read tokenizer and data"):
+        with current_task("read tokenizer and data"):
             self.tokenizer = self.get_tokenizer()
             self.train_dataset = self.get_train_dataset()
             self.eval_dataset = self.get_eval_dataset()
@@ -93,7 +93,7 @@ class BasePPOExp:
         return self._dataset("data.val_data", self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
 
     def get_inference_client(self) -> InferenceEngineClient:
-        """Make the engines; ``start()`` them before they are used."""
+        """Create the engines. Call ``start()`` before using them."""
         assert self.colocate_pg is not None
         local = self.cfg.generator.inference_engine.run_engines_locally
         client = InferenceEngineClient(self.cfg, self.colocate_pg["engines"] if local else None)
@@ -101,7 +101,7 @@ class BasePPOExp:
         return client
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
-        """Make what turns prompts into trajectories. Raises DataError for environments that are not registered."""
+        """Create the generator of trajectories. Raises DataError for environments that are not registered."""
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             registry.require(dataset.env_classes(cfg.environment.env_class))
         generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
@@ -112,27 +112,27 @@ class BasePPOExp:
             cfg.environment.skyrl_gym,
             inference_engine_client,
             tokenizer,
-            seed=cfg.trainer.seed if samples_repeatably(cfg) else None,
+            seed=cfg.trainer.seed if is_reproducible(cfg) else None,
             nonfinite=cfg.trainer.algorithm.nonfinite,
             **several,
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
-        """Make what drives the run; the arguments are those of :class:`RayPPOTrainer`."""
+        """Create the trainer; the arguments are those of :class:`RayPPOTrainer`."""
         kind = FullyAsyncRayPPOTrainer if self.cfg.trainer.fully_async.enabled else RayPPOTrainer
         return kind(*args, **kwargs)
 
     def get_tracker(self) -> Tracking:
-        """Make what logs numbers and lines."""
+        """Create the tracker of metrics and log lines."""
         return Tracking(self.cfg)
 
     # ------------------------------------------------------------------ the run
     def run(self) -> None:
-        """Place, start, train, and give everything back, whatever happens. Raises LaunchError, too, where a disk
-        refuses what the run writes of itself."""
+        """Place and start the run, train, and release all resources, also after an error. Raises LaunchError if a disk
+        is full or cannot be written."""
         with heartbeat(self.start_up.say):
             try:
-                with under_way("place the run"):
+                with current_task("place the run"):
                     self.trainer = self.start()
                 self.trainer.train()
             except OSError as error:
@@ -140,15 +140,15 @@ class BasePPOExp:
                     raise
                 where = error.filename or run_folder(self.cfg)
                 raise LaunchError(
-                    f"the disk of {where}: {os.strerror(error.errno)}; make room or check trainer.log_path and "
+                    f"the disk of {where}: {os.strerror(error.errno)}; free disk space, or change trainer.log_path or "
                     "trainer.ckpt_path; the same command continues from the last checkpoint"
                 ) from error
             finally:
-                with under_way("end the engines and free their places"):
+                with current_task("end the engines and free their places"):
                     self.stop()
 
     def start(self) -> RayPPOTrainer:
-        """Place the run and make its trainer."""
+        """Place the run and create its trainer."""
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
@@ -164,7 +164,7 @@ class BasePPOExp:
         )
 
     def start_engines(self) -> InferenceEngineClient:
-        """Reserve the places of the run and put the engines on theirs."""
+        """Reserve the run's placement group, and create the engines in it."""
         self.colocate_pg = create_placement(self.cfg, training=self.trains)
         roles = [role for role in self.colocate_pg.allocations if role != "engines"] or ["policy"]
         fetch_models(self.cfg, roles, self.colocate_pg, _say(self.cfg))
@@ -174,7 +174,7 @@ class BasePPOExp:
         return self.engines
 
     def stop(self) -> None:
-        """End the engines and free their places."""
+        """Stop the engines and remove the placement group."""
         if self.engines is not None:
             self.engines.stop()
             self.engines = None
@@ -182,7 +182,7 @@ class BasePPOExp:
             self.colocate_pg.remove()
             self.colocate_pg = None
 
-    def _pin(self, asked: Iterable[hub.Asked]) -> None:
+    def _pin(self, asked: Iterable[hub.HubReference]) -> None:
         asked, say = list(asked), _say(self.cfg)
         if problems := hub.pin(self.cfg, asked, self._recorded, say):
             raise ConfigError(problems)
@@ -219,39 +219,39 @@ def skyrl_entrypoint(cfg: AnyConfig) -> None:
 def run_experiment(
     cfg: SkyRLTrainConfig, experiment: type[BasePPOExp] = BasePPOExp, *, began: float | None = None
 ) -> None:
-    """Run it: in this process where Ray is ours, in an actor where a cluster was joined; Ray ends with it.
+    """Run an experiment, in this process with a local Ray, or in an actor of a cluster that ``RAY_ADDRESS`` names.
 
-    ``began``: ``time.perf_counter()`` at the start of the command. Raises ConfigError for features that are not
-    available yet, CheckpointError while another command of the run is at work. A finished run that is asked for
-    nothing new says so, and nothing is started.
+    ``began``: ``time.perf_counter()`` at the start of the command. If the run is finished, this is printed and nothing
+    starts. Raises ConfigError for a model that no engine runs, CheckpointError if another command uses the run's
+    folder.
     """
     require_available(cfg)
-    if experiment.run is BasePPOExp.run and nothing_left(cfg):
+    if experiment.run is BasePPOExp.run and report_if_finished(cfg):
         return
     start_times.begin(began)
     start_server()
     address = os.environ.get("RAY_ADDRESS")
-    with _alone_in(run_folder(cfg)), noise_into(run_folder(cfg) / "console.log"):
+    with _locked_run_folder(run_folder(cfg)), redirect_stderr(run_folder(cfg) / "console.log"):
         start_up = _start_up(cfg, began)
         start_up.done("command: configuration checked, libraries loaded")
-        with heartbeat(start_up.say), under_way("start Ray"):
-            told = initialize_ray(cfg, log_to_driver=False)
-        start_up.done(f"ray: {told}")
+        with heartbeat(start_up.say), current_task("start Ray"):
+            cluster = initialize_ray(cfg, log_to_driver=False)
+        start_up.done(f"ray: {cluster}")
         try:
-            with last_words(run_folder(cfg) / "console.log", terminal().fileno()):
+            with crash_reporter(run_folder(cfg) / "console.log", terminal().fileno()):
                 if address:
                     run_in_cluster(cfg, experiment)
                 else:
                     with heartbeat(start_up.say):
                         experiment(cfg).run()
         finally:
-            with heartbeat(start_up.say), under_way("end Ray"):
+            with heartbeat(start_up.say), current_task("end Ray"):
                 end_ray()
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other commands out of a run's folder, for the block; one that died, however, keeps nobody out."""
+def _locked_run_folder(folder: Path) -> Iterator[None]:
+    """Lock a run's folder against other commands for the block. The lock of a dead process does not count."""
     private_folder(folder)
     lock = FolderLock(str(folder), "trainer.run_name")
     try:

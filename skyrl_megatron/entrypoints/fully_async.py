@@ -1,4 +1,4 @@
-"""Train with rollouts that run ahead: ``python -m skyrl_megatron.entrypoints.fully_async [key=value …]``
+"""Train with fully asynchronous rollouts: ``python -m skyrl_megatron.entrypoints.fully_async [key=value …]``
 
 The command of :mod:`.main_base` with ``trainer.fully_async.enabled=true``.
 """
@@ -13,7 +13,7 @@ from skyrl_megatron.entrypoints import main_base
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    """Run the command. Returns the exit code: 0 done, 1 failed, 2 the configuration has problems."""
     return main_base.main([*(sys.argv[1:] if argv is None else argv), f"{KEY}=true"])
 
 

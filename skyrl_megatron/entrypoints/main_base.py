@@ -1,8 +1,8 @@
 """Train: ``python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] key=value …``
 
-``--check`` shows what the configuration comes to and stops. A run is started in one place, at the end of :func:`main`,
-with a configuration that has been parsed, resolved and validated. ``BasePPOExp`` and ``skyrl_entrypoint``, for scripts
-that build a run of their own, are in :mod:`.experiment`.
+``--check`` reports whether the configuration can run, and starts nothing. :func:`main` starts a run only with a
+configuration that has been parsed, resolved and validated. ``BasePPOExp`` and ``skyrl_entrypoint``, for scripts that
+build their own run, are in :mod:`.experiment`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import Ahead, look_ahead, run_command
+from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.processes import start_server
 
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 __all__ = ["BasePPOExp", "config_dir", "main", "skyrl_entrypoint"]
 
 config_dir = str(Path(__file__).resolve().parents[2] / "launch" / "recipes")
-"""Folder of the configurations that come with the package; ``--config`` reads them."""
+"""Folder of the recipes of the package, for ``--config``."""
 
 HELP = """\
 usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] [key=value ...]
 
   key=value       set one key, e.g. trainer.policy.megatron_config.tensor_model_parallel_size=2
-                  key={a: 1} replaces a dict option whole; key.a=1 sets one entry of it
+                  key={a: 1} replaces a whole dict option; key.a=1 sets one entry of it
   --config FILE   read keys from a YAML file; may be repeated; later assignments win
-  --check         print the resolved configuration, topology, parameters and bytes per rank and batch arithmetic,
-                  starting neither Ray nor CUDA; exit code 0 if it can run, 2 if not
+  --check         report whether the configuration can run, all its problems, layout, memory and batch sizes; starts
+                  neither Ray nor CUDA; exit code 0 if it can run, 2 if not
   --check=2x8     the same for 2 nodes of 8 GPUs instead of this machine
-  --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or such as 80GB)
+  --show-config   with --check: also print the resolved configuration
+  --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or a size such as 80GB)
   --host-memory 2TB
                   with --check: memory of a node
-  --help          this text
+  --help          print this text
 
 All keys with their meaning: CONFIG.md"""
 
@@ -49,10 +50,10 @@ def main(
     experiment: type[BasePPOExp] | None = None,
     config: type[SkyRLTrainConfig] = SkyRLTrainConfig,
 ) -> int:
-    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong).
+    """Run the command. Returns the exit code: 0 done, 1 failed, 2 the configuration has problems.
 
-    ``argv``: what stands behind the command's name, unless given. ``experiment`` and ``config``: classes of one's own
-    in place of :class:`BasePPOExp` and :class:`SkyRLTrainConfig`.
+    ``argv``: default: the arguments of the command line. ``experiment`` and ``config``: custom classes that replace
+    :class:`BasePPOExp` and :class:`SkyRLTrainConfig`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(args):
@@ -64,19 +65,19 @@ def main(
 
 
 def check_only(argv: Sequence[str]) -> int:
-    """Check a configuration as ``--check`` does; returns the exit code."""
+    """Check a configuration like ``--check``. Returns the exit code."""
     return main(argv if any(arg.partition("=")[0] == "--check" for arg in argv) else ["--check", *argv])
 
 
 def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:
     began = time.perf_counter()
-    ahead = look_ahead(config, args) if experiment is None else Ahead.RUN
-    if ahead is Ahead.FINISHED:
+    ahead = quick_check(config, args) if experiment is None else QuickCheck.RUN
+    if ahead is QuickCheck.FINISHED:
         return 0
-    if ahead is Ahead.RUN:
+    if ahead is QuickCheck.RUN:
         start_server()
     cfg, _ = load_config(config, args, scripted=_brings_data(experiment))
-    from skyrl_megatron.entrypoints import experiment as experiments  # Ray, which a wrong key need not await
+    from skyrl_megatron.entrypoints import experiment as experiments  # loads Ray, not needed to report a wrong key
 
     experiments.run_experiment(cfg, experiment or experiments.BasePPOExp, began=began)
     return 0
@@ -87,11 +88,11 @@ def _own_help(config: type[SkyRLTrainConfig]) -> list[str]:
         return []
     from skyrl_megatron.config.document import own_keys
 
-    return ["Of this script:", *own_keys(config)]
+    return ["Keys of this script:", *own_keys(config)]
 
 
 def _brings_data(experiment: type[BasePPOExp] | None) -> bool:
-    """Return whether an experiment reads prompts from elsewhere than ``data.train_data`` and ``data.val_data``."""
+    """Return whether an experiment overrides how prompts are read from ``data.train_data`` and ``data.val_data``."""
     if experiment is None:
         return False
     from skyrl_megatron.entrypoints.experiment import BasePPOExp

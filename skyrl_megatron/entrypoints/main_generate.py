@@ -1,7 +1,8 @@
-"""Evaluate only: ``skyrl-megatron evaluate [--config FILE.yaml] [--check] key=value …``
+"""Evaluate only: ``skyrl-megatron evaluate [--config FILE.yaml] [--check [--show-config]] key=value …``
 
-Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``: engines
-and environments, no trainer.
+Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``. Starts
+engines and environments, but no trainer. ``--check`` reports whether the configuration can run, and starts nothing;
+``--show-config`` adds the resolved configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from skyrl_megatron.preflight import check, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    """Run the command. Returns the exit code: 0 done, 1 failed, 2 the configuration has problems."""
     args = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(args):
         print(__doc__)
@@ -34,7 +35,7 @@ def _evaluate(args: Sequence[str]) -> int:
     from skyrl_megatron.trainer.evaluate import evaluate
 
     class EvalOnlyEntrypoint(BasePPOExp):
-        """Engines and a generator, asked once."""
+        """An experiment that evaluates once, with engines and a generator."""
 
         trains = False
 

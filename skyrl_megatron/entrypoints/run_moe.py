@@ -1,7 +1,8 @@
-"""What ``launch/run_moe.sh`` runs: ``[--recipe NAME|FILE.yaml] [--check[=NxM]] [model=PATH] [key=value …]``
+"""The program of ``launch/run_moe.sh``: ``[--recipe NAME|FILE.yaml] [--check[=NxM]] [model=PATH] [key=value …]``
 
-Without a recipe, a file and a model it is the embedded run. A recipe is a file of ``launch/recipes`` by its name, or
-any YAML file; ``model=`` is short for ``trainer.policy.model.path=``.
+Without ``--recipe``, ``--config`` and ``model=`` it starts the embedded run. A recipe is the name of a file in
+``launch/recipes``, or the path of a YAML file. ``model=`` is short for ``trainer.policy.model.path=``. ``--check``
+reports whether the configuration can run, and starts nothing; ``--show-config`` adds the resolved configuration.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ EMBEDDED_RUNS: dict[str, list[str]] = {EMBEDDED: []} | {
     name: [f"--config={main_base.config_dir}/{name}.yaml"]
     for name in ("embedded-lora", "embedded-ppo", "embedded-distill", "embedded-async")
 }
-"""Recipes with a program of their own, and what it is given."""
+"""Recipes of the embedded run → additional arguments of that run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    """Run the command. Returns the exit code: 0 done, 1 failed, 2 the configuration has problems."""
     args = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe (an embedded one, a file, or None) and the other arguments. Raises ConfigError for others."""
+    """Return the recipe (a name of :data:`EMBEDDED_RUNS`, a file, or None) and the other arguments. Raises ConfigError
+    for an unknown recipe."""
     asked: list[str] = []
     rest: list[str] = []
     given = iter(args)
@@ -49,7 +51,8 @@ def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(f"trainer.policy.model.path={arg.removeprefix('model=')}" if arg.startswith("model=") else arg)
     if len(asked) > 1:
-        raise ConfigError([Problem("--recipe", ", ".join(asked), "give one; add keys with --config FILE.yaml")])
+        fix = "give one recipe; add more keys with --config FILE.yaml"
+        raise ConfigError([Problem("--recipe", ", ".join(asked), fix)])
     if asked:
         return _recipe(asked[0]), rest
     own = any(arg == "--config" or arg.startswith("--config=") for arg in rest)
@@ -57,7 +60,7 @@ def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _recipe(name: str) -> str:
-    """Return the file of a recipe; the embedded ones keep their names."""
+    """Return the file of a recipe, or the name of an embedded run. Raises ConfigError for an unknown name."""
     if os.sep in name or name.endswith((".yaml", ".yml")):
         return name
     known = sorted(path.stem for path in Path(main_base.config_dir).glob("*.yaml"))
@@ -65,7 +68,7 @@ def _recipe(name: str) -> str:
         return name if name in EMBEDDED_RUNS else f"{main_base.config_dir}/{name}.yaml"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
-    fix = f"no such recipe{hint} There are {', '.join(known)}; a file of your own is named with its path"
+    fix = f"no such recipe{hint} Use one of {', '.join(known)}, or the path of a YAML file"
     raise ConfigError([Problem("--recipe", name, fix)])
 
 

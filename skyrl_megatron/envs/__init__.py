@@ -1,4 +1,4 @@
-"""Environments: the interface, the registry, and those that come with the package."""
+"""Environments: the interface, the registry, and the built-in environments."""
 
 from skyrl_megatron.envs.base import (
     BaseTextEnv,

@@ -1,4 +1,4 @@
-"""Competition maths (AIME, MATH): the answer stands behind ``Answer:``; compared after normalisation.
+"""Competition maths (AIME, MATH): the answer follows ``Answer:`` and is compared after normalisation.
 
 The normalisation is that of Minerva (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1).
 """
@@ -54,19 +54,22 @@ def normalize(answer: str) -> str:
 
 
 class AIMEEnv(BaseTextEnv):
-    """One turn; +1 for the right answer, −1 otherwise. The answer is the row's ``reward_model.ground_truth`` or
-    ``reward_spec.ground_truth``. Metadata: ``acc`` and ``pred``."""
+    """One turn with reward 1 for the right answer, else −1.
+
+    The reference answer is the row's ``reward_model.ground_truth`` or ``reward_spec.ground_truth``. Metadata: ``acc``
+    and ``pred``.
+    """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         known = (self.extras.get("reward_model") or {}).get("ground_truth", self.ground_truth)
         if known is None:
-            raise ValueError("AIMEEnv compares with a known answer: the row has no reward_model.ground_truth")
+            raise ValueError("AIMEEnv needs a reference answer, but the row has no reward_model.ground_truth")
         self.answer = normalize(answer_text(self, known))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        said = _ANSWER.findall(action.split("<|im_end|>")[0][-_TAIL:])
-        found = normalize(said[-1]) if said else "[INVALID]"
+        answers = _ANSWER.findall(action.split("<|im_end|>")[0][-_TAIL:])
+        found = normalize(answers[-1]) if answers else "[INVALID]"
         right = found == self.answer
         return {
             "observations": [],

@@ -12,11 +12,11 @@ _BOXED = re.compile(r"\\boxed\{([^}]+)\}")
 
 
 class MultiplyEnv(BaseTextEnv):
-    r"""The answer stands in ``\boxed{}``.
+    r"""Multiplication with the answer in ``\boxed{}``.
 
-    With one turn (``max_turns=1``): 1 for the right answer, else 0. With several: wrong answers get feedback and
-    another turn; the last turn gets 1 for the right answer, 0.5 for a wrong one in the right form, else 0; the first
-    right answer ends the episode.
+    With one turn (``max_turns=1``) the reward is 1 for the right answer, else 0. With several turns a wrong answer
+    gets feedback and another turn, and the first right answer ends the episode. The reward of the last turn is 1 for
+    the right answer, 0.5 for a wrong answer in the right form, else 0.
     """
 
     WRONG_BUT_WELL_FORMED = 0.5
@@ -47,13 +47,13 @@ class MultiplyEnv(BaseTextEnv):
 
 
 class AdditionEnv(BaseTextEnv):
-    """One turn; 1 if the response is the answer and nothing else but white space, else 0."""
+    """Addition in one turn. The reward is 1 if the response is the answer, apart from white space, else 0."""
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         self.answer = answer_text(self, require_ground_truth(self)).strip()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        said = action.strip()
-        reward = float(said == self.answer)
-        return {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": said}}
+        answer = action.strip()
+        reward = float(answer == self.answer)
+        return {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": answer}}

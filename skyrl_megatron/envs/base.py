@@ -1,7 +1,7 @@
-"""The interface of environments, their tools, and the registry by id.
+"""The interface of environments and tools, and the registry of environments by id.
 
-An environment reads the policy's text and answers with messages and a reward. Ids that are not registered here are
-looked up in an installed ``skyrl_gym``.
+An environment gets the policy's text and returns messages and a reward. Ids that are not registered here are looked up
+in ``skyrl_gym`` if it is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyrl_megatron.errors import DataError
 
 
 class tool:
-    """Marks a method of a :class:`ToolGroup` as a tool under its own name."""
+    """Decorator that makes a method of a :class:`ToolGroup` a tool with the method's name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -31,7 +31,7 @@ class tool:
 
 
 class ToolGroup:
-    """Tools with common state, such as a connection. Subclasses mark their tools with ``@tool``."""
+    """Tools that share state, such as a connection. Subclasses mark their tools with ``@tool``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,19 +58,19 @@ class ToolGroup:
         return dict.fromkeys(self._tools, self.name)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a tool. Raises ValueError for a name that the group does not have."""
+        """Call a tool. Raises ValueError for an unknown name."""
         if name not in self._tools:
             raise ValueError(f"tool group {self.name!r} has no tool {name!r}; it has {self.get_tool_names()}")
         return self._tools[name](*args, **kwargs)
 
 
 def check_end_tags(action: str, tags: tuple[str, ...]) -> None:
-    """Raise ValueError when anything follows the first of ``tags`` in the turn: they are not set as stop strings."""
+    """Raise ValueError if text follows the first of ``tags`` in the turn, because the tags are not stop strings."""
     for tag in tags:
         before, found, after = action.partition(tag)
         if found and after:
             raise ValueError(
-                f"the turn goes on after {tag}: list {' and '.join(tags)} in generator.sampling_params.stop"
+                f"text follows {tag} in the turn: add {' and '.join(tags)} to generator.sampling_params.stop"
             )
         if found:
             return
@@ -82,33 +82,33 @@ ConversationType = list[Message]
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """Answer to one turn of the policy."""
+    """The result of one turn of the policy."""
 
     observations: ConversationType
-    """Messages that the conversation continues with; empty when done."""
+    """Messages to append to the conversation; empty when done."""
     reward: float
-    """Reward of this turn; put on its last token."""
+    """Reward of this turn, assigned to its last token."""
     done: bool
     """Whether the episode is over."""
     metadata: dict[str, Any]
-    """Anything worth keeping; not read by training."""
+    """Additional data, which training does not read."""
     postprocessed_action: NotRequired[str | None]
-    """The turn's text as it is to stand in the conversation, where that is not what the policy said. Its tokens were
-    not sampled and are not trained on."""
+    """Text that replaces the turn in the conversation, if it differs from the policy's text. Its tokens were not
+    sampled and are not trained on."""
 
 
 class BaseTextEnv:
-    """One episode. Subclasses override :meth:`step`, and the rest where they need it.
+    """One episode. Subclasses must override :meth:`step` and may override the other methods.
 
     ``env_config``: the environment's section of ``environment.skyrl_gym``. ``extras``: the other columns of the
-    dataset row, and ``max_turns``. The attribute ``ground_truth`` is ``extras["reward_spec"]["ground_truth"]``, None
-    where the row has none. An instance serves one trajectory; its methods are called one at a time, in threads.
+    dataset row, and ``max_turns``. The attribute ``ground_truth`` is ``extras["reward_spec"]["ground_truth"]``, or
+    None if the row has none. An instance serves one trajectory. Its methods are called one at a time, from any thread.
     """
 
     replayable: bool = True
-    """Whether the same actions lead to the same state, so that an interrupted trajectory can go on in a new instance
-    that is stepped through its recorded turns. False where a step has effects outside or answers by chance: such
-    trajectories start anew. An answer that differs from the recorded one is noticed either way."""
+    """Whether the same actions always lead to the same state. If so, an interrupted trajectory can continue in a new
+    instance, which first repeats the recorded turns. Set it to False if a step has external effects or is random: such
+    trajectories restart. A result that differs from the recorded one is detected in any case."""
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         self.env_config = env_config
@@ -120,23 +120,23 @@ class BaseTextEnv:
         self.tool_to_toolgroup: dict[str, str] = {}
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Return (conversation to start from, metadata), before the first turn."""
+        """Return (initial conversation, metadata). Called before the first turn."""
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Answer the turn ``action``."""
+        """Return the result of the turn ``action``, the policy's text."""
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
     def close(self) -> None:
-        """Release what the episode holds. Called once, also when the trajectory ends early."""
+        """Release resources. Called once, also when the trajectory ends early."""
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return metrics of the episode; called once, at its end."""
+        """Return metrics of the episode. Called once, at its end."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Reduce the metrics of a batch of episodes to one number a name: the mean."""
+        """Return the mean of each metric over a batch of episodes."""
         values: dict[str, list[float]] = {}
         for episode in metrics:
             for name, value in episode.items():
@@ -156,38 +156,40 @@ class BaseTextEnv:
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
-        raise ValueError(f"no tool group {tool_group_name!r}; there are {[group.name for group in self.tool_groups]}")
+        raise ValueError(f"no tool group {tool_group_name!r}; known: {[group.name for group in self.tool_groups]}")
 
 
 def require_ground_truth(env: BaseTextEnv) -> Any:
-    """Return the row's ground truth. Raises ValueError where there is none to compare with."""
+    """Return the row's ground truth. Raises ValueError if the row has none."""
     if env.ground_truth is None:
-        raise ValueError(f"{type(env).__name__} compares with a known answer: the row has no reward_spec.ground_truth")
+        raise ValueError(f"{type(env).__name__} needs a reference answer, but the row has no reward_spec.ground_truth")
     return env.ground_truth
 
 
 def answer_text(env: BaseTextEnv, answer: Any) -> str:
-    """Return an answer that responses are compared with as text. Raises ValueError for one that is no text or
-    number: what ``str`` makes of it, such as "True", is no right answer to any question."""
+    """Return a reference answer as text. Raises ValueError if it is neither text nor a number.
+
+    The ``str`` of any other value, such as "True", would match no response.
+    """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
-        raise ValueError(f"{type(env).__name__} compares with text or a number: the row's answer is {answer!r:.80}")
+        raise ValueError(f"{type(env).__name__} needs text or a number as answer, the row has {answer!r:.80}")
     return str(answer)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """How an environment is made."""
+    """The registration of an environment."""
 
     id: str
     entry_point: str | Callable[..., Any]
     """``module:Class``, or the class itself."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class beside ``env_config`` and ``extras``."""
+    """Further arguments of the class, in addition to ``env_config`` and ``extras``."""
     config: str = ""
-    """Its section of ``environment.skyrl_gym``. Empty: the one named like the id, if there is one."""
+    """Its section of ``environment.skyrl_gym``. Empty: the section with the name of the id, if there is one."""
 
     def load(self) -> Callable[..., Any]:
-        """Import the class. Raises DataError when the entry point leads nowhere."""
+        """Import the class. Raises DataError if the entry point cannot be loaded."""
         if not isinstance(self.entry_point, str):
             return self.entry_point
         module, _, name = self.entry_point.partition(":")
@@ -196,7 +198,7 @@ class EnvSpec:
             return loaded
         except (ImportError, AttributeError, ValueError) as error:
             raise DataError(
-                f"environment {self.id!r}: entry point {self.entry_point!r} cannot be loaded ({error}); it must read"
+                f"environment {self.id!r}: entry point {self.entry_point!r} cannot be loaded ({error}): write it as"
                 " module:Class"
             ) from error
 
@@ -212,26 +214,26 @@ def register(
     config: str = "",
     override: bool = False,
 ) -> None:
-    """Make an environment known under ``id`` in this process.
+    """Register an environment as ``id`` in this process.
 
-    ``entry_point``: ``"module:Class"`` or the class. ``override``: take the place of whatever has the id, one that
-    comes with the package included. The same registration again changes nothing; another one under an id that is
-    taken raises DataError. Register in the process that runs the rollouts: in a plugin
-    (:mod:`skyrl_megatron.plugins`), or in the script that starts the run.
+    ``entry_point``: ``"module:Class"`` or the class. ``override``: replace an existing environment with this id, also
+    a built-in one. Repeating a registration changes nothing; a different one under a taken id raises DataError.
+    Register in the process that runs the rollouts: in a plugin (:mod:`skyrl_megatron.plugins`), or in the script that
+    starts the run.
     """
     spec_ = EnvSpec(id, entry_point, dict(kwargs or {}), config)
     taken = _registry.get(id)
     if taken is not None and taken != spec_ and not override:
-        whose = "comes with the package" if _is_ours(taken) else "is registered already"
+        whose = "is built in" if _is_ours(taken) else "is registered already"
         raise DataError(
-            f"environment {id!r} {whose} ({taken.entry_point}): take another id, or replace it with"
+            f"environment {id!r} {whose} ({taken.entry_point}): choose another id, or replace it with"
             f" register({id!r}, ..., override=True)"
         )
     _registry[id] = spec_
 
 
 def deregister(id: str) -> None:
-    """Forget an environment. Raises DataError when there is none."""
+    """Remove an environment. Raises DataError if it is not registered."""
     del _registry[spec(id).id]
 
 
@@ -240,7 +242,7 @@ def _is_ours(spec_: EnvSpec) -> bool:
 
 
 def spec(id: str) -> EnvSpec:
-    """Return the registration of an id, ours or ``skyrl_gym``'s. Raises DataError that lists what there is."""
+    """Return the registration of an id, from this registry or that of ``skyrl_gym``. Raises DataError if unknown."""
     found = _registry.get(id) or _gym_specs().get(id)
     if found is None:
         known = sorted({*_registry, *_gym_specs()})
@@ -254,7 +256,7 @@ def registered() -> list[str]:
 
 
 def require(ids: Iterable[str]) -> None:
-    """Raise DataError for the first id that cannot be made."""
+    """Raise DataError for the first id that is unknown or cannot be loaded."""
     for id in dict.fromkeys(ids):
         spec(id).load()
 
@@ -262,8 +264,8 @@ def require(ids: Iterable[str]) -> None:
 def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """Make an environment for one episode; see :class:`BaseTextEnv` for the arguments.
 
-    Anything with ``init``, ``step`` and ``close`` is accepted. Raises DataError for unknown ids and for classes that
-    lack one of them; what the constructor raises passes through.
+    Accepts any class with ``init``, ``step`` and ``close``. Raises DataError for an unknown id and for a class without
+    one of these methods, and passes on errors of the constructor.
     """
     spec_ = spec(id)
     env = spec_.load()(env_config=env_config, extras=extras or {}, **{**copy.deepcopy(dict(spec_.kwargs)), **kwargs})
@@ -276,7 +278,7 @@ def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = Non
 
 
 def config_of(id: str, gym_config: Any) -> Any:
-    """Return the section of ``environment.skyrl_gym`` that an environment reads; an empty dict when it has none."""
+    """Return the section of ``environment.skyrl_gym`` for an environment; {} if there is none."""
     return getattr(gym_config, spec(id).config or id, {})
 
 
@@ -287,7 +289,7 @@ def aggregate_metrics(id: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _gym_specs() -> Mapping[str, EnvSpec]:
-    """Return the registrations of ``skyrl_gym``, where it is installed."""
+    """Return the registrations of ``skyrl_gym``, or {} if it is not installed."""
     if importlib.util.find_spec("skyrl_gym") is None:
         return {}
     gym = importlib.import_module("skyrl_gym.envs.registration")

@@ -1,6 +1,4 @@
-"""Grade-school maths (GSM8K, arXiv:2110.14168): graded by rule, or by a language model behind an OpenAI-compatible
-endpoint.
-"""
+"""Grade-school maths (GSM8K, arXiv:2110.14168), graded by rule or by a language model with an OpenAI-style API."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
-    """Return the number after the first ``####`` without thousands separators; None where there is none.
+    """Return the number after the first ``####`` without thousands separators, or None.
 
-    With ``strict=False`` the last number in the text.
+    With ``strict=False`` return the last number of the text.
     """
     if strict:
         found = _STRICT.search(text)
@@ -29,7 +27,7 @@ def extract_answer(text: str, *, strict: bool = True) -> str | None:
 
 
 class GSM8kEnv(BaseTextEnv):
-    """One turn; 1 for the right number after ``####``, else 0."""
+    """One turn with reward 1 for the right number after ``####``, else 0."""
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -46,8 +44,11 @@ class GSM8kEnv(BaseTextEnv):
 
 
 class GSM8kMultiTurnEnv(GSM8kEnv):
-    """Several attempts. Each turn gets 1 for the right answer, 0.2/max_turns for a number in the right form, else 0;
-    the first right answer ends the episode. Metric ``steps``: turns taken."""
+    """Several attempts. The first right answer ends the episode.
+
+    The reward of a turn is 1 for the right answer, 0.2/max_turns for a wrong number in the right form, else 0. Metric
+    ``steps``: number of turns.
+    """
 
     FORMAT_REWARD = 0.2
     THINK = (
@@ -76,12 +77,12 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
         }
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return ``steps``: turns taken."""
+        """Return ``steps``, the number of turns."""
         return {"steps": self.turns}
 
     @staticmethod
     def aggregate_metrics(metrics: Any) -> dict[str, float]:
-        """Return ``avg_steps``: mean turns."""
+        """Return ``avg_steps``, the mean number of turns."""
         steps = [float(episode.get("steps", 0)) for episode in metrics]
         return {"avg_steps": sum(steps) / len(steps)} if steps else {}
 
@@ -97,13 +98,13 @@ RETRIES = 2
 
 
 class GSM8kLLMJudgeEnv(BaseTextEnv):
-    """One turn; the judge's score, 0 or 1. ``env_config``: ``model``, and ``base_url`` of the endpoint (None:
-    ``OPENAI_BASE_URL``, else OpenAI). The key is read from ``OPENAI_API_KEY``.
+    """One turn, graded 0 or 1 by a language model.
 
-    A judge that cannot be reached, or answers without a score, fails the trajectory instead of grading it 0.
+    ``env_config`` has ``model`` and ``base_url`` of the endpoint (None: ``OPENAI_BASE_URL``, else OpenAI). The API key
+    is ``OPENAI_API_KEY``. If the judge cannot be reached or returns no score, the trajectory fails; it does not get 0.
     """
 
-    replayable = False  # a judge that is asked again may grade otherwise
+    replayable = False  # the judge may return another score for the same text
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -112,12 +113,12 @@ class GSM8kLLMJudgeEnv(BaseTextEnv):
         self.url = f"{url.rstrip('/')}/chat/completions"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Ask the judge. Raises RuntimeError naming the endpoint."""
+        """Ask the judge. Raises RuntimeError with the endpoint."""
         content = f"{_INSTRUCTIONS}\n\nReference solution:\n{self.reference}\n\nStudent's solution:\n{action}"
         reply = self._ask([{"role": "user", "content": content}]).strip()
         found = _SCORE.findall(reply)
         if not found and reply not in {"0", "1"}:
-            raise RuntimeError(f"the judge at {self.url} gave no score: {reply[-200:]!r}")
+            raise RuntimeError(f"the judge at {self.url} returned no score: {reply[-200:]!r}")
         score = float(found[-1] if found else reply)
         return {"observations": [], "reward": score, "done": True, "metadata": {"judge": reply}}
 

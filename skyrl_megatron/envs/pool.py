@@ -1,8 +1,9 @@
-"""Threads in which environments run: bounded in number and time, so that none blocks the run.
+"""A thread pool for environments, with limits on threads and on time per call, so that no environment blocks the run.
 
-Python cannot end a thread. A call that exceeds the time limit is abandoned: its caller gets EnvTimeout, and its thread
-is replaced and ends when the call returns, if ever. Threads are daemons, so they do not keep the process alive.
-(anyio's ``to_thread`` wakes the loop for each result, at about ten times the processor time a call.)
+Python cannot end a thread. A call that exceeds the time limit is abandoned: its caller gets EnvTimeout, and another
+thread replaces its thread, which ends when the call returns. Threads are daemons, so they do not keep the process
+alive. The pool does not use anyio's ``to_thread``, which wakes the event loop for each result and takes about ten
+times the CPU time per call.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from typing import Any
 
 
 class _Expired(BaseException):
-    """Ends a function whose time is over; ``except Exception`` inside it does not catch it."""
+    """Ends a function that exceeded its time limit. ``except Exception`` inside the function does not catch it."""
 
 
 def within[**P, T](seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return ``function(*args, **kwargs)``. Raises what it raises, and TimeoutError after ``seconds``.
 
-    May be called from any thread. The function runs in a thread of its own, and Python code in it ends soon after the
-    limit. A call into C that does not return (a regular expression, a solver) cannot be ended: its thread stays until
-    it returns, and where it holds the interpreter's lock nothing else runs meanwhile. Run such code in a process:
-    ``subprocess.run(…, timeout=seconds)``.
+    Thread-safe. The function runs in a separate thread, and its Python code ends soon after the limit. A call into C
+    that does not return (a regular expression, a solver) cannot be ended: its thread stays until the call returns, and
+    blocks all other threads if it holds the GIL. Run such code in a process: ``subprocess.run(…, timeout=seconds)``.
     """
     outcome: dict[str, Any] = {}
 
@@ -50,7 +50,7 @@ def within[**P, T](seconds: float, function: Callable[P, T], *args: P.args, **kw
 
 
 class EnvTimeout(Exception):
-    """A call of an environment took longer than the limit."""
+    """A call of an environment exceeded the time limit."""
 
 
 class _Call:
@@ -65,9 +65,9 @@ class _Call:
 
 
 class _Worker(threading.Thread):
-    """Takes calls until it is told to end or abandoned."""
+    """Runs calls until it gets None or is abandoned."""
 
-    def __init__(self, calls: SimpleQueue[_Call | None], answers: _Answers) -> None:
+    def __init__(self, calls: SimpleQueue[_Call | None], answers: _Results) -> None:
         super().__init__(name="environment", daemon=True)
         self.calls, self.answers, self.abandoned = calls, answers, False
 
@@ -83,16 +83,19 @@ class _Worker(threading.Thread):
                 self.answers.put(call.future, result, error)
 
 
-class _Answers:
-    """Results on their way to the event loop that waits for them. Waking a loop is a system call and a thread switch,
-    so it is woken once for all results that arrive before it runs."""
+class _Results:
+    """Delivers results to the event loop that waits for them.
+
+    Waking the loop costs a system call and a thread switch, so one wake-up serves all results that arrive before the
+    loop runs.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._woken: asyncio.AbstractEventLoop | None = None
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Hand over a result, from any thread."""
+        """Add a result. Thread-safe."""
         self._waiting.append((future, result, error))
         loop = future.get_loop()
         if self._woken is loop:
@@ -104,7 +107,7 @@ class _Answers:
             pass  # the loop is closed: nothing waits for it
 
     def _deliver(self) -> None:
-        self._woken = None  # from here on the next result wakes the loop again
+        self._woken = None  # the next result wakes the loop again
         while self._waiting:
             future, result, error = self._waiting.popleft()
             if (
@@ -115,22 +118,22 @@ class _Answers:
                 future.set_result(result)
             elif isinstance(error, Exception) and not isinstance(error, StopIteration):
                 future.set_exception(error)
-            else:  # SystemExit and the like are the environment's, not ours; a future cannot carry StopIteration
+            else:  # SystemExit of an environment must not end this process; a future cannot carry StopIteration
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class EnvPool:
-    """At most ``workers`` calls at a time, each of at most ``timeout_s`` seconds once it has begun.
+    """A thread pool that runs at most ``workers`` calls at a time, each for at most ``timeout_s`` seconds.
 
-    Belongs to one event loop at a time; :meth:`close` ends the idle threads.
+    Only one event loop may use it at a time. :meth:`close` ends the threads.
     """
 
     def __init__(self, workers: int, timeout_s: float) -> None:
         self.workers, self.timeout_s = workers, timeout_s
         self.abandoned = 0
-        """Calls abandoned so far."""
+        """Number of abandoned calls."""
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._answers = _Answers()
+        self._results = _Results()
         self._open: set[_Call] = set()
         self._threads = 0
         self._watched: asyncio.AbstractEventLoop | None = None
@@ -138,7 +141,7 @@ class EnvPool:
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``function(*arguments)`` in a thread. Raises what it raises, and EnvTimeout after ``timeout_s``.
 
-        A cancelled caller leaves the call to run to its end.
+        If the caller is cancelled, the call still runs to its end.
         """
         loop = asyncio.get_running_loop()
         call = _Call(function, arguments, loop.create_future())
@@ -155,7 +158,7 @@ class EnvPool:
             self._open.discard(call)
 
     def close(self) -> None:
-        """End the threads as they fall idle."""
+        """End each thread when it is idle."""
         for _ in range(self._threads):
             self._calls.put(None)
         self._threads = 0
@@ -166,7 +169,7 @@ class EnvPool:
 
     def _start_worker(self) -> None:
         self._threads += 1
-        _Worker(self._calls, self._answers).start()
+        _Worker(self._calls, self._results).start()
 
     def _abandon_hung(self, loop: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
@@ -178,7 +181,7 @@ class EnvPool:
                 self.abandoned += 1
                 self._threads -= 1
                 self._start_worker()
-                call.future.set_exception(EnvTimeout(f"no answer within {self.timeout_s:g} s"))
+                call.future.set_exception(EnvTimeout(f"the call did not return within {self.timeout_s:g} s"))
         if self._open:
             loop.call_later(self._interval, self._abandon_hung, loop)
         else:

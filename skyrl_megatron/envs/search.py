@@ -1,6 +1,6 @@
-"""Questions answered with a search engine (Search-R1, arXiv:2503.09516).
+"""Question answering with a search engine (Search-R1, arXiv:2503.09516).
 
-The policy writes ``<search>query</search>`` to search and ``<answer>…</answer>`` to end; both end tags are to be stop
+The policy writes ``<search>query</search>`` to search and ``<answer>…</answer>`` to answer. Both end tags must be stop
 strings (``generator.sampling_params.stop``).
 """
 
@@ -33,17 +33,17 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 MAX_ANSWERS = 10
-"""More answers than this in one episode are guessing and get a quarter of the reward."""
+"""An episode with more answers than this counts as guessing and gets a quarter of the reward."""
 
 
 def normalize(text: str) -> str:
-    """Lower the case and drop punctuation, articles and extra white space (the SQuAD normalisation)."""
+    """Lowercase the text and remove punctuation, articles and extra white space (SQuAD normalisation)."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
 def score(transcript: str, targets: str | Iterable[str]) -> float:
-    """Return 1 if the last answer is one of ``targets``, ¼ of that after more than ten answers, else 0."""
+    """Return 1 if the last answer is one of ``targets`` (¼ after more than ten answers), else 0."""
     answers = _ANSWER.findall(transcript)
     wanted = {normalize(target) for target in ([targets] if isinstance(targets, str) else targets)}
     if not answers or normalize(answers[-1]) not in wanted:
@@ -53,8 +53,11 @@ def score(transcript: str, targets: str | Iterable[str]) -> float:
 
 
 class SearchToolGroup(ToolGroup):
-    """One tool, ``search``: POST ``{queries, topk, return_scores}`` to the retriever, which answers
-    ``{"result": [[{"document": {"contents": …}}, …]]}``. Connections are shared by all environments of a process."""
+    """The tool ``search``: POSTs ``{queries, topk, return_scores}`` to the retriever.
+
+    The retriever returns ``{"result": [[{"document": {"contents": …}}, …]]}``. All environments of a process share the
+    connections.
+    """
 
     RETRIES = 4
     FIRST_PAUSE_S = 0.5
@@ -73,7 +76,7 @@ class SearchToolGroup(ToolGroup):
 
     @tool
     def search(self, query: str | None) -> str:
-        """Find passages, ``{"result": "Doc 1: …"}``; nothing without a query. Raises RuntimeError with the URL."""
+        """Return passages as ``{"result": "Doc 1: …"}``, "" without a query. Raises RuntimeError with the URL."""
         if query is None:
             return ""
         if self.log_requests:
@@ -108,8 +111,10 @@ class SearchToolGroup(ToolGroup):
 
 
 class SearchEnv(BaseTextEnv):
-    """Rewarded in the last turn by :func:`score` against ``reward_spec.ground_truth.target``. The error of a
-    failed search is the policy's observation."""
+    """Multi-turn search. The last turn gets :func:`score` against ``reward_spec.ground_truth.target`` as reward.
+
+    If a search fails, its error is the observation.
+    """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -121,7 +126,7 @@ class SearchEnv(BaseTextEnv):
         self.history: ConversationType = []
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Search, or grade the answer. Raises ValueError when text follows an end tag."""
+        """Search, or grade the answer. Raises ValueError if text follows an end tag."""
         check_end_tags(action, ("</search>", "</answer>"))
         self.turns += 1
         self.history.append({"role": "assistant", "content": action})

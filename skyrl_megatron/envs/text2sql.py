@@ -1,7 +1,7 @@
-"""Questions answered with SQL (SkyRL-SQL): the policy explores a SQLite database and submits one query.
+"""Text-to-SQL (SkyRL-SQL): the policy explores a SQLite database and submits one query.
 
-The policy thinks in ``<think>…</think>``, writes ``<sql>…</sql>`` to look at the database and
-``<solution>…</solution>`` to submit; both end tags are to be stop strings (``generator.sampling_params.stop``).
+The policy thinks in ``<think>…</think>``, writes ``<sql>…</sql>`` to query the database and ``<solution>…</solution>``
+to submit. Both of the latter end tags must be stop strings (``generator.sampling_params.stop``).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _INNER_TAG = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
 _AFTER_OBSERVATION = re.compile(r"</observation>\s*(\S{0,7})", re.IGNORECASE)
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-"""Folder of databases under ``db_path``, by the row's ``data``."""
+"""The row's ``data`` → folder of databases in ``db_path``."""
 EXPLORE_TIMEOUT_S, GRADE_TIMEOUT_S = 5.0, 30.0
 MAX_ROWS, MAX_VALUE_BYTES = 100_000, 10_000_000
 MAX_CHARACTERS, FIRST_ROWS = 9_000, 50
 
 
 class QueryFailed(RuntimeError):
-    """A query that SQLite refused or that took too long; the message is for the policy."""
+    """SQLite refused the query, or it took too long. The message is for the policy."""
 
 
 def run_query(database: Path, query: str, timeout_s: float) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Run one statement on a database that is opened read-only; return (column names, rows).
+    """Run one statement on a read-only connection to a database; return (column names, rows).
 
     Raises QueryFailed for SQL errors, writes, attempts to attach other files, more than ``MAX_ROWS`` rows, and after
     ``timeout_s`` seconds.
@@ -82,7 +82,7 @@ def _read_only(action: int, first: str | None, second: str | None, *_: Any) -> i
 
 
 def as_table(names: list[str], rows: list[tuple[Any, ...]]) -> str:
-    """Align rows under their column names; cut them to ``FIRST_ROWS`` where they exceed ``MAX_CHARACTERS``."""
+    """Return rows as an aligned table; only ``FIRST_ROWS`` of them if it exceeds ``MAX_CHARACTERS``."""
     text = _aligned(names, rows)
     if len(text) <= MAX_CHARACTERS:
         return text
@@ -112,7 +112,7 @@ def submitted_query(transcript: str) -> str | None:
 
 
 class SQLToolGroup(ToolGroup):
-    """One tool, ``sql``: a query on a database, and its rows as text."""
+    """The tool ``sql``: runs a query on a database and returns its rows as text."""
 
     def __init__(self, database: Path) -> None:
         self.database = database
@@ -133,9 +133,14 @@ class SQLToolGroup(ToolGroup):
 
 
 class Text2SQLEnv(BaseTextEnv):
-    """Rewarded in the last turn: 1 if the submitted query returns the same set of rows as the reference, 0 if not, −1
-    for a transcript of the wrong form. The row holds ``db_id``, ``data`` (``synsql``, ``spider``, ``bird``) and
-    ``reward_spec.ground_truth``; ``env_config.db_path`` is the folder of the databases."""
+    """Multi-turn SQL, rewarded in the last turn.
+
+    The reward is 1 if the submitted query returns the same set of rows as the reference, 0 if it does not, and −1 if
+    the transcript is malformed.
+
+    The row holds ``db_id``, ``data`` (``synsql``, ``spider``, ``bird``) and ``reward_spec.ground_truth``.
+    ``env_config.db_path`` is the folder of the databases.
+    """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -145,13 +150,13 @@ class Text2SQLEnv(BaseTextEnv):
             raise ValueError(f"text2sql needs data (one of {sorted(FOLDERS)}) and db_id, got {source!r} and {name!r}")
         self.database = Path(env_config.db_path).expanduser() / FOLDERS[source] / name / f"{name}.sqlite"
         if not self.database.is_file():
-            raise FileNotFoundError(f"{self.database}: no database there; set environment.skyrl_gym.text2sql.db_path")
+            raise FileNotFoundError(f"{self.database} does not exist: set environment.skyrl_gym.text2sql.db_path")
         self.max_turns = self.extras.get("max_turns", 5)
         self.init_tool_groups([SQLToolGroup(self.database)])
         self.history: ConversationType = []
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Run the query, or grade the solution. Raises ValueError when text follows an end tag."""
+        """Run the query, or grade the solution. Raises ValueError if text follows an end tag."""
         check_end_tags(action, ("</sql>", "</solution>"))
         self.turns += 1
         self.history.append({"role": "assistant", "content": action})

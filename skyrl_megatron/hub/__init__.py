@@ -1,8 +1,8 @@
-"""Models, tokenizers and data sets by their name on the Hugging Face hub: one download, one commit, every node.
+"""Models, tokenizers and data sets of the Hugging Face hub, with the same commit on every node and one download each.
 
-A run asks once, on its driver, which commit each name is (:func:`pin`); ``trainer.hub_commits`` then says it to every
-process, to ``config.yaml``, to checkpoints and to exports, and a resumed run gets it back from its checkpoint. Whoever
-opens a model asks :func:`model_folder`, on its own node.
+The driver of a run resolves each name to a commit once (:func:`pin`) and stores it in ``trainer.hub_commits``. All
+processes, ``config.yaml``, checkpoints and exports use this commit, and a resumed run restores it from its checkpoint.
+A process that opens a model calls :func:`model_folder` on its node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from skyrl_megatron.hub.download import (
     quiet,
     resolve,
 )
-from skyrl_megatron.hub.names import FILE_SUFFIXES, DataSource, Repo, data_source, is_commit, is_hub_name, near, origin
+from skyrl_megatron.hub.names import (
+    FILE_SUFFIXES,
+    DataSource,
+    Repo,
+    data_source,
+    is_commit,
+    is_hub_name,
+    origin,
+    similar_folder,
+)
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
@@ -35,7 +44,7 @@ _DATA = "datasets/"
 
 
 def model_card(cfg: SkyRLTrainConfig) -> str | None:
-    """Return ``README.md`` of an export with every hub name of the run and its commit; None if there is none."""
+    """Return ``README.md`` of an export with all hub names of the run and their commits; None without hub names."""
     commits = cfg.trainer.hub_commits
     if not commits:
         return None
@@ -44,11 +53,11 @@ def model_card(cfg: SkyRLTrainConfig) -> str | None:
     base = cfg.trainer.policy.model.path
     lines = ["---", *([f"base_model: {base}"] if base in names else [])]
     lines += ["datasets:", *(f"- {name}" for name in dict.fromkeys(data))] if data else []
-    lines += ["---", "", "Trained with skyrl-megatron. What was read from the Hugging Face hub, and its commit:", ""]
+    lines += ["---", "", "Trained with skyrl-megatron. Inputs from the Hugging Face hub, with their commits:", ""]
     for key, commit in sorted(commits.items()):
         name, _, revision = key.rpartition("@")
-        asked = "" if is_commit(revision) else f" ({revision})"
-        lines.append(f"- {name}{asked}: `{commit}`")
+        branch = "" if is_commit(revision) else f" ({revision})"
+        lines.append(f"- {name}{branch}: `{commit}`")
     return "\n".join(lines) + "\n"
 
 
@@ -56,8 +65,8 @@ __all__ = [
     "ADAPTER",
     "FILE_SUFFIXES",
     "WHOLE",
-    "Asked",
     "DataSource",
+    "HubReference",
     "Repo",
     "adapter_folder",
     "cached_folder",
@@ -70,19 +79,19 @@ __all__ = [
     "model_folder",
     "model_repo",
     "models",
-    "near",
     "origin",
     "pin",
     "resolve",
+    "similar_folder",
 ]
 
 
 ADAPTER = "adapter"
-"""Stands where a role may: the adapter that the policy's training starts from."""
+"""Used as a role: the initial adapter of the policy."""
 
 
-class Asked(NamedTuple):
-    """A hub name in a configuration."""
+class HubReference(NamedTuple):
+    """A hub name in a configuration: key, value and repository."""
 
     key: str
     value: str
@@ -90,14 +99,14 @@ class Asked(NamedTuple):
 
 
 def model_repo(cfg: SkyRLTrainConfig, role: str) -> Repo | None:
-    """Return the repository of a role's model; None for a folder."""
+    """Return the hub repository of a role's model; None for a local folder."""
     _, path, revision = _named(cfg, role)
     repo = Repo("model", path, revision, role == ADAPTER)
     return repo if repo.key in cfg.trainer.hub_commits or is_hub_name(repo.name) else None
 
 
 def _named(cfg: SkyRLTrainConfig, role: str) -> tuple[str, str, str | None]:
-    """Return (key, name or folder, revision) of a role's model; of a teacher with a name that of ``teacher/NAME``."""
+    """Return (configuration key, name or folder, revision) of a role's model. Named teachers are ``teacher/NAME``."""
     if role.startswith("teacher/"):
         return "trainer.teacher.models", cfg.trainer.teacher.models[role.removeprefix("teacher/")], None
     if role != ADAPTER:
@@ -111,15 +120,15 @@ def _named(cfg: SkyRLTrainConfig, role: str) -> tuple[str, str, str | None]:
 
 
 def adapter_folder(cfg: SkyRLTrainConfig) -> Path | None:
-    """Return the folder of the adapter that training starts from, as :func:`model_folder`; None: it starts anew."""
+    """Return the folder of the initial adapter, see :func:`model_folder`; None if training starts with a new one."""
     return model_folder(cfg, ADAPTER) if cfg.trainer.policy.model.lora.adapter_path else None
 
 
 def model_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True, say: Say = quiet) -> Path:
-    """Return the folder of a role's model on this node. ``weights`` false: configuration and tokenizer are enough.
+    """Return the folder of a role's model on this node. Without ``weights``: configuration and tokenizer only.
 
-    A hub model is fetched to this node's cache if it is not there; ``say`` gets its progress. Raises ConfigError,
-    naming ``trainer.ROLE.model.path`` and the fix.
+    Downloads a hub model that is not in the cache of this node; ``say`` gets the progress. Raises ConfigError with the
+    key ``trainer.ROLE.model.path`` and the fix.
     """
     repo = model_repo(cfg, role)
     if repo is None:
@@ -132,7 +141,7 @@ def model_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool =
 
 
 def cached_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True) -> Path | None:
-    """Return what :func:`model_folder` does, or None where it would have to ask the hub."""
+    """Return the result of :func:`model_folder`, or None if the model is not in the cache."""
     repo = model_repo(cfg, role)
     if repo is None:
         return model_folder(cfg, role)
@@ -140,12 +149,14 @@ def cached_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool 
     return cached(repo, commit, WHOLE if weights else SMALL) if commit else None
 
 
-def pin(cfg: SkyRLTrainConfig, asked: Iterable[Asked], recorded: Mapping[str, str], say: Say = quiet) -> list[Problem]:
-    """Fill ``trainer.hub_commits`` for the hub names in ``asked``, with their small files in the cache.
+def pin(
+    cfg: SkyRLTrainConfig, asked: Iterable[HubReference], recorded: Mapping[str, str], say: Say = quiet
+) -> list[Problem]:
+    """Fill ``trainer.hub_commits`` for the hub names in ``asked``, and download their small files to the cache.
 
-    ``recorded``: commits of the checkpoint that the run continues from, which count where a branch has moved since.
-    ``say`` gets the progress of what takes long.
-    Returns a problem for each name that is misspelt, may not be read, or cannot be asked for.
+    ``recorded``: commits of the checkpoint to resume from, which take precedence over the current commit of a branch.
+    ``say`` gets the progress. Returns a problem for each name that does not exist, is not accessible, or cannot be
+    resolved.
     """
     problems, commits, done = [], cfg.trainer.hub_commits, set()
     for key, value, repo in asked:
@@ -156,24 +167,24 @@ def pin(cfg: SkyRLTrainConfig, asked: Iterable[Asked], recorded: Mapping[str, st
             commit = commits.get(repo.key) or recorded.get(repo.key) or resolve(repo, say=say)
             fetch(repo, commit, SMALL if repo.kind == "model" else CARD, say=say)
         except HubError as error:
-            hint = near(repo.name)
-            here = f"no folder {repo.name} here{hint}. As a name of the hub: " if hint or "/" not in repo.name else ""
+            hint = similar_folder(repo.name)
+            here = f"no local folder {repo.name}{hint}. As a hub name: " if hint or "/" not in repo.name else ""
             problems.append(Problem(key, value, f"{here}{error}"))
             continue
         commits[repo.key] = commit
     return problems
 
 
-def models(cfg: SkyRLTrainConfig, roles: Sequence[str]) -> Iterator[Asked]:
-    """Yield the hub models of ``roles``, and the adapter that the policy starts from."""
+def models(cfg: SkyRLTrainConfig, roles: Sequence[str]) -> Iterator[HubReference]:
+    """Yield the hub models of ``roles``, and the initial adapter of the policy."""
     for role in (*roles, ADAPTER):
         if repo := model_repo(cfg, role):
-            yield Asked(_named(cfg, role)[0], repo.name, repo)
+            yield HubReference(_named(cfg, role)[0], repo.name, repo)
 
 
-def data_sets(key: str, entries: Iterable[str]) -> Iterator[Asked]:
-    """Yield the data sets of the hub among the entries of ``key``."""
+def data_sets(key: str, entries: Iterable[str]) -> Iterator[HubReference]:
+    """Yield the hub data sets among the entries of the configuration key ``key``."""
     for entry in entries:
         source = data_source(entry)
         if source is not None and isinstance(source.where, Repo):
-            yield Asked(key, entry, source.where)
+            yield HubReference(key, entry, source.where)

@@ -1,10 +1,10 @@
-"""Download files of a hub repository at one commit, once, in a process that can be ended.
+"""Download files of a hub repository at one commit, in a child process that can be killed.
 
-Several processes may ask for the same files, on one node or on nodes that share the cache: one downloads, the others
-wait for it. What was fetched before an interruption stays, and a later call fetches the rest.
+If several processes request the same files, on one node or on nodes that share the cache, one of them downloads and
+the others wait. An interrupted download keeps its files, and a later call downloads the rest.
 
-Takes what to download as JSON in its only argument, and prints ``{"folder": …}`` or ``{"problem": …}``. It ends when
-its standard input does, and so with the process that started it.
+The child process (:func:`main`) gets its request as JSON in its only argument and prints ``{"folder": …}`` or
+``{"problem": …}``. It ends when its standard input is closed, and therefore with the process that started it.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from skyrl_megatron.hub.names import Repo, cache, explain, offline, silent
 type Say = Callable[[str], None]
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""Of a model: configuration, tokenizer, chat template, index of the weights."""
+"""Small files of a model: configuration, tokenizer, chat template, index of the weights."""
 WHOLE = (*SMALL, "*.safetensors")
-"""Of a model: everything that a run reads."""
+"""All files of a model that a run reads."""
 CARD = ("README.md", ".huggingface.yaml")
-"""Of a data set: what says which files are which split."""
+"""Files of a data set that assign its files to splits."""
 IGNORED = {"model": ("*/*", "consolidated*"), "dataset": ()}
-"""Folders of a model hold other formats, ``consolidated*`` the same weights a second time."""
+"""Subfolders of a model hold other formats, and ``consolidated*`` are the same weights again."""
 
 SAY_EVERY_S = 10.0
 ASK_S = 30.0
-"""Longest silence of the hub when it is asked for a commit and small files."""
+"""Time limit in seconds without data, for requests for a commit and small files."""
 STALL_S = 600.0
-"""Longest time without a new byte, of a download or of the process that one waits for."""
+"""Time limit in seconds without a new byte, for a download in this or another process."""
 _INDEX = "model.safetensors.index.json"
 
 
 def quiet(line: str) -> None:
-    """Say nothing."""
+    """Ignore a line of progress."""
 
 
 def resolve(repo: Repo, *, say: Say = quiet, stall_s: float = ASK_S) -> str:
-    """Return the commit of ``repo``, with its small files (a data set: its card) in the cache.
+    """Return the commit of ``repo``, and download its small files (of a data set: its card) to the cache.
 
-    Without network, what the cache knows of the branch counts. Raises HubError.
+    In offline mode the cache determines the commit of a branch. Raises HubError.
     """
     from huggingface_hub import constants
 
@@ -66,7 +66,7 @@ def resolve(repo: Repo, *, say: Say = quiet, stall_s: float = ASK_S) -> str:
 
 
 def cached_commit(repo: Repo) -> str | None:
-    """Return the commit that the cache knows for ``repo``, without asking the hub."""
+    """Return the commit of ``repo`` in the cache, or None. Sends no request to the hub."""
     if repo.commit:
         return repo.commit
     with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ def cached_commit(repo: Repo) -> str | None:
 
 
 def cached(repo: Repo, commit: str, files: Sequence[str]) -> Path | None:
-    """Return the folder of ``commit`` if the cache holds ``files`` (patterns) of it whole; never asks the hub."""
+    """Return the folder of ``commit`` if the cache has all its ``files`` (patterns), else None. Sends no request."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -90,13 +90,13 @@ def cached(repo: Repo, commit: str, files: Sequence[str]) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return None if lacking(Path(found), repo, files) else Path(found)
+    return None if missing_files(Path(found), repo, files) else Path(found)
 
 
 def fetch(repo: Repo, commit: str, files: Sequence[str], *, say: Say = quiet, stall_s: float = STALL_S) -> Path:
-    """Return the folder of ``commit`` with ``files`` in it, downloaded where they are missing.
+    """Return the folder of ``commit`` with ``files`` (patterns); download missing ones.
 
-    ``say`` gets a line every ten seconds. Raises HubError: what is wrong, or no new byte for ``stall_s``.
+    ``say`` gets a line every ten seconds. Raises HubError, also after ``stall_s`` seconds without a new byte.
     """
     from huggingface_hub import constants
 
@@ -107,35 +107,35 @@ def fetch(repo: Repo, commit: str, files: Sequence[str], *, say: Say = quiet, st
     try:
         total = _size(repo, commit, files)
         with _one_downloader(repo, commit, total, say, stall_s):
-            folder = cached(repo, commit, files)  # what this process waited for
+            folder = cached(repo, commit, files)  # another process may have downloaded it
             if folder is None:
                 watch = _Watch(repo, total, say, stall_s)
                 folder = download_in_process(repo, commit, files, IGNORED[repo.kind], watch.stalled)
     except HubError:
         raise
-    except Exception as error:  # its HTTP client's errors have no base in common with the others
+    except Exception as error:  # errors of its HTTP client have no common base class with the others
         raise explain(error, repo) from error
-    if problem := lacking(folder, repo, files):
+    if problem := missing_files(folder, repo, files):
         raise HubError(f"{repo.name} (commit {commit}) {problem}")
     return folder
 
 
-def lacking(folder: Path, repo: Repo, files: Sequence[str]) -> str | None:
-    """Say what a snapshot lacks that its own files promise; None: nothing."""
+def missing_files(folder: Path, repo: Repo, files: Sequence[str]) -> str | None:
+    """Return which required file a snapshot lacks, as a message; None if it is complete."""
     if repo.kind == "dataset":
         return None
     if repo.adapter and not (folder / "adapter_config.json").is_file():
-        return "has no adapter_config.json: it is no adapter in the form of PEFT"
+        return "has no adapter_config.json: it is not an adapter in PEFT format"
     if not repo.adapter and not (folder / "config.json").is_file():
-        return "has no config.json: it is no model in the form of transformers"
+        return "has no config.json: it is not a model in transformers format"
     if "*.safetensors" not in files:
         return None
     if not any(folder.glob("*.safetensors")):
         return "has no safetensors files: convert its weights first"
-    with contextlib.suppress(BridgeError, AttributeError):  # a damaged index is reported by who reads weights by it
+    with contextlib.suppress(BridgeError, AttributeError):  # the reader of the weights reports a damaged index
         named = read_json(folder / _INDEX).get("weight_map", {}).values() if (folder / _INDEX).is_file() else ()
         missing = sorted({name for name in named if isinstance(name, str) and not os.path.isfile(folder / name)})
-        return f"lacks {missing[0]:.200}, which its index names" if missing else None
+        return f"lacks {missing[0]:.200}, which is in its index" if missing else None
     return None
 
 
@@ -150,7 +150,7 @@ def _place(repo: Repo) -> Path:
 
 
 def _size(repo: Repo, commit: str, files: Sequence[str]) -> int:
-    """Return the bytes of ``files`` that are on the hub and not here."""
+    """Return the number of bytes of ``files`` that are on the hub but not in the cache."""
     from huggingface_hub import HfApi
 
     info = HfApi().repo_info(repo.name, repo_type=repo.kind, revision=commit, files_metadata=True, timeout=ASK_S)
@@ -167,7 +167,7 @@ def _size(repo: Repo, commit: str, files: Sequence[str]) -> int:
 
 
 def _bytes_here(repo: Repo) -> int:
-    """Return the bytes of all files of ``repo`` in the cache, those of unfinished downloads included."""
+    """Return the number of bytes of ``repo`` in the cache, including unfinished downloads."""
     total = 0
     for blob in (_place(repo) / "blobs").glob("*"):
         with contextlib.suppress(OSError):
@@ -178,14 +178,17 @@ def _bytes_here(repo: Repo) -> int:
 
 @contextlib.contextmanager
 def _one_downloader(repo: Repo, commit: str, total: int, say: Say, stall_s: float) -> Iterator[None]:
-    """Hold the lock of a commit's download in this cache. While another process has it, tell how far that one is;
-    raise HubError when it gets nothing more for ``stall_s``."""
+    """Hold the lock of a commit's download in this cache.
+
+    While another process holds it, report the progress of that process. Raise HubError after ``stall_s`` seconds
+    without a new byte.
+    """
     from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
     path = cache() / ".locks" / _place(repo).name / f"{commit}.run.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     watch = _Watch(repo, total, say, stall_s, "another process downloads it")
-    lock: BaseFileLock = FileLock(path, mode=0o664)  # a cache may be a group's
+    lock: BaseFileLock = FileLock(path, mode=0o664)  # a group may share the cache
     while not lock.is_locked:
         try:
             lock.acquire(timeout=1.0)
@@ -194,8 +197,8 @@ def _one_downloader(repo: Repo, commit: str, total: int, say: Say, stall_s: floa
         except Timeout:
             if watch.stalled():
                 raise HubError(
-                    f"another process downloads {repo.name} to {cache()}, and nothing came for {stall_s:.0f} s: end "
-                    f"it; if there is none, remove {path}"
+                    f"another process downloads {repo.name} to {cache()} but got no data for {stall_s:.0f} s: end "
+                    f"that process, or remove {path} if there is none"
                 ) from None
     try:
         yield
@@ -204,16 +207,16 @@ def _one_downloader(repo: Repo, commit: str, total: int, say: Say, stall_s: floa
 
 
 class _Watch:
-    """How far the files of ``repo`` are: a line every SAY_EVERY_S, and whether nothing has come for too long."""
+    """Progress of the download of ``repo``: prints a line every SAY_EVERY_S seconds and detects a stall."""
 
     def __init__(self, repo: Repo, total: int, say: Say, stall_s: float, note: str = "") -> None:
         self._repo, self._total, self._say, self._stall_s, self._note = repo, total, say, stall_s, note
         self._last = self._at_first = _bytes_here(repo)
-        self._began = self._moved = self._said = time.monotonic()
+        self._began = self._moved = self._printed = time.monotonic()
         self._looked = 0.0
 
     def stalled(self) -> bool:
-        """Look, say a line if it is time, and return whether no byte has come for ``stall_s``."""
+        """Update the progress, print a line if due, and return whether no byte arrived for ``stall_s`` seconds."""
         now = time.monotonic()
         if now - self._looked < min(1.0, self._stall_s / 4):
             return False
@@ -221,8 +224,8 @@ class _Watch:
         here = _bytes_here(self._repo)
         if here != self._last:
             self._last, self._moved = here, now
-        if now - self._said >= SAY_EVERY_S:
-            self._said = now
+        if now - self._printed >= SAY_EVERY_S:
+            self._printed = now
             self._say(self._line(here, now))
         return now - self._moved > self._stall_s
 
@@ -241,10 +244,10 @@ DATA = ("*.parquet", "*.json", "*.jsonl", "*.csv", "*.arrow", "*.txt", "*.gz", "
 def data_folder(
     repo: Repo, subset: str | None, commits: Mapping[str, str], *, say: Say = quiet, stall_s: float = STALL_S
 ) -> Path:
-    """Return the folder of a data set's files, downloaded where they are missing.
+    """Return the folder of a data set; download missing files.
 
-    ``commits``: ``trainer.hub_commits``. Of a repository whose card lists its subsets, only the files of ``subset``
-    (None: the default one) are fetched. Raises HubError.
+    ``commits``: ``trainer.hub_commits``. If the card of the repository lists subsets, only the files of ``subset``
+    (None: the default one) are downloaded. Raises HubError.
     """
     commit = commits.get(repo.key) or resolve(repo, say=say)
     card = fetch(repo, commit, CARD, say=say)
@@ -252,9 +255,9 @@ def data_folder(
 
 
 def _patterns(card: Path, subset: str | None) -> list[str]:
-    """Return patterns of the files that loading ``subset`` opens; empty where the card does not say.
+    """Return patterns of the files of ``subset``; [] if the card does not list them.
 
-    ``datasets`` finds the format by the files of the first subset, which are therefore among them.
+    They include the files of the first subset, from which ``datasets`` infers the format.
     """
     from huggingface_hub import DatasetCard
 
@@ -272,7 +275,7 @@ def _patterns(card: Path, subset: str | None) -> list[str]:
 
 
 def _paths(files: Any) -> Iterator[str]:
-    """Yield the patterns of ``data_files``: a pattern, several, or some for each split."""
+    """Yield the patterns of ``data_files``, which is one pattern, a list, or one entry per split."""
     if isinstance(files, str):
         yield files
     elif isinstance(files, Mapping):
@@ -288,9 +291,9 @@ POLL_S = 0.2
 def download_in_process(
     repo: Repo, revision: str | None, files: Sequence[str], ignored: Sequence[str], stalled: Callable[[], bool]
 ) -> Path:
-    """Return the snapshot of ``revision`` with ``files`` (patterns) in it, downloaded by a process of its own.
+    """Download ``files`` (patterns) of ``revision`` in a child process; return the snapshot folder.
 
-    ``stalled`` is asked while it works; once true, the process is ended. Raises HubError.
+    Calls ``stalled`` repeatedly, and kills the process once it returns True. Raises HubError.
     """
     root = str(Path(__file__).parents[2])
     request = {"repo": [repo.kind, repo.name, repo.revision], "revision": revision}
@@ -323,7 +326,7 @@ def download_in_process(
 
 
 def main() -> None:
-    """Run in the process: download, print the answer, and leave without waiting for threads."""
+    """Run the child process: download, print the result, and exit without waiting for threads."""
     threading.Thread(target=_end_with_input, daemon=True).start()
     request = json.loads(sys.argv[1])
     repo = Repo(*request["repo"])

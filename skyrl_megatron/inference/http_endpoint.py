@@ -1,12 +1,11 @@
-"""One HTTP endpoint over all engines: OpenAI's completions and chat completions, and tokens in / tokens out.
+"""One HTTP endpoint for all engines: OpenAI completions and chat completions, and token requests.
 
-It listens on loopback unless configured otherwise, needs a token, and bounds headers, bodies and connections.
+It listens on loopback by default, requires a token, and limits the size and time of headers and bodies and the number
+of connections. uvicorn itself limits only idle connections after a request (``timeout_keep_alive``) and the size of
+headers (``h11_max_incomplete_event_size``). It keeps a connection that never completes its headers.
 
-uvicorn has one for idle connections after a request (``timeout_keep_alive``) and for the size of a head
-(``h11_max_incomplete_event_size``); a connection that sends nothing, or a head byte by byte, it keeps for ever.
-
-The OpenAI answers are vLLM's own: each request is handed to the OpenAI application of one engine, chosen as every
-other request is, and its answer streamed back. Token requests go through the client, with its retries.
+vLLM's OpenAI application of one engine answers an OpenAI request, and the answer is streamed. Token requests go
+through the client, which retries them.
 """
 
 from __future__ import annotations
@@ -43,23 +42,25 @@ from skyrl_megatron.inference.sampling_params import (
 )
 
 HEAD_S = 10.0
-"""From a connection, or the end of the answer before, to the last byte of a request's head."""
+"""Time limit for the headers of a request, from the connection or the end of the previous response."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_CONNECTIONS, MIN_CONNECTIONS = 8192, 16
 
 
 @cache
 def connections_allowed() -> int:
-    """Return how many connections this process keeps at a time: half of the file descriptors that it has left when it
-    is first asked, so that its files and its own connections have the others."""
+    """Return the limit of open connections: half of the file descriptors that are free at the first call."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     left = soft - len(os.listdir("/proc/self/fd"))
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, left // 2))
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, for ``uvicorn.Config(http=…)``. A connection without a request is closed after ``HEAD_S``;
-    the one that has waited longest makes room for another above :func:`connections_allowed`."""
+    """uvicorn's HTTP/1.1 protocol with limits, for ``uvicorn.Config(http=…)``.
+
+    A connection without a request is closed after ``HEAD_S``. Above :func:`connections_allowed`, a new connection
+    closes the one that has waited longest for a request.
+    """
 
     _due: asyncio.TimerHandle | None = None
 
@@ -97,37 +98,39 @@ class LimitedProtocol(H11Protocol):
 
 MAX_BODY_BYTES = 16 << 20
 MAX_ENGINE_BODY_BYTES = 1 << 30
-"""The metadata of a model of a million tensors are below it."""
+"""Enough for the metadata of a million tensors."""
 BODY_S, ENGINE_BODY_S = 60.0, 600.0
-"""For all of a body to arrive."""
+"""Time limit for a whole body."""
 
 
-def refusal(
+def error_response(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Make an answer that says why a request is refused, in OpenAI's form. ``param``: the field that is wrong."""
+    """Return an error response in OpenAI's format. ``param``: the field that is wrong."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     content = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return JSONResponse(content, status, headers)
 
 
 def _unread(status: int, message: str) -> JSONResponse:
-    """Make a refusal of a request whose body is not read, nor what the connection has after it."""
-    return refusal(status, message, headers={"connection": "close"})
+    """Return an error response that closes the connection, because the body is not read."""
+    return error_response(status, message, headers={"connection": "close"})
 
 
-def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """Make an application without routes behind a :class:`Guard`; an error in one of them is answered as a refusal is,
-    without its text, and is logged."""
+def guarded_app(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """Return a FastAPI application without routes that has a :class:`Guard`.
+
+    An exception in a route becomes an error response without the exception's text, and is logged.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, token=token, max_body_bytes=max_body_bytes)
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return refusal(500, f"{request.url.path}: {type(error).__name__}, see the log of the run")
+        return error_response(500, f"{request.url.path}: {type(error).__name__}, see the log of the run")
 
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return refusal(
+        return error_response(
             error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
         )
 
@@ -136,18 +139,19 @@ def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     return app
 
 
-async def json_of(request: Request) -> Any:
-    """Return what a request's body holds. Raises RequestError for one that is no JSON, or nested deeper than it can be
-    read."""
+async def json_body(request: Request) -> Any:
+    """Return the JSON body of a request. Raises RequestError if it is not JSON or nested too deep."""
     try:
         return json.loads(await request.body())
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{request.url.path}: the body is no JSON: {error}") from error
+        raise RequestError(f"{request.url.path}: the body is not valid JSON: {error}") from error
 
 
 class Guard:
-    """Token, size, time and types of a request, before anything else reads it. ``GET /health`` without a body needs no
-    token; who has none never has a body read."""
+    """ASGI middleware that checks the token, size, time and types of a request.
+
+    ``GET /health`` without a body needs no token. Without the token, no body is read.
+    """
 
     def __init__(
         self,
@@ -175,7 +179,7 @@ class Guard:
                 return await _unread(413, too_large)(scope, receive, send)
         except ValueError:
             return await _unread(400, "content-length is not a number")(scope, receive, send)
-        body = bytearray()  # a chunked body does not say how long it is
+        body = bytearray()  # a chunked body has no content-length
         more = True
         try:
             async with asyncio.timeout(self.body_s):
@@ -193,7 +197,7 @@ class Guard:
         try:
             check_body(scope["path"], bytes(body))
         except WrongType as error:
-            return await refusal(400, _printable(str(error)), _printable(error.path))(scope, receive, send)
+            return await error_response(400, _printable(str(error)), _printable(error.path))(scope, receive, send)
         await self.app(scope, _replayed(bytes(body), receive), send)
 
 
@@ -208,8 +212,10 @@ def _is_open(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> bool:
 
 
 class EngineGuard(Guard):
-    """The guard of a vLLM server, whose endpoints for weights and workers would answer everybody. vLLM makes it
-    (``--middleware``) with the application alone, so that the token comes from the environment."""
+    """The guard of a vLLM server, whose endpoints for weights and workers check no token.
+
+    vLLM constructs it (``--middleware``) with the application only, so the token comes from the environment.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         super().__init__(app, os.environ[ENGINE_KEY], MAX_ENGINE_BODY_BYTES, ENGINE_BODY_S)
@@ -236,14 +242,14 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     adapters: Sequence[str] = (),
 ) -> FastAPI:
-    """Build the application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
+    """Build the application. Every request except ``GET /health`` needs ``Authorization: Bearer <token>``.
 
-    Answers 401 without the token, 413 for a body above ``max_body_bytes``, 400 for a request that no engine can
-    serve, 503 when no engine serves. The header ``x-session-id`` keeps a conversation on one engine; answers carry the
-    published version in ``x-policy-version``. A request's ``model`` is ``model``, or one of ``adapters`` where there
-    are several; it must then name one.
+    Status codes: 401 without the token, 413 for a body above ``max_body_bytes``, 400 for a request that no engine can
+    serve, 503 when no engine serves. The header ``x-session-id`` keeps a conversation on one engine. Responses have
+    the published version in ``x-policy-version``. A request's ``model`` is ``model``, or with several ``adapters``,
+    one of them.
     """
-    app = guarded(token, max_body_bytes)
+    app = guarded_app(token, max_body_bytes)
 
     @app.get("/health")
     async def health() -> Response:
@@ -277,18 +283,18 @@ def _model(name: str) -> dict[str, Any]:
 
 async def _answer(client: InferenceClient, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     try:
-        await request.body()  # what comes after it is that the client is gone
+        await request.body()  # the next message then means that the client has disconnected
         response = await _while_waited_for(request, work)
     except RequestError as error:
-        response = refusal(400, str(error))
+        response = error_response(400, str(error))
     except EngineError as error:
-        response = refusal(503, str(error))
+        response = error_response(503, str(error))
     response.headers[VERSION_HEADER] = client.pool.published
     return response
 
 
 async def _while_waited_for(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Await an answer; end the sampling for it when its client closes the connection."""
+    """Await a response. Cancel it if the client closes the connection."""
     answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -307,7 +313,7 @@ async def _until_gone(request: Request) -> None:
 
 
 def _no_model(name: str, served: Sequence[str]) -> Response:
-    return refusal(404, f"no model {name!r}: there are {', '.join(served)}")
+    return error_response(404, f"unknown model {name!r}: use one of {', '.join(served)}")
 
 
 async def _openai(client: InferenceClient, served: Sequence[str], request: Request) -> Response:
@@ -325,15 +331,15 @@ async def _openai(client: InferenceClient, served: Sequence[str], request: Reque
 
 
 async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], request: Request) -> Response:
-    """Answer as vLLM's own route of this name does, sampled tokens' log-probs included."""
-    body = await json_of(request)
+    """Answer as vLLM's endpoint of this name, with the log-probs of the sampled tokens."""
+    body = await json_body(request)
     try:
         prompt, sampling = typed_tokens(body["token_ids"]), typed_sampling(dict(body.get("sampling_params") or {}))
         adapter = body.get("model") if body.get("model") in adapters else ""
     except WrongType as error:
         raise RequestError(f"{TOKENS}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{TOKENS}: needs token_ids and sampling_params: {error!r}") from error
+        raise RequestError(f"{TOKENS}: the body needs token_ids and sampling_params: {error!r}") from error
     session = request.headers.get(SESSION_HEADER)
     generation = await client.sample(prompt, sampling, session, adapter)
     pairs = zip(generation.token_ids, generation.logprobs, strict=False)
@@ -353,21 +359,20 @@ BACKLOG = 2048
 
 
 class HttpServer:
-    """An application served on the running event loop, beside whatever else runs there.
+    """Serves an application on the running event loop.
 
-    ``port`` 0 takes a free one; ``key`` is the setting that names it. Raises LaunchError when the address cannot be
-    had.
+    ``port`` 0: any free port. ``key``: the setting of the port, for messages. Raises LaunchError if it cannot listen.
     """
 
     def __init__(self, app: Any, host: str, port: int, key: str = ENDPOINT_PORT) -> None:
-        self._socket = bound(host, port, key)
+        self._socket = listening_socket(host, port, key)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             app,
             http=LimitedProtocol,
             ws="none",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            backlog=min(BACKLOG, connections_allowed()),  # asyncio accepts as many before it looks at one of them
+            backlog=min(BACKLOG, connections_allowed()),  # asyncio accepts this many connections at a time
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=5,
@@ -376,7 +381,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Serve; returns once connections are taken."""
+        """Start serving. Return when the server accepts connections."""
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http endpoint")
         while not self._server.started:
             if self._task.done():
@@ -385,7 +390,7 @@ class HttpServer:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Take no more connections, let the open ones end, close the port."""
+        """Accept no more connections, wait for the open ones, and close the port."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
@@ -395,23 +400,23 @@ class HttpServer:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the run's, not the endpoint's
+        yield  # the run handles signals, not the endpoint
 
 
-def bound(host: str, port: int, key: str) -> socket.socket:
-    """Return a listening socket. Raises LaunchError naming ``key``, the setting or option of the port."""
+def listening_socket(host: str, port: int, key: str) -> socket.socket:
+    """Return a listening socket. Raises LaunchError with ``key``, the setting or option of the port."""
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
         raise LaunchError(
-            f"{key}={port}: cannot listen on {host}: {error.strerror}; set another port, or 0 for a free one"
+            f"{key}={port}: cannot listen on {host}: {error.strerror}; set another port, or 0 for any free port"
         ) from error
 
 
 def endpoint_token(path: Path, key: str = "http_token_path") -> str:
-    """Return the token in a file that only its owner can read (mode 0600), made there if there is none.
+    """Return the token from a file that only its owner can read (mode 0600). Create the file if it does not exist.
 
-    Raises LaunchError naming ``key`` when the file is readable by others, empty, or cannot be made.
+    Raises LaunchError with ``key`` if others can read the file, or if it is empty or cannot be created.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -420,10 +425,10 @@ def endpoint_token(path: Path, key: str = "http_token_path") -> str:
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
         if path.stat().st_mode & 0o077:
-            raise LaunchError(f"{key}={path}: others can read it: chmod 600 {path}")
+            raise LaunchError(f"{key}={path}: other users can read the file: run chmod 600 {path}")
         token = path.read_text().strip()
     except OSError as error:
         raise LaunchError(f"{key}={path}: {error.strerror}") from error
     if not token:
-        raise LaunchError(f"{key}={path}: the file is empty: delete it, or write a token into it")
+        raise LaunchError(f"{key}={path}: the file is empty: delete it, or write a token to it")
     return token

@@ -1,4 +1,4 @@
-"""The engines of a run: which serve, at which version, what each is busy with, and which requests ended one."""
+"""The pool of a run's engines: their states and versions, routing, and isolation of requests that kill engines."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation, InferenceEngine
 
 REMEMBERED = 65536
-PROOFS = 2
-"""Answers of an engine after which it has read a request: the first may come from before."""
-PROOF_S = 60.0
-"""For each of them; an engine answers between two of its steps."""
-ALONE = 8
-"""So few suspects are given one after the other, each once the one before it is answered."""
+PROBES = 2
+"""Answered health probes that show that an engine survived a request. The first may be answered before the request."""
+PROBE_S = 60.0
+"""Deadline of each probe. An engine answers between two of its steps."""
+MAX_SERIAL = 8
+"""Up to this many suspects run one at a time."""
 type Life = tuple[str, int]
-"""An engine between two of its starts: name, restarts."""
+"""One lifetime of an engine: (name, number of restarts)."""
 
 
 class AdmittingEngine(Protocol):
-    """What is needed of an :class:`~skyrl_megatron.inference.pool.EngineSlot`."""
+    """The interface of :class:`EngineSlot` that :func:`run_suspect` needs."""
 
     admitting: asyncio.Lock
     suspected: set[asyncio.Future[Any]]
     why: str
 
     async def run[T](self, work: Awaitable[T]) -> T:
-        """Await a request. Raises EngineGoneError when the engine is lost."""
+        """Await a request. Raises EngineGoneError if the engine dies."""
 
     async def probe(self, timeout_s: float) -> str:
-        """Return once the engine has answered. Raises EngineGoneError."""
+        """Return when the engine has answered. Raises EngineGoneError."""
 
 
-class Suspects:
-    """Content of requests that were lost with an engine, and of those that ended a second one.
+class SuspectRequests:
+    """Requests that were in flight when an engine died (suspects), and requests that are known to kill engines.
 
-    A suspect is given to an engine while no other suspect is being given to it, until the engine was seen to live on
-    with it. It is given alone, with no other suspect beside it until it is answered, if it was lost with two engines,
-    or there are at most :data:`ALONE` suspects: many would take too long in turn. An engine that is lost with a single
-    suspect on it was ended by that one, which is refused from then on; a loss with several proves nothing. So one
-    request costs two engines where few were in flight beside it, else three, and those beside it are made again.
+    Suspects are retried. They are submitted to an engine one by one: the next one waits until the engine has survived
+    the last one for :data:`PROBES` probes. A suspect runs alone, with no other suspect on the engine until it is
+    answered, if it was lost with two engines or if there are at most :data:`MAX_SERIAL` suspects. (More would take too
+    long.) If an engine dies with a single suspect on it, that request killed it, and is rejected from then on. If it
+    dies with several, nothing is known. So a bad request costs two engines if few others were in flight, else three.
+    The other requests are retried.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Suspects:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def suspects(self, content: tuple[Any, ...]) -> bool:
-        """Return whether a request of this content was lost. Raises RequestError for one that ended two engines."""
+        """Return whether an equal request was lost with an engine. Raises RequestError if it is rejected."""
         if not self._suspected and not self._refused:
             return False
         key = _key(content)
@@ -68,67 +69,67 @@ class Suspects:
         return key in self._suspected
 
     def alone(self, content: tuple[Any, ...]) -> bool:
-        """Return whether a suspect is to be given alone."""
-        return len(self._suspected) <= ALONE or len(self._suspected.get(_key(content), ())) > 1
+        """Return whether a suspect must run alone."""
+        return len(self._suspected) <= MAX_SERIAL or len(self._suspected.get(_key(content), ())) > 1
 
     def suspect(self, content: tuple[Any, ...], life: Life) -> None:
-        """Note that a request was in flight when an engine was lost."""
+        """Record that a request was in flight when an engine died."""
         key = _key(content)
         _remember(self._suspected, key, self._suspected.get(key, set()) | {life})
 
     def clear(self, content: tuple[Any, ...]) -> None:
-        """Note that an engine answered a request."""
+        """Record that an engine answered a request."""
         if self._suspected:
             self._suspected.pop(_key(content), None)
 
     def refuse(self, content: tuple[Any, ...], why: str) -> RequestError:
-        """Note that a request ended a second engine; return the error that refuses it."""
+        """Record that a request killed a second engine. Return the error that rejects it."""
         key = _key(content)
         self._suspected.pop(key, None)
         _remember(self._refused, key, why)
         return RequestError(why)
 
 
-async def proven[T](
+async def run_suspect[T](
     slot: AdmittingEngine,
     work: Callable[[], Awaitable[T]],
     *,
     suspected: Callable[[], bool] = lambda: True,
     alone: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Await a suspect's answer; no other is given to the engine until it was seen to live on with this one, or with
-    ``alone`` until this one is answered.
+    """Run a suspect and return its answer. Other suspects wait until the engine has survived this one, or with
+    ``alone``, until this one is answered.
 
-    Raises :class:`EndedByRequest` when the engine is lost before that with no other suspect on it, EngineGoneError
-    when it is lost later or with others, :class:`NotGiven` when it was lost with the suspect before this one, or
-    an equal request was answered meanwhile, after which this one is not ``suspected`` any more.
+    Raises :class:`KilledByRequest` if the engine dies before that without another suspect on it, EngineGoneError if it
+    dies later or with others, and :class:`NotSubmitted` if it died with the previous suspect or if this request is no
+    longer ``suspected``, because an equal one was answered.
     """
     async with slot.admitting:
-        if by_itself := alone():
+        if runs_alone := alone():
             while slot.suspected:
                 await asyncio.wait(slot.suspected)
         if slot.why or not suspected():
-            raise NotGiven(slot.why)
-        ended: type[EngineGoneError] = EngineGoneError if slot.suspected else EndedByRequest
+            raise NotSubmitted(slot.why)
+        lost: type[EngineGoneError] = EngineGoneError if slot.suspected else KilledByRequest
         request = asyncio.ensure_future(slot.run(work()))
         slot.suspected.add(request)
         request.add_done_callback(slot.suspected.discard)
-        proof = asyncio.ensure_future(_lives_on(slot))
+        probes = asyncio.ensure_future(_probe_repeatedly(slot))
         try:
-            await asyncio.wait([request, proof], return_when=asyncio.FIRST_COMPLETED)
-            if not request.done() and proof.exception() is not None:
+            await asyncio.wait([request, probes], return_when=asyncio.FIRST_COMPLETED)
+            if not request.done() and probes.exception() is not None:
                 request.cancel()
                 await asyncio.wait([request])
-                raise ended(str(proof.exception()))
-            if by_itself:
+                raise lost(str(probes.exception()))
+            if runs_alone:
                 await asyncio.wait([request])
             if request.done() and isinstance(error := _error_of(request), EngineGoneError):
-                raise ended(str(error)) from error
+                raise lost(str(error)) from error
         except asyncio.CancelledError:
             request.cancel()
             raise
         finally:
-            proof.cancel()
+            probes.cancel()
     try:
         return await request
     except asyncio.CancelledError:
@@ -136,17 +137,17 @@ async def proven[T](
         raise
 
 
-class EndedByRequest(EngineGoneError):
-    """An engine was lost when it was given a request that was lost with another one before."""
+class KilledByRequest(EngineGoneError):
+    """An engine died from a request that had been lost with another engine before."""
 
 
-class NotGiven(EngineGoneError):
-    """A request was not given to an engine: it was lost before, or the request is no suspect any more."""
+class NotSubmitted(EngineGoneError):
+    """A request was not submitted: the engine died before, or the request is no longer a suspect."""
 
 
-async def _lives_on(slot: AdmittingEngine) -> None:
-    for _ in range(PROOFS):
-        await slot.probe(PROOF_S)
+async def _probe_repeatedly(slot: AdmittingEngine) -> None:
+    for _ in range(PROBES):
+        await slot.probe(PROBE_S)
 
 
 def _error_of(task: asyncio.Future[Any]) -> BaseException | None:
@@ -167,7 +168,7 @@ def _remember[V](there: OrderedDict[bytes, V], key: bytes, value: V) -> None:
 
 SESSIONS_REMEMBERED = 65536
 WITHDRAW_S = 10.0
-"""How long an engine has to end a request that nobody waits for."""
+"""How long an engine may take to end a cancelled request."""
 _NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*")
 
 
@@ -175,44 +176,44 @@ class EngineState(enum.Enum):
     """State of an engine."""
 
     STOPPED = "stopped"
-    """Not started, or being started."""
+    """Not started, or starting."""
     SERVING = "serving"
     """Runs on the published weights."""
     PAUSED = "paused"
-    """Alive, and generates nothing: a sync is under way, or its weights are not the published ones."""
+    """Alive, but generates nothing: a sync is running, or its weights are not the published ones."""
     DEAD = "dead"
-    """Dead or hung; waits for a restart."""
+    """Dead or hung. Waits for a restart."""
     DROPPED = "dropped"
-    """Left out for the rest of the run."""
+    """Not used for the rest of the run."""
     LEAVING = "leaving"
-    """Gets no more requests; those in flight may finish."""
+    """Gets no new requests. Those in flight may finish."""
 
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's place in the pool; the engine in it may be replaced."""
+    """A slot of the pool. A restart replaces the engine in it."""
 
     name: str
     make: Callable[[], InferenceEngine]
     engine: InferenceEngine = field(init=False)
     state: EngineState = EngineState.STOPPED
     version: str = INITIAL_VERSION
-    """Version of the weights that were verified on it last."""
+    """Version of its last verified weights."""
     restarts: list[float] = field(default_factory=list)
-    """When it was restarted, as ``time.monotonic`` says."""
+    """Times of its restarts (``time.monotonic``)."""
     why: str = ""
-    """Reason why an engine is dead or dropped."""
+    """Why the engine is dead or dropped."""
     joined: bool = False
-    """Started elsewhere and joined: nobody here can restart it. One that is lost is dropped, and may join again."""
+    """It was started elsewhere and joined. The run cannot restart it: if it dies it is dropped, and may join again."""
     verified: bool = False
-    """Whether its log-probs were compared with the trainer's since it was started."""
+    """Whether its log-probs were compared with the trainer's since its start."""
     answered: int = 0
-    """Requests that it answered."""
+    """Number of answered requests."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     admitting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Locked while a suspect is given to it (:mod:`~skyrl_megatron.inference.pool`)."""
+    """Locked while a suspect is submitted (:func:`run_suspect`)."""
     suspected: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Suspects that it was given and has not answered."""
+    """Suspects in flight."""
 
     _busy_since: float = 0.0
 
@@ -221,13 +222,13 @@ class EngineSlot:
 
     @property
     def life(self) -> tuple[str, int]:
-        """What is this engine's own between two of its starts."""
+        """Return (name, number of restarts)."""
         return self.name, len(self.restarts)
 
     async def probe(self, timeout_s: float) -> str:
-        """Return the version that the engine says it runs on, once every process of it has answered.
+        """Return the engine's weight version when every process has answered.
 
-        Raises EngineGoneError for any failure: an engine that is shutting down may raise any error.
+        Raises EngineGoneError for any failure, because an engine that is shutting down may raise any error.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -255,21 +256,21 @@ class EngineSlot:
             if task.cancelled() and not (caller and caller.cancelling()):
                 raise EngineGoneError(f"{self.name}: {self.why}") from None
             task.cancel()
-            await asyncio.wait([task], timeout=WITHDRAW_S)  # a generator that still runs cannot be closed
+            await asyncio.wait([task], timeout=WITHDRAW_S)  # a running generator cannot be closed
             raise
         finally:
             self.in_flight.discard(task)
             now = time.time()
-            if not self.in_flight or now - self._busy_since > 1:  # what is always busy is told of too
+            if not self.in_flight or now - self._busy_since > 1:  # also record an engine that is always busy
                 spans.record(self.name, "requests", self._busy_since, now)
                 self._busy_since = now
 
 
 class EnginePool:
-    """Starts, routes to, and restarts or drops engines. ``make``: one function per engine that makes its handle.
+    """Starts engines, routes requests to them, and restarts or drops them.
 
-    An engine serves when it runs on the weights of :attr:`published`, and only then. ``wait_s``: how long a request
-    waits for an engine that serves, as during a sync or a restart.
+    ``make``: one factory per engine. ``wait_s``: how long a request waits for a serving engine, for example during a
+    sync or a restart. An engine serves only with the weights of version :attr:`published`.
     """
 
     def __init__(self, make: Sequence[Callable[[], InferenceEngine]], *, wait_s: float = 600.0) -> None:
@@ -278,21 +279,20 @@ class EnginePool:
         self.wait_s = wait_s
         self.published = INITIAL_VERSION
         self.published_before: set[str] = {INITIAL_VERSION}
-        """Every version that was ever published; a frozen request may carry older ones."""
+        """All versions ever published. A frozen request may have tokens from several of them."""
         self.newcomers = False
-        """Engines may join at any time, so that a pool without any is one to wait for."""
+        """Engines may join at any time. Requests then wait for one even if the pool is empty."""
         self.asleep = False
-        """The engines' GPUs are the trainer's until the next version is published."""
+        """The trainer uses the engines' GPUs until the next version is published."""
         self.changing = asyncio.Lock()
-        """Locked by whoever syncs, restarts or drops engines."""
-        self.suspects = Suspects()
-        """Requests that were lost with an engine."""
+        """Locked during a sync, a restart or a drop of engines."""
+        self.suspects = SuspectRequests()
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._changed = asyncio.Event()
 
-    # ------------------------------------------------------------------ life of the engines
+    # ------------------------------------------------------------------ engine lifecycle
     async def start(self) -> None:
-        """Start all engines. Raises EngineError of the first that fails, after ending the others."""
+        """Start all engines. If one fails, end the others and raise its EngineError."""
         results = await asyncio.gather(*(slot.engine.start() for slot in self.slots), return_exceptions=True)
         for slot, result in zip(self.slots, results, strict=True):
             if isinstance(result, BaseException):
@@ -309,7 +309,7 @@ class EnginePool:
         await asyncio.gather(*(slot.engine.shutdown() for slot in self.slots), return_exceptions=True)
 
     async def restart(self, slot: EngineSlot) -> None:
-        """Replace a slot's engine by a fresh one, which is paused until its weights are the published ones."""
+        """Replace a slot's engine. The new one is paused until it has the published weights."""
         await self.mark_dead(slot, slot.why or "restarted")
         slot.restarts.append(time.monotonic())
         slot.engine = slot.make()
@@ -318,8 +318,8 @@ class EnginePool:
         self.serve(slot, INITIAL_VERSION)
 
     async def mark_dead(self, slot: EngineSlot, why: str, state: EngineState = EngineState.DEAD) -> None:
-        """Kill an engine; its requests fail with EngineGoneError, and their callers go to another. One that joined is
-        taken out of the pool."""
+        """Kill an engine. Its requests fail with EngineGoneError and are retried on others. An engine that joined is
+        removed from the pool."""
         slot.why, slot.state = why, EngineState.DROPPED if slot.joined else state
         if slot.joined and slot in self.slots:
             self.slots.remove(slot)
@@ -330,29 +330,31 @@ class EnginePool:
             await asyncio.wait_for(slot.engine.kill(), 30)
 
     def serve(self, slot: EngineSlot, version: str) -> None:
-        """Let an engine whose weights were verified serve if they are the published ones, else pause it."""
+        """Record an engine's verified version. Let it serve if the version is the published one, else pause it."""
         slot.version = version
         if slot.state in (EngineState.LEAVING, EngineState.DROPPED):
-            return  # it left meanwhile
+            return
         slot.why = ""
         serves = version == self.published and (slot.verified or not slot.joined)
         slot.state = EngineState.SERVING if serves else EngineState.PAUSED
         self._notify()
 
     def pause(self, slot: EngineSlot) -> None:
-        """Send nothing more to an engine."""
+        """Send no more requests to an engine."""
         if slot.state is EngineState.SERVING:
             slot.state = EngineState.PAUSED
 
     async def sleep(self, timeout_s: float) -> None:
-        """Free the GPU memory of all engines; requests wait for the next version, whose sync wakes them. An engine
-        that does not sleep within ``timeout_s`` is marked dead."""
+        """Free the GPU memory of all engines. Requests wait until the next sync wakes them.
+
+        An engine that does not sleep within ``timeout_s`` is marked dead.
+        """
 
         async def put_to_sleep(slot: EngineSlot) -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await slot.engine.sleep(2)
-            except Exception as error:  # an engine that is shutting down may raise any
+            except Exception as error:  # an engine that is shutting down may raise any error
                 await self.mark_dead(slot, f"did not go to sleep: {error!r}")
 
         self.asleep = True
@@ -362,7 +364,7 @@ class EnginePool:
         await asyncio.gather(*map(put_to_sleep, slots))
 
     def publish(self, version: str) -> None:
-        """Let only engines with this version serve from now on."""
+        """Publish a version: only engines with this version serve."""
         self.published, self.asleep = version, False
         self.published_before.add(version)
         for slot in self.slots:
@@ -370,7 +372,7 @@ class EnginePool:
                 self.serve(slot, slot.version)
 
     def alive(self) -> list[EngineSlot]:
-        """List the engines that answer: serving or paused."""
+        """List the engines that are serving or paused."""
         return [slot for slot in self.slots if slot.state in (EngineState.SERVING, EngineState.PAUSED)]
 
     def dead(self) -> list[EngineSlot]:
@@ -378,15 +380,15 @@ class EnginePool:
         return [slot for slot in self.slots if slot.state is EngineState.DEAD]
 
     async def drop(self, slot: EngineSlot, why: str) -> None:
-        """Do without an engine for the rest of the run."""
+        """Kill an engine and do not restart it."""
         await self.mark_dead(slot, why, EngineState.DROPPED)
 
     def accepts(self, generation: Generation) -> bool:
-        """Return whether every token was sampled from published weights."""
+        """Return whether all tokens are from published versions."""
         return all(version in self.published_before for version, _, _ in generation.versions)
 
     async def published_soon(self, generation: Generation) -> bool:
-        """Return whether every token is from published weights, once no sync is under way that may publish them."""
+        """Return whether all tokens are from published versions. Wait for a running sync, which may publish them."""
         if not self.accepts(generation):
             async with self.changing:
                 pass
@@ -394,7 +396,7 @@ class EnginePool:
 
     # ------------------------------------------------------------------ engines that join and leave
     def join(self, engine: InferenceEngine) -> EngineSlot:
-        """Take in an engine that was started elsewhere. It serves nothing until its weights were verified."""
+        """Add an engine that was started elsewhere. It serves when its weights have been verified."""
         slot = EngineSlot(f"engine {next(self._numbers)}", lambda: engine, joined=True)
         slot.state = EngineState.PAUSED
         self.slots.append(slot)
@@ -402,10 +404,10 @@ class EnginePool:
         return slot
 
     async def leave(self, slot: EngineSlot, drain_s: float, why: str) -> int:
-        """Let an engine that joined go; return how many of its requests are made again on others.
+        """Remove an engine that joined. Return how many of its requests are retried on others.
 
-        It gets no more requests at once, and those in flight may finish for ``drain_s``, unless they are frozen. A
-        sync that it takes part in ends first: its workers are in the trainer's group until then.
+        It gets no new requests. Those in flight may finish within ``drain_s``, unless they are frozen. A running sync
+        ends first, because the engine's workers are in the trainer's process group.
         """
         frozen = slot.state is not EngineState.SERVING
         slot.state, slot.why = EngineState.LEAVING, why
@@ -421,7 +423,7 @@ class EnginePool:
         return moved
 
     async def until_some_are_there(self, wait_s: float) -> bool:
-        """Wait for an engine that answers, or waits for a restart, where engines may join; return whether there is."""
+        """Wait for an engine that is alive or can be restarted, if engines may join. Return whether there is one."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while self.newcomers and not (self.alive() or self.dead()):
             try:
@@ -432,24 +434,24 @@ class EnginePool:
         return True
 
     async def change(self) -> None:
-        """Wait until an engine joins, leaves, dies, or serves or pauses with other weights."""
+        """Wait until an engine joins, leaves, dies, serves or pauses."""
         await self._changed.wait()
 
     async def until_joined(self, count: int) -> None:
-        """Wait until so many engines have joined."""
+        """Wait until ``count`` engines have joined."""
         while sum(slot.joined for slot in self.slots) < count:
             await self._changed.wait()
 
     # ------------------------------------------------------------------ routing
     async def serving(self, session: str | None = None) -> EngineSlot:
-        """Choose the engine for a request: the one of its session, else the one with the fewest requests.
+        """Return the engine for a request: that of its session, else the one with the fewest requests.
 
-        Raises EngineError when none serves within ``wait_s``, or none ever will.
+        Raises EngineError if none serves within ``wait_s``, or if all are dropped.
         """
         deadline = asyncio.get_running_loop().time() + self.wait_s
         while not (candidates := [slot for slot in self.slots if slot.state is EngineState.SERVING]):
             if not self.newcomers and all(slot.state is EngineState.DROPPED for slot in self.slots):
-                raise EngineError(f"no engine is left: {self.describe()}")
+                raise EngineError(f"all engines are dropped: {self.describe()}")
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
@@ -467,23 +469,23 @@ class EnginePool:
         return slot
 
     async def fixed(self, key: str) -> EngineSlot:
-        """Choose the engine that a key always goes to while the same engines serve."""
+        """Return the engine of a key: always the same one while the same engines serve."""
         await self.serving()
         candidates = [slot for slot in self.slots if slot.state is EngineState.SERVING]
         return candidates[zlib.crc32(key.encode()) % len(candidates)]
 
     async def all_serving(self) -> list[EngineSlot]:
-        """List every engine that serves, at least one, in order."""
+        """List all serving engines in order, at least one."""
         await self.serving()
         return [slot for slot in self.slots if slot.state is EngineState.SERVING]
 
     def describe(self) -> str:
-        """Describe the state of every engine in a line."""
+        """Describe the state of every engine in one line."""
         described = (
             f"{slot.name} {slot.state.value} at version {slot.version}" + (f" ({slot.why})" if slot.why else "")
             for slot in self.slots
         )
-        return "; ".join(described) or "there is none"
+        return "; ".join(described) or "the pool is empty"
 
     def _notify(self) -> None:
         self._changed.set()
@@ -491,14 +493,14 @@ class EnginePool:
 
 
 def same_failure(one: str, other: str) -> bool:
-    """Return whether two failures read alike but for numbers: process ids, addresses, times.
+    """Return whether two error messages are equal except for numbers (process ids, addresses, times).
 
-    A failure quotes what its processes said until it was noticed: the same one may have a line more of what followed.
+    One may contain more lines than the other, because messages quote the output of processes up to some time.
     """
     lines, others = ({line.strip() for line in _NUMBER.sub("#", text).splitlines()} for text in (one, other))
     return bool(lines and others) and (lines <= others or others <= lines)
 
 
 def shares(count: int, engines: int) -> Iterator[range]:
-    """Deal ``count`` requests out to ``engines`` in turn; yield the numbers of each engine's requests."""
+    """Distribute ``count`` requests round-robin. Yield the indices of each engine's requests."""
     return (range(number, count, engines) for number in range(engines))

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible endpoint: its log-probs of given tokens, and its top-k tokens."""
+"""A teacher at an OpenAI-compatible endpoint: log-probs of given tokens, and its top-k tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 
 from skyrl_megatron.errors import EngineError
 
-AT_ONCE = 64
-"""Requests that wait at the server."""
+MAX_CONCURRENT = 64
+"""Limit of concurrent requests to the server."""
 TRIES = 3
 
 
 class RemoteTeacher:
-    """The engine at ``url``, asked by ``POST /v1/completions`` with ``prompt_logprobs``, as vLLM has it.
+    """The vLLM server at ``url``, queried by ``POST /v1/completions`` with ``prompt_logprobs``.
 
-    The environment's ``TEACHER_API_KEY`` is sent as bearer token. ``timeout_s``: for a request.
+    The environment variable ``TEACHER_API_KEY`` is sent as bearer token. ``timeout_s``: timeout of a request.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
@@ -29,20 +29,21 @@ class RemoteTeacher:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def score(self, rows: Sequence[Sequence[int]], starts: Sequence[int], k: int) -> list[np.ndarray]:
-        """Return, for each row of token ids, [tokens from its start, 1 + 2k] float32: the token's own log-prob (nats,
-        temperature 1), log-probs of the ``k`` likeliest tokens, and their ids. ``starts``: at least 1.
+        """Return for each row of token ids an array [tokens from its start, 1 + 2k] float32.
 
-        Raises EngineError when the server cannot be reached, or gives no log-probs of prompts.
+        Its columns are the token's log-prob (nats, temperature 1), the log-probs of the ``k`` likeliest tokens, and
+        their ids. ``starts``: at least 1. Raises EngineError if the server cannot be reached or returns no log-probs
+        of prompts.
         """
-        limits = httpx.Limits(max_connections=AT_ONCE)
+        limits = httpx.Limits(max_connections=MAX_CONCURRENT)
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as http:
             if not self._model:
                 listed = await self._ask(http, "GET", "/v1/models")
                 self._model = str(listed["data"][0]["id"])
-            at_once = asyncio.Semaphore(AT_ONCE)
+            concurrent = asyncio.Semaphore(MAX_CONCURRENT)
 
             async def one(ids: Sequence[int], start: int) -> np.ndarray:
-                async with at_once:
+                async with concurrent:
                     return await self._row(http, ids, start, k)
 
             return list(await asyncio.gather(*(one(ids, start) for ids, start in zip(rows, starts, strict=True))))
@@ -53,8 +54,8 @@ class RemoteTeacher:
         given = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
         if not given or len(given) != len(ids):
             raise EngineError(
-                f"the teacher at {self.url} returns no log-probs of prompts: serve it with vLLM, whose completions "
-                "take prompt_logprobs, or name a folder in trainer.teacher.models"
+                f"the teacher at {self.url} returns no log-probs of prompts: serve it with vLLM, which supports "
+                "prompt_logprobs, or set trainer.teacher.models to a folder"
             )
         out = np.zeros((len(ids) - start, 1 + 2 * k), np.float32)
         for place, position in enumerate(range(start, len(ids))):
@@ -62,8 +63,8 @@ class RemoteTeacher:
             best = sorted(found, key=lambda token: -found[token])[:k]
             if ids[position] not in found or len(best) < k:
                 raise EngineError(
-                    f"the teacher at {self.url} gives {len(found)} log-probs at a position, {k} and the token's "
-                    f"own are needed: start it with --max-logprobs {k} at least, and the policy's tokenizer"
+                    f"the teacher at {self.url} returns {len(found)} log-probs per position, but {k} and the token's "
+                    f"own are needed: start it with --max-logprobs {k} or more, and with the policy's tokenizer"
                 )
             out[place] = [found[ids[position]], *(found[token] for token in best), *best]
         return out
@@ -80,4 +81,4 @@ class RemoteTeacher:
                     break
             except (httpx.HTTPError, ValueError) as error:
                 problem = repr(error)
-        raise EngineError(f"the teacher at {self.url}{path}: {problem}; see trainer.teacher.models")
+        raise EngineError(f"the teacher at {self.url}{path}: {problem}; check trainer.teacher.models")

@@ -1,8 +1,8 @@
-"""The parameters of a sampling request with vLLM's types: from the configuration, and validated on every way in.
+"""The parameters of a sampling request: from the configuration, and validated against vLLM's types.
 
-vLLM's engine core decodes requests strictly (``vllm/v1/engine/core.py``, ``add_request_decoder``), and its input
-thread ends at the first value of another type: no later request is answered. So nothing of another type is sent. The
-declarations are read from the source of ``vllm.sampling_params``, because importing vLLM takes seconds.
+vLLM's engine core decodes requests strictly (``vllm/v1/engine/core.py``, ``add_request_decoder``). At the first value
+of a wrong type its input thread ends, and no later request is answered. So every value is checked before it is sent.
+The types are read from the source of ``vllm.sampling_params``, because importing vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.fields import source_of
-from skyrl_megatron.config.rules.rollout_rules import support_travels, truncations
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.config.schema.generator import SamplingParams
 from skyrl_megatron.errors import RequestError, SkyRLMegatronWarning
 
 
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return keys of vLLM's ``SamplingParams``. ``logprobs`` 0 and 1 both mean the sampled token's alone."""
+    """Return keys of vLLM's ``SamplingParams``. ``logprobs`` 0 and 1 both mean the log-prob of the sampled token."""
     sampling: dict[str, Any] = {
         "max_tokens": params.max_generate_length,
         "temperature": params.temperature,
@@ -45,36 +45,34 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def warn_of_truncation(cfg: SkyRLTrainConfig) -> None:
-    """Give one SkyRLMegatronWarning when a ratio of trainer and engine probabilities is asked for, and the engine
-    samples from a distribution that neither of them computes."""
+    """Warn if off-policy correction is on, but log-probs are not those of the truncated sampling distribution."""
     changed = truncations(cfg.generator.sampling_params)
     corrects = correction_enabled(cfg.trainer.algorithm.off_policy_correction)
-    if changed and corrects and not support_travels(cfg):
+    if changed and corrects and not returns_sampling_support(cfg):
         warnings.warn(
             f"generator.sampling_params {', '.join(changed)}: log-probs are those of softmax(logits / temperature), "
             "not of the truncated distribution that tokens are sampled from; trainer.algorithm.off_policy_correction "
-            "corrects for differing weights and numerics, not for the truncation",
+            "corrects for different weights and numerics, not for the truncation",
             SkyRLMegatronWarning,
             stacklevel=2,
         )
 
 
 def request_seed(seed: int, uid: str, repetition: int, step: int) -> int:
-    """Return the seed of one sample: the same in every run, another for each prompt, repetition, step and seed."""
+    """Return the seed of one sample, a hash of the run's seed, the prompt's uid, the repetition and the step."""
     text = f"{seed}:{step}:{repetition}:{uid}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 RESERVED = frozenset({"n", "output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"})
-"""Fields of vLLM's ``SamplingParams`` that belong to whoever makes the requests: a request is one continuation,
-delivered whole."""
+"""Fields of vLLM's ``SamplingParams`` that requests may not set: a request is one continuation, returned at once."""
 TOKENS = "/inference/v1/generate"
 SAMPLING_ROUTES = frozenset({TOKENS, "/v1/completions", "/v1/chat/completions"})
-"""Paths of vLLM's server, and of a run's endpoint."""
+"""Sampling endpoints of vLLM's server and of a run's endpoint."""
 DEEPEST = 64
-"""Levels of a value without a declared type: decoding is recursive, and vLLM allows JSON schemas as many."""
+"""Nesting limit of a value without a declared type, because decoding is recursive. vLLM limits JSON schemas alike."""
 LARGEST = 1e30
-"""Of numbers that are no ints: what is computed with them in 32 bits stays finite."""
+"""Limit of floats, so that 32-bit computations with them stay finite."""
 _INT64 = (-(2**63), 2**63 - 1)
 _LIMITS: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-30, 1e30),  # logits are multiplied or divided by it in 32 bits
@@ -83,7 +81,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 class WrongType(ValueError):
-    """A value is not of the type that vLLM declares. ``path``: of the value; ``wanted``: the fix."""
+    """A value does not have the type that vLLM declares. ``path``: where it is. ``wanted``: what it must be."""
 
     def __init__(self, path: str, value: object, wanted: str) -> None:
         shown = repr(value)
@@ -116,7 +114,7 @@ class _OneOf:
 # ------------------------------------------------------------------ requests
 @functools.cache
 def sampling_types() -> Mapping[str, Any] | None:
-    """Return the declared types of vLLM's public sampling parameters by name; None where vLLM is not installed."""
+    """Return the declared types of vLLM's public sampling parameters by name; None without vLLM."""
     tree = source_of("vllm.sampling_params")
     return None if tree is None else _fields_of(_classes(tree), "SamplingParams").fields
 
@@ -127,8 +125,10 @@ def sampling_keys() -> frozenset[str]:
 
 
 def typed_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters with every value of its declared type. Raises WrongType, with the key as its path,
-    for a key that does not exist or a value that would change; without vLLM it returns them as they are."""
+    """Return sampling parameters with every value in its declared type; unchanged without vLLM.
+
+    Raises WrongType for an unknown key, and for a value that cannot be converted without a change.
+    """
     types = sampling_types()
     if types is None:
         return dict(sampling)
@@ -151,8 +151,7 @@ def typed_field(name: str, value: Any) -> Any:
 
 
 def typed_tokens(token_ids: Any, vocabulary: int | None = None) -> list[int]:
-    """Return token ids as a list of ints. Raises WrongType for what is none, for a negative one, and for one that a
-    ``vocabulary`` of so many tokens does not have."""
+    """Return token ids as a list of ints. Raises WrongType for an id that is not an int in [0, ``vocabulary``)."""
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes) or not token_ids:
@@ -170,10 +169,10 @@ def typed_tokens(token_ids: Any, vocabulary: int | None = None) -> list[int]:
 
 
 def check_body(path: str, body: bytes) -> None:
-    """Check the token ids and sampling parameters of a POST to a route that samples; a body that is no JSON object is
-    for the route to refuse. Raises WrongType.
+    """Check the token ids and sampling parameters of a POST to a sampling endpoint. Raises WrongType.
 
-    vLLM's server takes true for 1, and answers 500 to some values of another type.
+    vLLM's server accepts true for 1, and answers 500 to some values of a wrong type. A body that is not a JSON object
+    is left to the endpoint.
     """
     if path not in SAMPLING_ROUTES:
         return
@@ -197,28 +196,27 @@ def check_body(path: str, body: bytes) -> None:
                 _typed(int, each, f"prompt[{at}]")
     types = sampling_types() or {}
     for name, value in fields.items():
-        of_another_meaning = name == "logprobs" and path == "/v1/chat/completions"  # there it is a bool
-        if value is not None and name in types and not of_another_meaning:
+        is_chat_logprobs = name == "logprobs" and path == "/v1/chat/completions"  # a bool in this API
+        if value is not None and name in types and not is_chat_logprobs:
             typed_field(name, value)
 
 
 def model_of(body: bytes) -> str:
-    """Return the model that an OpenAI request names; empty where it names none, which means the served one. Raises
-    RequestError for a body that is no JSON object."""
+    """Return the ``model`` of an OpenAI request, "" without one. Raises RequestError for invalid JSON."""
     try:
         return str(json.loads(body).get("model") or "")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON object: {error}") from error
+        raise RequestError(f"the body is not a JSON object: {error}") from error
 
 
 def unknown_key(name: str, known: Collection[str]) -> str:
-    """Return the message for a sampling key that does not exist."""
+    """Return the message for an unknown sampling key."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown sampling key {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 
-def refused(request_id: str, error: WrongType) -> RequestError:
-    """Return the error of a request for a value of a wrong type."""
+def invalid_request(request_id: str, error: WrongType) -> RequestError:
+    """Return the RequestError for a value of a wrong type."""
     return RequestError(f"request {request_id}: {error}")
 
 
@@ -245,7 +243,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
 
 def _scalar(kind: Any, value: Any, path: str) -> Any:
     wrong = WrongType(path, value, f"must be {_named(kind)}")
-    boolean = type(value).__name__ in ("bool", "bool_")  # Python's is a number, NumPy's is none
+    boolean = type(value).__name__ in ("bool", "bool_")  # Python's bool is a number, NumPy's is not
     number = isinstance(value, numbers.Real) and not boolean
     if kind is None and value is None:
         return None
@@ -275,12 +273,12 @@ def _text(value: str, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise WrongType(path, value, "must be Unicode text, without single surrogates") from error
+        raise WrongType(path, value, "must be Unicode text without lone surrogates") from error
     return str(value)
 
 
 def _key(kind: Any, key: Any, path: str) -> Any:
-    """Return a key of a mapping; those of JSON are text, whatever they mean."""
+    """Return a key of a mapping in its declared type. JSON has only string keys."""
     if kind is int and isinstance(key, str):
         try:
             key = int(key)
@@ -296,17 +294,17 @@ def _one_of(kind: _OneOf, value: Any, path: str) -> Any:
             return _typed(each, value, path)
         except WrongType as error:
             if error.path != path or error.wanted != f"must be {_named(each)}":
-                inside.append(error)  # of this kind, but for something in it
+                inside.append(error)  # the kind matches, but a value inside is wrong
     raise inside[0] if inside else WrongType(path, value, f"must be {_named(kind)}")
 
 
 def _typed_fields(kind: _Fields, value: Any, path: str) -> Any:
-    """Return the fields of a nested object: a mapping of them, or an object of vLLM's class with typed values."""
+    """Return a nested object, a mapping or an instance of vLLM's class, with typed values."""
     if isinstance(value, Mapping):
         for name in value:
             if name not in kind.fields:
                 known = ", ".join(kind.fields)
-                raise WrongType(f"{path}.{name}", value[name], f"no field of {kind.name}, which has {known}")
+                raise WrongType(f"{path}.{name}", value[name], f"is not a field of {kind.name}, which has {known}")
         return {name: _typed(kind.fields[name], each, f"{path}.{name}") for name, each in value.items()}
     if type(value).__name__ != kind.name:
         raise WrongType(path, value, f"must be {_named(kind)}")
@@ -318,8 +316,8 @@ def _typed_fields(kind: _Fields, value: Any, path: str) -> Any:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value without a declared type. Raises WrongType where it is nested too deep, or holds text or a number
-    that cannot be sent."""
+    """Return a value without a declared type. Raises WrongType if it is nested too deep, or has text or a number that
+    cannot be sent."""
     level = [value]
     for _ in range(DEEPEST):
         for each in level:
@@ -349,7 +347,7 @@ def _named(kind: Any) -> str:
     if isinstance(kind, _Mapped):
         return f"an object, each key {_named(kind.key)}, each value {_named(kind.value)}"
     if isinstance(kind, _Fields):
-        return f"an object of the fields of {kind.name}"
+        return f"an object with fields of {kind.name}"
     names = {int: "an int", float: "a number", bool: "a bool", str: "a str", None: "null", Any: "any value"}
     return names[kind]
 
@@ -369,7 +367,7 @@ def _fields_of(classes: Mapping[str, ast.ClassDef], name: str) -> _Fields:
 
 
 def _kind(classes: Mapping[str, ast.ClassDef], node: ast.expr) -> Any:
-    """Return the type that an annotation names; one of no kind that requests have means any value."""
+    """Return the type of an annotation; Any if requests cannot contain that type."""
     if isinstance(node, ast.Constant) and node.value is None:
         return None
     if isinstance(node, ast.BinOp):

@@ -1,8 +1,8 @@
-"""Preflight checks: everything that a run is refused for, found before it starts.
+"""Preflight checks: they find everything that makes a run impossible before it starts.
 
-A check is a function of a :class:`PlannedRun` that yields Problems, and NotChecked for what only the run itself can
-tell. It starts nothing, leaves nothing behind, and reads no more than it must. The rules of the configuration alone,
-which read no files, are those of :mod:`skyrl_megatron.config.validate`.
+A check is a function of a :class:`PlannedRun`. It yields a Problem for each fault, and a NotChecked for each fact that
+only the started run can show. It starts nothing and leaves no files. The rules that need the configuration alone are
+in :mod:`skyrl_megatron.config.validate`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from skyrl_megatron.preflight.data_checks import data, vocabularies
 from skyrl_megatron.preflight.machine_checks import attention, folders, machine, memory, ports, replay
 from skyrl_megatron.preflight.model_checks import engine_weights, model_files, pin_hub_names
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun, features, foreign_options, packages
-from skyrl_megatron.progress import heartbeat, under_way
+from skyrl_megatron.progress import current_task, heartbeat
 
-__all__ = ["CHECKS", "Findings", "NotChecked", "PlannedRun", "load_config", "look", "validate_cfg"]
+__all__ = [
+    "CHECKS",
+    "Findings",
+    "NotChecked",
+    "PlannedRun",
+    "check_config",
+    "load_config",
+    "run_checks",
+    "validate_cfg",
+]
 
 
 CHECKS: tuple[Callable[[PlannedRun], Iterator[Problem | NotChecked]], ...] = (
@@ -43,7 +52,7 @@ CHECKS: tuple[Callable[[PlannedRun], Iterator[Problem | NotChecked]], ...] = (
     attention,
     memory,
 )
-"""All of them, in the order in which their problems are listed."""
+"""All checks, in the order in which their problems are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +63,17 @@ class Findings:
     not_checked: list[NotChecked]
 
 
-def look(run: PlannedRun) -> Findings:
-    """Resolve the configuration of ``run`` in place and go through the rules and all checks."""
+def run_checks(run: PlannedRun) -> Findings:
+    """Resolve the configuration of ``run`` in place, and apply the rules and all checks to it."""
     with heartbeat(_say):
         try:
             load_plugins(run.cfg.trainer.plugins)
-        except ConfigError as error:  # what they register is unknown, and would be reported too
+        except ConfigError as error:  # without the plugins, the names that they register would be reported too
             return Findings(list(error.problems), [])
         found: list[Problem | NotChecked] = [*pin_hub_names(run)]
         found += find_problems(run.cfg, run.hardware)
         for check in CHECKS:
-            with under_way(f"check {check.__name__}"):
+            with current_task(f"check {check.__name__}"):
                 found += check(run)
     problems = {str(each): each for each in found if isinstance(each, Problem)}
     return Findings(list(problems.values()), [each for each in found if isinstance(each, NotChecked)])
@@ -74,6 +83,29 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def check_config[C: SkyRLTrainConfig](
+    cls: type[C],
+    argv: Sequence[str],
+    hardware: Hardware | None = None,
+    *,
+    training: bool = True,
+    scripted: bool = False,
+    check_only: bool = False,
+) -> tuple[C, Findings]:
+    """Return the resolved configuration of a command's arguments, and everything found: the problems of reading the
+    arguments, and those of the configuration. A value that cannot be read is replaced by its default.
+
+    ``training``, ``scripted`` and ``check_only``: see :class:`PlannedRun`. If a run is to start now and its arguments
+    cannot be read, the checks that load libraries and open files are skipped.
+    """
+    cfg, problems = parse(cls, argv)
+    unread = {problem.key for problem in problems}
+    run = PlannedRun(cfg, hardware or run_hardware(), training, scripted, check_only)
+    found = run_checks(run) if check_only or not problems else Findings(find_problems(cfg, run.hardware), [])
+    problems += [problem for problem in found.problems if problem.key not in unread]
+    return cfg, Findings(problems, found.not_checked)
+
+
 def load_config[C: SkyRLTrainConfig](
     cls: type[C],
     argv: Sequence[str],
@@ -81,34 +113,25 @@ def load_config[C: SkyRLTrainConfig](
     *,
     training: bool = True,
     scripted: bool = False,
-    ahead: bool = False,
 ) -> tuple[C, list[NotChecked]]:
-    """Return the resolved configuration of a command's arguments, and what could not be checked.
+    """Return the resolved configuration of a run that is to start, and what could not be checked.
 
-    ``training``, ``scripted`` and ``ahead`` as in :class:`PlannedRun`. Where the run is to start now, arguments that
-    cannot be read are refused at once, before libraries are loaded and files are looked at.
-
-    Raises ConfigError with all problems at once: those of reading, and those of the configuration that results with
-    unreadable values left at their defaults.
+    The arguments are those of :func:`check_config`. Raises ConfigError with all problems at once.
     """
-    cfg, problems = parse(cls, argv)
-    unread = {problem.key for problem in problems}
-    run = PlannedRun(cfg, hardware or run_hardware(), training, scripted, ahead)
-    found = look(run) if ahead or not problems else Findings(find_problems(cfg, run.hardware), [])
-    problems += [problem for problem in found.problems if problem.key not in unread]
-    if problems:
-        raise ConfigError(problems)
-    return cfg, found.not_checked
+    cfg, findings = check_config(cls, argv, hardware, training=training, scripted=scripted)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    return cfg, findings.not_checked
 
 
 @accepts_dict_config
 def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> None:
-    """Check everything that can be known before a run is started, for scripts that build a run of their own.
+    """Check a configuration before its run starts. For scripts that build the run themselves.
 
-    Imports plugins, fills in what depends on other fields and on the machine (``cfg`` changes in place, also as an
-    omegaconf ``DictConfig``), and warns of settings without effect. ``hardware``: what the run will get; None asks for
-    it (:func:`run_hardware`). Raises ConfigError with every problem, each naming key, value and fix.
+    Imports plugins, fills in the fields that depend on others and on the machine, and warns of settings without
+    effect. Changes ``cfg`` in place, also an omegaconf ``DictConfig``. ``hardware``: what the run will get; None: the
+    result of :func:`run_hardware`. Raises ConfigError with every problem; each names key, value and fix.
     """
-    found = look(PlannedRun(cfg, hardware or run_hardware(), scripted=True))
+    found = run_checks(PlannedRun(cfg, hardware or run_hardware(), scripted=True))
     if found.problems:
         raise ConfigError(found.problems)

@@ -1,9 +1,8 @@
-"""Whether engines can hold the adapters of a run next to the base model."""
+"""Check that engines can hold the adapters of a run next to the base model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from bridges.plan import Plan
 from skyrl_megatron.config import SkyRLTrainConfig
@@ -12,21 +11,17 @@ from skyrl_megatron.inference.vllm.adapter_versions import RANKS
 from skyrl_megatron.runtime.lora.targets import KEY, Selection, targets
 from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs, stacked
 
-if TYPE_CHECKING:
-    pass
-
-
 MERGED = f"{KEY}.sync_mode=merged with trainer.policy.megatron_config.lora_config.merge_lora=true"
 _NOT_HELD = {
-    "kv_b_proj": "engines compute with a product of it that has no place for an adapter",
-    "lm_head": "engines hold no adapter of the output layer",
-    "embed_tokens": "engines hold no adapter of the embedding",
+    "kv_b_proj": "vLLM folds this weight into other products and supports no adapter for it",
+    "lm_head": "engines support no adapter for the output layer",
+    "embed_tokens": "engines support no adapter for the embedding",
 }
-"""Projections that vLLM has no adapters for → why."""
+"""Projections for which vLLM supports no adapter → reason."""
 
 
 def engine_adapters(cfg: SkyRLTrainConfig, plan: Plan, selection: Selection, expert_rank: int) -> Iterator[Problem]:
-    """Yield what engines cannot take of an adapter that travels alone; merged weights they can."""
+    """Yield every reason why engines cannot hold the adapters of ``lora.sync_mode=memory``."""
     lora, engine = cfg.trainer.policy.model.lora, cfg.generator.inference_engine
     if lora.sync_mode != "memory":
         return
@@ -34,7 +29,7 @@ def engine_adapters(cfg: SkyRLTrainConfig, plan: Plan, selection: Selection, exp
     largest = max(pair.rank for pair in pairs.values())
     if largest > RANKS[-1]:
         yield Problem(
-            f"{KEY}.rank", lora.rank, f"engines hold adapters of a rank of at most {RANKS[-1]}, or set {MERGED}"
+            f"{KEY}.rank", lora.rank, f"engines support ranks up to {RANKS[-1]}: use a lower rank, or set {MERGED}"
         )
     for name, why in _NOT_HELD.items():
         if any(module.rpartition(".")[2] == name for module in pairs):
@@ -46,13 +41,13 @@ def engine_adapters(cfg: SkyRLTrainConfig, plan: Plan, selection: Selection, exp
     for module, pair in pairs.items():
         if pair.experts is not None and pair.experts != experts[module]:
             fix = (
-                f"{module}: {pair.experts} of {experts[module]} experts have adapters, engines hold those of all or "
-                f"none: name whole layers, or set {MERGED}"
+                f"{module}: {pair.experts} of {experts[module]} experts have adapters, but engines need all or none: "
+                f"name whole layers, or set {MERGED}"
             )
             named = "exclude_modules" if lora.exclude_modules else "target_modules"
             yield Problem(f"{KEY}.{named}", getattr(lora, named), fix)
             break
     ranks = sorted({pair.rank for pair in pairs.values()})
     if engine.fully_sharded_loras and any(rank % engine.tensor_parallel_size for rank in ranks):
-        fix = f"splits ranks {ranks} over tensor_parallel_size={engine.tensor_parallel_size}: set it to false"
+        fix = f"tensor_parallel_size={engine.tensor_parallel_size} cannot split ranks {ranks} evenly: set it to false"
         yield Problem("generator.inference_engine.fully_sharded_loras", True, fix)

@@ -1,21 +1,22 @@
-"""``--check``: what a configuration comes to. Starts neither Ray nor CUDA."""
+"""``--check``: report whether a configuration can run, and what it needs. Starts neither Ray nor CUDA."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware, read_size
+from skyrl_megatron.config.parse import CHECK_OPTIONS, CHECK_SWITCHES
 from skyrl_megatron.entrypoints.command import run_command, run_hardware
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.preflight import load_config
+from skyrl_megatron.preflight import check_config
+from skyrl_megatron.preflight.option_checks import MEMORY_KEYS
 
 _SIZES = {"--gpu": "gpu_bytes", "--host-memory": "host_bytes"}
-OPTIONS = ("--check", *_SIZES)
-"""Options of the check beside those of every command."""
 
 
 def run(
@@ -26,61 +27,67 @@ def run(
     training: bool = True,
     scripted: bool = False,
 ) -> int:
-    """Print the report for ``argv`` (``--config``, ``key=value`` and :data:`OPTIONS`). Exit code 0, or 2 and every
-    problem.
+    """Print the report for ``argv`` (``--config``, ``key=value`` and ``CHECK_OPTIONS``) and return the exit code: 0,
+    or 2 if the configuration has problems, which go to stderr.
 
-    ``hardware``: what the run would get; None is what ``--check=NODESxGPUS`` says, or what it would get now.
-    ``training`` false: an evaluation; ``scripted``: a script brings an experiment of its own.
+    ``hardware``: what the run would get; None: what ``--check=NODESxGPUS`` says, else the machine or cluster of this
+    process. ``training``: False for an evaluation. ``scripted``: a script supplies its own experiment.
     """
 
     def work() -> int:
-        asked, settings = _options(argv)
-        machine = _with_memory(hardware or _hardware(asked), asked)
-        cfg, not_checked = load_config(cls, settings, machine, training=training, scripted=scripted, ahead=True)
-        from skyrl_megatron.preflight.check_report import report  # loads torch, which a wrong key need not wait for
+        options, settings = _options(argv)
+        machine = _with_memory(hardware or _hardware(options), options)
+        cfg, findings = check_config(cls, settings, machine, training=training, scripted=scripted, check_only=True)
+        if any(problem.key not in MEMORY_KEYS for problem in findings.problems):
+            raise ConfigError(findings.problems)
+        from skyrl_megatron.preflight import check_report  # loads torch, which is not needed to report a wrong key
 
-        for line in report(cfg, machine):
-            print(line)
-        for each in ("", "# not checked here", *not_checked) if not_checked else ():
-            print(each)
-        return 0
+        lines = [*check_report.report(cfg, machine)]
+        if findings.problems:
+            print(ConfigError(findings.problems), file=sys.stderr, flush=True)
+        else:
+            print("\n".join(check_report.verdict(cfg, machine, findings.not_checked)))
+        print("\n".join(lines))
+        if "--show-config" in options:
+            print("\n".join(check_report.resolved(cfg)))
+        return ConfigError.exit_code if findings.problems else 0
 
     return run_command(work, beats=True)
 
 
 def _options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return (option → its text, the other arguments); the text may follow ``=`` or, but for ``--check``, a space."""
-    asked: dict[str, str] = {}
+    """Return (option → its value, the other arguments). The value follows ``=``; that of a size may follow a space."""
+    options: dict[str, str] = {}
     settings: list[str] = []
     rest = iter(argv)
     for arg in rest:
-        name, given, text = arg.partition("=")
-        if name not in OPTIONS:
+        name, equals, text = arg.partition("=")
+        if name not in CHECK_OPTIONS:
             settings.append(arg)
         else:
-            asked[name] = text if given or name == "--check" else next(rest, "")
-    return asked, settings
+            options[name] = text if equals or name in CHECK_SWITCHES else next(rest, "")
+    return options, settings
 
 
-def _with_memory(machine: Hardware, asked: Mapping[str, str]) -> Hardware:
-    """Take the sizes of GPUs and nodes that the options give in place of those of the machine."""
-    found: dict[str, Any] = {
-        field: read_size(option, asked[option]) for option, field in _SIZES.items() if option in asked
+def _with_memory(machine: Hardware, options: Mapping[str, str]) -> Hardware:
+    """Replace the memory sizes of the machine by those that the options give."""
+    sizes: dict[str, Any] = {
+        field: read_size(option, options[option]) for option, field in _SIZES.items() if option in options
     }
-    return dataclasses.replace(machine, **found)
+    return dataclasses.replace(machine, **sizes)
 
 
-def asked_hardware(argv: Sequence[str]) -> Hardware:
-    """Return the hardware that a command's arguments name, else what a run would get.
+def requested_hardware(argv: Sequence[str]) -> Hardware:
+    """Return the hardware that ``--check=NODESxGPUS`` names, else what a run would get.
 
-    Raises ConfigError, LaunchError.
+    Raises ConfigError if the text is wrong, LaunchError if the cluster does not answer.
     """
     return _hardware(_options(argv)[0])
 
 
-def _hardware(asked: Mapping[str, str]) -> Hardware:
-    """Read ``--check=2x8`` as 2 nodes of 8 GPUs; without a text it is what a run would get."""
-    text = asked.get("--check", "")
+def _hardware(options: Mapping[str, str]) -> Hardware:
+    """Read ``--check=2x8`` as 2 nodes of 8 GPUs. Without a value, return what a run would get."""
+    text = options.get("--check", "")
     if not text:
         return run_hardware()
     match = re.fullmatch(r"(\d+)x(\d+)", text)

@@ -1,6 +1,7 @@
-"""``--check``: what a configuration comes to. Starts neither Ray nor CUDA.
+"""The report of ``--check``: the verdict, then layout, parameters, memory and batch sizes. Starts neither Ray nor
+CUDA.
 
-Reads ``config.json`` of the models and nothing else of them.
+Of a model it reads ``config.json`` only.
 """
 
 from __future__ import annotations
@@ -15,30 +16,47 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
-from skyrl_megatron.config.rules.placement_rules import gpus_asked
+from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import longest_sequence
-from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, lines, parameter_tables
+from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
+from skyrl_megatron.preflight.option_checks import NotChecked
+
+
+def verdict(cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked]) -> Iterator[str]:
+    """Yield the first lines of the report on a configuration without problems: that it can run, on which devices, and
+    what was not checked."""
+    requested = gpus_requested(cfg)
+    unit = "rank processes" if hardware.is_cpu else "GPUs"
+    yield f"it can run on this machine: {hardware}" if not hardware.elsewhere else f"it can run on: {hardware}"
+    yield f"the run takes {sum(requested.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in requested.items())
+    yield ""
+    if not_checked:
+        yield "# not checked here"
+        yield from map(str, not_checked)
+        yield ""
+
+
+def resolved(cfg: SkyRLTrainConfig) -> Iterator[str]:
+    """Yield the resolved configuration as YAML, which ``--show-config`` prints."""
+    yield ""
+    yield "# resolved configuration"
+    yield get_config_as_yaml_str(cfg)
 
 
 def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
-    """Yield the report on a resolved configuration line by line. Raises ConfigError for an unsupported model."""
-    yield "# resolved configuration"
-    yield get_config_as_yaml_str(cfg)
-    yield "# machine"
-    yield f"{hardware}"
-    asked = gpus_asked(cfg)
-    unit = "rank processes" if hardware.is_cpu else "GPUs"
-    yield f"the run takes {sum(asked.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in asked.items())
-    yield ""
+    """Yield layout, parameters, memory and batch sizes of a resolved configuration, line by line.
+
+    Raises ConfigError for an unsupported model.
+    """
     tables = parameter_tables(cfg)
     for role in active_roles(cfg):
         yield from _role(cfg, role, tables.get(role), hardware)
     yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
     if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
         yield "# memory: the fullest GPU of each phase, and a node"
-        yield from lines(Budget.of(cfg, tables, hardware))
+        yield from report_lines(Budget.of(cfg, tables, hardware))
         yield ""
     yield from _batch(cfg)
 
@@ -49,7 +67,7 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     yield f"# {role}: {section.model.path}"
     yield f"layout: {_degrees(parallel)}"
     if table is None:
-        yield "config.json is not in the cache of the hub: layers, parameters and bytes are not known"
+        yield "config.json is not in the cache of the Hugging Face hub: layers, parameters and bytes are unknown"
         yield ""
         return
     plan = table.plan
@@ -104,9 +122,9 @@ def _memory(model: RoleModel) -> Iterator[str]:
         row = "".join(f" {gigabytes(value):>11}" for value in columns)
         yield f"  stage {stage:<3} {model.parameters(stage).parameters:>15,}{row}"
         if size.host_optimizer:
-            yield f"            and {gigabytes(size.host_optimizer)} of optimizer state in host memory"
+            yield f"            plus {gigabytes(size.host_optimizer)} of optimizer state in host memory"
     if model.settings.model.lora.rank:
-        yield "  weights are frozen: gradients and optimizer state of the LoRA adapter come on top"
+        yield "  the base weights are frozen; gradients and optimizer state are those of the LoRA adapter"
 
 
 def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
@@ -128,9 +146,9 @@ def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
             f"KV cache: {gigabytes(token)} per token and rank; {gigabytes(token * longest)} for a sequence of "
             f"{longest} tokens, {gigabytes(full)} for max_num_seqs={engine.max_num_seqs} of them"
         )
-    # a plugin's engine records no routes; whether vLLM's can be recorded for the model shows at the first sync
-    routed = engine.weight_sync_routes and engine.backend == "vllm"
-    yield f"weights travel: {weight_path(cfg, routed=routed)}"
+    # only vLLM workers report the slices that they need; whether they can for this model shows at the first sync
+    sliced = engine.weight_sync_routes and engine.backend == "vllm"
+    yield f"weight sync: {weight_path(cfg, sliced=sliced)}"
     yield ""
 
 

@@ -1,4 +1,4 @@
-"""Check data sets, tokenizers and chat templates: open them as the run does, measure prompts, try environments."""
+"""Check data sets, tokenizers, chat templates and environments. They are opened in the same way as by the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MODEL, _TEMPLATE = "trainer.policy.model.path", "generator.chat_template.name_o
 
 
 def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | NotChecked]]:
-    """Return what turns conversations into tokens, None where it is not to be had, and what was found."""
+    """Return the run's chat format, None if it cannot be loaded, and the problems found."""
     from skyrl_megatron.rollout.templates import ChatFormat, load_template
 
     trainer, generator = run.cfg.trainer, run.cfg.generator
@@ -48,7 +48,7 @@ def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | 
         from skyrl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 
         if run.awaits_files(folder) and not has_tokenizer(folder):
-            why = "no tokenizer there yet: the chat template, and how many prompts are short enough"
+            why = "the folder has no tokenizer yet, so chat template and prompt lengths are not checked"
             return None, [*problems, NotChecked(f"{_MODEL}={path}", why)]
         try:
             tokenizer = load_tokenizer(folder, trust_remote_code=trainer.trust_remote_code)
@@ -74,7 +74,7 @@ def _without_key(error: DataError) -> str:
 
 
 def _warn_of_unused(template: str, arguments: Mapping[str, Any], tokenizer: Any) -> None:
-    """Warn of arguments that neither the template nor ``apply_chat_template`` takes: they change nothing."""
+    """Warn of arguments that neither the template nor ``apply_chat_template`` uses."""
     if not arguments:
         return
     from jinja2 import Environment, meta
@@ -90,8 +90,8 @@ def _warn_of_unused(template: str, arguments: Mapping[str, Any], tokenizer: Any)
 
 
 def vocabularies(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield models with another tokenizer, or fewer embeddings, than the policy's. Folders without a tokenizer are
-    compared by the number of embeddings alone."""
+    """Yield a problem for each model whose tokenizer differs from the policy's, or that has fewer embeddings. A folder
+    without a tokenizer is compared by its number of embeddings only."""
     trainer = run.cfg.trainer
     policy = cached_folder(run.cfg, weights=False)
     if policy is None:
@@ -100,26 +100,24 @@ def vocabularies(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         path = getattr(trainer, role).model.path
         folder = cached_folder(run.cfg, role, weights=False) if path != trainer.policy.model.path else None
         if folder is not None and (difference := _difference(policy, folder)):
-            yield Problem(
-                f"trainer.{role}.model.path", path, f"{difference}: it would read the policy's tokens as others"
-            )
+            yield Problem(f"trainer.{role}.model.path", path, f"{difference}: use a model with the policy's tokenizer")
 
 
 def _difference(policy: Path, other: Path) -> str | None:
-    """Say how two folders differ in what token ids mean; None where they agree or cannot be compared."""
+    """Return how the vocabularies of two folders differ; None if they agree or cannot be compared."""
     ours, theirs = _tokens(policy), _tokens(other)
     if ours and theirs and ours != theirs:
         token = next(token for token in [*ours, *theirs] if ours.get(token) != theirs.get(token))
         named = [tokens.get(token, "no token") for tokens in (ours, theirs)]
-        return f"its tokenizer is not the policy's ({token!r} is {named[1]} here, {named[0]} there)"
+        return f"its tokenizer differs from the policy's ({token!r} is {named[1]} here, {named[0]} in the policy)"
     sizes = _embeddings(policy), _embeddings(other)
     if None in sizes or sizes[0] == sizes[1] or (ours and theirs and max(ours.values()) < int(sizes[1] or 0)):
         return None
-    return f"its vocabulary has {sizes[1]} entries, the policy's {sizes[0]}; take a model with the same"
+    return f"its vocabulary has {sizes[1]} entries, the policy's has {sizes[0]}"
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Return token → id of ``tokenizer.json``; {} where there is none, or one of another kind."""
+    """Return token → id of ``tokenizer.json``; {} if the file is missing or has another format."""
     try:
         described: dict[str, Any] = read_json(folder / "tokenizer.json")
         vocabulary = described["model"]["vocab"]
@@ -138,18 +136,18 @@ def _embeddings(folder: Path) -> int | None:
 
 
 _ENV = "environment.env_class"
-OURS = "skyrl_megatron.envs."
+BUILT_IN_ENVS = "skyrl_megatron.envs."
 
 
 def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield what is wrong with tokenizer, chat template, data sets, and the environments that rows are given to."""
+    """Yield every problem of tokenizer, chat template, data sets and environments."""
     chat, problems = chat_format(run)
     yield from problems
     named: set[str | None] = set()
     with _quiet():
         for key, names, needed in _sources(run):
             if not names:
-                yield Problem(key, [], "name at least one data set")
+                yield Problem(key, [], "set at least one data set")
             opened = [(name, *_open(run, key, name)) for name in names]
             for _, _, found in opened:
                 yield from found
@@ -166,7 +164,7 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 
 def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
-    """Yield (key, data sets, prompts needed of them)."""
+    """Yield (key, data sets, minimum number of prompts)."""
     cfg = run.cfg
     if run.training:
         yield "data.train_data", cfg.data.train_data, cfg.trainer.train_batch_size
@@ -175,21 +173,23 @@ def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
 
 
 def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Problem | NotChecked]]:
-    """Open a file as the run does."""
+    """Open a data file. Returns its rows, None if it was not opened, and the problems."""
     from skyrl_megatron.data.row_files import READERS, load_source
 
     path = Path(name)
     if path.suffix.lower() not in READERS and not os.path.isfile(path) and not is_data_file(name):
-        return None, [NotChecked(f"{key}={name}", "opened by the run")]
+        return None, [NotChecked(f"{key}={name}", "a data set of the hub, which the run opens")]
     if not os.path.isfile(path):
         if os.path.isdir(path):
-            return None, [NotChecked(f"{key}={name}", "a folder is opened by the run")]
+            return None, [NotChecked(f"{key}={name}", "a folder, which the run opens")]
         if run.scripted and not run.cfg.data.is_set(key.rpartition(".")[2]):
-            return None, [NotChecked(f"{key}={name}", "not there; the script may bring its own data sets")]
-        hint = "; write it with python -m skyrl_megatron.data.prepare gsm8k" if "gsm8k" in name else ""
+            return None, [
+                NotChecked(f"{key}={name}", "the file does not exist; the script may supply other data sets")
+            ]
+        hint = "; create it with python -m skyrl_megatron.data.prepare gsm8k" if "gsm8k" in name else ""
         return None, [Problem(key, name, f"no such file{hint}")]
     if path.suffix.lower() not in READERS:
-        return None, [Problem(key, name, f"cannot be read: give a file of the kind {', '.join(READERS)}")]
+        return None, [Problem(key, name, f"unknown file format: use one of {', '.join(READERS)}")]
     try:
         return load_source(name), []
     except DataError as error:
@@ -197,7 +197,7 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Probl
 
 
 def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | None]) -> Iterator[Problem | NotChecked]:
-    """Check the columns and every row; add the environments that rows name to ``named``."""
+    """Check the columns and every row, and add the environments of the rows to ``named``."""
     from skyrl_megatron.config.roles import ADAPTER_KEY
     from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
     from skyrl_megatron.data.prompts import (
@@ -222,7 +222,7 @@ def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | Non
                 raise DataError(f"{rows.place(number)}: {fault}")
             env_class = row.get("env_class") or default
             if env_class not in ours:
-                ours[env_class] = _is_ours(env_class)
+                ours[env_class] = _is_built_in(env_class)
             if ours[env_class] and (problem := _unfit_for_environment(run, key, name, number, row)):
                 yield problem
                 return
@@ -235,33 +235,34 @@ def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | Non
 
 
 def warn_of_missing_answers(name: str, counts: Mapping[str, int], rows: int) -> None:
-    """Warn of rows without ``reward_spec`` for a user's own environments; ours refuse rows that lack what they need.
+    """Warn of rows without ``reward_spec`` for custom environments. Built-in environments reject incomplete rows.
 
-    ``counts``: such rows of each environment.
+    ``counts``: environment → number of rows without ``reward_spec``.
     """
     for env_class, count in counts.items():
-        if count and _is_ours(env_class) is False:
+        if count and _is_built_in(env_class) is False:
             warnings.warn(
-                f"{name}: {count} of {rows} rows have no reward_spec, and environment {env_class} gets none for them: "
-                "its reward cannot depend on an answer of the row",
+                f"{name}: {count} of {rows} rows have no reward_spec, so environment {env_class} cannot compute their "
+                "reward from an answer in the row",
                 SkyRLMegatronWarning,
                 stacklevel=1,
             )
 
 
-def _is_ours(env_class: str) -> bool | None:
-    """Return whether an environment comes with the package; None for one that is unknown, which is reported for all
-    rows together."""
+def _is_built_in(env_class: str) -> bool | None:
+    """Return whether an environment is part of the package; None if it is unknown, which is reported once for all
+    rows."""
     from skyrl_megatron.envs import base as registry
 
     try:
-        return str(getattr(registry.spec(env_class).load(), "__module__", "")).startswith(OURS)
+        return str(getattr(registry.spec(env_class).load(), "__module__", "")).startswith(BUILT_IN_ENVS)
     except DataError:
         return None
 
 
 def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, row: dict[str, Any]) -> Problem | None:
-    """Give a row to its environment, which is one of ours: a user's own may start something when it is made."""
+    """Create the built-in environment of a row, and return its error. Custom environments are not created, because
+    they may start processes."""
     from skyrl_megatron.envs import base as registry
 
     env_class = row.get("env_class") or run.cfg.environment.env_class
@@ -269,14 +270,14 @@ def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, ro
     settings = registry.config_of(env_class, run.cfg.environment.skyrl_gym)
     try:
         registry.make(env_class, settings, {**extras, "max_turns": run.cfg.generator.max_turns}).close()
-    except Exception as error:  # as an episode does: whatever an environment raises is about its row
+    except Exception as error:  # as in a rollout, every error of an environment counts as an error of its row
         fix = f"row {number}: environment {env_class}: {error}"
-        return Problem(key, name, f"{fix}; add what it needs to the rows, or choose another {_ENV}")
+        return Problem(key, name, f"{fix}; add the missing columns to the rows, or choose another {_ENV}")
     return None
 
 
 def _lengths(run: PlannedRun, key: str, names: Sequence[str], chat: ChatFormat, needed: int) -> Iterator[Problem]:
-    """Measure prompts until as many are short enough as a step needs."""
+    """Tokenize prompts until enough of them for a step are short enough."""
     from skyrl_megatron.data.prompts import PromptDataset
 
     limit = run.cfg.trainer.max_prompt_length
@@ -290,16 +291,16 @@ def _lengths(run: PlannedRun, key: str, names: Sequence[str], chat: ChatFormat, 
         yield Problem("trainer.max_prompt_length", limit, text) if too_long else Problem(key, names, text)
         return
     if len(dataset) < needed:
-        left_out = f" ({dataset.num_filtered} longer ones are left out)" if dataset.num_filtered else ""
+        left_out = f" ({dataset.num_filtered} longer prompts are dropped)" if dataset.num_filtered else ""
         yield _too_few(needed, f"{len(dataset)} prompts{left_out}")
 
 
 def _too_few(needed: int, prompts: str) -> Problem:
-    return Problem("trainer.train_batch_size", needed, f"{prompts} do not fill one batch: lower it, or give more data")
+    return Problem("trainer.train_batch_size", needed, f"{prompts} do not fill one batch: lower it, or add more data")
 
 
 def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem | NotChecked]:
-    """Check the environments that rows name, and whether ``environment.env_class`` is that of any row."""
+    """Check the environments of the rows, and warn if ``environment.env_class`` applies to no row."""
     from skyrl_megatron.envs import base as registry
 
     default = run.cfg.environment.env_class
@@ -311,14 +312,16 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
             registry.require([env_class])
         except DataError as error:
             if run.scripted and env_class not in known:
-                yield NotChecked(f"{key}={env_class}", "not registered yet; the script may do so")
+                yield NotChecked(f"{key}={env_class}", "not registered yet; the script may register it")
                 continue
             near = difflib.get_close_matches(env_class, known, n=1)
             yield Problem(key, env_class, f"{error}" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
             spec = registry.spec(env_class).load()
-            if not getattr(spec, "__module__", "").startswith(OURS):
-                yield NotChecked(f"environment {env_class}", "whether it takes the rows shows when it is made")
+            if not getattr(spec, "__module__", "").startswith(BUILT_IN_ENVS):
+                yield NotChecked(
+                    f"environment {env_class}", "whether it accepts the rows shows when the run creates it"
+                )
     if chosen and default in known and named and None not in named and default not in named:
         others = ", ".join(sorted(filter(None, named)))
         message = f"{_ENV}={default} has no effect: every row names its own environment ({others})"
@@ -326,13 +329,13 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
 
 
 def _about(name: str, error: DataError) -> str:
-    """Return the message without the file's name, which the problem begins with."""
+    """Return the message without the name of the file, which is the value of the problem."""
     return str(error).removeprefix(name).lstrip(":, ")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the reader's own account of a failure from the terminal, and its progress where nobody watches."""
+    """Silence the log of ``datasets``, and its progress bars if stderr is not a terminal."""
     import datasets
 
     verbosity = datasets.logging.get_verbosity()

@@ -1,8 +1,8 @@
-"""Memory of a micro-batch: what layers keep between forward and backward, and what they need while they run.
+"""Activation memory of a micro-batch: tensors saved for the backward pass, and temporary tensors of the running layer.
 
-Counted are the tensors that autograd keeps of each module, each storage once: those of Transformer Engine's layers
-(``Kernels.fused``), or those of the layers used without it, where the count is compared with a model at work
-(``tests/config/test_activations.py``). All are bytes per token of a rank, after context parallelism.
+The estimate counts the tensors that autograd saves in each module, each storage once: for Transformer Engine's layers
+(``Kernels.fused``), or for this package's layers, whose count is compared with a running model
+(``tests/config/test_activations.py``). All values are bytes per token of a rank, after context parallelism.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTa
 from skyrl_megatron.runtime.model.delta_rule import CHUNK
 
 Kind = tuple[bool, str]
-"""An entry of ``ModelShape.kinds``: does a layer hold experts, what mixes its tokens?"""
+"""An entry of ``ModelShape.kinds``: (whether the layer has experts, its kind of token mixing)."""
 IMBALANCE = 1.5
-"""Tokens that the busiest expert-parallel rank gets, over the average: what a model without a balancing loss shows."""
+"""Tokens of the busiest expert-parallel rank over the average, as measured for a model without a balancing loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes a layer."""
+    """The implementation of a layer."""
 
     width: int = 2
-    """Bytes of an element."""
+    """Bytes per element."""
     fused: bool = True
-    """Transformer Engine's modules; False: ours."""
+    """True: Transformer Engine's modules. False: this package's modules."""
     on_cpu: bool = False
-    """Attention repeats key-value heads for the query heads that share them, and matrices keep the gathered input of
-    a sequence that is split over tp (``runtime/cpu/``)."""
+    """True for ``runtime/cpu/``: attention repeats key-value heads for grouped query heads, and linear layers save the
+    gathered input of a sequence that is split over tp."""
 
 
 class LayerActivations:
-    """Bytes per token of a model's layers on a rank. ``longest``: tokens of the longest sequence."""
+    """Activation bytes per token of a model's layers on a rank. ``longest``: tokens of the longest sequence."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LayerActivations:
         self.dims = table.plan.shape.dims
         self.sequence = 1 / parallel.tp  # share of the tokens outside tensor-parallel regions
         self._qk_norm = table.of_layers.get("self_attention.q_layernorm.weight")
-        self._normed = 8 if adapters is None else 4  # fp32: a norm's input, and its output before weights in training
+        self._normed = 8 if adapters is None else 4  # fp32 input of a norm, and its output if the weight is trained
         self._gates_shared = "mlp.shared_experts.gate_weight" in table.of_layers
         self._gates_heads = any(isinstance(row, GatedQkv) for row in table.plan.family.attention)
         self._has_sinks = "self_attention.core_attention.softmax_offset" in table.of_layers
@@ -65,17 +65,17 @@ class LayerActivations:
 
     @property
     def head(self) -> float:
-        """What the last norm and the output layer keep."""
+        """Activations saved by the last norm and the output layer."""
         return self._norm(self.dims["H"])
 
     def kept(self, kind: Kind, modules: frozenset[str] = frozenset()) -> float:
-        """Return what a layer keeps for its backward pass but for ``modules``, which are computed again."""
+        """Return the activations that a layer saves for its backward pass. ``modules``: those that are recomputed."""
         moe, mixer = kind
         mixing = self._delta_net(modules) if mixer == DELTA_NET else self._attention_block(modules)
         return mixing + self._mlp_block(moe, modules) + self._adapters(kind)
 
     def backward(self, kind: Kind, modules: frozenset[str] = frozenset()) -> float:
-        """Return what a layer needs beside :meth:`kept` while it is computed backwards, its second half first."""
+        """Return the temporary memory of a layer's backward pass, in addition to :meth:`kept`."""
         moe, mixer = kind
         again = self.kept(kind) - self.kept(kind, modules)
         mixing = self._delta_net_at_work if mixer == DELTA_NET else self.attention_at_work
@@ -83,19 +83,19 @@ class LayerActivations:
         return again + at_work + self._adapters_at_work(kind)
 
     def forward(self, kind: Kind) -> float:
-        """Return what a layer needs where nothing is kept."""
+        """Return the memory of a layer's forward pass without gradients."""
         moe, mixer = kind
         rotated = self.dims["P" if self.plan.shape.mla else "D"]
         angles = 0 if self.kernels.fused else 2 * rotated * 4  # fp32 sines and cosines (``model/rotary.py``)
         mixing = self._delta_net_at_work if mixer == DELTA_NET else self.attention_at_work
-        if self._has_sinks and self.kernels.width == 4:  # masked, joined with the sinks, and in fp32 their softmax
+        if self._has_sinks and self.kernels.width == 4:  # masked scores with the sinks, and their fp32 softmax
             mixing += self._scores * 4
         at_work = max(self._mlp_at_work(moe), mixing) + self._adapters_at_work(kind)
         return 3 * self.hidden + at_work + angles
 
     @property
     def attention_at_work(self) -> float:
-        """Projected, normalised, rotated and attended heads, or their gradients; with sinks, scores of all keys."""
+        """Temporary heads of attention or their gradients; with attention sinks, also the scores of all keys."""
         dims, fused = self.dims, self.kernels.fused
         query, key = (dims["U"], dims["O"]) if self.plan.shape.mla else (dims["Q"], dims["K"])
         heads = ((4 if fused else 7) * query + 4 * key) / self.parallel.tp * self.kernels.width
@@ -103,26 +103,26 @@ class LayerActivations:
 
     @property
     def _scores(self) -> float:
-        """Scores of a token: every head with every key of the longest sequence."""
+        """Attention scores of a token: each head with each key of the longest sequence."""
         return self.dims["A"] / self.parallel.tp * self.longest
 
     @property
     def _delta_net_at_work(self) -> float:
-        """Matrices of a chunk, of which three exist at a time, and the vectors that go into them."""
+        """Temporary matrices of a chunk, three at a time, and their input vectors."""
         dims, wide = self.dims, self.dims["m"] / self.parallel.tp * 4
         return wide * (3 * CHUNK + 4 * (dims["k"] + dims["v"]))
 
     def _mlp_at_work(self, moe: bool) -> float:
-        """Gradients of what goes in and out of the block; of experts, before and after the exchange of tokens."""
+        """Gradients of the block's inputs and outputs; with experts, before and after the token dispatch."""
         width, dims = self.kernels.width, self.dims
         if not moe:
             return (2 * dims["H"] + 3 * dims["F"] / self.parallel.tp) * width
         return self._dispatched() * (2 * dims["H"] + 3 * dims["M"] / self.parallel.etp) * width
 
     def _adapters(self, kind: Kind) -> float:
-        """Count A·x of each adapted map, dropout's mask, and what a norm inside the map (Transformer Engine's) makes.
+        """Count A·x of each adapted linear layer, the dropout mask, and the output of Transformer Engine's fused norm.
 
-        The map's input is counted with the map: beside a frozen weight its adapter keeps it, as dropout leaves it.
+        The layer's input is counted with the layer. The weight is frozen, so the adapter saves the input.
         """
         if self.adapters is None:
             return 0.0
@@ -145,7 +145,7 @@ class LayerActivations:
         return total
 
     def _adapters_at_work(self, kind: Kind) -> float:
-        """Count the widest output of an adapter, and its product with the scale."""
+        """Count the widest adapter output, and the same output times the scale."""
         if self.adapters is None:
             return 0.0
         rows = [
@@ -174,23 +174,24 @@ class LayerActivations:
         return norm + (self.hidden if self._gates_shared else 0.0) + self._router() + self._experts(modules)
 
     def _norm(self, size: int, *, again: bool = False, split: bool = True, feeds_matrix: bool = True) -> float:
-        """Count the input of a norm and its output, which the next matrix keeps. ``split``: over tp by tokens."""
+        """Count the input of a norm, and its output, which the next linear layer saves. ``split``: tp splits the
+        tokens."""
         share = self.sequence if split else 1.0
         kept = self.kernels.width if self.kernels.fused else self._normed
         output = 1.0 if feeds_matrix and self.kernels.on_cpu else share
         return size * (share * kept + (0 if again else output * self.kernels.width))
 
     def _attention(self, modules: frozenset[str]) -> float:
-        """Count rotated queries and keys, values, the result and its softmax sums, and what norms of q and k keep."""
+        """Count rotated queries and keys, values, the output, softmax statistics, and activations of q and k norms."""
         dims, width, tp = self.dims, self.kernels.width, self.parallel.tp
         if self.plan.shape.mla:
             return self._latent_attention(modules)
         query = dims["Q"] / tp
         key = max(dims["K"] / tp, dims["K"] / dims["G"])
-        again = "core_attn" in modules  # from queries, keys and values, which are kept then too
+        again = "core_attn" in modules  # recomputed from queries, keys and values, which are saved then
         repeated = query if self.kernels.on_cpu and not again else key
         results = 2
-        if not self.kernels.fused and self.parallel.cp > 1:  # gathered for each of a sequence's two chunks; reordered
+        if not self.kernels.fused and self.parallel.cp > 1:  # gathered for both chunks of a sequence, and reordered
             repeated *= (1 + 2 * self.parallel.cp) / 2
             results = 3
         total = (results * query + 2 * repeated) * width + (0.0 if again else dims["A"] / tp * 4)
@@ -200,15 +201,15 @@ class LayerActivations:
             total += (query + key) * self._normed
             if width == 4 and self._qk_norm.shape[0] < dims["Q"]:
                 total += (query * (1 + self._gates_heads) + key) * 4  # keys are a view of the whole projection
-        if self._gates_heads:  # the gate in fp32, and what it multiplies
+        if self._gates_heads:  # the gate in fp32, and its input
             total += query * (4 + width)
         if self._has_sinks and not again:
-            total += self._scores * (6 if width == 2 else 4)  # all of them exist
+            total += self._scores * (6 if width == 2 else 4)  # unfused attention saves all scores
         return total + 2 * dims["D"] * (8 / width)  # sines and cosines
 
     def _delta_net(self, modules: frozenset[str]) -> float:
-        """Count a gated delta net and the norm before it: what each tap of the convolution sees, matrices of a chunk's
-        tokens by its tokens, keys and values before and behind them, and what the gated norm makes of the result."""
+        """Count a gated delta net and its input norm: the input of each convolution tap, the token-by-token matrices
+        of a chunk, their input and output keys and values, and the output of the gated norm."""
         d, width, exact = self.dims, self.kernels.width, self.kernels.width == 4
         key, value, heads, shared = d["k"], d["v"], d["m"], d["n"]
         rule = CHUNK * (4 * heads + 2 * shared) + heads * (4 * key + 3 * value + key * value / CHUNK + 7)
@@ -224,7 +225,7 @@ class LayerActivations:
         query, value = dims["U"] / tp, dims["O"] / tp
         latent = sum(self._norm(dims[rank], split=False) for rank in "CR")
         if self.kernels.on_cpu and tp > 1:
-            latent += dims["H"] * width  # both down projections keep the gathered input
+            latent += dims["H"] * width  # both down projections save the gathered input
         if self.kernels.fused:
             kept = value if "mla_up_proj" in modules else 2 * query + dims["W"] / tp + value
         elif "core_attn" in modules:
@@ -234,7 +235,7 @@ class LayerActivations:
         return latent + dims["A"] / tp * 4 + (kept + 4 * dims["P"]) * width
 
     def _gated(self, size: int, modules: frozenset[str]) -> float:
-        """Count gate and up rows of a gated feed-forward block of ``size``, and what the second matrix takes."""
+        """Count gate and up outputs of a gated feed-forward block of ``size``, and the input of its second matrix."""
         kept = 3 if self.kernels.fused else 5
         return size / self.parallel.tp * self.kernels.width * (2 if "mlp_act" in modules else kept)
 
@@ -242,20 +243,20 @@ class LayerActivations:
         return self.sequence * (self.dims["E"] * 4 * 2 + self.top_k * 16)
 
     def _experts(self, modules: frozenset[str]) -> float:
-        """Count tokens as the experts get them, gate and up rows, and what the second matrix takes."""
+        """Count the dispatched tokens, gate and up outputs of the experts, and the input of their second matrix."""
         size = self.dims["M"] / self.parallel.etp
         rows = (2 if "moe_act" in modules else 3) if self.kernels.fused else 5
         return self._dispatched() * (self.dims["H"] + rows * size) * self.kernels.width
 
     def _dispatched(self) -> float:
-        """Return the rows that this rank's experts get, for each of its tokens."""
+        """Return the rows dispatched to this rank's experts per token of the rank."""
         spread = IMBALANCE if self.parallel.ep > 1 else 1.0
         return self.top_k * spread * self.parallel.etp / self.parallel.tp
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Which activations are computed again in the backward pass (``transformer_config_kwargs.recompute_*``)."""
+    """Which activations the backward pass recomputes (``transformer_config_kwargs.recompute_*``)."""
 
     granularity: str | None = None
     method: str | None = None
@@ -276,10 +277,10 @@ class Recompute:
         )
 
 
-def kept_in_flight(
+def activations_in_flight(
     layers: LayerActivations, tokens: int, stage: int, recompute: Recompute, micro_batches: int
 ) -> float:
-    """Return the bytes that the micro-batches under way keep on a stage when the first of them turns back."""
+    """Return the activation bytes on a stage of all micro-batches in flight, when the first backward pass starts."""
     parallel, of = layers.parallel, layers.plan.shape.kinds
     chunks = [[of[layer] for layer in stage_layers(parallel, len(of), stage, c)] for c in range(parallel.vpp)]
     sizes = [_chunk(layers, kinds, recompute) * tokens for kinds in chunks]
@@ -293,7 +294,7 @@ def kept_in_flight(
 
 
 def _chunk(layers: LayerActivations, kinds: list[Kind], recompute: Recompute) -> float:
-    """Return the bytes per token that a chunk of layers keeps."""
+    """Return the bytes per token that a chunk of layers saves."""
     if recompute.granularity == "full":
         if recompute.method == "block":
             again = kinds[: recompute.layers]
@@ -303,7 +304,7 @@ def _chunk(layers: LayerActivations, kinds: list[Kind], recompute: Recompute) ->
 
 
 def working_set(layers: LayerActivations, tokens: int, recompute: Recompute) -> float:
-    """Return the bytes of the layer at work in the backward pass, beside what :func:`kept_in_flight` counts."""
+    """Return the bytes of the layer in its backward pass, in addition to :func:`activations_in_flight`."""
 
     def size(kind: Kind) -> float:
         if recompute.granularity == "full":
@@ -315,26 +316,26 @@ def working_set(layers: LayerActivations, tokens: int, recompute: Recompute) -> 
 
 
 def forward_set(layers: LayerActivations, tokens: int) -> float:
-    """Return the bytes of a pass without gradients: the layer at work, of which nothing is kept."""
+    """Return the bytes of a forward pass without gradients: those of the running layer."""
     return max(layers.forward(kind) for kind in set(layers.plan.shape.kinds)) * tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """How log-probs come from hidden states (``runtime/logprobs.py``)."""
+class HeadMemory:
+    """How log-probs are computed from hidden states (``runtime/logprobs.py``)."""
 
     chunk: int | None
-    """Tokens whose logits are turned into log-probs at a time; None: all."""
+    """Tokens whose log-probs are computed at a time; None: all."""
     fused: bool
-    """``fused_lm_head_logprob``: a chunk of logits exists at a time."""
+    """``fused_lm_head_logprob``: only one chunk of logits exists at a time."""
 
 
-def logits(layers: LayerActivations, tokens: int, head: Head, *, training: bool) -> float:
-    """Return the bytes of the last stage's head at work: logits, which their gradient is written over."""
+def logits(layers: LayerActivations, tokens: int, head: HeadMemory, *, training: bool) -> float:
+    """Return the bytes of the last stage's head: logits, which their gradient overwrites."""
     width, hidden = layers.kernels.width, layers.dims["H"]
     columns = -(-layers.dims["V"] // layers.parallel.tp)
     if not head.fused:
         return tokens * columns * width
-    sums = 4 if width < 4 else 0  # of the hidden states' gradient
+    sums = 4 if width < 4 else 0  # fp32 gradient of the hidden states
     gradients = columns * hidden * width + tokens * hidden * (2 * width + sums) if training else 0
     return min(head.chunk or tokens, tokens) * columns * width + gradients

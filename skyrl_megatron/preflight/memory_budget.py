@@ -1,11 +1,9 @@
-"""Does a run fit? The memory budget of every GPU and node, its report, and the nearest settings that fit.
+"""The memory budget of every GPU and node, its report, and the nearest settings that fit.
 
-Read bottom up: ``parameters.py`` counts what ranks hold of a model, ``adapters.py`` of low-rank adapters,
-``optimizer.py`` what Megatron's optimizers keep of both, ``layers.py`` and ``activations.py`` what a micro-batch
-takes, ``roles.py`` all of that for a role, ``engines.py`` what an engine takes. ``phases.py`` puts them together for
-each GPU, ``host.py`` for each node,
-``budget.py`` holds them against what there is (``limits.py``), ``nearest.py`` finds what to change. Nothing is built
-and nothing started: all of it follows from ``config.json`` and the configuration.
+``memory_parameters.py`` counts the parameters, gradients, optimizer states and adapters of each rank,
+``memory_activations.py`` the memory of a micro-batch, and ``memory_phases.py`` combines both with the engines for each
+phase of a run. This file compares the result with the available memory. Everything is computed from ``config.json``
+and the configuration; no model is built.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from bridges.errors import BridgeError
 from bridges.plan import Plan
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import get_path, owner_of
-from skyrl_megatron.config.hardware import _UNITS
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.roles import active_roles, adapter_configs, trains_draft
 from skyrl_megatron.config.rules.placement_rules import placement_problems
@@ -32,31 +29,31 @@ from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTa
 from skyrl_megatron.preflight.memory_phases import (
     FRAGMENTATION,
     TRAINING,
-    Phase,
+    PhaseMemory,
     RoleModel,
     gpu_phases,
     node_phase,
     role_models,
 )
+from skyrl_megatron.preflight.option_checks import GPU_MEMORY, HOST_MEMORY
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run takes of each GPU and each node."""
+    """Memory of a run on each GPU and each node."""
 
     models: dict[str, RoleModel]
-    gpus: tuple[Phase, ...]
-    node: Phase
+    gpus: tuple[PhaseMemory, ...]
+    node: PhaseMemory
     hardware: Hardware
 
     @classmethod
     def of(cls, cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], hardware: Hardware) -> Budget:
-        """Sum it up. ``cfg`` must be valid but for memory; ``tables``: role → its parameters."""
+        """Compute the budget. ``cfg`` must be valid except for its memory; ``tables``: role → its parameters."""
         models = role_models(cfg, tables)
         return cls(
             models,
@@ -65,33 +62,33 @@ class Budget:
             hardware,
         )
 
-    def limit(self, phase: Phase) -> int | None:
-        """Return the bytes that a phase may take; None where nobody said."""
+    def limit(self, phase: PhaseMemory) -> int | None:
+        """Return the bytes available to a phase; None if unknown."""
         whole = self.hardware.host_bytes if phase is self.node else self.hardware.gpu_bytes
         return whole if phase.limit is None else phase.limit
 
-    def excess(self, phase: Phase) -> int:
-        """Return the bytes by which a phase is too large; 0 or less where it fits or nothing is known."""
+    def excess(self, phase: PhaseMemory) -> int:
+        """Return the bytes by which a phase is too large; 0 or less if it fits or the limit is unknown."""
         limit = self.limit(phase)
         return 0 if limit is None else phase.total - limit
 
-    def fullest(self) -> list[Phase]:
+    def fullest(self) -> list[PhaseMemory]:
         """Return the fullest GPU of each phase, in the order of a step, and the node."""
-        found: dict[tuple[str, bool], Phase] = {}
+        found: dict[tuple[str, bool], PhaseMemory] = {}
         for phase in self.gpus:
             key = (phase.name, phase.where.startswith("rank"))
             if key not in found or phase.total > found[key].total:
                 found[key] = phase
         return [*found.values(), self.node]
 
-    def too_large(self) -> list[Phase]:
+    def too_large(self) -> list[PhaseMemory]:
         """Return the phases that do not fit, the worst of each kind first."""
         return sorted((p for p in self.fullest() if self.excess(p) > 0), key=self.excess, reverse=True)
 
 
 def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
-    """Read the parameters of each role's model, by role; without those of the hub whose ``config.json`` is not in its
-    cache. Raises ConfigError for a model that is not supported."""
+    """Return role → parameters of its model. A hub model whose ``config.json`` is not in the cache is left out. Raises
+    ConfigError for an unsupported model."""
     tables: dict[str, ParameterTable] = {}
     read: dict[str, ParameterTable] = {}
     for role in active_roles(cfg):
@@ -117,9 +114,9 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
 
 
 TRIES = 3000
-"""Settings that it tries, the cheapest first."""
+"""Maximum number of combinations that :func:`nearest` tries, the cheapest first."""
 CHANGES = 4
-"""Settings that it changes at most."""
+"""Maximum number of settings that :func:`nearest` changes at a time."""
 
 _M = "trainer.policy.megatron_config."
 _E = "generator.inference_engine."
@@ -127,7 +124,7 @@ _E = "generator.inference_engine."
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """One thing that may be set otherwise, with what it costs: speed, then exactness."""
+    """A change of one or several settings, and its relative cost in speed and exactness."""
 
     settings: Mapping[str, Any]
     cost: int
@@ -141,11 +138,11 @@ class Adjustment:
 def nearest(
     cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], hardware: Hardware
 ) -> tuple[Adjustment, ...] | None:
-    """Return the cheapest changes under which the run fits; None where none of those tried does."""
+    """Return the cheapest changes with which the run fits; None if no tried combination fits."""
     knobs = [list(knob) for knob in _knobs(cfg, tables, hardware)]
     knobs = [knob for knob in knobs if knob]
     tries = sorted(_combinations(knobs), key=lambda changes: sum(change.cost for change in changes))
-    original = pickle.dumps(cfg)  # read back ten times as fast as copied
+    original = pickle.dumps(cfg)  # unpickling is ten times as fast as copy.deepcopy
     for changes in tries[:TRIES]:
         changed = _changed(pickle.loads(original), changes)
         if _is_valid(changed, tables, hardware) and not Budget.of(changed, tables, hardware).too_large():
@@ -181,7 +178,7 @@ def _is_valid(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], hardware
 def _knobs(
     cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], hardware: Hardware
 ) -> Iterator[Iterator[Adjustment]]:
-    """Yield for each thing that can be changed its other values."""
+    """Yield the possible adjustments of each setting."""
     yield _recomputation(cfg)
     yield _tokens(cfg)
     yield _engine_share(cfg)
@@ -228,7 +225,7 @@ def _engine_share(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
 
 
 def _engine_width(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
-    """Engines of more GPUs, as many GPUs in all."""
+    """Fewer engines with more GPUs each; the number of GPUs is unchanged."""
     engine = cfg.generator.inference_engine
     tp, count, cost = engine.tensor_parallel_size, engine.num_engines, 2
     while engine.run_engines_locally and count % 2 == 0 and tp < 16:
@@ -247,7 +244,7 @@ def _degree(cfg: SkyRLTrainConfig, name: str, most: int, cost: int) -> Iterator[
 
 
 def _optimizer(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Adjustment]:
-    """Adam on the host, or with a smaller state."""
+    """Adam on the host, or with a smaller optimizer state."""
     kwargs = cfg.trainer.policy.megatron_config.optimizer_config_kwargs
     key = f"{_M}optimizer_config_kwargs."
     now = float(kwargs.get("optimizer_offload_fraction") or 0) if kwargs.get("optimizer_cpu_offload") else 0.0
@@ -274,64 +271,68 @@ def _offload(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
 
 
 def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
-    """Write checkpoints from the GPUs instead of from a copy on the host."""
+    """Write checkpoints from GPU memory instead of from a copy in host memory."""
     key = f"{_M}async_dist_ckpt_save"
     if get_path(cfg, key):
         yield Adjustment({key: False}, 1)
 
 
 NAMED_IN_MESSAGES = 4
-LEAST_ROOM = 4 * 10**9
-"""Bytes under which a training step may run out of memory that its parts leave free: segments of the caching allocator
-that no tensor fits into, and experts that get more tokens than is counted."""
+MIN_HEADROOM = 4 * 10**9
+"""Minimum free bytes in a training phase. With less, fragmentation of the caching allocator or an expert imbalance
+above the estimate can exhaust memory."""
 
 
 def gigabytes(count: float) -> str:
-    """Write a number of bytes with the unit that suits it, decimal."""
+    """Format a number of bytes with a decimal unit."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"
 
 
-def lines(budget: Budget) -> Iterator[str]:
-    """Yield the fullest GPU of each phase and the node, part by part, with the room that is left."""
+def report_lines(budget: Budget) -> Iterator[str]:
+    """Yield the memory of the fullest GPU of each phase and of the fullest node, item by item, with the free
+    memory."""
     for phase in budget.fullest():
         limit = budget.limit(phase)
-        of = "" if limit is None else f" of {gigabytes(limit)}, room {gigabytes(limit - phase.total)}"
+        left = 0 if limit is None else limit - phase.total
+        balance = f"{gigabytes(left)} free" if left >= 0 else f"{gigabytes(-left)} too much"
+        of = "" if limit is None else f" of {gigabytes(limit)}, {balance}"
         yield f"{phase.name}, {phase.where}: {gigabytes(phase.total)}{of}"
         for part in sorted(phase.parts, key=lambda part: -part.nbytes):
             yield f"  {gigabytes(part.nbytes):>11}  {part.what}"
-    yield from _room(budget)
+    yield from _headroom(budget)
 
 
-def _room(budget: Budget) -> Iterator[str]:
-    """Yield what the fullest training phase leaves for what is not counted, and what makes it more where it is
-    little."""
+def _headroom(budget: Budget) -> Iterator[str]:
+    """Yield the free memory of the fullest training phase, and a warning with a fix if it is small."""
     training = [phase for phase in budget.fullest() if phase.name.endswith(TRAINING)]
     fullest = max(training, key=budget.excess, default=None)
     if fullest is None or (limit := budget.limit(fullest)) is None:
         return
-    room, trainer = limit - fullest.total, next(iter(budget.models.values())).cfg.trainer
-    counted = f"of activations {FRAGMENTATION:.0%}"
+    headroom, trainer = limit - fullest.total, next(iter(budget.models.values())).cfg.trainer
+    if headroom < 0:  # reported as a problem
+        return
+    included = f"{FRAGMENTATION:.0%} of activations for fragmentation"
     if any(model.parallel.ep > 1 for model in budget.models.values()):
-        counted += f", of experts' tokens {IMBALANCE:g} times the average"
+        included += f", {IMBALANCE:g} times the average tokens per expert rank"
     yield (
-        f"room for fragmentation and expert imbalance beyond what is counted ({counted}): {gigabytes(room)}, in "
+        f"headroom beyond the estimate (which includes {included}): {gigabytes(headroom)}, in "
         f"{fullest.name}, {fullest.where}"
     )
-    if room < LEAST_ROOM:
+    if headroom < MIN_HEADROOM:
         key = (
             "max_tokens_per_microbatch" if trainer.max_tokens_per_microbatch > 0 else "micro_train_batch_size_per_gpu"
         )
         yield (
-            f"warning: less than {gigabytes(LEAST_ROOM)} of room: a step with uneven experts may run out of memory; "
-            f"lower trainer.{key} ({getattr(trainer, key)})"
+            f"warning: the headroom is below {gigabytes(MIN_HEADROOM)}, so a step with imbalanced experts may run out "
+            f"of memory: lower trainer.{key} ({getattr(trainer, key)})"
         )
 
 
-def problems(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], budget: Budget) -> Iterator[Problem]:
-    """Yield a problem for each phase that does not fit, the worst one with the nearest setting that does."""
+def memory_problems(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], budget: Budget) -> Iterator[Problem]:
+    """Yield a problem for each phase that does not fit. The worst one names the nearest setting that fits."""
     found = budget.too_large()
     if not found:
         return
@@ -340,17 +341,17 @@ def problems(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], budget: B
         larger = (
             f"nodes with {gigabytes(budget.node.total)}" if found == [budget.node] else "more GPUs, or larger ones"
         )
-        fix = f"no other setting was found that fits: take {larger}"
+        fix = f"no other setting was found that fits: use {larger}"
     else:
         fix = "the nearest setting that fits: " + " ".join(str(change) for change in changes)
     for number, phase in enumerate(found):
         limit = budget.limit(phase)
         assert limit is not None
-        key = "host memory" if phase is budget.node else "GPU memory"
+        key = HOST_MEMORY if phase is budget.node else GPU_MEMORY
         yield Problem(key, gigabytes(limit), _needs(phase, limit) + (f"; {fix}" if number == 0 else ""))
 
 
-def _needs(phase: Phase, limit: int) -> str:
+def _needs(phase: PhaseMemory, limit: int) -> str:
     largest = sorted(phase.parts, key=lambda part: -part.nbytes)[:NAMED_IN_MESSAGES]
     named = ", ".join(f"{part.what} {gigabytes(part.nbytes)}" for part in largest)
     more = " …" if len(phase.parts) > len(largest) else ""

@@ -1,16 +1,14 @@
-"""Memory of parameters, gradients, optimizer states and adapters on each rank, from the model's table and the layout.
+"""Memory of parameters, gradients, optimizer states and adapters on each rank, from the model's plan and the layout.
 
-No model is built.
+No model is built. The plan (``bridges/``) contains every Megatron parameter with its global shape and split, so the
+counts equal those of the built model.
 
-The table (``bridges/``) names every Megatron parameter with its global shape and split, so that the counts are those
-of the built model exactly.
+The optimizer follows megatron/core 0.19: gradient buffers (distributed/param_and_grad_buffer.py), the distributed
+optimizer, which shards its state over the ranks that sum a gradient (optimizer/distrib_optimizer.py), the
+precision-aware optimizer, whose state is Transformer Engine's, and CPU offloading (optimizer/cpu_offloading).
 
-Read off megatron/core 0.19: gradient buffers (distributed/param_and_grad_buffer.py), the distributed optimizer, which
-shards its state over the ranks that sum a gradient (optimizer/distrib_optimizer.py), the precision-aware one, whose
-state is Transformer Engine's, and the one that updates a part on the host (optimizer/cpu_offloading).
-
-Sizes are those of ``runtime/lora/attach.py``: A [rank, in] and B [out, rank] beside each selected map, split
-as the map.
+Adapters follow ``runtime/lora/attach.py``: A [rank, in] and B [out, rank] for each selected linear layer, with the
+same split.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageParameters:
-    """Numbers of elements that each rank of one pipeline stage holds."""
+    """Number of elements on each rank of one pipeline stage."""
 
     dense: int
     """Parameters whose gradients are summed over dp·cp: all but the experts."""
@@ -44,17 +42,19 @@ class StageParameters:
     buffers: int
     """Elements of fp32 buffers (router biases)."""
     router: int = 0
-    """Those of ``dense`` that ``freeze_moe_router`` freezes."""
+    """Router weights, part of ``dense``, which ``freeze_moe_router`` freezes."""
     pinned_rounding: float = 1.0
-    """Memory of a copy whose parameters are each rounded up to a power of two, over that of the parameters."""
+    """Size of a pinned copy, in which each parameter is rounded up to a power of two, over the exact size."""
     scaled: int = 0
-    """Those that are kept in the 8 bits of their checkpoint, where nothing of the model learns."""
+    """Frozen parameters that stay in the 8-bit format of the checkpoint."""
     scales: int = 0
-    """The fp32 scales of those."""
+    """fp32 scales of the 8-bit parameters."""
     made: int = 0
-    """Most elements of those that a linear map, or all experts of a layer, make of it to compute."""
+    """Maximum number of 8-bit elements that are dequantised at a time: those of a linear layer, or of all experts of a
+    layer."""
     indexer: int = 0
-    """Those of ``dense`` that choose keys, which are frozen unless ``dsa_indexer_loss_coeff`` trains them."""
+    """Weights of the sparse-attention indexer, part of ``dense``, which are frozen without
+    ``dsa_indexer_loss_coeff``."""
 
     @property
     def parameters(self) -> int:
@@ -64,7 +64,7 @@ class StageParameters:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A tensor that is alike in several layers, or in all experts of a layer."""
+    """A tensor with the same shape in several layers, or in all experts of a layer."""
 
     entry: Entry
     layers: frozenset[int]
@@ -80,7 +80,8 @@ class _Row:
 
 
 class ParameterTable:
-    """The distinct tensors of a model, each with the layers that have it: counts in any layout take microseconds."""
+    """The distinct tensors of a model, each with the layers that have it. Counting them in a layout takes
+    microseconds."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.experts = plan, plan.shape.dims.get("E", 0)
@@ -95,23 +96,23 @@ class ParameterTable:
         self.hf_config: dict[str, Any] = plan.family.config(plan.hf_config).to_dict()
         """config.json with transformers' defaults filled in."""
         self.top_k = int(self.hf_config.get("num_experts_per_tok") or 0)
-        """Experts that a token visits."""
+        """Number of experts per token."""
         self.of_layers = {row.entry.name.partition("layers.")[2].partition(".")[2]: row.entry for row in self._rows}
-        """Name within a layer → a tensor of that name."""
+        """Name within a layer → one tensor of that name."""
         self.adapters: Sequence[AdapterTable] = ()
-        """Adapters that the policy's model gets."""
+        """Adapters of the policy."""
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.plan.shape.moe)
 
     def total(self) -> int:
-        """Count the parameters of the whole model, vocabulary not padded, tied embeddings once."""
+        """Count the parameters of the whole model, without vocabulary padding, tied embeddings once."""
         return self._count(self.experts)
 
     def active(self, top_k: int) -> int:
-        """Count the parameters that take part in one token: of the routed experts, ``top_k`` of each layer."""
+        """Count the active parameters per token: ``top_k`` routed experts of each layer, and everything else."""
         return self._count(top_k)
 
     def _count(self, experts: int) -> int:
@@ -124,10 +125,11 @@ class ParameterTable:
     def stage(
         self, parallel: ParallelConfig, stage: int, *, value_head: bool = False, te: bool = False, frozen: bool = False
     ) -> StageParameters:
-        """Count the parameters on each rank of pipeline stage ``stage`` (all its chunks; each rank holds as many).
+        """Count the parameters on each rank of pipeline stage ``stage``, with all its chunks.
 
-        ``value_head``: a critic, whose last stage has a row of hidden size instead of the output layer. ``te``: layers
-        of Transformer Engine, which keep MLA's down projections whole on every rank. ``frozen``: a base of adapters.
+        ``value_head``: a critic, whose last stage has one row instead of the output layer. ``te``: Transformer
+        Engine's layers, which replicate the down projections of MLA on every rank. ``frozen``: the base model of
+        adapters.
         """
         layers = {
             layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
@@ -170,8 +172,8 @@ class ParameterTable:
         )
 
     def _scales(self, entry: Entry, over: int) -> int:
-        """Count the scales of a weight on the rank, ``over`` ranks sharing it, that has the most; 0 where it is not
-        kept in 8 bits."""
+        """Count the scales of a weight that ``over`` ranks split, on the rank with the most; 0 if the weight is not
+        in 8 bits."""
         pieces = [(piece.name, piece.shape) for piece in entry.hf]
         if self.quantisation is None or not entry.can_be_scaled:
             return 0
@@ -189,8 +191,8 @@ class ParameterTable:
     def engine_rank(self, tp: int, pp: int, ep: int) -> int:
         """Count the parameters on the fullest rank of an engine with these degrees.
 
-        vLLM splits what Megatron splits over tp, its experts over ``ep`` ranks where that is more than one, and deals
-        out layers evenly; key-value heads are repeated where there are fewer of them than ranks.
+        vLLM splits over tp what Megatron splits over tp, and experts over ``ep`` ranks if that is above 1. It splits
+        layers evenly into stages, and replicates key-value heads if there are fewer heads than ranks.
         """
         share, dims = -(-self.layers // pp), self.plan.shape.dims
         inner = outer = 0.0
@@ -225,7 +227,7 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes that each rank of one pipeline stage holds for one role."""
+    """Bytes on each rank of one pipeline stage for one role."""
 
     weights: int
     gradients: int = 0
@@ -234,16 +236,16 @@ class RankBytes:
     buffers: int = 0
     """fp32 buffers of the model: router biases."""
     step: int = 0
-    """Beside all that while the optimizer steps: fp32 copies of gradients that are not fp32."""
+    """Additional memory of an optimizer step: fp32 copies of gradients that are not fp32."""
     unscaled: int = 0
-    """On the host while a checkpoint is saved or loaded: fp32 copies of state that the optimizer keeps in less."""
+    """Host memory while a checkpoint is saved or loaded: fp32 copies of optimizer state in lower precision."""
     host_optimizer: int = 0
-    """What ``optimizer_cpu_offload`` keeps on the host: master weights, moments and gradients, those that are pinned
-    rounded up to powers of two as torch's allocator does."""
+    """Host memory of ``optimizer_cpu_offload``: master weights, moments and gradients. Pinned tensors are rounded up
+    to powers of two, as PyTorch's allocator does."""
 
     @property
     def device(self) -> int:
-        """Everything in device memory, from one step to the next."""
+        """Device memory that stays allocated between steps."""
         return self.weights + self.gradients + self.optimizer + self.buffers
 
 
@@ -256,8 +258,8 @@ def rank_bytes(
     trained: bool,
     adapters: Factors | None = None,
 ) -> RankBytes:
-    """Return the bytes of each rank of a stage. ``trained``: with gradients and optimizer; where there are
-    ``adapters``, of those alone."""
+    """Return the bytes on each rank of a stage. ``trained``: include gradients and optimizer state; with ``adapters``,
+    only those of the adapters."""
     width = 2 if bf16 else _FP32
     weights, buffers = (count.parameters - count.scaled) * width, count.buffers * _FP32
     weights += count.scaled + count.scales * _FP32
@@ -291,32 +293,33 @@ def rank_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Bytes of Adam's state for each parameter of a shard."""
+    """Bytes of Adam's state per parameter of a shard."""
 
     device: int
-    """Of those that are updated on the device."""
+    """Device memory of parameters that are updated on the device."""
     kept: int = 0
-    """On the device whichever side updates it."""
+    """Device memory of all parameters, also of those updated on the host."""
     host: int = 0
-    """Of those that are updated on the host, in pageable memory there."""
+    """Pageable host memory of parameters that are updated on the host."""
     pinned: int = 0
-    """And in pinned memory."""
+    """Pinned host memory of parameters that are updated on the host."""
     offloaded: float = 0.0
-    """Share of the parameters that is updated on the host."""
+    """Share of the parameters that are updated on the host."""
     copied: float = 1.0
-    """Share of the gradients that is copied to fp32 on the device, unless they are fp32."""
+    """Share of the gradients that are copied to fp32 on the device, unless they are fp32."""
     unscaled: int = 0
-    """Of fp32 copies that a checkpoint makes (``runtime/checkpoint/rank_state.py``)."""
+    """fp32 copies that a checkpoint makes (``runtime/checkpoint/rank_state.py``)."""
 
 
 def _state(options: Mapping[str, Any], bf16: bool) -> _State:
     aware = bool(options.get("use_precision_aware_optimizer"))
     if options.get("optimizer_cpu_offload"):
         offloaded = float(options.get("optimizer_offload_fraction") or 0.0)
-        # Its moments are fp32 whatever the options say. On the host: master weight, gradient and two moments.
-        if aware:  # the master weight is made from a pinned bf16 copy, whose memory the allocator keeps
+        # Moments are fp32 regardless of the options. On the host: master weight, gradient and two moments.
+        if aware:  # the master weight is created from a pinned bf16 copy, whose memory the allocator keeps
             return _State(device=12, host=12, pinned=6, offloaded=offloaded, copied=1.0 - offloaded)
-        # The distributed optimizer makes fp32 master weights on the device, which stay there beside those on the host.
+        # The distributed optimizer creates fp32 master weights on the device, which stay there in addition to the
+        # host's.
         return _State(device=8, kept=_FP32 if bf16 else 0, host=8, pinned=8, offloaded=offloaded)
     if not aware:
         return _State(device=12 if bf16 else 8)
@@ -330,54 +333,54 @@ def _state(options: Mapping[str, Any], bf16: bool) -> _State:
 
 
 def _width_of(dtype: object) -> int:
-    """Return the bytes of a torch dtype or its name; fp32 where none is given. FP8 has two, because Transformer Engine
-    makes the transpose beside it (``runtime/offload.py``), but on Blackwell."""
+    """Return the bytes of a torch dtype or its name; those of fp32 if it is None. FP8 takes two bytes, because, except
+    on Blackwell, Transformer Engine also stores the transpose (``runtime/offload.py``)."""
     return {"float16": 2, "bfloat16": 2, "uint8": 2}.get(_torch_name(dtype), _FP32)
 
 
 def _is_scaled(dtype: object) -> bool:
-    """Tell whether state of this type has a scale beside it, without which a checkpoint stores it."""
+    """Return whether state of this dtype has a scale. A checkpoint stores such state in fp32, without the scale."""
     return _torch_name(dtype) in ("float16", "uint8")
 
 
 def _torch_name(dtype: object) -> str:
-    """Return torch's name of a type that is given by any of its names."""
+    """Return torch's name of a dtype, given by any of its names."""
     name = str(dtype).removeprefix("torch.")
     return OPTIMIZER_DTYPES.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMap:
-    """A linear map with an adapter, alike in several layers and all experts of a layer."""
+    """A linear layer with an adapter, of the same shape in several layers and in all experts of a layer."""
 
     entry: Entry
     layers: frozenset[int]
     """Empty for embedding and output layer."""
     share: float
-    """Of its rows that are adapted; below 1 where only some projections are."""
+    """Share of its rows that are adapted; below 1 if only some of its projections are."""
     pairs: int
-    """Pairs of factors: one, or one for each adapted projection (``canonical_lora``)."""
+    """Number of A-B pairs: one, or one per adapted projection (``canonical_lora``)."""
     projections: int
-    """HF projections that are adapted."""
+    """Number of adapted HF projections."""
     rank: int
     shared: str | None
-    """The factor (``A`` or ``B``) that all experts of a layer have in common."""
+    """The matrix (``A`` or ``B``) that all experts of a layer share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Numbers of elements of the factors on a rank of a stage."""
+    """Number of adapter elements (A and B matrices) on a rank of a stage."""
 
     dense: int
-    """Of those whose gradients are summed over dp·cp."""
+    """Elements whose gradients are summed over dp·cp."""
     expert: int
-    """Of those whose gradients are summed over edp."""
+    """Elements whose gradients are summed over edp."""
     gathered: int
-    """Of what a merged sync gathers: every projection's factors, whole."""
+    """Elements that a merged weight sync gathers: the unsharded A and B of every projection."""
 
     @property
     def parameters(self) -> int:
-        """All factors of a rank."""
+        """All adapter elements of a rank."""
         return self.dense + self.expert
 
     def __add__(self, other: Factors) -> Factors:
@@ -394,7 +397,7 @@ class AdapterTable:
 
     @classmethod
     def of(cls, cfg: SkyRLTrainConfig, plan: Plan, top_k: int) -> AdapterTable:
-        """Read ``policy.model.lora`` and ``lora_config``. Raises ConfigError for modules that there are not."""
+        """Read ``policy.model.lora`` and ``lora_config``. Raises ConfigError for unknown modules."""
         selection = configured_selection(cfg, plan).modules
         lora, megatron = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config
         how = megatron.lora_config
@@ -423,7 +426,7 @@ class AdapterTable:
         return cls(tuple(maps), plan, lora.dropout > 0)
 
     def stage(self, parallel: ParallelConfig, stage: int, *, te: bool) -> Factors:
-        """Count the factors on each rank of a pipeline stage."""
+        """Count the adapter elements on each rank of a pipeline stage."""
         count = len(self.plan.shape.moe)
         layers = {layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, count, stage, chunk)}
         experts = self.plan.shape.dims.get("E", 0)
@@ -446,14 +449,14 @@ class AdapterTable:
         return Factors(dense, expert, gathered)
 
     def in_layer(self, kind: tuple[bool, str]) -> Iterator[AdaptedMap]:
-        """Yield the adapted maps of a layer of a kind (``ModelShape.kinds``)."""
+        """Yield the adapted linear layers of a layer of this kind (``ModelShape.kinds``)."""
         kinds = self.plan.shape.kinds
         yield from (each for each in self.maps if any(kinds[layer] == kind for layer in each.layers))
 
 
 def slot_bytes(cfg: SkyRLTrainConfig, plan: Plan, pairs: Pairs, width: int) -> int:
-    """Count what each rank of an engine holds for the versions of adapters: vLLM makes room for the largest rank in
-    each module that some adapter has, in every slot (vllm/lora/layers, ``create_lora_weights``)."""
+    """Return the bytes of adapter slots on each rank of an engine: in every slot, vLLM allocates the largest rank for
+    each module that any adapter has (vllm/lora/layers, ``create_lora_weights``)."""
     engine = cfg.generator.inference_engine
     slots = adapter_slots(pairs, engine.engine_init_kwargs.get("max_loras"))
     assert slots is not None
@@ -472,13 +475,13 @@ def slot_bytes(cfg: SkyRLTrainConfig, plan: Plan, pairs: Pairs, width: int) -> i
 
 
 def received_bytes(pairs: Pairs, width: int) -> int:
-    """Count the factors that an engine's worker receives of all adapters, beside those that it holds."""
+    """Return the bytes of all adapters that an engine worker receives, in addition to its slots."""
     of_all = (pair for own in pairs.values() for pair in own.values())
     return sum((pair.experts or 1) * pair.rank * (pair.rows + pair.columns) for pair in of_all) * width
 
 
 def _sizes(each: AdaptedMap, over: int, te: bool) -> tuple[int, int]:
-    """Return the elements of A and of B on a rank, ``over`` ranks sharing the map."""
+    """Return the elements of A and of B on a rank, if ``over`` ranks split the linear layer."""
     entry = each.entry.whole() if te and each.entry.split.whole_under_te else each.entry
     rows, columns = local_shape(entry, over)
     return each.pairs * each.rank * columns, math.ceil(rows * each.share) * each.rank

@@ -1,7 +1,7 @@
-"""What is in the memory of each GPU and each node in each phase of a run: roles, engines, offloaded states.
+"""Memory of each GPU and each node in each phase of a run: roles, engines, offloaded states.
 
-With ``colocate_all`` trainer and engines take turns (ARCHITECTURE.md, decision 14); otherwise each GPU has the phases
-of those who live on it. What a role keeps on the GPU in a phase is :func:`resident`, and nowhere else.
+With ``colocate_all`` trainer and engines take turns (docs/decisions/0007); otherwise each GPU has only the phases of
+the roles or the engine on it. :func:`resident` alone decides what a role keeps on the GPU in a phase.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from skyrl_megatron.config.roles import (
 from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.preflight.memory_activations import (
-    Head,
+    HeadMemory,
     Kernels,
     LayerActivations,
     Recompute,
+    activations_in_flight,
     forward_set,
-    kept_in_flight,
     logits,
     working_set,
 )
@@ -65,7 +65,7 @@ LOCAL_LAYERS = frozenset(
         "qwen3_next",
     }
 )
-"""Families that Transformer Engine's layers cannot express: they use ours on GPUs too."""
+"""Families that Transformer Engine's layers do not support. They use this package's layers on GPUs too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class RoleModel:
 
     @classmethod
     def of(cls, cfg: SkyRLTrainConfig, role: str, table: ParameterTable, *, on_cpu: bool = False) -> RoleModel:
-        """Lay out a role's model as ``cfg`` says, with the kernels of a GPU or of a CPU."""
+        """Build from the role's section of ``cfg``, with the kernels of a GPU or a CPU."""
         asked = getattr(cfg.trainer, role).megatron_config.transformer_config_kwargs.get("transformer_impl")
         fused = not on_cpu and table.plan.family.model_type not in LOCAL_LAYERS and asked != "local"
         kernels = Kernels(2 if cfg.trainer.bf16 and not on_cpu else 4, fused, on_cpu=on_cpu)
@@ -88,33 +88,33 @@ class RoleModel:
 
     @property
     def trained(self) -> bool:
-        """Whether it has gradients and an optimizer."""
+        """Whether the role has gradients and an optimizer."""
         return not is_frozen(self.role)
 
     @property
     def settings(self) -> Any:
-        """Its section of the configuration."""
+        """The role's section of the configuration."""
         return getattr(self.cfg.trainer, self.role)
 
     @functools.cached_property
     def layers(self) -> LayerActivations:
-        """Bytes per token of its layers."""
+        """Activation bytes per token of the model's layers."""
         longest = longest_sequence(self.cfg)
         return LayerActivations(self.table, self.parallel, self.kernels, longest=longest, adapters=self.adapters)
 
     @functools.cached_property
     def recompute(self) -> Recompute:
-        """What is computed again."""
+        """Which activations are recomputed."""
         kwargs = self.settings.megatron_config.transformer_config_kwargs
         return Recompute.of(kwargs, enabled=self.cfg.trainer.gradient_checkpointing and self.trained)
 
     def parameters(self, stage: int) -> StageParameters:
-        """Count the parameters of a rank of a stage."""
+        """Count the parameters on a rank of a stage."""
         head, frozen = self.role == "critic", self.adapters is not None
         return self.table.stage(self.parallel, stage, value_head=head, te=self.kernels.fused, frozen=frozen)
 
     def state(self, stage: int) -> RankBytes:
-        """Return what a rank of a stage holds from step to step."""
+        """Return the memory that a rank of a stage keeps between steps."""
         return self._states[stage]
 
     @functools.cached_property
@@ -134,13 +134,12 @@ class RoleModel:
 
     @property
     def adapters(self) -> AdapterTable | None:
-        """The adapters that it computes with, the largest of several, which take turns; None where all of it is
-        trained, or nothing."""
+        """The adapter that a pass computes with, the largest of several; None without adapters."""
         tables = self.table.adapters if self.role == "policy" else ()
         return max(tables, key=lambda table: self._factors(table, 0).parameters, default=None)
 
     def factors(self, stage: int) -> Factors | None:
-        """Count the factors of all adapters on a rank of a stage; None without adapters."""
+        """Count the elements of all adapters on a rank of a stage; None without adapters."""
         tables = self.table.adapters if self.role == "policy" else ()
         return sum((self._factors(table, stage) for table in tables), Factors(0, 0, 0)) if tables else None
 
@@ -148,7 +147,7 @@ class RoleModel:
         return table.stage(self.parallel, stage, te=self.kernels.fused)
 
     def tokens(self, *, training: bool) -> int:
-        """Return the tokens of a micro-batch on a rank."""
+        """Return the maximum number of tokens of a micro-batch on a rank."""
         trainer = self.cfg.trainer
         rows = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
         longest = self.parallel.alignment * -(-longest_sequence(self.cfg) // self.parallel.alignment)
@@ -156,7 +155,7 @@ class RoleModel:
         return -(-most // self.parallel.cp)
 
     def micro_batches(self) -> int:
-        """Return the micro-batches of an optimizer step on a replica, at least."""
+        """Return the minimum number of micro-batches of an optimizer step on a replica."""
         trainer = self.cfg.trainer
         mini = trainer.critic_mini_batch_size if self.role == "critic" else trainer.policy_mini_batch_size
         rows = mini * self.cfg.generator.n_samples_per_prompt // max(self.parallel.dp, 1)
@@ -166,73 +165,73 @@ class RoleModel:
         return max(1, rows // trainer.micro_train_batch_size_per_gpu)
 
     def training(self, stage: int) -> int:
-        """Return the bytes of a training pass beside the state: kept activations and the larger of a layer at work
-        and the head."""
+        """Return the bytes of a training pass in addition to the state: saved activations, and the larger of a running
+        layer and the head."""
         tokens = self.tokens(training=True)
-        kept = kept_in_flight(self.layers, tokens, stage, self.recompute, self.micro_batches())
+        kept = activations_in_flight(self.layers, tokens, stage, self.recompute, self.micro_batches())
         layer = working_set(self.layers, tokens, self.recompute) + self._made(stage)
         return int(kept + max(layer, self._head(stage, tokens, True)))
 
     def forward(self, stage: int) -> int:
-        """Return the bytes of a pass without gradients beside the weights."""
+        """Return the bytes of a pass without gradients, in addition to the weights."""
         tokens = self.tokens(training=False)
         return int(max(forward_set(self.layers, tokens) + self._made(stage), self._head(stage, tokens, False)))
 
     def _made(self, stage: int) -> int:
-        """Return the bytes of a weight that is made of 8 bits, and of what it is made by."""
+        """Return the bytes of a weight dequantised from 8 bits, and of the temporary tensors for it."""
         made = self.parameters(stage).made
         return made * self.kernels.width + 2 * 4 * min(made, BAND)
 
     def _head(self, stage: int, tokens: int, training: bool) -> float:
         if stage != self.parallel.pp - 1 or self.role == "critic":
             return 0.0
-        head = Head(self.cfg.trainer.logprobs_chunk_size, self.cfg.trainer.fused_lm_head_logprob)
+        head = HeadMemory(self.cfg.trainer.logprobs_chunk_size, self.cfg.trainer.fused_lm_head_logprob)
         return logits(self.layers, tokens, head, training=training)
 
 
 def role_models(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable]) -> dict[str, RoleModel]:
-    """Lay out every role's model. ``tables``: role → its parameters."""
+    """Return role → model in its layout. ``tables``: role → its parameters."""
     return {role: RoleModel.of(cfg, role, tables[role]) for role in active_roles(cfg)}
 
 
 GRAPH_BYTES = 1 << 30
-"""CUDA graphs, which stay while an engine sleeps; none with ``enforce_eager``."""
+"""CUDA graphs of an engine, also while it sleeps; none with ``enforce_eager``."""
 SAMPLER_COPIES = 3
-"""fp32 copies of the logits while tokens are drawn."""
+"""Number of fp32 copies of the logits while tokens are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBytes:
-    """Bytes of each rank of an engine."""
+    """Bytes on each rank of an engine."""
 
     weights: int
     at_work: int
-    """Largest tensors of a step with ``max_num_batched_tokens`` and ``max_num_seqs``."""
+    """Largest temporary tensors of a step with ``max_num_batched_tokens`` and ``max_num_seqs``."""
     token: int
-    """KV cache of a token."""
+    """KV cache per token."""
     longest: int
     """Tokens of the longest sequence."""
     graphs: int
     adapters: int = 0
-    """Slots of adapters."""
+    """Adapter slots."""
     counters: int = 0
-    """Counts of each token for penalties, of as many requests as run at once: always there, asleep with the weights
-    (vllm/v1/worker/gpu/sample/penalties.py)."""
+    """Token counts for penalties, for ``max_num_seqs`` requests. They are always allocated, and offloaded with the
+    weights (vllm/v1/worker/gpu/sample/penalties.py)."""
     received: int = 0
-    """Adapters that lie beside those in the slots during a sync."""
+    """Received adapters during a weight sync, in addition to those in the slots."""
 
     @property
     def least(self) -> int:
-        """What it needs to start: weights, adapters, a step, and the cache of one sequence of full length."""
+        """Minimum bytes to start: weights, adapters, a step, and the KV cache of one longest sequence."""
         return self.weights + self.adapters + self.counters + self.at_work + self.token * self.longest
 
     def cache(self, budget: int) -> int:
-        """Return the KV cache that fits into ``budget`` bytes; negative where not even the weights do."""
+        """Return the bytes of KV cache that fit into ``budget``; negative if the weights do not fit."""
         return budget - self.weights - self.adapters - self.counters - self.at_work
 
 
 def engine_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> EngineBytes:
-    """Return what each rank of an engine of ``cfg`` takes for the model of ``table``."""
+    """Return the memory of each rank of an engine for the model of ``table``."""
     engine, plan = cfg.generator.inference_engine, table.plan
     hf = table.hf_config
     width = element_bytes(engine.model_dtype, hf)
@@ -255,48 +254,49 @@ def engine_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> EngineBytes:
 
 
 CONTEXT_BYTES = 450 * 10**6
-"""A process's CUDA context. Workers that read other GPUs' memory (CUDA IPC) map it into the one they have."""
+"""CUDA context of a process. Workers that open memory of other GPUs by CUDA IPC need no additional context."""
 LIBRARY_BYTES = 500 * 10**6
 """cuBLAS and Transformer Engine workspaces of a process."""
 COMMUNICATOR_BYTES = 200 * 10**6
 """Buffers of an NCCL communicator."""
 FRAGMENTATION = 0.1
-"""Of activations: what the caching allocator cannot use again."""
+"""Share of activations that fragmentation of the caching allocator adds."""
 
 TRAINING, LOGPROBS, SYNC, GENERATION, START = "training", "log-probs", "weight sync", "generation", "engine start"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Something in memory."""
+class MemoryItem:
+    """An item of a phase's memory."""
 
     what: str
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """What one GPU, or one node, holds at the fullest moment of a phase."""
+class PhaseMemory:
+    """Peak memory of one GPU or one node in a phase."""
 
     where: str
-    """Such as ``rank 3``."""
+    """The GPU or node, such as ``rank 3``."""
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryItem, ...]
     limit: int | None = None
-    """Bytes that it may take where that is not the whole of the GPU."""
+    """Available bytes, if not the whole GPU."""
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
+        """Sum of all items in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
 def resident(cfg: SkyRLTrainConfig, role: str, phase: str, worker: str | None = None) -> frozenset[str]:
-    """Return what of ``weights``, ``gradients``, ``optimizer`` a role's rank has on its GPU in a phase.
+    """Return which of ``weights``, ``gradients``, ``optimizer`` a role's rank has on its GPU in a phase.
 
-    ``worker``: the role that trains or scores. With ``colocate_all`` everything leaves before engines generate and
-    comes back where it is needed (``runtime/offload.py``); a reference or teacher on the policy's GPUs leaves once it
-    has scored. The optimizer's state stays without ``offload_after_step``.
+    ``worker``: the role that trains or computes log-probs. With ``colocate_all`` everything is offloaded before
+    engines generate, and loaded when it is needed (``runtime/offload.py``). A reference or teacher on the policy's
+    GPUs is offloaded after it has computed its log-probs. Without ``offload_after_step`` the optimizer state stays on
+    the GPU.
     """
     if is_frozen(role):
         alone = not shares_policy_gpus(cfg, role)
@@ -312,8 +312,9 @@ def resident(cfg: SkyRLTrainConfig, role: str, phase: str, worker: str | None = 
     return everything - leaves
 
 
-def gpu_phases(cfg: SkyRLTrainConfig, models: dict[str, RoleModel], gpu: int | None) -> Iterator[Phase]:
-    """Yield the phases of every GPU that differs from others. ``gpu``: its bytes, which an engine takes a share of."""
+def gpu_phases(cfg: SkyRLTrainConfig, models: dict[str, RoleModel], gpu: int | None) -> Iterator[PhaseMemory]:
+    """Yield the phases of every GPU with distinct contents. ``gpu``: its memory in bytes, of which an engine takes a
+    share; None: unknown."""
     placement, engine = cfg.trainer.placement, cfg.generator.inference_engine
     engines = engine_bytes(cfg, models["policy"].table) if engine.run_engines_locally else None
     shared = {"policy", "ref"} if placement.colocate_policy_ref else {"policy"}
@@ -331,13 +332,13 @@ def gpu_phases(cfg: SkyRLTrainConfig, models: dict[str, RoleModel], gpu: int | N
 
 
 def budget_of_engine(cfg: SkyRLTrainConfig, gpu: int) -> int:
-    """Return the bytes that an engine takes of a GPU of ``gpu`` bytes."""
+    """Return the bytes that an engine may use on a GPU of ``gpu`` bytes."""
     return int(cfg.generator.inference_engine.gpu_memory_utilization * gpu)
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """A GPU that ranks of some roles, and perhaps an engine, share."""
+    """A GPU that ranks of one or several roles, and possibly an engine, share."""
 
     cfg: SkyRLTrainConfig
     rank: int
@@ -346,7 +347,7 @@ class _Gpu:
     engine: EngineBytes | None
     gpu: int | None
 
-    def phases(self) -> Iterator[Phase]:
+    def phases(self) -> Iterator[PhaseMemory]:
         """Yield the phases of this GPU."""
         for role, model in self.models.items():
             yield self._phase(f"{role} {LOGPROBS}", [*self._states(LOGPROBS, role), self._forward(role)])
@@ -357,15 +358,15 @@ class _Gpu:
         if self.engine is not None:
             yield from _start(self.cfg, self.engine, self.gpu, f"rank {self.rank}")
             if self.gpu is not None:
-                share = Part(f"engine ({_utilization(self.cfg)})", budget_of_engine(self.cfg, self.gpu))
+                share = MemoryItem(f"engine ({_utilization(self.cfg)})", budget_of_engine(self.cfg, self.gpu))
                 yield self._phase(GENERATION, [*self._states(GENERATION), share])
 
-    def _phase(self, name: str, parts: list[Part]) -> Phase:
-        own = [Part("CUDA contexts and libraries", self._processes()), *parts]
-        return Phase(f"rank {self.rank}", name, tuple(part for part in own if part.nbytes))
+    def _phase(self, name: str, parts: list[MemoryItem]) -> PhaseMemory:
+        own = [MemoryItem("CUDA contexts and libraries", self._processes()), *parts]
+        return PhaseMemory(f"rank {self.rank}", name, tuple(part for part in own if part.nbytes))
 
     def _processes(self) -> int:
-        """Return what the processes on this GPU take without doing anything."""
+        """Return the bytes of the idle processes on this GPU: contexts, libraries, communicators."""
         size = 0
         for model in self.models.values():
             p = model.parallel
@@ -375,80 +376,82 @@ class _Gpu:
             size += _engine_process(self.cfg, self.engine)
         return size
 
-    def _states(self, phase: str, worker: str | None = None) -> list[Part]:
-        """Return what all roles have here while ``worker`` works."""
+    def _states(self, phase: str, worker: str | None = None) -> list[MemoryItem]:
+        """Return the states of all roles on this GPU while ``worker`` runs."""
         parts = []
         for (role, model), stage in zip(self.models.items(), self.stages, strict=True):
             state, here = model.state(stage), resident(self.cfg, role, phase, worker)
             sizes = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
-            parts += [Part(f"{role} {what}", size) for what, size in sizes.items() if what in here]
-            parts.append(Part(f"{role} buffers", state.buffers))
+            parts += [MemoryItem(f"{role} {what}", size) for what, size in sizes.items() if what in here]
+            parts.append(MemoryItem(f"{role} buffers", state.buffers))
         return parts
 
-    def _training(self, role: str) -> Part:
+    def _training(self, role: str) -> MemoryItem:
         model, stage = self.models[role], self._stage(role)
         tokens = model.tokens(training=True)
         work = max(round(model.training(stage) * (1 + FRAGMENTATION)), model.state(stage).step)
-        return Part(f"{role} activations ({tokens} tokens a micro-batch)", work)
+        return MemoryItem(f"{role} activations ({tokens} tokens a micro-batch)", work)
 
-    def _forward(self, role: str) -> Part:
+    def _forward(self, role: str) -> MemoryItem:
         model = self.models[role]
         tokens, work = model.tokens(training=False), model.forward(self._stage(role))
-        return Part(f"{role} activations ({tokens} tokens a micro-batch)", round(work * (1 + FRAGMENTATION)))
+        return MemoryItem(f"{role} activations ({tokens} tokens a micro-batch)", round(work * (1 + FRAGMENTATION)))
 
     def _stage(self, role: str) -> int:
         return self.stages[list(self.models).index(role)]
 
-    def _sync(self) -> list[Part]:
+    def _sync(self) -> list[MemoryItem]:
         buckets = 3 * weight_bucket_sizes(self.cfg)[-1]
-        parts = [Part("buckets of the sender", buckets)]
+        parts = [MemoryItem("buckets of the sender", buckets)]
         policy = self.models["policy"]
         factors = policy.factors(self._stage("policy"))
         if factors is not None and policy.settings.model.lora.sync_mode != "memory":
-            # fp32: factors of what this rank sends, their product, scaled, and the rows it joins
+            # fp32: A and B of the weights that this rank sends, their scaled product, and the rows that it is added to
             merged = buckets * 4 // policy.kernels.width
-            parts.append(Part("adapters that are merged", factors.gathered * 4 + merged))
+            parts.append(MemoryItem("adapters being merged", factors.gathered * 4 + merged))
         if self.engine is not None:
-            parts.append(Part("engine weights", self.engine.weights))
-            parts.append(Part("engine slots of adapters", self.engine.adapters))
-            parts.append(Part("engine counters of penalties", self.engine.counters))
+            parts.append(MemoryItem("engine weights", self.engine.weights))
+            parts.append(MemoryItem("engine adapter slots", self.engine.adapters))
+            parts.append(MemoryItem("engine penalty counters", self.engine.counters))
             parts += _received(self.cfg, self.models["policy"], self.engine)
         return parts
 
 
-def _engine_phases(cfg: SkyRLTrainConfig, engine: EngineBytes, policy: RoleModel, gpu: int | None) -> Iterator[Phase]:
+def _engine_phases(
+    cfg: SkyRLTrainConfig, engine: EngineBytes, policy: RoleModel, gpu: int | None
+) -> Iterator[PhaseMemory]:
     """Yield the phases of a GPU that only an engine uses."""
     yield from _start(cfg, engine, gpu, "engine GPU")
-    process = Part("CUDA context and libraries", _engine_process(cfg, engine))
+    process = MemoryItem("CUDA context and libraries", _engine_process(cfg, engine))
     if gpu is not None:
-        share = Part(f"engine ({_utilization(cfg)})", budget_of_engine(cfg, gpu))
-        yield Phase("engine GPU", SYNC, (process, share, *_received(cfg, policy, engine)))
+        share = MemoryItem(f"engine ({_utilization(cfg)})", budget_of_engine(cfg, gpu))
+        yield PhaseMemory("engine GPU", SYNC, (process, share, *_received(cfg, policy, engine)))
 
 
-def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: str) -> Iterator[Phase]:
+def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: str) -> Iterator[PhaseMemory]:
     if gpu is None or cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes"):
         return
     parts = (
-        Part("engine weights", engine.weights),
-        Part("engine slots of adapters", engine.adapters),
-        Part("engine counters of penalties", engine.counters),
-        Part("a step of the engine", engine.at_work),
-        Part(f"KV cache of one sequence of {engine.longest} tokens", engine.token * engine.longest),
+        MemoryItem("engine weights", engine.weights),
+        MemoryItem("engine adapter slots", engine.adapters),
+        MemoryItem("engine penalty counters", engine.counters),
+        MemoryItem("temporary tensors of an engine step", engine.at_work),
+        MemoryItem(f"KV cache of one sequence of {engine.longest} tokens", engine.token * engine.longest),
     )
-    yield Phase(where, START, tuple(part for part in parts if part.nbytes), limit=budget_of_engine(cfg, gpu))
+    yield PhaseMemory(where, START, tuple(part for part in parts if part.nbytes), limit=budget_of_engine(cfg, gpu))
 
 
-def _received(cfg: SkyRLTrainConfig, policy: RoleModel, engine: EngineBytes) -> list[Part]:
-    """Return the receiver's buckets, and what is put together of a layer, or all of adapters that travel alone, before
-    the engine takes it."""
-    buckets = Part("buckets of the receiver", 3 * weight_bucket_sizes(cfg)[-1])
+def _received(cfg: SkyRLTrainConfig, policy: RoleModel, engine: EngineBytes) -> list[MemoryItem]:
+    """Return the receiver's buckets, and the tensors that it collects before the engine loads them: the experts of a
+    layer, or all adapters if only adapters are sent."""
+    buckets = MemoryItem("buckets of the receiver", 3 * weight_bucket_sizes(cfg)[-1])
     if engine.received:
-        return [buckets, Part("adapters that are received", engine.received)]
+        return [buckets, MemoryItem("received adapters", engine.received)]
     width, table = policy.kernels.width, policy.table
     fused = table.plan.family.model_type in FUSED_EXPERTS
     held = table.experts_of_a_layer() * width
-    what = "fused experts of a layer" if fused else "experts of a layer until it is whole"
-    return [buckets, Part(what, held)]
+    what = "fused experts of a layer" if fused else "experts of a layer being received"
+    return [buckets, MemoryItem(what, held)]
 
 
 def _engine_process(cfg: SkyRLTrainConfig, engine: EngineBytes) -> int:
@@ -462,29 +465,29 @@ def _utilization(cfg: SkyRLTrainConfig) -> str:
 
 
 BLOCK_BYTES = 1 << 28
-"""States leave into pinned blocks of this size (``runtime/offload.py``)."""
+"""Size of the pinned host blocks into which states are offloaded (``runtime/offload.py``)."""
 RANK_PROCESS_BYTES = 4 * 10**9
-"""A trainer rank's own memory: libraries, staging buffers, batches."""
+"""Host memory of a trainer rank: libraries, staging buffers, batches."""
 ENGINE_PROCESS_BYTES = 5 * 10**9
-"""An engine rank's."""
+"""Host memory of an engine rank."""
 DRIVER_BYTES = 12 * 10**9
-"""Driver, Ray and its object store."""
+"""Host memory of the driver, Ray and its object store."""
 
 
-def node_phase(cfg: SkyRLTrainConfig, models: dict[str, RoleModel]) -> Phase:
-    """Return what the fullest node holds while engines generate, when most has left the GPUs."""
+def node_phase(cfg: SkyRLTrainConfig, models: dict[str, RoleModel]) -> PhaseMemory:
+    """Return the memory of the fullest node while engines generate, when most states are offloaded."""
     placement, engine = cfg.trainer.placement, cfg.generator.inference_engine
-    parts = [Part("driver, Ray and its object store", DRIVER_BYTES)]
+    parts = [MemoryItem("driver, Ray and its object store", DRIVER_BYTES)]
     for role, model in models.items():
         here: int = getattr(placement, f"{role}_num_gpus_per_node")
-        parts.append(Part(f"{here} {role} processes", here * RANK_PROCESS_BYTES))
+        parts.append(MemoryItem(f"{here} {role} processes", here * RANK_PROCESS_BYTES))
         parts += _of_ranks(cfg, role, model, here)
     if engine.run_engines_locally:
         ranks = engine.num_engines * engine_ranks(cfg)
         if placement.colocate_all:
             ranks = min(ranks, placement.policy_num_gpus_per_node)
-        parts.append(Part(f"{ranks} engine processes", ranks * ENGINE_PROCESS_BYTES))
-    return Phase("a node", "host memory", tuple(part for part in parts if part.nbytes))
+        parts.append(MemoryItem(f"{ranks} engine processes", ranks * ENGINE_PROCESS_BYTES))
+    return PhaseMemory("a node", "host memory", tuple(part for part in parts if part.nbytes))
 
 
 def _blocks(size: int) -> int:
@@ -492,14 +495,15 @@ def _blocks(size: int) -> int:
 
 
 def copied_bytes(model: RoleModel, stage: int) -> int:
-    """Return the bytes of a rank's state that are lost with it: of adapters without the model below."""
+    """Return the bytes of a peer checkpoint of a rank: its trained state, without the frozen base model of
+    adapters."""
     state, factors = model.state(stage), model.factors(stage)
     weights = state.weights + state.buffers if factors is None else factors.parameters * model.kernels.width
     return weights + state.optimizer + state.host_optimizer * 3 // 4
 
 
-def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> list[Part]:
-    """Return what ``here`` neighbouring ranks keep on the host, at most."""
+def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> list[MemoryItem]:
+    """Return the maximum host memory of ``here`` consecutive ranks."""
     away = resident(cfg, role, TRAINING, role) - resident(cfg, role, GENERATION) - {"gradients"}
     per_stage = role_world_size(cfg.trainer.placement, role) // model.parallel.pp
     stages = range(-(-here // per_stage))
@@ -513,17 +517,17 @@ def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> 
 
     offloaded = sum(_blocks(getattr(state, what)) for state in states for what in away)
     parts = [
-        Part(f"{role} {' and '.join(sorted(away, reverse=True))} off the GPU", total(offloaded)),
-        Part(f"{role} optimizer of optimizer_cpu_offload", total(sum(state.host_optimizer for state in states))),
+        MemoryItem(f"{role} {' and '.join(sorted(away, reverse=True))} off the GPU", total(offloaded)),
+        MemoryItem(f"{role} optimizer of optimizer_cpu_offload", total(sum(state.host_optimizer for state in states))),
     ]
     unscaled = sum(state.unscaled for state in states)
-    parts.append(Part(f"{role} optimizer unscaled for a checkpoint", total(unscaled)))
+    parts.append(MemoryItem(f"{role} optimizer unscaled for a checkpoint", total(unscaled)))
     if model.trained and model.settings.megatron_config.async_dist_ckpt_save:
         copied = sum(state.weights / max(model.parallel.dp_cp, 1) + state.optimizer for state in states) + unscaled
-        copied += sum(state.host_optimizer * 3 / 4 for state in states)  # but for the gradients
-        parts.append(Part(f"{role} checkpoint while it is written", total(copied)))
+        copied += sum(state.host_optimizer * 3 / 4 for state in states)  # without the gradients
+        parts.append(MemoryItem(f"{role} checkpoint while it is written", total(copied)))
     healing = cfg.trainer.healing
     if healing.enabled and healing.copies == "neighbour" and model.trained:
         kept = sum(2 * _blocks(copied_bytes(model, stage)) for stage in chosen)
-        parts.append(Part(f"{role} state kept for a lost rank, two copies", total(kept)))
+        parts.append(MemoryItem(f"{role} peer checkpoints, two per rank", total(kept)))
     return [part for part in parts if part.nbytes]

@@ -1,4 +1,4 @@
-"""Check models: supported architectures, whole weights, and whether engines can take what the run trains."""
+"""Check models: supported architecture, complete weight files, and whether engines can load the trained weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import active_roles, adapter_configs, adapter_problems, role_layout, trains_draft
-from skyrl_megatron.config.rules.rollout_rules import support_travels, truncations
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 
 
 _CPU_BACKEND = {False: "vllm.v1.attention.backends.cpu_attn", True: "vllm.v1.attention.backends.mla.cpu_mla"}
-"""Whether attention is multi-latent → vLLM's module that computes it on CPU."""
-_ON_GPUS_ALONE = {
-    "deepseek_v32": "a choice of keys",
-    "glm_moe_dsa": "a choice of keys",
-    "mimo_v2_flash": "values of another size than keys",
+"""Whether attention is multi-latent → vLLM's CPU attention module."""
+_GPU_ONLY = {
+    "deepseek_v32": "sparse attention",
+    "glm_moe_dsa": "sparse attention",
+    "mimo_v2_flash": "value heads of another size than key heads",
 }
-"""Families of which vLLM's attention for CPU (``platforms/cpu.py``, ``cpu_attn.py``) lacks something: what."""
+"""Families that vLLM's CPU attention (``platforms/cpu.py``, ``cpu_attn.py``) cannot run → the missing feature."""
 _CPU_EXPERT_ROWS = 32
-"""vLLM's CPU kernel for experts takes hidden sizes that are a multiple of this."""
+"""vLLM's CPU kernel for experts needs a hidden size that is a multiple of this."""
 
 
 def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield models that Megatron or the engines cannot build, and files that are missing, cut off or another's."""
+    """Yield models that Megatron or the engines cannot build, and weight files that are missing, truncated or of
+    another model."""
     seen: set[str] = set()
     for role in active_roles(run.cfg):
         path, key = getattr(run.cfg.trainer, role).model.path, f"trainer.{role}.model.path"
@@ -50,19 +51,20 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         whole = cached_folder(run.cfg, role)
         folder = whole or cached_folder(run.cfg, role, weights=False)
         if whole is None:
-            yield NotChecked(f"{key}={path}", "its weights are fetched when the run starts")
+            yield NotChecked(f"{key}={path}", "the run downloads the weights when it starts")
         if folder is None or not (folder / "config.json").is_file():
-            continue  # a name or a folder that is wrong is reported with the hub's names and by the rules
+            continue  # the checks of hub names and the rules report a wrong name or folder
         if whole is not None and run.awaits_files(whole):
-            yield NotChecked(f"{key}={path}", "no *.safetensors there yet: names and shapes of the weights")
+            missing = "the folder has no *.safetensors yet, so names and shapes of the weights are not checked"
+            yield NotChecked(f"{key}={path}", missing)
             whole = None
         model, why = _read(run, role, folder)
-        if why is None and whole is not None:
-            why = _weights(
-                model, whole, "value" if role == "critic" else "lm", run.cfg.trainer.algorithm.value_head_prefix
-            )
-        if why is not None:
-            yield Problem(key, path, why)
+        problem = why
+        if model is not None and whole is not None and problem is None:
+            head: Head = "value" if role == "critic" else "lm"
+            problem = _weights(model, whole, head, run.cfg.trainer.algorithm.value_head_prefix)
+        if problem is not None:
+            yield Problem(key, path, problem)
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
         if model is not None and role == "policy" and _runs_on_cpu(run):
@@ -70,7 +72,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 
 def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str | None]:
-    """Return the model as Megatron would build it, or why it cannot."""
+    """Return the description of the model that Megatron would build, or why it cannot be built."""
     from skyrl_megatron.runtime.model.description import read_hf_model
 
     settings = getattr(run.cfg.trainer, role)
@@ -83,7 +85,7 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
 
 
 def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:
-    """Yield what stands against low-rank adapters on the policy's model: names, ranks, the folder to start from."""
+    """Yield every problem of adapters on the policy's model: module names, ranks, the folder to start from."""
     from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
 
     if not run.cfg.trainer.policy.model.lora.rank or any(adapter_problems(run.cfg)):
@@ -107,20 +109,19 @@ def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator
 def _adapter_folder(
     cfg: SkyRLTrainConfig, path: str, selection: Selection, model: HfModel, weights: Path | None
 ) -> Iterator[Problem | NotChecked]:
-    from bridges.errors import BridgeError
     from bridges.peft import AdapterConfig, PeftFolder
-    from skyrl_megatron.runtime.lora.targets import base_misfit, misfits
+    from skyrl_megatron.runtime.lora.targets import adapter_mismatches, base_mismatch
 
     lora, folder = cfg.trainer.policy.model.lora, cached_folder(cfg, ADAPTER)
     key = "trainer.policy.model.lora.adapter_path"
     if folder is None:
-        yield NotChecked(f"{key}={path}", "it is fetched when the run starts")
+        yield NotChecked(f"{key}={path}", "the run downloads it when it starts")
         return
     wanted = AdapterConfig(lora.rank, lora.alpha, lora.use_rslora, None)
     try:
         peft = PeftFolder(folder, model.plan)
-        problems = [*misfits(peft, wanted, selection, model.plan)]
-        other = base_misfit(folder, weights) if weights is not None else None
+        problems = [*adapter_mismatches(peft, wanted, selection, model.plan)]
+        other = base_mismatch(folder, weights) if weights is not None else None
         problems += [other] if other else []
     except (BridgeError, OSError) as error:
         problems = [str(error)]
@@ -129,10 +130,10 @@ def _adapter_folder(
 
 
 def _weights(model: HfModel | None, folder: Path, head: Head, prefix: str) -> str | None:
-    """Say what is wrong with index, headers, names or shapes of the weights; no weight is read."""
-    from bridges.errors import BridgeError
+    """Return what is wrong with index, headers, names or shapes of the weight files; None if nothing is. Reads no
+    weights."""
     from bridges.source import open_hf
-    from skyrl_megatron.runtime.hf_weights import check_tensors
+    from skyrl_megatron.runtime.model.description import check_tensors
 
     try:
         source = open_hf(folder)
@@ -149,9 +150,9 @@ def _runs_on_cpu(run: PlannedRun) -> bool:
 
 
 def _cpu_engine(key: str, path: str, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield sizes that vLLM's kernels for CPU do not take; an engine would find out when it starts."""
-    if lacks := _ON_GPUS_ALONE.get(str(hf.get("model_type"))):
-        yield Problem(key, path, f"on CPU vLLM's attention lacks {lacks}; take another model or GPUs")
+    """Yield sizes that vLLM's CPU kernels do not support, before an engine fails at its start."""
+    if lacks := _GPU_ONLY.get(str(hf.get("model_type"))):
+        yield Problem(key, path, f"on CPU vLLM's attention does not support {lacks}; use another model, or GPUs")
         return
     latent = bool(hf.get("kv_lora_rank"))
     size = (
@@ -163,17 +164,18 @@ def _cpu_engine(key: str, path: str, hf: Mapping[str, Any]) -> Iterator[Problem]
     if possible and size not in possible:
         what = "kv_lora_rank + qk_rope_head_dim" if latent else "head_dim"
         fix = (
-            f"{what}={size}: on CPU vLLM's attention takes {', '.join(map(str, possible))}; take another model or GPUs"
+            f"{what}={size}: on CPU vLLM's attention supports {', '.join(map(str, possible))}; use another model, or "
+            "GPUs"
         )
         yield Problem(key, path, fix)
     experts = any(hf.get(name) for name in EXPERT_COUNTS)
     if experts and hf["hidden_size"] % _CPU_EXPERT_ROWS:
         fix = f"hidden_size={hf['hidden_size']}: on CPU vLLM's experts need a multiple of {_CPU_EXPERT_ROWS}"
-        yield Problem(key, path, f"{fix}; take another model or GPUs")
+        yield Problem(key, path, f"{fix}; use another model, or GPUs")
 
 
 def _head_sizes(module: str) -> list[int]:
-    """Return the list that ``get_supported_head_sizes`` of a vLLM module returns; empty where it is no plain list."""
+    """Return the list that ``get_supported_head_sizes`` of a vLLM module returns; [] if it is not a literal list."""
     tree = source_of(module)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
@@ -184,36 +186,36 @@ def _head_sizes(module: str) -> list[int]:
 
 
 def pin_hub_names(run: PlannedRun) -> list[Problem]:
-    """Fill ``trainer.hub_commits`` and return a problem for each name that is misspelt or cannot be asked for.
+    """Fill in ``trainer.hub_commits``, and return a problem for each name that is unknown or cannot be looked up.
 
-    Before the rules are looked at, which read the models' ``config.json`` from the cache.
+    Called before the rules, which read the models' ``config.json`` from the cache.
     """
     cfg = run.cfg
-    derive(cfg)  # the reference's model is the policy's unless it is named
+    derive(cfg)  # sets the reference's model to the policy's by default
     lists = {"data.train_data": cfg.data.train_data if run.training else [], "data.val_data": cfg.data.val_data}
     asked = [*hub.models(cfg, active_roles(cfg))]
     asked += [each for key, entries in lists.items() for each in hub.data_sets(key, entries)]
     if not asked:
         return []
-    from skyrl_megatron.trainer.checkpoints import recorded_hub_commits  # torch, which few need to wait for
+    from skyrl_megatron.trainer.checkpoints import recorded_hub_commits  # loads torch, and few runs need it
 
     return hub.pin(cfg, asked, recorded_hub_commits(cfg), lambda line: print(line, file=sys.stderr, flush=True))
 
 
 PLAIN = f"{ENGINE_KWARGS}.load_format=dummy {ENGINE_KWARGS}.hf_overrides.quantization_config=null"
-"""Engines of a quantised folder that hold bfloat16 weights: they start without any."""
+"""Settings of engines that hold bfloat16 weights of a quantised model: they start without weights."""
 
 
 def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield engines that quantise weights themselves, or in a form that the trainer's cannot be brought into; those
-    that no kernel here computes; and those that draft tokens with what syncs leave out. An evaluation sends none."""
+    """Yield every reason why engines cannot use the weights that the trainer sends: quantisation by the engine,
+    formats without a conversion or kernel, and draft models that weight sync does not update."""
     engine = run.cfg.generator.inference_engine
     if not run.training or not engine.run_engines_locally:
         return
     if method := engine.engine_init_kwargs.get("quantization"):
         fix = (
-            "engines that quantise for themselves would get weights without scales: leave it out; engines of a folder "
-            "in FP8 blocks or MXFP8 (trainer.policy.model.path) get theirs in its form"
+            "engines with online quantisation would receive weights without scales: remove this key; if the folder of "
+            "trainer.policy.model.path has FP8 blocks or MXFP8, engines receive its format"
         )
         yield Problem(f"{ENGINE_KWARGS}.quantization", method, fix)
     if drafting := engine.engine_init_kwargs.get("speculative_config"):
@@ -224,61 +226,60 @@ def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     try:
         hf = read_hf_config(run.cfg, "policy") or {}
     except ConfigError:
-        return  # the rules of the configuration say what is wrong with the file
+        return  # the rules of the configuration report the file
     if hf.get("quantization_config"):
         yield from _quantised(run, hf, path)
 
 
 def _quantised(run: PlannedRun, hf: Mapping[str, Any], path: str) -> Iterator[Problem | NotChecked]:
-    """Yield what is wrong with engines of a quantised folder."""
+    """Yield every problem of engines of a quantised model folder."""
     key, lora = "trainer.policy.model.path", run.cfg.trainer.policy.model.lora
     plain = (
-        f"write it in bfloat16, python -m bridges import --hf {path} --dtype bf16 --out MEGATRON, then python -m "
-        f"bridges export --megatron MEGATRON --hf-template {path} --out FOLDER, and name that folder"
+        f"convert it to bfloat16 (python -m bridges import --hf {path} --dtype bf16 --out MEGATRON, then python -m "
+        f"bridges export --megatron MEGATRON --hf-template {path} --out FOLDER) and use that folder"
     )
     if not engines_quantise(run.cfg, hf):
         if run.cfg.generator.inference_engine.engine_init_kwargs.get("load_format") != "dummy":
-            why = "engines that hold it in bfloat16 cannot load it"
-            yield Problem(key, path, f"{why}: let them start without weights, {PLAIN}; or {plain}")
+            why = "engines that hold bfloat16 weights cannot load this quantised folder"
+            yield Problem(key, path, f"{why}: start them without weights ({PLAIN}), or {plain}")
         elif lora.rank and lora.sync_mode != "merged":
-            why = "engines that start without weights get no base"
-            yield Problem(key, path, f"{why}: trainer.policy.model.lora.sync_mode=merged")
+            why = "engines that start without weights never receive the base model"
+            yield Problem(key, path, f"{why}: set trainer.policy.model.lora.sync_mode=merged")
         return
     found = hf["quantization_config"]
     method = found.get("quant_method", "quantised") if isinstance(found, dict) else "quantised"
     if lora.rank:
         fix = (
-            f"engines would build {method} layers of it, to which no adapter is added: its base can stay as it is if "
-            f"engines start without weights and get them merged, trainer.policy.model.lora.sync_mode=merged {PLAIN}; "
-            f"or {plain}"
+            f"engines would use {method} layers, which support no adapter: start them without weights and send merged "
+            f"weights (trainer.policy.model.lora.sync_mode=merged {PLAIN}), or {plain}"
         )
         yield Problem(key, path, fix)
         return
-    unquantised = f"let engines start without weights and get them in bfloat16, {PLAIN}; or {plain}"
+    unquantised = f"start engines without weights and send bfloat16 ({PLAIN}), or {plain}"
     try:
         form = EngineForm.of(hf, path)
     except BridgeError as error:
-        yield Problem(key, path, f"engines would build {method} layers of it. {error}: {unquantised}")
+        yield Problem(key, path, f"engines would use {method} layers. {error}: {unquantised}")
         return
     assert form is not None
     if lacking := _lacking_kernel(run, form):
-        yield Problem(key, path, f"engines would build {method} layers of it. {lacking}: {unquantised}")
+        yield Problem(key, path, f"engines would use {method} layers. {lacking}: {unquantised}")
         return
     why = (
-        "weights are sent as vLLM's quantisers make them, which was compared on CPU, as was what its loaders make of "
-        "them; what kernels compute with them shows in the probe of the first sync"
+        "weights are sent in the format of vLLM's quantisers; tests verified format and loading on CPU, and the probe "
+        "of the first weight sync verifies the kernels"
     )
     yield NotChecked(f"engines of {path} in {method}", why)
 
 
 def _lacking_kernel(run: PlannedRun, form: EngineForm) -> str:
-    """Say what vLLM has no kernel for on the run's processors; nothing, if it may have one."""
+    """Return why vLLM has no kernel for this format on the run's CPU; empty if it may have one."""
     if not run.hardware.is_cpu or run.cfg.generator.inference_engine.backend != "vllm":
         return ""
     if form.method != FP8:
         return f"vLLM has no kernels for {form.method} on CPUs"
     if form.block[1] != 128 or form.block[0] % 32:
-        return f"vLLM's FP8 kernels for CPUs want blocks of 128 columns, not weight_block_size={list(form.block)}"
+        return f"vLLM's FP8 kernels for CPUs need blocks of 128 columns, not weight_block_size={list(form.block)}"
     flags = Path("/proc/cpuinfo")
     if flags.is_file() and "amx_tile" not in flags.read_text():
         return "vLLM's FP8 kernels for CPUs need AMX (Sapphire Rapids or newer), which this processor lacks"
@@ -286,25 +287,26 @@ def _lacking_kernel(run: PlannedRun, form: EngineForm) -> str:
 
 
 def _drafting(run: PlannedRun, drafting: Any) -> Iterator[Problem | NotChecked]:
-    """Yield what engines draft with, unless it is the layer that is trained (``weight_sync/vllm_backend.py``), and
-    samples whose log-probs would be others than the sampler's."""
+    """Yield a draft model that weight sync does not update (``weight_sync/vllm_backend.py``), and sampling parameters
+    for which drafted tokens have wrong log-probs."""
     cfg = run.cfg
     key = f"{ENGINE_KWARGS}.speculative_config"
     drafts = drafting if isinstance(drafting, Mapping) else {}
     model, method = drafts.get("model"), str(drafts.get("method", ""))
     own = (method == "mtp" or method.endswith("_mtp")) and model in (None, cfg.trainer.policy.model.path)
     if not own:
-        why = "syncs do not send what engines draft with: it stays as it was, and fewer drafts are accepted"
+        why = "weight sync does not update the draft model, so fewer drafts are accepted as training proceeds"
         yield NotChecked(f"{key}={drafting}", why)
     elif not trains_draft(cfg, "policy"):
         why = (
-            "syncs send the layer that engines draft with where trainer.policy.megatron_config.mtp.train trains it: "
-            "it stays as it was, and fewer drafts are accepted"
+            "weight sync updates the multi-token-prediction layer only with trainer.policy.megatron_config.mtp.train="
+            "true; otherwise fewer drafts are accepted as training proceeds"
         )
         yield NotChecked(f"{key}={drafting}", why)
     cut = truncations(cfg.generator.sampling_params)
-    if cut and (run.hardware.is_cpu or not support_travels(cfg)):
+    if cut and (run.hardware.is_cpu or not returns_sampling_support(cfg)):
         fix = (
-            f"log-probs of drafted tokens would not be of what {cut[0]} samples from: sample from all, or leave it out"
+            f"with {cut[0]} the log-probs of drafted tokens are not those of the sampling distribution: remove "
+            f"generator.sampling_params.{cut[0]}, or remove this key"
         )
         yield Problem(key, drafting, fix)

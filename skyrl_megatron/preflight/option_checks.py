@@ -1,4 +1,4 @@
-"""Check options that go to Megatron, vLLM and transformers, features, and packages that only some settings need."""
+"""Check options that are passed to Megatron, vLLM and transformers, unavailable features, and optional packages."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run that has not been started. Its configuration is resolved, and may have problems."""
+    """A run that has not started. Its configuration may have problems."""
 
     cfg: SkyRLTrainConfig
     hardware: Hardware
-    """What it will get."""
+    """The hardware that the run will get."""
     training: bool = True
     """False for an evaluation, which reads no training data and trains nothing."""
     scripted: bool = False
-    """Started by a user's script, which may bring data sets and a tokenizer of its own."""
-    ahead: bool = False
-    """Looked at by ``--check`` alone: the files of a model beside ``config.json`` may come later."""
+    """True if a user's script starts the run. The script may supply its own data sets and tokenizer."""
+    check_only: bool = False
+    """True for ``--check``: weights and tokenizer of a model may still be missing."""
 
     def awaits_files(self, folder: Path) -> bool:
-        """Return whether the weights of a model are yet to come into its folder."""
-        return self.ahead and not any(folder.glob("*.safetensors"))
+        """Return whether the weights of a model are allowed to be missing from its folder, and are."""
+        return self.check_only and not any(folder.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, slots=True)
 class NotChecked:
-    """Something that shows only when the run has started."""
+    """Something that can be checked only when the run has started."""
 
     what: str
     why: str
@@ -57,13 +57,17 @@ class NotChecked:
         return f"{self.what}: {self.why}"
 
 
+GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
+MEMORY_KEYS = (GPU_MEMORY, HOST_MEMORY)
+"""Keys of the Problems of phases that do not fit into memory."""
+
 _TRANSFORMER = "megatron.core.transformer.transformer_config"
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"
 _OPTIMIZER = "megatron.core.optimizer.optimizer_config"
 
 
 def foreign_options(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield every name that its owner does not know, with the nearest one that it does."""
+    """Yield every option that Megatron, transformers or vLLM does not know, with the closest known name."""
     yield from _megatron(run)
     yield from _models(run)
     yield from _engines(run)
@@ -86,7 +90,7 @@ def _megatron(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 
 def _models(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Check changes to ``config.json``, which transformers takes under any name."""
+    """Check the names of changes to ``config.json``, which transformers does not check."""
     for role in active_roles(run.cfg):
         for part in ("model_config_kwargs", "megatron_config.model_config_kwargs"):
             changes = get_path(run.cfg, f"trainer.{role}.{part}")
@@ -126,14 +130,14 @@ def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 
 def _tool_parser(name: str | None) -> Iterator[Problem]:
-    """Yield a parser of tool calls that vLLM does not have."""
+    """Yield a problem if vLLM has no tool parser of this name."""
     tree = None if name is None else source_of("vllm.tool_parsers")
     for node in [] if tree is None else tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _assigns(node, _PARSERS):
             known = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
             if name not in known:
                 key = "generator.inference_engine.tool_call_parser"
-                yield Problem(key, name, f"vLLM has {', '.join(sorted(map(str, known)))}")
+                yield Problem(key, name, f"unknown parser: use one of {', '.join(sorted(map(str, known)))}")
 
 
 def _assigns(node: ast.Assign, name: str) -> bool:
@@ -141,7 +145,7 @@ def _assigns(node: ast.Assign, name: str) -> bool:
 
 
 def _of_another_type(key: str, options: Mapping[str, Any], known: Collection[str]) -> Iterator[Problem]:
-    """Yield values that no request could carry."""
+    """Yield values of a type that vLLM's ``SamplingParams`` does not accept."""
     for name, value in options.items():
         if name in known:
             try:
@@ -162,7 +166,7 @@ def _unknown(
             yield Problem(
                 f"{key}.{name}",
                 value,
-                f"no field of {owner}: " + (f"did you mean {near[0]}?" if near else "leave it out"),
+                f"no field of {owner}: " + (f"did you mean {near[0]}?" if near else "remove this key"),
             )
 
 
@@ -175,7 +179,7 @@ def _config_json(run: PlannedRun, role: str) -> dict[str, Any] | None:
 
 
 def features(run: PlannedRun) -> Iterator[Problem]:
-    """Yield every setting of a feature that no code acts on yet, or that the run's generator does not know of."""
+    """Yield every setting that no engine or that the run's generator does not support."""
     try:
         require_available(run.cfg)
     except ConfigError as error:
@@ -184,7 +188,10 @@ def features(run: PlannedRun) -> Iterator[Problem]:
     if generator is not None and len(lora.adapters) > 1:
         options = signature(generator).parameters
         if "adapters" not in options and all(each.kind is not Parameter.VAR_KEYWORD for each in options.values()):
-            fix = "takes no adapters=(…), its requests would name none: let its class take them, or train one"
+            fix = (
+                "this generator class has no parameter `adapters`, so its requests cannot name an adapter: add the "
+                "parameter, or train one adapter"
+            )
             yield Problem("generator.name", run.cfg.generator.name, fix)
 
 
@@ -192,10 +199,11 @@ _STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
 
 def packages(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield settings whose package is not installed; what only the ranks need is looked for where they will be."""
+    """Yield settings whose package is not installed. Packages of the ranks are not checked if the ranks run
+    elsewhere."""
     for key, value, package, otherwise in _needed(run):
         if package == "transformer_engine" and run.hardware.elsewhere:
-            yield NotChecked(key, f"whether the ranks' machines have {package}: launch/doctor.sh says it there")
+            yield NotChecked(key, f"whether the machines of the ranks have {package}: run launch/doctor.sh there")
         elif importlib.util.find_spec(package) is None:
             yield Problem(key, value, f"needs the package {package}: {install_command(package)}, or {otherwise}")
     engine = run.cfg.generator.inference_engine
@@ -204,15 +212,15 @@ def packages(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 
 def _needed(run: PlannedRun) -> Iterator[tuple[str, object, str, str]]:
-    """Yield (key, value, package, what to do instead of installing it)."""
+    """Yield (key, value, required package, alternative to installing it)."""
     trainer = run.cfg.trainer
     for tracker in trackers(run.cfg):
         yield "trainer.logger", tracker, tracker, "set trainer.logger=tensorboard"
     store = _STORES.get(trainer.ckpt_path.partition("://")[0]) if "://" in trainer.ckpt_path else None
     if store is not None and run.training:
-        yield "trainer.ckpt_path", trainer.ckpt_path, store, "name a folder"
+        yield "trainer.ckpt_path", trainer.ckpt_path, store, "set it to a folder"
     for role in active_roles(run.cfg) if run.training else ():
         megatron, key = getattr(trainer, role).megatron_config, f"trainer.{role}.megatron_config."
         if megatron.optimizer_config_kwargs.get("use_precision_aware_optimizer") and not is_frozen(role):
             name = f"{key}optimizer_config_kwargs.use_precision_aware_optimizer"
-            yield name, True, "transformer_engine", "leave it out"
+            yield name, True, "transformer_engine", "remove this key"

@@ -1,12 +1,12 @@
 """The turns of a trajectory as training sequences, in one of four forms:
 
-* :class:`ChatConversation`: each turn and observation is a chat message of its own; tokens are only ever appended.
-* :class:`OneMessageConversation`: all turns and observations continue one assistant message.
-* :class:`StepwiseConversation`: every turn is a sequence of its own, its prompt rendered anew by the template.
-* :class:`RetokenizedConversation`: one sequence, tokenized anew as a whole with a template that marks the answers.
+* :class:`ChatConversation`: each turn and each observation is a separate chat message; tokens are only appended.
+* :class:`OneMessageConversation`: all turns and observations form one assistant message.
+* :class:`StepwiseConversation`: every turn is a separate sequence, whose prompt the template renders.
+* :class:`RetokenizedConversation`: one sequence, tokenized as a whole with a template that marks the answers.
 
-In the first three, tokens in a sequence are those that the engine sampled, never decoded and tokenized again, and a
-turn's mask is 1 on exactly these.
+In the first three forms a sequence holds the sampled tokens, which are never decoded and tokenized again, and the loss
+mask is 1 on exactly these tokens.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ class TrajectoryOutput:
     loss_mask: np.ndarray
     """[n] uint8."""
     reward: list[float]
-    """[n] each turn's reward on its last token."""
+    """[n]: each turn's reward on its last token, else 0."""
     stop_reason: str
     rollout_logprobs: np.ndarray | None = None
     """[n] float32, nats; 0 on tokens that were not sampled. None: unknown."""
     rollout_expert_indices: np.ndarray | None = None
-    """[p + n, L, K] experts of each token. Rows that the engine does not return (of its last sampled token and of
-    what was appended after it) repeat the row before; training does not depend on them."""
+    """[m, L, K]: experts of the first m tokens. The engine does not return those of the last sampled token and later
+    ones."""
     rollout_support: TokenSupport | None = None
-    """What the n response tokens were sampled from; None: unknown, or from the whole vocabulary."""
+    """Sampling support of the n response tokens; None: unknown, or the whole vocabulary."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
-    """(policy version, first response token, token after the last)."""
+    """(policy version, first response token, end) of each sampled span."""
     env_metrics: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """Why the environment failed."""
+    """Error of the environment, or None."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One generation and its place in the sequence."""
+    """One generation and its position in the sequence."""
 
     start: int
     """Position of its first token in the sequence."""
     generation: Generation
     kept: int
-    """Sampled tokens that stay in the sequence."""
+    """Number of sampled tokens in the sequence."""
     appended: int
-    """Tokens after them that were not sampled: an end token, or the text of an environment that rewrites the turn."""
+    """Number of tokens after them that were not sampled: an end token, or the text of the environment."""
     reward: float
 
 
 class ChatConversation:
-    """Tokens are only appended: the sampled ones, then those that the template puts before the next turn."""
+    """Appends the sampled tokens, then the tokens that the template puts before the next turn."""
 
     def __init__(self, chat: ChatFormat, messages: ConversationType, *, append_end_token: bool = True) -> None:
         self.chat, self.messages, self.append_end_token = chat, list(messages), append_end_token
@@ -77,19 +77,22 @@ class ChatConversation:
         return self.chat.prompt(self.messages)
 
     def next_prompt(self) -> list[int]:
-        """Return the tokens that the next turn starts from."""
+        """Return the prompt tokens of the next turn."""
         return self.ids
 
     def routed(self) -> int:
-        """Return of how many tokens of :meth:`next_prompt` the engine's routes are known: those need no second way."""
+        """Return the number of first tokens of :meth:`next_prompt` whose routed experts earlier turns returned."""
         routes = _routes_of(self.turns)
         return 0 if routes is None else len(routes)
 
     def add_turn(
         self, generation: Generation, text: str, reward: float, *, at_stop_string: bool, rewritten: str | None = None
     ) -> None:
-        """Append a sampled turn. ``at_stop_string``: it ended there and not with an end token. ``rewritten``: the text
-        that the environment puts in its place."""
+        """Append a sampled turn.
+
+        ``at_stop_string``: it ended with a stop string instead of an end token. ``rewritten``: the text with which the
+        environment replaces it.
+        """
         start, sampled = len(self.ids), list(generation.token_ids)
         if rewritten is not None:
             sampled, added = [], self.chat.tokenizer.encode(rewritten, add_special_tokens=False)
@@ -105,7 +108,7 @@ class ChatConversation:
         return [end] if at_stop_string and self.append_end_token and not ended else []
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
-        """Append the environment's messages; another turn follows."""
+        """Append messages of the environment, before another turn."""
         self.messages += observations
         between = self.chat.after_answer(observations)
         has_end = bool(between) and between[0] == self.chat.end_token
@@ -115,7 +118,7 @@ class ChatConversation:
         self.ids += between
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
-        """Return the rows of the trajectory, up to its last turn. An empty response becomes an end token."""
+        """Return the rows of the trajectory up to its last turn. An empty response becomes an end token."""
         last = self.turns[-1]
         if last.start + last.kept + last.appended == self.prompt_length:
             self.ids[self.prompt_length :] = [self.chat.end_token]
@@ -125,8 +128,10 @@ class ChatConversation:
 
 
 class OneMessageConversation(ChatConversation):
-    """Observations are appended as bare text. End tokens inside are removed; the last turn keeps its own, or gets one
-    that was not sampled where it was not cut off."""
+    """Appends observations as plain text, without the template.
+
+    End tokens between turns are removed. If the last turn stopped without an end token, one is appended, masked.
+    """
 
     def _end_of(self, generation: Generation, at_stop_string: bool) -> list[int]:
         return []
@@ -148,7 +153,7 @@ class OneMessageConversation(ChatConversation):
 
 
 class StepwiseConversation(ChatConversation):
-    """One row a turn. The template renders each prompt, so it may drop earlier thinking."""
+    """One row per turn. The template renders each prompt, so it may drop earlier thinking."""
 
     def __init__(self, chat: ChatFormat, messages: ConversationType, *, append_end_token: bool = True) -> None:
         super().__init__(chat, messages, append_end_token=append_end_token)
@@ -166,8 +171,10 @@ class StepwiseConversation(ChatConversation):
 
 
 class RetokenizedConversation(ChatConversation):
-    """For templates that change earlier answers, such as those that drop earlier thinking, in one sequence. Its tokens
-    are not the sampled ones, so there are no log-probs and no routes."""
+    """One sequence with a template that changes earlier answers, such as one that drops earlier thinking.
+
+    Its tokens are not the sampled ones, so it has no log-probs and no routed experts.
+    """
 
     def __init__(self, chat: ChatFormat, messages: ConversationType, *, append_end_token: bool = True) -> None:
         super().__init__(chat, messages, append_end_token=append_end_token)
@@ -204,7 +211,7 @@ class RetokenizedConversation(ChatConversation):
 
 
 def sequence_of(ids: list[int], prompt_length: int, turns: list[Turn], stop_reason: str) -> TrajectoryOutput:
-    """Make a row of its tokens and its turns."""
+    """Make a row from its tokens and its turns."""
     n = len(ids) - prompt_length
     mask = np.zeros(n, np.uint8)
     known = all(len(turn.generation.logprobs) == len(turn.generation.token_ids) for turn in turns)
@@ -227,7 +234,7 @@ def sequence_of(ids: list[int], prompt_length: int, turns: list[Turn], stop_reas
 
 
 def _support_of(turns: list[Turn], prompt_length: int, n: int) -> TokenSupport | None:
-    """Return what n response tokens were sampled from; None where the engine does not say it of every turn."""
+    """Return the sampling support of n response tokens; None unless the engine returned it for every turn."""
     pieces, known = [], 0
     for turn in turns:
         if turn.generation.support is None:
@@ -239,10 +246,12 @@ def _support_of(turns: list[Turn], prompt_length: int, n: int) -> TokenSupport |
 
 
 def _routes_of(turns: list[Turn]) -> np.ndarray | None:
-    """Return the experts of the first n tokens, [n, L, K]: each token's are those of the turn that first computed it.
-    No engine has computed the last sampled token and what the environment answers at the end. None where the engine
-    does not say it of every turn. Raises DataError for a turn with fewer than it computed, those apart that it was
-    asked to leave out (:meth:`ChatConversation.routed`)."""
+    """Return the experts of the first n tokens, [n, L, K], or None unless the engine returned them for every turn.
+
+    Those of a token come from the turn that first computed it. The engine has not computed the last sampled token and
+    the tokens after it. Raises DataError if a turn lacks experts of tokens that it computed, except those that the
+    request left out (:meth:`ChatConversation.routed`).
+    """
     pieces, known = [], 0
     for turn in turns:
         routes = turn.generation.routed_experts
@@ -251,7 +260,9 @@ def _routes_of(turns: list[Turn]) -> np.ndarray | None:
         computed = turn.start + len(turn.generation.token_ids) - 1
         first = max(computed - len(routes), 0)
         if first > known:
-            raise DataError(f"the engine returned routes of {len(routes)} tokens for a sequence that needs {computed}")
+            raise DataError(
+                f"the engine returned routed experts of {len(routes)} tokens, but the sequence needs {computed}"
+            )
         end = min(computed, turn.start + turn.kept)
         pieces.append(np.asarray(routes)[known - first : end - first])
         known = max(known, end)

@@ -1,7 +1,7 @@
-"""Dynamic sampling: group-relative estimators learn nothing from prompts whose responses all got the same reward.
+"""Dynamic sampling, for prompts whose responses all have the same reward.
 
-``filter`` (DAPO, arXiv:2503.14476): leave them out and sample further batches until one is full.
-``replace`` (POLARIS): put useful prompts of the same batch in their place.
+Group-relative estimators learn nothing from these zero-variance groups. ``filter`` (DAPO, arXiv:2503.14476) drops them
+and samples further batches until a batch is full. ``replace`` (POLARIS) replaces them with other groups of the batch.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from skyrl_megatron.rollout.interface import GeneratorOutput, total_reward
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, select_rows
 
 Batch = tuple[GeneratorOutput, list[str]]
-"""Rows, and the uid of each row."""
+"""(rows, uid of each row)."""
 TOLERANCE = 1e-6
-"""Rewards that differ by at most this are the same."""
+"""Rewards that differ by at most this count as equal."""
 
 
 class DynamicSampler:
-    """Collects the batch of one optimizer step.
+    """Collects the batch of one training step.
 
-    ``prompts``: how many a full batch has. ``seed`` chooses replacements. Per step: :meth:`offer` each sampled batch
-    until it returns one.
+    ``prompts``: number of prompts of a full batch. ``seed``: of the random choice of replacements. In each step, call
+    :meth:`add` with sampled batches until it returns the batch to train on.
     """
 
     def __init__(self, config: DynamicSamplingConfig, prompts: int, seed: int = 0) -> None:
         self.config, self.prompts = config, prompts
         self.rng = np.random.default_rng(seed)
         self.sampled_batches = 0
-        """Batches offered for the current step."""
+        """Number of batches added in the current step."""
         self._kept: list[Batch] = []
 
-    def offer(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
-        """Return the batch to train on; None asks for another one. ``uids``: [rows], those of a prompt side by side.
+    def add(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
+        """Add a sampled batch. Return the batch to train on, or None if another one is needed.
 
-        Raises DataError when ``max_sample_batches`` batches were not enough.
+        ``uids``: [rows]; the rows of a prompt must be adjacent. Raises DataError if ``max_sample_batches`` batches are
+        not enough.
         """
         self.sampled_batches += 1
         match self.config.type:
@@ -52,8 +53,8 @@ class DynamicSampler:
         limit = self.config.max_sample_batches
         if 0 <= limit <= self.sampled_batches:
             raise DataError(
-                f"trainer.algorithm.dynamic_sampling.max_sample_batches={limit}: in so many batches too few prompts"
-                " had responses with different rewards; the task is too easy or too hard for the policy, or"
+                f"trainer.algorithm.dynamic_sampling.max_sample_batches={limit}: too few prompts in {limit} batches"
+                " had responses with different rewards. The task is too easy or too hard for the policy, or"
                 " generator.n_samples_per_prompt is too small"
             )
         return None
@@ -86,10 +87,10 @@ class DynamicSampler:
 
 
 def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bool]]:
-    """Return (rows, whether its responses got different rewards) for each prompt, in order.
+    """Return (rows, whether the rewards differ) for each prompt, in order.
 
-    Step-wise, a trajectory counts by its last row. Trajectories whose environment failed do not count. A prompt with
-    one sample in the batch is useful.
+    A step-wise trajectory counts with its last row. Trajectories whose environment failed do not count. For a prompt
+    with one sample in the batch the second value is True.
     """
     last = output.get("is_last_step") or [True] * len(uids)
     errors = output.get("errors") or [None] * len(uids)
@@ -108,8 +109,7 @@ def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bo
 
 
 def distinct_uids(names: list[list[str]]) -> list[str]:
-    """Join the uids of several batches; a prompt that occurs again in a later batch gets a uid of its own, its uid and
-    ``#`` with a number."""
+    """Join the uids of several batches. A prompt that occurs again in a later batch gets the uid ``UID#NUMBER``."""
     seen: dict[str, int] = {}
     joined: list[str] = []
     for batch in names:

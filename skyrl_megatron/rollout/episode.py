@@ -1,4 +1,4 @@
-"""One episode: the turns between the policy and an environment, written into a conversation."""
+"""One episode: the turns of the policy and an environment, collected in a conversation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from skyrl_megatron.rollout.interface import (
     NonFiniteReward,
     RecordedTurn,
     TrajectoryID,
-    answer_of,
     checked_reward,
+    has_same_prompt,
     record_turn,
-    starts_alike,
+    step_fields,
 )
 from skyrl_megatron.rollout.templates import ChatFormat
 
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Trajectory:
-    """A finished trajectory: at least one row."""
+    """A finished trajectory with at least one row."""
 
     rows: list[TrajectoryOutput]
     turns: int = 0
     unfinished: bool = False
-    """The environment was not done after the last turn that it was given."""
+    """Whether the environment was not done after the last turn."""
     llm_seconds: float = 0.0
     env_seconds: float = 0.0
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """Settings that all episodes of a batch share."""
+    """Settings shared by all episodes of a batch."""
 
     chat: ChatFormat
     conversation: Callable[[ConversationType], ChatConversation]
@@ -65,20 +65,21 @@ class RolloutConfig:
 
 
 class _EnvFailed(Exception):
-    """The environment failed; the message says how."""
+    """The environment failed. The message is the error."""
 
 
-class _Differs(Exception):
-    """The environment is not what it was when its turns were recorded; the message says where."""
+class _ReplayMismatch(Exception):
+    """The environment does not reproduce its recorded turns. The message says where it differs."""
 
 
 class Episode:
-    """Call :meth:`begin`, alternate :meth:`request` and :meth:`answer` until a request is None, then :meth:`end`.
+    """One episode. Call :meth:`begin`, alternate :meth:`request` and :meth:`answer` until a request is None, then
+    :meth:`end`.
 
-    An environment that raises or exceeds its time limit ends the episode with one masked token and the reason. Errors
-    that all trajectories would share pass through: a reward or an observation of the wrong type.
+    If the environment raises or exceeds its time limit, the episode ends with one masked token and the error. Errors
+    that affect all trajectories are raised: a reward or an observation of the wrong type.
 
-    ``recording``: keep each turn in ``recorded``, from which :meth:`begin` of another episode can go on.
+    ``recording``: append each turn to ``recorded``, from which :meth:`begin` of another episode can continue.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Episode:
         self.prompt, self.extras = prompt, {**extras, "max_turns": config.max_turns}
         self.recording = recording
         self.restarted: str | None = None
-        """Why recorded turns could not be gone on from."""
+        """Why the episode restarted instead of continuing from recorded turns; None if it did not."""
         self._reset()
 
     def _reset(self) -> None:
@@ -107,22 +108,24 @@ class Episode:
         self.metrics: dict[str, Any] = {}
         self.closed = False
         self.recorded: list[RecordedTurn] = []
-        self._said: list[int] = []  # tokens of the last turn, its prompt included
-        self._inside = threading.RLock()  # a cancelled episode is closed while its last call may be under way
+        self._last_turn_ids: list[int] = []  # prompt + generation of the last turn
+        self._inside = threading.RLock()  # a cancelled episode may be closed while its last call still runs
         self.started = self.asked = time.perf_counter()
         self.llm_seconds = self.env_seconds = 0.0
 
     async def begin(self, recorded: Sequence[RecordedTurn] = ()) -> None:
-        """Make the environment and the prompt of the first turn. With ``recorded`` turns, go on behind them: the
-        environment is stepped through them. Where it cannot be, or does not answer as it did, the episode begins anew,
-        and ``restarted`` says why."""
+        """Make the environment and the prompt of the first turn.
+
+        With ``recorded`` turns, replay them in the environment and continue after them. If the environment cannot be
+        replayed or returns other results, the episode restarts, and ``restarted`` has the reason.
+        """
         await self._begin()
         if not recorded or self.error:
             return
         self.recording = True
         try:
             await self._replay(recorded)
-        except (_EnvFailed, _Differs) as difference:
+        except (_EnvFailed, _ReplayMismatch) as difference:
             await self.close()
             self.restarted = str(difference)
             self._reset()
@@ -130,7 +133,7 @@ class Episode:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there was a turn, and another one will be asked for unless its prompt is too long."""
+        """Whether there was a turn and another one follows, unless its prompt is too long."""
         return bool(self.turns) and not (self.done or self.error) and self.turns < self.config.max_turns
 
     async def _begin(self) -> None:
@@ -143,19 +146,23 @@ class Episode:
 
     async def _replay(self, recorded: Sequence[RecordedTurn]) -> None:
         if not getattr(self.env, "replayable", True):
-            raise _Differs(f"environment {self.env_class!r} declares that it cannot be replayed")
+            raise _ReplayMismatch(f"environment {self.env_class!r} sets replayable=False")
         for number, turn in enumerate(recorded):
             prompt = self.request()
-            if prompt is None or not starts_alike(turn, self._said, prompt):
-                raise _Differs(f"turn {number} of environment {self.env_class!r} does not start as it did")
+            if prompt is None or not has_same_prompt(turn, self._last_turn_ids, prompt):
+                raise _ReplayMismatch(
+                    f"turn {number} of environment {self.env_class!r} has another prompt than recorded"
+                )
             self.asked = time.perf_counter() - turn.llm_seconds
             self.started -= turn.llm_seconds
             step = await self._take(turn.generation)
-            if answer_of(step) != turn.answer:
-                raise _Differs(f"environment {self.env_class!r} answers turn {number} otherwise than it did")
+            if step_fields(step) != turn.answer:
+                raise _ReplayMismatch(
+                    f"environment {self.env_class!r} returns another result for turn {number} than recorded"
+                )
 
     def request(self) -> list[int] | None:
-        """Return the tokens that the next turn starts from; None when the episode is over."""
+        """Return the prompt tokens of the next turn; None if the episode is over."""
         if self.conversation is None or self.error or self.done or self.turns >= self.config.max_turns:
             return None
         prompt = self.conversation.next_prompt()
@@ -166,20 +173,22 @@ class Episode:
         return prompt
 
     def sampling(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``keys`` of the next turn's request. An engine that returns routes is asked for none of the tokens
-        that an earlier turn brought with theirs."""
+        """Return the sampling keys of the next request.
+
+        If the engine returns routed experts, the request leaves out the tokens whose experts earlier turns returned.
+        """
         routed = 0 if self.conversation is None else self.conversation.routed()
         return {**keys, "routed_experts_prompt_start": routed} if routed else keys
 
     async def answer(self, generation: Generation) -> None:
-        """Pass the sampled turn to the environment and record its step output."""
+        """Pass a generation to the environment and process its step output."""
         try:
             await self._take(generation)
         except _EnvFailed as failure:
             self.error = str(failure)
 
     async def _take(self, generation: Generation) -> Any:
-        """Do what :meth:`answer` says, and return the step output."""
+        """Implement :meth:`answer`; return the step output."""
         assert self.conversation is not None
         llm_seconds = time.perf_counter() - self.asked
         self.llm_seconds += llm_seconds
@@ -205,8 +214,8 @@ class Episode:
     def _record(self, generation: Generation, step: Any, llm_seconds: float) -> None:
         assert self.conversation is not None
         prompt = self.conversation.next_prompt()
-        self.recorded.append(record_turn(self._said, prompt, generation, step, llm_seconds))
-        self._said = [*prompt, *generation.token_ids]
+        self.recorded.append(record_turn(self._last_turn_ids, prompt, generation, step, llm_seconds))
+        self._last_turn_ids = [*prompt, *generation.token_ids]
 
     async def end(self) -> Trajectory:
         """Close the environment and return the trajectory."""
@@ -249,7 +258,7 @@ class Episode:
         try:
             return await self.config.pool.run(function, *arguments)
         except Exception as error:
-            self.closed = self.closed or isinstance(error, EnvTimeout)  # its thread is still inside the environment
+            self.closed = self.closed or isinstance(error, EnvTimeout)  # its thread still runs the environment
             failure = with_origin(error)
             _log_once(self.env_class, failure, error)
             raise _EnvFailed(failure) from error
@@ -286,7 +295,7 @@ class Episode:
         return cut_at_stop(text, self.config.sampling.get("stop") or ())
 
     def _reward_of(self, step: Any) -> float:
-        """Check a step output and return its reward. Raises DataError naming the environment."""
+        """Check a step output and return its reward. Raises DataError with environment and trajectory."""
         name = self.trajectory_id.to_string()
         keys = ("observations", "reward", "done")
         if not isinstance(step, Mapping) or any(key not in step for key in keys):
@@ -309,7 +318,10 @@ class Episode:
 
 
 def cut_at_stop(text: str, stop: str | Sequence[str]) -> tuple[str, bool]:
-    """Cut a turn behind its first stop string, which its last token may reach beyond; whether there was one."""
+    """Return (text up to and including its first stop string, whether there is one).
+
+    The last token of a turn can contain text after the stop string.
+    """
     stops = (stop,) if isinstance(stop, str) else stop
     ends = [at + len(each) for each in stops if (at := text.find(each)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
@@ -319,7 +331,7 @@ _logged: set[str] = set()
 
 
 def _log_once(env_class: str, failure: str, error: Exception) -> None:
-    """Log the traceback of an environment's error, for the console.log of a run: the first one at each place."""
+    """Log the traceback of an environment's error, once per line of code that raised."""
     place = failure.rpartition(", at ")[2]
     if place not in _logged and not isinstance(error, EnvTimeout):
         _logged.add(place)
@@ -343,24 +355,24 @@ def _warn_rewritten(env_class: str) -> None:
 
 @dataclass(slots=True)
 class PartialTrajectory:
-    """What there is of one sample of an unfinished group."""
+    """The recorded part of one sample of an unfinished group."""
 
     turns: list[RecordedTurn] = field(default_factory=list)
     trajectory: Trajectory | None = None
-    """The whole of it, where it is over."""
+    """The whole trajectory, if it is finished."""
 
 
 class TrajectoryLog(Protocol):
-    """Keeps the turns of a batch's trajectories. A generator that asks it for what there is need not sample that."""
+    """Stores the turns of a batch's trajectories, so that a generator can continue those of an earlier process."""
 
-    def begun(self, id: TrajectoryID) -> PartialTrajectory:
-        """Return what an earlier process left of a trajectory."""
+    def stored(self, id: TrajectoryID) -> PartialTrajectory:
+        """Return the turns of a trajectory that an earlier process stored."""
 
     def resumed(self, id: TrajectoryID, restarted: str | None) -> None:
-        """Note that a trajectory went on behind its turns, or why it began anew."""
+        """Note that a trajectory continued after its stored turns, or why it restarted."""
 
     async def turn(self, id: TrajectoryID, place: int, turn: RecordedTurn) -> None:
-        """Keep a turn, the ``place``-th from 0, of a trajectory that goes on."""
+        """Store turn number ``place`` (from 0) of an unfinished trajectory."""
 
     async def finished(self, id: TrajectoryID, trajectory: Trajectory) -> None:
-        """Keep a trajectory that is over."""
+        """Store a finished trajectory."""

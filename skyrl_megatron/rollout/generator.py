@@ -1,4 +1,4 @@
-"""The generator: samples trajectories from prompts, with an engine and environments."""
+"""The built-in generator: samples trajectories with an inference engine and environments."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ if TYPE_CHECKING:
 class SkyRLGymGenerator(GeneratorInterface):
     """Samples trajectories in environments of :mod:`skyrl_megatron.envs`.
 
-    Tokens go in and tokens come out: the policy is trained on the tokens that it sampled
-    (:mod:`skyrl_megatron.rollout.conversation`). Trajectories run independently of each other (:meth:`agent_loop`), or
-    batched, with ``batched`` or a ``seed``: one request holds the next turn of all, in the order of the input. With a
-    ``seed`` every request also carries a seed of its own, so that a run repeats itself.
+    Engine requests and results are token ids, so the policy is trained on the tokens that it sampled
+    (:mod:`skyrl_megatron.rollout.conversation`). Trajectories run independently of each other (:meth:`agent_loop`).
+    With ``batched`` or a ``seed`` they run in lockstep: one request holds the next turn of all, in the order of the
+    input. With a ``seed`` every request also has a separate seed, so that runs are reproducible.
 
-    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a reward that is NaN or infinite. ``adapters``:
-    of the policy, where there are several: the extra ``adapter`` of a prompt says which one answers it.
+    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a NaN or infinite reward. ``adapters``: names of
+    the policy's adapters, if there are several. The extra ``adapter`` of a prompt selects one.
 
-    Raises ConfigError and DataError at once for settings that do not go together and for a tokenizer without a chat
-    template.
+    The constructor raises ConfigError for conflicting settings and DataError for a tokenizer without a chat template.
     """
 
     def __init__(
@@ -75,22 +74,22 @@ class SkyRLGymGenerator(GeneratorInterface):
         self.retokenizes = (
             self.chat.marks_answers and generator_cfg.use_conversation_multi_turn and generator_cfg.max_turns > 1
         )
-        """Whether each turn tokenizes the conversation anew (:class:`RetokenizedConversation`)."""
+        """Whether each turn tokenizes the whole conversation again (:class:`RetokenizedConversation`)."""
         self._own_loop = type(self).agent_loop is not SkyRLGymGenerator.agent_loop
         if problems := list(self._problems()):
             raise ConfigError(problems)
         if self._own_loop and seed is not None:
             warnings.warn(
-                f"{type(self).__name__} has an agent_loop of its own: its requests carry no seeds, runs will differ",
+                f"{type(self).__name__} overrides agent_loop: its requests have no seeds, so runs will differ",
                 SkyRLMegatronWarning,
                 stacklevel=2,
             )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Sample the trajectories of a batch, in its order.
+        """Return the trajectories of a batch, in its order.
 
-        Raises DataError for unknown environments, for environments that break their contract, and when every
-        trajectory of the batch failed; errors of the engine pass through.
+        Raises DataError for unknown environments, for environments with invalid results, and if every trajectory of
+        the batch failed. Passes on errors of the engine.
         """
         registry.require(input_batch["env_classes"])
         ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
@@ -114,14 +113,15 @@ class SkyRLGymGenerator(GeneratorInterface):
     ) -> Trajectory:
         """Sample one trajectory. Subclasses may override it, and the hooks below.
 
-        ``max_tokens``: sampled a turn, where ``sampling_params`` is None; ``max_input_length``: tokens that a turn may
-        start from; ``log``: what keeps its turns, and may have some; never given to a subclass's own.
+        ``max_tokens``: limit of sampled tokens per turn, if ``sampling_params`` is None. ``max_input_length``: limit
+        of the prompt tokens of a turn. ``log``: stores the turns, and may hold turns of an earlier process; an
+        overriding method does not get it.
         """
         trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
         config = self._rollout_config(sampling_params, max_tokens, max_input_length)
         extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
         episode = Episode(config, prompt, env_class, extras, trajectory_id, recording=log is not None)
-        known = [] if log is None else log.begun(trajectory_id).turns
+        known = [] if log is None else log.stored(trajectory_id).turns
         try:
             await episode.begin(known)
             if log is not None and known:
@@ -150,11 +150,11 @@ class SkyRLGymGenerator(GeneratorInterface):
         max_tokens: int,
         max_input_length: int,
     ) -> dict[str, Any]:
-        """Return the extras that the environment is made with."""
+        """Return the ``extras`` for the constructor of the environment."""
         return env_extras
 
     def _post_process_agent_loop_output(self, output: Trajectory, trajectory_id: TrajectoryID) -> Trajectory:
-        """Return the trajectory as it enters the batch."""
+        """Return the trajectory to add to the batch."""
         return output
 
     # Two ways to sample a batch
@@ -169,7 +169,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         with tqdm(total=len(ids), desc="trajectories", mininterval=5, disable=disable_tqdm or None) as progress:
 
             async def one(prompt: ConversationType, env_class: str, extra: dict[str, Any], id: TrajectoryID) -> Any:
-                trajectory = None if log is None else log.begun(id).trajectory
+                trajectory = None if log is None else log.stored(id).trajectory
                 if trajectory is None:
                     trajectory = await self.agent_loop(
                         prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id, **logged
@@ -181,7 +181,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
             arguments = zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
             try:
-                async with asyncio.TaskGroup() as group:  # the first error ends the others before it is raised
+                async with asyncio.TaskGroup() as group:  # the first error cancels the other tasks before it is raised
                     tasks = [group.create_task(one(*argument)) for argument in arguments]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -222,10 +222,10 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     # Parts
     def _limits(self) -> tuple[int, int]:
-        """Return (tokens sampled a turn, tokens that a turn may start from)."""
+        """Return (limit of sampled tokens per turn, limit of prompt tokens per turn)."""
         limit = self.generator_cfg.max_input_length
         if limit is None:
-            fix = "set it: the tokens that a turn may start from"
+            fix = "set it to the maximum number of prompt tokens of a turn"
             raise ConfigError([Problem("generator.max_input_length", None, fix)])
         return self.generator_cfg.sampling_params.max_generate_length, limit
 
@@ -255,13 +255,17 @@ class SkyRLGymGenerator(GeneratorInterface):
         return {**sampling, "seed": request_seed(self.seed, uid, trajectory_id.repetition_id, step)}
 
     def _adapters_of(self, extras: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-        """Return the option of requests that says which adapters sample them; none where there are not several."""
+        """Return the request option with the adapter of each prompt; {} without several adapters."""
         return {"adapters": [str(extra.get(ADAPTER_KEY) or "") for extra in extras]} if self.adapters else {}
 
     def _problems(self) -> Iterator[Problem]:
         cfg = self.generator_cfg
         if cfg.batched and cfg.max_turns > 1:
-            yield Problem("generator.batched", True, f"max_turns={cfg.max_turns} needs agent loops: set batched=false")
+            yield Problem(
+                "generator.batched",
+                True,
+                f"cannot be used with generator.max_turns={cfg.max_turns}: set generator.batched=false",
+            )
         if cfg.step_wise_trajectories:
             for key, conflict in (
                 ("batched", cfg.batched),
@@ -269,13 +273,13 @@ class SkyRLGymGenerator(GeneratorInterface):
                 ("chat_template.name_or_path", self.retokenizes),
             ):
                 if conflict:
-                    fix = f"step-wise rows are rendered by the template alone: change generator.{key}"
+                    fix = f"the template renders step-wise prompts: change generator.{key}, which conflicts with it"
                     yield Problem("generator.step_wise_trajectories", True, fix)
         elif cfg.merge_stepwise_output:
             yield Problem("generator.merge_stepwise_output", True, "needs generator.step_wise_trajectories=true")
         if self.retokenizes and cfg.sampling_params.logprobs is not None and not cfg.step_wise_trajectories:
             fix = (
-                "a template that marks answers tokenizes them anew, and sampled log-probs do not belong to those"
+                "a template that marks answers tokenizes them again, and the sampled log-probs do not match these"
                 " tokens: set it to null, or use step_wise_trajectories with the tokenizer's template"
             )
             yield Problem("generator.sampling_params.logprobs", cfg.sampling_params.logprobs, fix)

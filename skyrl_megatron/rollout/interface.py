@@ -1,4 +1,4 @@
-"""Input and output of a generator, in the types of SkyRL's generators and trainers; its rewards and recorded turns."""
+"""Input and output of a generator, compatible with SkyRL; rewards, metrics and recorded turns."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from skyrl_megatron.types import TokenSupport
 TrainingPhase = Literal["train", "eval"]
 
 type Tokens = Sequence[int] | np.ndarray
-"""Token ids or values of tokens; our generator returns numpy arrays, others may return lists."""
+"""Token ids, or one value per token. The built-in generator returns numpy arrays, others may return lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryID:
-    """One trajectory: the prompt it starts from, and which of its samples it is."""
+    """The prompt of a trajectory, and the index of the sample."""
 
     instance_id: str
     """The prompt's uid."""
     repetition_id: int
-    """0, 1, 2 … for the samples of a prompt."""
+    """Index of the sample among those of the prompt, from 0."""
 
     def to_string(self) -> str:
         """Return ``uid_repetition``."""
@@ -38,14 +38,14 @@ class TrajectoryID:
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """The step and the purpose that a batch is generated for."""
+    """The step and the phase of a batch."""
 
     global_step: int
     training_phase: TrainingPhase
 
 
 class GeneratorInput(TypedDict):
-    """One entry a trajectory in every list."""
+    """Every list has one entry per trajectory."""
 
     prompts: list[ConversationType]
     env_classes: list[str]
@@ -56,38 +56,40 @@ class GeneratorInput(TypedDict):
     trajectory_ids: list[TrajectoryID] | None
     batch_metadata: BatchMetadata | None
     trajectory_log: NotRequired[Any]
-    """A ``rollout.trajectory_log.TrajectoryLog``, which keeps turns and has those of an earlier process. Generators
-    may do without."""
+    """A :class:`~skyrl_megatron.rollout.episode.TrajectoryLog`, which stores turns and returns those of an earlier
+    process. Generators may ignore it."""
 
 
 class GeneratorOutput(TypedDict):
-    """One entry a row in every list, in the order of the input. A row is a trajectory or, step-wise, one turn of it;
-    n is the number of its response tokens."""
+    """Every list has one entry per row, in the order of the input.
+
+    A row is a trajectory or, step-wise, one turn of a trajectory. n is the number of its response tokens.
+    """
 
     prompt_token_ids: list[Tokens]
     response_ids: list[Tokens]
-    """[n] int: what the policy sampled and, between its turns, what the environment answered."""
+    """[n] int: the tokens of the policy and, between its turns, those of the environment."""
     rewards: list[float] | list[list[float]]
-    """A number a row where trajectories have one turn, else one a token, each turn's on its last token."""
+    """One number per row if trajectories have one turn, else one per token: each turn's reward on its last token."""
     loss_masks: list[Tokens]
-    """[n] in {0, 1}: 1 on tokens that the policy sampled and that are trained on."""
+    """[n] in {0, 1}: 1 on sampled tokens that are trained on."""
     stop_reasons: list[str] | None
-    """``stop``, ``length`` or ``abort`` of the last turn; ``error`` where the environment failed."""
+    """``stop``, ``length`` or ``abort`` of the last turn; ``error`` if the environment failed."""
     rollout_metrics: dict[str, Any] | None
     rollout_logprobs: list[Tokens] | None
-    """[n] float, nats: of sampled tokens; 0 on all others."""
+    """[n] float, nats: log-probs of sampled tokens, 0 for all others."""
     trajectory_ids: NotRequired[list[TrajectoryID] | None]
     is_last_step: NotRequired[list[bool] | None]
-    """Step-wise only: last row of its trajectory."""
+    """Step-wise only: whether this is the last row of its trajectory."""
     rollout_expert_indices: NotRequired[list[np.ndarray | None] | None]
-    """[m, L, K]: experts that the first m tokens of prompt and response were routed to, by layer of the model."""
+    """[m, L, K]: the experts of the first m tokens of prompt and response, by model layer."""
     rollout_support: NotRequired[list[TokenSupport | None] | None]
-    """Of n tokens each: what they were sampled from, and ``rollout_logprobs`` are over; None: the whole vocabulary."""
+    """Sampling support of the n tokens, which ``rollout_logprobs`` are over; None: the whole vocabulary."""
     rollout_versions: NotRequired[list[list[tuple[str, int, int]]]]
-    """(policy version, first response token, token after the last) of each sampled span."""
+    """(policy version, first response token, end) of each sampled span."""
     env_metrics: NotRequired[list[dict[str, Any]]]
     errors: NotRequired[list[str | None]]
-    """Why the environment failed; such rows hold one masked token and count in no group of a prompt."""
+    """Error of the environment, or None. Rows with an error hold one masked token and belong to no group."""
 
 
 class MetricsOutput(TypedDict):
@@ -99,11 +101,11 @@ class MetricsOutput(TypedDict):
 
 
 class GeneratorInterface(ABC):
-    """Turns prompts into trajectories."""
+    """Samples trajectories from prompts."""
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Sample the trajectories of a batch, in its order."""
+        """Return the trajectories of a batch, in its order."""
 
 
 class SamplingClient(Protocol):
@@ -116,26 +118,29 @@ class SamplingClient(Protocol):
         session_ids: Sequence[str] | None = None,
         adapters: Sequence[str] | None = None,
     ) -> Sequence[Generation]:
-        """Sample a continuation for each prompt, in order. ``sampling_params``: for all, or one for each. Requests of
-        a session prefer the engine that has its prefix. ``adapters``: which of several samples each."""
+        """Return a generation for each prompt, in order.
+
+        ``sampling_params``: for all prompts, or one per prompt. Requests of a session prefer the engine that caches
+        its prefix. ``adapters``: name of each prompt's adapter, if there are several.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """One turn: where it started from, what was sampled, what the environment answered."""
+    """One turn: its prompt, its generation, and the step output of the environment."""
 
     shared: int
-    """First tokens of the prompt that are those of the turn before: of its prompt and what it sampled."""
+    """Number of first prompt tokens that equal prompt + generation of the previous turn."""
     prompt_rest: np.ndarray
-    """[p − shared] int32: the prompt's other tokens."""
+    """[p − shared] int32: the other tokens of the prompt."""
     generation: Generation
     answer: dict[str, Any]
-    """``observations``, ``reward``, ``done`` and ``postprocessed_action`` of the environment's step."""
+    """``observations``, ``reward``, ``done`` and ``postprocessed_action`` of the step output."""
     llm_seconds: float = 0.0
 
 
-def answer_of(step: Any) -> dict[str, Any]:
-    """Return what training depends on of a step output."""
+def step_fields(step: Any) -> dict[str, Any]:
+    """Return the part of a step output that affects training."""
     return {
         "observations": [dict(message) for message in step["observations"] or ()],
         "reward": step["reward"],
@@ -147,16 +152,16 @@ def answer_of(step: Any) -> dict[str, Any]:
 def record_turn(
     before: Sequence[int], prompt: Sequence[int], generation: Generation, step: Any, llm_seconds: float
 ) -> RecordedTurn:
-    """Record a turn. ``before``: the tokens of the turn before, its prompt and what it sampled."""
+    """Record a turn. ``before``: prompt + generation of the previous turn."""
     known, now = np.asarray(before, np.int32), np.asarray(prompt, np.int32)
     length = min(len(known), len(now))
     differ = np.flatnonzero(known[:length] != now[:length])
     shared = int(differ[0]) if differ.size else length
-    return RecordedTurn(shared, now[shared:], generation, answer_of(step), llm_seconds)
+    return RecordedTurn(shared, now[shared:], generation, step_fields(step), llm_seconds)
 
 
-def starts_alike(turn: RecordedTurn, before: Sequence[int], prompt: Sequence[int]) -> bool:
-    """Return whether a turn started from ``prompt``, where ``before`` is what it was when it was recorded."""
+def has_same_prompt(turn: RecordedTurn, before: Sequence[int], prompt: Sequence[int]) -> bool:
+    """Return whether the recorded turn had this ``prompt``. ``before``: prompt + generation of the previous turn."""
     recorded = [*before[: turn.shared], *turn.prompt_rest.tolist()]
     return recorded == list(prompt)
 
@@ -168,40 +173,40 @@ class NonFiniteReward(DataError):
 def checked_reward(value: Any, env_class: str, name: str) -> float:
     """Return ``value`` as a float.
 
-    Raises DataError naming environment, trajectory and value if it is not one number; NonFiniteReward for NaN and
-    infinities.
+    Raises DataError with environment, trajectory and value if it is not a number, NonFiniteReward for NaN and
+    infinity.
     """
     where = f"environment {env_class!r}, trajectory {name}"
     if isinstance(value, str | bytes) or value is None or np.ndim(value) != 0:
         raise DataError(f"{where}: the reward is {value!r} ({type(value).__name__}), it must be a number")
     try:
         reward = float(value)
-    except OverflowError as error:  # its digits may be more than Python prints
+    except OverflowError as error:  # Python may refuse to print so many digits
         raise DataError(
-            f"{where}: the reward ({type(value).__name__}) is beyond what a float can be, it must be a smaller number"
+            f"{where}: the reward ({type(value).__name__}) exceeds the range of a float: return a smaller number"
         ) from error
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: the reward is {value!r} ({type(value).__name__}), it must be a number") from error
     if not math.isfinite(reward):
         raise NonFiniteReward(
-            f"{where}: the reward is {reward}; return a finite one, or mask such trajectories with"
+            f"{where}: the reward is {reward}: return a finite one, or mask such trajectories with"
             " trainer.algorithm.nonfinite=skip"
         )
     return reward
 
 
 def total_reward(reward: float | Sequence[float] | np.ndarray) -> float:
-    """Return the sum over the tokens of a row, or the row's one reward."""
+    """Return the total reward of a row, given one number or one per token."""
     return float(sum(reward)) if isinstance(reward, Sequence | np.ndarray) else float(reward)
 
 
 def last_reward(reward: float | Sequence[float] | np.ndarray) -> float:
-    """Return the reward on the last token of a row, which is that of its last turn, or the row's one reward."""
+    """Return the reward of a row's last turn (that of its last token), or the row's only reward."""
     return float(reward[-1]) if isinstance(reward, Sequence | np.ndarray) else float(reward)
 
 
 def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) -> list[Any]:
-    """Set the rewards of rows that were cut off to 0 (``zero_reward_on_non_stop``)."""
+    """Return the rewards with 0 for rows that did not end with ``stop`` (``zero_reward_on_non_stop``)."""
     zeros = ([0.0] * len(reward) if isinstance(reward, list) else 0.0 for reward in rewards)
     return [
         kept if reason == "stop" else zero for kept, zero, reason in zip(rewards, zeros, stop_reasons, strict=True)
@@ -209,7 +214,7 @@ def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) 
 
 
 def apply_overlong_filtering(loss_masks: Sequence[Tokens], stop_reasons: Sequence[str]) -> list[Tokens]:
-    """Set the masks of rows that were cut off to 0 (DAPO, arXiv:2503.14476, section 3.4)."""
+    """Return the masks with 0 for rows that did not end with ``stop`` (DAPO, arXiv:2503.14476, section 3.4)."""
     return [
         mask if reason == "stop" else np.zeros_like(np.asarray(mask))
         for mask, reason in zip(loss_masks, stop_reasons, strict=True)
@@ -217,17 +222,17 @@ def apply_overlong_filtering(loss_masks: Sequence[Tokens], stop_reasons: Sequenc
 
 
 def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: Sequence[str]) -> MetricsOutput:
-    """Score a batch; ``uids`` [rows] name the prompt of each row.
+    """Return the scores of a batch; ``uids`` [rows] are those of the prompts.
 
     ``avg_score``: mean total reward. ``pass_at_n``: share of prompts with a trajectory whose last reward is positive.
-    ``mean_positive_reward``: mean over trajectories of their positive rewards. Step-wise, a trajectory counts by its
-    last row. Raises DataError for an empty batch.
+    ``mean_positive_reward``: mean over trajectories of the sum of their positive rewards. A step-wise trajectory
+    counts with its last row. Raises DataError for an empty batch.
     """
     rewards = generator_output["rewards"]
     last = generator_output.get("is_last_step") or [True] * len(rewards)
     rows = [row for row, is_last in enumerate(last) if is_last]
     if not rows:
-        raise DataError("there is nothing to score: the batch holds no trajectory")
+        raise DataError("cannot compute scores: the batch holds no trajectory")
     passed: dict[str, bool] = defaultdict(bool)
     for row in rows:
         passed[uids[row]] |= last_reward(rewards[row]) > 0

@@ -1,4 +1,4 @@
-"""Generator outputs as a whole: make, check, join, select rows, measure, and turn them into the training batch."""
+"""Functions on generator outputs: make, validate, join, select rows, compute metrics, make the training batch."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 
 def merge_stepwise_output(output: GeneratorOutput) -> GeneratorOutput:
-    """Join neighbouring rows of a trajectory where prompt and response of the first begin the prompt of the second.
+    """Join adjacent rows of a trajectory if prompt + response of the first row is a prefix of the second row's prompt.
 
-    What the second prompt has beyond that becomes part of the response, masked.
-
-    ``stop_reasons``, ``env_metrics``, ``errors`` and ``is_last_step`` are those of the last row that was joined.
-    Raises DataError for routes, which are not joined, and for rows that are not step-wise.
+    The other tokens of the second prompt become masked tokens of the response. ``stop_reasons``, ``env_metrics``,
+    ``errors`` and ``is_last_step`` are those of the last joined row. Raises DataError for routed experts, which cannot
+    be joined, and for rows that are not step-wise.
     """
     if any(routes is not None for routes in output.get("rollout_expert_indices") or ()):
-        raise DataError("generator.merge_stepwise_output cannot join routes: turn off enable_return_routed_experts")
+        raise DataError(
+            "generator.merge_stepwise_output cannot join routed experts: set"
+            " generator.inference_engine.enable_return_routed_experts=false"
+        )
     ids, last = output.get("trajectory_ids"), output.get("is_last_step")
     if ids is None or last is None:
-        raise DataError("generator.merge_stepwise_output joins step-wise rows only: set step_wise_trajectories=true")
+        raise DataError("generator.merge_stepwise_output needs generator.step_wise_trajectories=true")
     groups: list[list[int]] = []
-    end = np.zeros(0, np.int64)  # prompt and response of the group so far
+    end = np.zeros(0, np.int64)  # prompt + response of the group so far
     for row in range(len(ids)):
         prompt = np.asarray(output["prompt_token_ids"][row])
         continues = row > 0 and not last[row - 1] and _begins_with(prompt, end)
@@ -59,7 +61,7 @@ def _begins_with(whole: np.ndarray, beginning: np.ndarray) -> bool:
 
 def _join(output: GeneratorOutput, groups: Sequence[Sequence[int]]) -> GeneratorOutput:
     prompts, responses = output["prompt_token_ids"], output["response_ids"]
-    gaps: dict[int, np.ndarray] = {}  # row → tokens between the row before and its response
+    gaps: dict[int, np.ndarray] = {}  # row → tokens between the previous row and its response
     for group in groups:
         for before, row in pairwise(group):
             gaps[row] = np.asarray(prompts[row])[len(prompts[before]) + len(responses[before]) :]
@@ -130,10 +132,10 @@ def get_rollout_metrics(
     trajectory_completion_times: Sequence[float] | None = None,
     trajectory_time_splits: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, float]:
-    """Return ``generate/*`` and ``environment/*`` over the rows of a batch.
+    """Return the metrics ``generate/*`` and ``environment/*`` over the rows of a batch.
 
-    ``loss_masks`` gives tokens by the policy alone and by turn; ``trajectory_completion_times`` [trajectories] and
-    their shares by name give ``generate/trajectory_time_*``, seconds.
+    ``loss_masks`` adds the numbers of sampled tokens, in total and per turn. ``trajectory_completion_times``
+    [trajectories] in seconds, and their parts by name, add ``generate/trajectory_time_*``.
     """
     lengths = np.asarray([len(response) for response in responses], dtype=np.float64)
     totals = np.asarray([total_reward(reward) for reward in rewards])
@@ -161,7 +163,7 @@ def get_rollout_metrics(
 
 
 def turn_lengths(loss_masks: Sequence[Tokens]) -> np.ndarray:
-    """Return the lengths of all runs of ones, over all rows: the turns of the policy."""
+    """Return the lengths of the policy's turns over all rows: the runs of ones in the masks."""
     end = np.zeros(1, bool)
     flat = np.concatenate([end, *(part for mask in loss_masks for part in (np.asarray(mask, dtype=bool), end))])
     edges = np.diff(flat.astype(np.int8))
@@ -206,9 +208,9 @@ def prepare_generator_input(
     training_phase: TrainingPhase,
     global_step: int,
 ) -> tuple[GeneratorInput, list[str]]:
-    """Return (input with every prompt ``n_samples_per_prompt`` times, uid of each entry).
+    """Return (generator input with each prompt ``n_samples_per_prompt`` times, uid of each entry).
 
-    ``prompts``: entries ``{prompt, env_class, env_extras, uid}`` of a data loader; those without ``env_class`` get
+    ``prompts``: entries ``{prompt, env_class, env_extras, uid}`` of a data loader. Entries without ``env_class`` get
     ``default_env_class``.
     """
     entries = [(entry, sample) for entry in prompts for sample in range(n_samples_per_prompt)]
@@ -225,7 +227,7 @@ def prepare_generator_input(
 
 
 def row_uids(output: GeneratorOutput, uids: Sequence[str]) -> list[str]:
-    """Return the uid of each row: step-wise, a trajectory has several rows. ``uids``: of the trajectories."""
+    """Return the uid of each row, given the ``uids`` of trajectories: step-wise, a trajectory has several rows."""
     ids = output.get("trajectory_ids")
     return [each.instance_id for each in ids] if ids and output.get("is_last_step") else list(uids)
 
@@ -236,9 +238,9 @@ def make_generator_output(
     ids: Sequence[TrajectoryID],
     config: GeneratorConfig,
 ) -> GeneratorOutput:
-    """Assemble the rows of all trajectories; warn of failed environments once a batch.
+    """Return the rows of all trajectories. Warns once per batch if environments failed.
 
-    Raises DataError when every trajectory failed.
+    Raises DataError if every trajectory failed.
     """
     _check_failures(trajectories, env_classes)
     rows = [row for trajectory in trajectories for row in trajectory.rows]
@@ -281,7 +283,7 @@ def make_generator_output(
 
 
 def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Count trajectories that failed, were cut off or did not finish."""
+    """Return the metrics of failed, truncated and unfinished trajectories, and of turns."""
     reasons = [trajectory.rows[-1].stop_reason for trajectory in trajectories]
     return {
         "generate/num_failed": float(sum(reason == "error" for reason in reasons)),
@@ -298,12 +300,12 @@ def _check_failures(trajectories: Sequence[Trajectory], env_classes: Sequence[st
     env_class, error = failed[0]
     text = f"{len(failed)} of {len(trajectories)} trajectories: environment {env_class!r} failed ({error})"
     if len(failed) == len(trajectories):
-        raise DataError(f"{text}; there is nothing to train on")
-    warnings.warn(f"{text}; they are masked", SkyRLMegatronWarning, stacklevel=3)
+        raise DataError(f"{text}, so the batch has no data to train on")
+    warnings.warn(f"{text}; the failed trajectories are masked", SkyRLMegatronWarning, stacklevel=3)
 
 
 def select_rows(output: GeneratorOutput, rows: Sequence[int]) -> GeneratorOutput:
-    """Select rows, in the given order; what is not by row is kept."""
+    """Return ``rows``, in the given order. Entries without one value per row stay unchanged."""
     selected: dict[str, Any] = dict(output)
     for key, value in selected.items():
         if isinstance(value, list) and len(value) == len(output["response_ids"]):
@@ -312,11 +314,11 @@ def select_rows(output: GeneratorOutput, rows: Sequence[int]) -> GeneratorOutput
 
 
 def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Join the rows of all outputs. Metrics of responses and rewards are taken anew over all rows; others are joined
-    by their names (mean for ``avg``, ``mean``, ``std`` and quantiles, extreme for ``min`` and ``max``, sum for the
-    rest).
+    """Join the rows of all outputs.
 
-    Raises DataError where only some of the outputs have log-probs, routes or step marks.
+    Metrics of responses and rewards are computed again over all rows. Other metrics are reduced by their names: mean
+    for ``avg``, ``mean``, ``std`` and ``p90``, minimum for ``min``, maximum for ``max``, sum for the rest. Raises
+    DataError if only some of the outputs have log-probs, routed experts or ``is_last_step``.
     """
     if not outputs:
         raise DataError("there are no generator outputs to join")
@@ -353,8 +355,10 @@ def _join_metrics(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def validate_generator_output(output: GeneratorOutput, num_trajectories: int | None = None) -> None:
-    """Raise DataError naming what does not fit: lengths of lists, of rows within, or step marks that are not in order
-    (the rows of a trajectory must stand together and end with its last step)."""
+    """Raise DataError if lists have different lengths or ``is_last_step`` does not match the order of the rows.
+
+    The rows of a trajectory must be adjacent and end with its last step.
+    """
     rows = len(output["response_ids"])
     if not rows:
         raise DataError("the generator returned no rows")
@@ -368,7 +372,7 @@ def validate_generator_output(output: GeneratorOutput, num_trajectories: int | N
             raise DataError(f"the generator returned {len(value)} {key} for {rows} rows")
     kinds = {isinstance(reward, list) for reward in output["rewards"]}
     if len(kinds) > 1:
-        raise DataError("rewards must be one number a row, or one list a row; the generator returned both")
+        raise DataError("rewards must be all numbers or all lists; the generator returned both")
     if steps is not None:
         _check_steps(output, num_trajectories)
 
@@ -384,15 +388,16 @@ def _check_steps(output: GeneratorOutput, num_trajectories: int | None) -> None:
         following = ids[row + 1] if row + 1 < len(ids) else None
         if last == (following == ids[row]):
             raise DataError(
-                f"row {row} of trajectory {ids[row].to_string()}: is_last_step={last} does not fit its place"
+                f"row {row} of trajectory {ids[row].to_string()}: is_last_step={last} does not match its"
+                " position: the rows of a trajectory must be adjacent, and only the last one has is_last_step=True"
             )
 
 
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:
-    """Make right-aligned tensors of the rows; ``uids`` [rows] name the prompt of each row.
+    """Make the training batch from the rows; ``uids`` [rows] are those of the prompts.
 
-    Rows whose environment failed get a uid of their own and a response mask of 0, so that they enter neither the
-    baseline of their prompt nor any mean. Raises DataError for an output that does not fit together.
+    A row whose environment failed gets a separate uid and masks of 0, so that it affects neither the baseline of its
+    prompt nor any mean. Raises DataError for an invalid output.
     """
     validate_generator_output(output)
     errors = output.get("errors") or [None] * len(uids)

@@ -1,9 +1,9 @@
 """Chat templates: the tokens before, between and after those that the policy samples.
 
-A conversation is never tokenized again as a whole, because decoding and tokenizing does not give the sampled tokens
-back. Instead the tokens that a template puts *between* two turns are found once: a stand-in conversation is rendered
-whose answer is a marker, and the text that follows the marker is tokenized. So the text after an answer is right also
-for templates that treat the last answer, or earlier thinking, differently.
+A conversation is never tokenized again as a whole, because decoding and tokenizing do not reproduce the sampled
+tokens. Instead the tokens that a template puts *between* two turns are computed separately: a placeholder conversation
+whose answer is a marker is rendered, and the text after the marker is tokenized. This is also correct for templates
+that treat the last answer, or earlier thinking, differently.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CHATML_END = (
     "{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 BUILT_IN = {
-    # ChatML; assistant messages stand as they were written, thinking included.
+    # ChatML; assistant messages are unchanged, including thinking.
     "qwen3_with_thinking": (
         _CHATML_OTHERS + "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}" + _CHATML_END
     ),
-    # ChatML; thinking is kept in the last message only, as Qwen3's own template does it.
+    # ChatML; only the last message keeps its thinking, as in the template of Qwen3.
     "qwen3_without_thinking": (
         _CHATML_OTHERS
         + "{% generation %}{% if loop.last %}{{ message['content'] }}"
@@ -51,7 +51,7 @@ BUILT_IN = {
 
 
 def load_template(config: ChatTemplateConfig) -> str | None:
-    """Return the Jinja text that ``generator.chat_template`` names; None for the tokenizer's own.
+    """Return the Jinja text of ``generator.chat_template``; None for the template of the tokenizer.
 
     Raises DataError for unknown names and for files that cannot be read.
     """
@@ -64,15 +64,16 @@ def load_template(config: ChatTemplateConfig) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"generator.chat_template.name_or_path={name}: {error}") from error
     if name not in BUILT_IN:
-        raise DataError(f"generator.chat_template.name_or_path={name}: built-in templates are {', '.join(BUILT_IN)}")
+        raise DataError(
+            f"generator.chat_template.name_or_path={name}: unknown template; choose one of {', '.join(BUILT_IN)}"
+        )
     return BUILT_IN[name]
 
 
 class ChatFormat:
     """A tokenizer with its chat template and the template's arguments.
 
-    Raises DataError where the tokenizer has no template and none is given, or where the template cannot render a
-    conversation.
+    Raises DataError if there is no template, or if it cannot render a conversation.
     """
 
     def __init__(
@@ -84,45 +85,48 @@ class ChatFormat:
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
-                " generator.chat_template, or take the tokenizer of an instruction-tuned model"
+                " generator.chat_template, or use the tokenizer of an instruction-tuned model"
             )
         self.tokenizer: Any = tokenizer  # its type hints are narrower than what templates take
         self.template, self.kwargs = template, dict(kwargs or {})
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
-        """Whether the template says which of its text is the assistant's (``{% generation %}``)."""
+        """Whether the template marks the text of the assistant (``{% generation %}``)."""
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
-        self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # a prompt comes as often as it is sampled
+        self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
 
     @cached_property
     def end_token(self) -> int:
-        """Token that ends an answer: the template's, or the tokenizer's end of sequence."""
+        """Token that ends an answer: that of the template, else the tokenizer's end-of-sequence token."""
         after = self.after_answer([])
         ends = after and after[0] in self.tokenizer.all_special_ids
         return int(after[0] if ends else self.tokenizer.eos_token_id)
 
     def prompt(self, messages: ConversationType, *, generation_prompt: bool = True) -> list[int]:
-        """Tokenize a conversation, by default with the beginning of the next answer."""
+        """Tokenize a conversation, by default with the generation prompt of the next answer."""
         if _is_plain(messages):
             return list(self._prompt(_pairs(messages), generation_prompt))
         return self._text_prompt(messages, generation_prompt)
 
     def after_answer(self, observations: ConversationType) -> list[int]:
-        """Return the tokens between two turns: the end of the answer, the observations, the next answer's beginning.
+        """Return the tokens between two turns: end of the answer, observations, and the next generation prompt.
 
-        The first of them is the end token, where the template has one; leave it out if it was sampled.
+        The first one is the end token, if the template has one. Skip it if it was sampled.
         """
         if _is_plain(observations):
             return list(self._after_answer(_pairs(observations)))
         return self._text_after_answer(observations)
 
     def observation(self, observations: ConversationType) -> list[int]:
-        """Tokenize the bare texts, for conversations inside one assistant message."""
+        """Tokenize the texts without the template, for conversations inside one assistant message."""
         texts = (message["content"] for message in observations)
         return [token for text in texts for token in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def answers(self, messages: ConversationType, start: int) -> tuple[list[int], list[int], list[int]]:
-        """Return (prompt, response, mask) of a whole conversation: tokens of the first ``start`` messages, of the
-        others, and 1 on those of the others that the template marks as the assistant's."""
+        """Return (prompt, response, mask) of a whole conversation.
+
+        The prompt has the tokens of the first ``start`` messages, the response those of the others. The mask is 1 on
+        response tokens that the template marks as the assistant's.
+        """
         prompt = self.prompt(messages[:start], generation_prompt=False)
         whole = render(
             self.tokenizer,
@@ -134,7 +138,9 @@ class ChatFormat:
         )
         ids, mask = list(whole["input_ids"]), list(whole["assistant_masks"])
         if ids[: len(prompt)] != prompt:
-            raise DataError("generator.chat_template changes the prompt when answers follow: it cannot be trained on")
+            raise DataError(
+                "generator.chat_template renders the prompt differently when answers follow: use another template"
+            )
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
@@ -166,13 +172,16 @@ class ChatFormat:
         text = self._render([*_STAND_IN, *observations], True)
         _, found, after = text.partition(_MARKER)
         if not found:
-            raise DataError("the chat template leaves assistant messages out: it cannot be used for several turns")
+            raise DataError(
+                "the chat template omits assistant messages, so it cannot render several turns: set another"
+                " generator.chat_template"
+            )
         ids: list[int] = self.tokenizer.encode(after, add_special_tokens=False)
         return ids
 
 
 type _Pairs = tuple[tuple[str, str], ...]
-"""Messages of a role and a text alone, as keys of a cache."""
+"""(role, text) of each message, hashable for the cache."""
 
 
 def _is_plain(messages: ConversationType) -> bool:

@@ -1,15 +1,14 @@
-"""Megatron-Core on machines without CUDA: GEMMs, linear layers, and a patch of every place that insists on a GPU.
+"""Run Megatron-Core without CUDA: CPU GEMMs, linear layers, and patches of the code that requires a GPU.
 
-On a CPU with 512-bit registers large fp32 GEMMs go to oneDNN, which uses them on every processor; MKL, torch's
-default, uses them on Intel's only (on an AMD Zen 5 core: 240 against 105 GFLOP/s). Without such registers MKL is
-faster (on a Zen 3 core up to twice as fast, for GEMMs of 10 to 2,400 MFLOP).
+On a CPU with AVX-512, large fp32 GEMMs use oneDNN: MKL, torch's default, uses AVX-512 on Intel processors only (AMD
+Zen 5 core: 240 against 105 GFLOP/s). Without AVX-512, MKL is faster (Zen 3 core: up to 2x for 10 to 2,400 MFLOP).
 
-``parallel_state.initialize`` calls :func:`install`, which does nothing if there is a CUDA device; :func:`installed`
-is a context manager that removes the patches again. A patch replaces a module's attribute and is no
-``TorchFunctionMode``: a mode costs a microsecond per operation and is not entered in the backward pass, where
-Megatron's own autograd functions allocate too.
+``parallel_state.initialize`` calls :func:`install`, which does nothing on a machine with CUDA. :func:`installed` is a
+context manager that removes the patches at its end. A patch replaces an attribute of a module. It is not a
+``TorchFunctionMode``, because a mode costs a microsecond per operation and does not cover the backward pass, where
+Megatron's own autograd functions also allocate.
 
-The patches, each with the files below ``megatron/core/`` that need it:
+The patches, with the files below ``megatron/core/`` that need them:
 
 - tensors made with ``device="cuda"`` or ``torch.cuda.current_device()``: tensor_parallel/{layers,mappings}.py,
   pipeline_parallel/{schedules,p2p_communication}.py, optimizer/{optimizer,clip_grads,grad_scaler}.py,
@@ -22,7 +21,8 @@ The patches, each with the files below ``megatron/core/`` that need it:
 - GEMMs of linear layers, by a faster library: tensor_parallel/layers.py
 - split sizes left on the device: transformer/moe/token_dispatcher.py
 - gathering and scattering unequal shards, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
-- ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
+- ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (runs without a C++
+  compiler)
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _ONEDNN = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
 )
-# Packs hardly ever have the same number of tokens twice: the 1,024 kernels that oneDNN and torch's layer above it keep
-# by default make a rank grow by 20 MB a step. Both read the environment at the first product.
+# Two packs rarely have the same number of tokens. With the default cache of 1,024 kernels in oneDNN and in torch, the
+# memory of a rank grows by 20 MB per step. Both read these variables at the first GEMM.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "64")
 _WORTHWHILE = 1e8
-"""Floating-point operations. oneDNN compiles a kernel for every shape, a millisecond each, and an expert hardly ever
-gets the same number of tokens twice."""
+"""Minimum FLOPs of a GEMM for oneDNN. oneDNN compiles a kernel for each new shape, which takes a millisecond, and an
+expert rarely gets the same number of tokens twice."""
 
 
 def gemm(x: Tensor, weight: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        # Beside a frozen weight the input need not be kept.
+        # With a frozen weight the backward pass does not need the input.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts = counts
         return torch.cat([gemm(rows, matrix) for rows, matrix in zip(x.split(counts), weight, strict=True)])
@@ -91,17 +91,17 @@ class _GroupedGemm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = torch.cat([gemm(grad, matrix.t()) for grad, matrix in zip(shares, weight, strict=True)])
         if ctx.needs_input_grad[1]:
-            # An expert without tokens gets zeros: a GEMM over no rows.
+            # A GEMM over zero rows gives zeros for an expert without tokens.
             pairs = zip(shares, x.split(ctx.counts), strict=True)
             grad_weight = torch.stack([gemm(grad.t(), rows.t()) for grad, rows in pairs])
         return grad_x, grad_weight, None
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Compute rows sorted by expert, [n, k], times each expert's matrix, [E, m, k] → [n, m]; differentiable.
+    """Multiply rows sorted by expert, [n, k], by each expert's matrix, [E, m, k] → [n, m]; differentiable.
 
-    ``tokens_per_expert``: [E], sums to n. CUDA bfloat16 runs ``grouped_mm`` (one kernel; strides must be multiples of
-    16 bytes); everything else runs one GEMM per expert.
+    ``tokens_per_expert``: [E], sums to n. In bfloat16 on CUDA this is one ``grouped_mm`` kernel, if strides are
+    multiples of 16 bytes; otherwise one GEMM per expert.
     """
     aligned = (x.shape[1] * x.element_size()) % 16 == 0 and (weight.shape[1] * x.element_size()) % 16 == 0
     if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
         if sequence_parallel:
             whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
             dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs none
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
         ctx.shape = whole.shape
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
         out = gemm(whole.flatten(0, -2), weight)
@@ -169,14 +169,17 @@ def linear(
     tp_group: dist.ProcessGroup | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replace ``linear_with_grad_accumulation_and_async_allreduce`` and, as only the gradients needed are computed,
-    ``linear_with_frozen_weight``; same arguments. ``input`` [s, b, in] (s / tp under sequence parallelism)."""
+    """Replace Megatron's ``linear_with_grad_accumulation_and_async_allreduce``, with the same arguments.
+
+    Also replaces ``linear_with_frozen_weight``, because only the required gradients are computed. ``input``:
+    [s, b, in], with sequence parallelism [s / tp, b, in].
+    """
     result: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)  # type: ignore[no-untyped-call]
     return result
 
 
 CPU = torch.device("cpu")
-# Functions that Megatron calls with a device or with pin_memory.
+# Functions that Megatron calls with a device or with pin_memory
 _MAKERS = (
     *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "rand", "randn", "randint"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
@@ -188,14 +191,15 @@ _MISSING = object()
 
 
 def install() -> None:
-    """Install the patches for as long as the process lives. No-op with CUDA, and when already done."""
+    """Install the patches for the life of the process. Does nothing with CUDA or when they are installed already."""
     if device.has_cuda() or _saved:
         return
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    # torch.device("meta") as a context, and torch.compile, look functions up by identity: in tables of the originals.
+    # torch.device("meta") as a context and torch.compile look functions up by identity. Fill their tables with the
+    # original functions first.
     _device_constructors()
     get_torch_obj_rule_map()
     for name in _MAKERS:
@@ -239,7 +243,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Install the patches for the body only; patches that were there before stay."""
+    """Install the patches for the body of a ``with`` statement. Patches installed before it stay."""
     before = bool(_saved)
     install()
     try:
@@ -290,21 +294,21 @@ def _to_cpu(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type()`` so that Megatron, and nobody else, is told the CUDA type."""
+    """Wrap ``Tensor.type()`` so that it returns the CUDA type to Megatron only."""
 
     @functools.wraps(type_of)
     def type_for_caller(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = type_of(self, *args, **kwargs)
-        asks_for_name = isinstance(answer, str) and not args and not kwargs
-        if asks_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core."):
-            return answer.replace("torch.", "torch.cuda.")
-        return answer
+        result = type_of(self, *args, **kwargs)
+        is_query = isinstance(result, str) and not args and not kwargs
+        if is_query and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core."):
+            return result.replace("torch.", "torch.cuda.")
+        return result
 
     return type_for_caller
 
 
 class Event:
-    """A point in a stream that has always been reached."""
+    """A CUDA event on the CPU: always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -322,7 +326,7 @@ class Event:
 
 
 class Stream:
-    """The one queue of the CPU: all streams are equal, and a context manager that changes nothing."""
+    """A CUDA stream on the CPU. All streams are equal, and entering one has no effect."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -359,12 +363,12 @@ def _set_rng_state(new_state: Tensor, device: object = -1, graph_safe: bool = Fa
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return what ``maybe_move_tensor_to_cpu`` does on CUDA: gloo, too, wants split sizes as numbers, not a tensor."""
+    """Return split sizes as numbers, as ``maybe_move_tensor_to_cpu`` does on CUDA: gloo does not take a tensor."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``gather`` so that unequal shards are gathered padded to the longest and cut to size."""
+    """Wrap ``gather`` so that it pads unequal shards to the longest, gathers them and removes the padding."""
 
     def gather_unequal(
         mine: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
@@ -382,7 +386,7 @@ def _gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _reduce_scatter_unequal(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``reduce_scatter`` so that unequal shards are summed whole, and this rank's is cut out."""
+    """Wrap ``reduce_scatter`` so that with unequal shards it sums the whole tensor and returns this rank's shard."""
 
     def reduce_scatter_unequal(
         whole: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
@@ -398,7 +402,7 @@ def _reduce_scatter_unequal(reduce_scatter: Callable[..., Tensor]) -> Callable[.
 
 
 def _expected_rng_change(record: logging.LogRecord) -> bool:
-    """Drop the warning that CPU random state changed inside a CUDA one: here they are the same generator."""
+    """Drop the warning that the CPU RNG state changed in a CUDA RNG context: without CUDA both are one generator."""
     return "CPU RNG state changed" not in record.getMessage()
 
 

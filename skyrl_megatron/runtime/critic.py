@@ -1,4 +1,4 @@
-"""The engines of a critic's and a teacher's rank: values and the value-loss step; top-k distributions."""
+"""Engine of a critic (values and the value-loss step) and the scoring step of a teacher (top-k log-probs)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class CriticEngine(MegatronEngine):
-    """One rank's part of a critic, as :class:`MegatronEngine` is of a policy: :meth:`compute_values` in place of
-    log-probs, and :meth:`forward_backward` reads ``values`` (before the update) and ``returns`` of a batch.
+    """One rank of a critic.
 
-    The model's output layer is a :class:`ValueHead`; parameters, layout and optimizer are those of ``trainer.critic``.
+    It has :meth:`compute_values` in place of log-probs. :meth:`forward_backward` reads ``values`` (before the update)
+    and ``returns`` of a batch. The output layer is a :class:`ValueHead`; parameters, layout and optimizer come from
+    ``trainer.critic``.
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, *, total_steps: int | None = None) -> None:
@@ -35,13 +36,15 @@ class CriticEngine(MegatronEngine):
 
     @torch.no_grad()
     def compute_values(self, batch: TrainingBatch) -> Tensor:
-        """Return the value of the state in which each response token is chosen, before the token itself: [B, T]
-        float32, 0 elsewhere. ``batch``: the rows of this replica; every rank gets the result of its replica."""
+        """Return the value of the state before each response token, [B, T] float32, 0 elsewhere.
+
+        ``batch``: the rows of this replica. Every rank of the replica gets the result.
+        """
         self.onload("weights")
         return self.forward_only(ValueStep(), batch)
 
     def objective(self, changes: Mapping[str, Any] | None = None) -> CriticObjective:
-        """Return the value loss that ``trainer.algorithm`` describes, with ``changes`` of its fields."""
+        """Return the value loss of ``trainer.algorithm``. ``changes`` replaces some of its fields."""
         return CriticObjective(self._algorithm(changes))
 
     def _training_step(self, objective: Objective, totals: StepTotals) -> TrainingStep:
@@ -55,7 +58,7 @@ def response_values(output: Tensor, packed: PackedInputs) -> Tensor:
 
 
 class ValueStep(ForwardStep):
-    """Forward only: the schedule's results are values [b, T] of each micro-batch."""
+    """Forward pass only. The schedule returns the values [b, T] of each micro-batch."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values = response_values(output, micro_batch.packed)
@@ -80,15 +83,18 @@ EXACT_IN_FP32 = 2**24
 
 @torch.no_grad()
 def score_responses(engine: MegatronEngine, batch: TrainingBatch, k: int) -> Tensor:
-    """Return [B, T, 1 + 2k] float32: each response token's log-prob in nats, log-probs of the ``k`` likeliest tokens,
-    likeliest first, and their ids; 0 elsewhere. At ``algorithm.temperature``; every rank gets its replica's rows."""
+    """Return [B, T, 1 + 2k] float32 at ``algorithm.temperature``; every rank gets the rows of its replica.
+
+    Per response token: its log-prob in nats, then the log-probs of the ``k`` most likely tokens (most likely first),
+    then their ids. 0 at other positions.
+    """
     assert k == 0 or engine.model.vocab_size <= EXACT_IN_FP32
     engine.onload("weights")
     return engine.forward_only(TeacherStep(engine.head(), k), batch, width=1 + 2 * k)
 
 
 class TeacherStep(ForwardStep):
-    """Forward only: the schedule's results are [b, T, 1 + 2k] of each micro-batch."""
+    """Forward pass only. The schedule returns [b, T, 1 + 2k] of each micro-batch (see :func:`score_responses`)."""
 
     def __init__(self, head: LogprobHead, k: int) -> None:
         self.head, self.k = head, k

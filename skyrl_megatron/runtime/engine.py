@@ -5,9 +5,9 @@ All ranks of a model call the same methods, each with the rows of its data-paral
     metrics = engine.forward_backward(mini_batch)     # one or several times: gradients accumulate
     result = engine.optim_step()
 
-Its parts have files of their own: micro-batches (``data/packing.py``), packing (``packed_inputs.py``), the loss of a
-micro-batch (``forward_step.py``), Megatron's schedule (``schedule.py``), what Megatron divides by (``loss_scale.py``),
-the optimizer (``optimizer.py``) and memory that others need (``offload.py``).
+The model, its optimizer and its memory are in ``trained_model.py``. The parts of a step have their own files:
+micro-batches (``data/packing.py``), packing (``packed_inputs.py``), the loss of a micro-batch and Megatron's schedule
+(``forward_step.py``), the scale of gradients (``loss_scale.py``) and the optimizer (``optimizer.py``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,13 +31,8 @@ from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, m
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.config.roles import adapter_configs, adapter_names, is_frozen, parallel_config
-from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.data.packing import plan_micro_batches, rows_by_adapter
-from skyrl_megatron.runtime import cpu_patches as megatron_patches
-from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
-from skyrl_megatron.runtime.flops import model_flops, peak_flops
+from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
     DraftLoss,
     ForwardStep,
@@ -50,303 +44,51 @@ from skyrl_megatron.runtime.forward_step import (
     run_schedule,
     share_from_last_stage,
 )
-from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
-from skyrl_megatron.runtime.lora.targets import fingerprint
-from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
-from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
-from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
 from skyrl_megatron.runtime.model.family_attention import indexer_metrics
 from skyrl_megatron.runtime.model.moe import router_metrics, routers_of
 from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
-from skyrl_megatron.runtime.model.routing_replay import forget_routes, replay_routes
-from skyrl_megatron.runtime.offload import PARTS, Offload, Part
-from skyrl_megatron.runtime.optimizer import (
-    StepResult,
-    Trained,
-    build_lr_schedule,
-    prepare_training,
-    step_if_finite,
-    together,
-)
+from skyrl_megatron.runtime.model.routing_replay import forget_routes
+from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
-from skyrl_megatron.runtime.parallel_state import from_rank_0, group_maximum, raise_on_all_ranks
-from skyrl_megatron.runtime.profiling import MemoryRecorder, Recorder, RecordingStep, profiled
+from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
+from skyrl_megatron.runtime.profiling import Recorder, RecordingStep, profiled
+from skyrl_megatron.runtime.trained_model import TrainedModel
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    from skyrl_megatron.config import AlgorithmConfig, SkyRLTrainConfig
-    from skyrl_megatron.runtime.lora.attach import Adapters
+    from skyrl_megatron.config import AlgorithmConfig
     from skyrl_megatron.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
-RoleName = Literal["policy", "ref", "critic", "teacher"]
 
-
-class MegatronEngine:
-    """One rank's part of a model, its gradients and its optimizer.
-
-    ``torch.distributed`` must be initialised. The engine makes the process groups of ``role``'s layout, builds the
-    model, loads its HF folder and, for policy and critic, builds the optimizer. ``total_steps``: optimizer steps of
-    the run, where a decaying learning rate ends. Raises ConfigError for an impossible layout, ModelLoadError for a bad
-    folder.
-    """
-
-    def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "policy", *, total_steps: int | None = None) -> None:
-        megatron_patches.install()
-        if cfg.trainer.deterministic:
-            device.use_deterministic_kernels()
-        self.cfg, self.role = cfg, role
-        self.settings = getattr(cfg.trainer, role)
-        self.megatron = self.settings.megatron_config
-        parallel = parallel_config(self.megatron, dist.get_world_size())
-        self.groups = parallel_state.initialize(parallel, seed=cfg.trainer.seed, timeout_s=cfg.trainer.phase_timeout_s)
-        self.model = build_model(
-            hf_model(cfg, role),
-            self.groups,
-            dtype=parameter_dtype(cfg),
-            transformer_config_kwargs=transformer_kwargs(cfg, role),
-            prefix=f"trainer.{role}.megatron_config.",
-            frozen=self.is_adapted,
-            head="value" if role == "critic" else "lm",
-            seed=cfg.trainer.seed,
-        )
-        if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):
-            require_deterministic(self.model.config, *longest_pack(cfg), f"trainer.{role}.megatron_config.")
-        assert self.model.hf.path is not None
-        prefix = cfg.trainer.algorithm.value_head_prefix
-        load_hf(self.model, self.model.hf.path, self.groups, frozen=self.is_adapted, value_head=prefix)
-        fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage and self.model.head == "lm"
-        self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
-        self._replayed = self._replay_routes() if self.megatron.moe_enable_routing_replay else ()
-        self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
-        self.memory = MemoryRecorder(
-            getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
-        )
-        self.base = self._fingerprint() if self.is_adapted else None
-        """Which weights the adapters are added to."""
-        self.adapter_names = adapter_names(cfg) if role == "policy" else ("",)
-        """What is trained, in the order in which it takes turns: ``("",)`` unless the adapters have names."""
-        self._trained = self._frozen() if is_frozen(role) else self._prepare(total_steps)
-        self._name = self.adapter_names[0]
-        self._now = self._trained[self._name]
-        chunks = [chunk for trained in self._trained.values() for chunk in trained.buffered]
-        self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
-        self._expert_load: dict[int, Tensor] = {}
-
-    def _replay_routes(self) -> tuple[int, ...]:
-        """Let routers take the experts that the engine chose; return the model's layers of those on this rank."""
-        for chunk in self.model.chunks:
-            replay_routes(chunk, routers_of([chunk]))
-        return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
-
-    @property
-    def _missing_routes(self) -> str:
-        """What becomes of a token without routes. A batch on which one step is taken needs none of the trainer's."""
-        of_engine = self.megatron.moe_routing_replay_source == "rollout"
-        return self.megatron.moe_routing_replay_missing if of_engine else "natural"
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether adapters are trained and the weights stay as they are."""
-        return self.role == "policy" and self.settings.model.lora.rank > 0
-
-    def _fingerprint(self) -> str:
-        folder = self.model.hf.path
-        assert folder is not None
-        return str(from_rank_0(fingerprint(folder) if dist.get_rank() == 0 else None))
-
-    def _frozen(self) -> dict[str, Trained]:
-        self.model.config.moe_grad_scale_func = loss_scale.AuxiliaryLossScale()  # Megatron keeps one a process
-        return {"": Trained(list(self.model.chunks))}
-
-    def _prepare(self, total_steps: int | None) -> dict[str, Trained]:
-        buffers = ddp_config(self.megatron)
-        self.auxiliary_scale = loss_scale.sum_gradients(self.model.config, buffers)
-        self.overlaps_param_gather = buffers.use_distributed_optimizer and buffers.overlap_param_gather
-        configs = adapter_configs(self.cfg) if self.role == "policy" else {"": self.cfg}
-        trained: dict[str, Trained] = {}
-        for name, cfg in configs.items():
-            trained[name] = prepare_training(cfg, self.role, self.model, self.groups, buffers, total_steps, self.base)
-            if len(configs) > 1:
-                trained[name].end()
-        if len(configs) > 1:
-            trained[self.adapter_names[0]].begin()
-        return trained
-
-    # ------------------------------------------------------------------ what is trained
-    @property
-    def trained(self) -> Mapping[str, Trained]:
-        """What is trained, by the names of adapters; of a frozen role the model, without an optimizer."""
-        return self._trained
-
-    @property
-    def chunks(self) -> list[Any]:
-        """The model's chunks, in :class:`DistributedDataParallel` when they are trained."""
-        return self._now.chunks
-
-    @property
-    def adapters(self) -> Adapters | None:
-        """The low-rank adapters that are trained instead of the weights; of several, those of :attr:`adapter`."""
-        return self._now.adapters
-
-    def every_adapter(self) -> dict[str, Adapters]:
-        """Return all adapters by their names (``""`` for one without); none of a role that trains weights."""
-        return {name: each.adapters for name, each in self._trained.items() if each.adapters is not None}
-
-    @property
-    def optimizer(self) -> Any:
-        """Megatron's optimizer; None of a role that is not trained."""
-        return self._now.optimizer
-
-    @property
-    def lr_schedule(self) -> OptimizerParamScheduler | None:
-        """The optimizer's schedule; None of a role that is not trained."""
-        return self._now.lr_schedule
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of this engine."""
-        return self._now.steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Those that were skipped because the gradient was not finite."""
-        return self._now.skipped_steps
-
-    @property
-    def adapter(self) -> str:
-        """The name of the adapter that the model has now."""
-        return self._name
-
-    def set_adapter(self, name: str) -> None:
-        """Make the engine that of one of :attr:`adapter_names`, in all that it computes, saves and says of itself.
-
-        :meth:`compute_logprobs`, :meth:`forward_backward` and :meth:`optim_step` set those of their rows themselves.
-        Every rank sets the same.
-        """
-        if name == self._name:
-            return
-        self.onload("weights")
-        self._now.end()
-        self._name, self._now = name, self._trained[name]
-        self._now.begin()
-
-    def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
-        """Begin the learning-rate schedules anew: as configured, or constant at ``lr``."""
-        for name, cfg in adapter_configs(self.cfg).items():
-            settings, trained = getattr(cfg.trainer, self.role).optimizer_config, self._trained[name]
-            if lr is not None:
-                settings = dataclasses.replace(settings, lr=lr, scheduler="constant")
-            for group in trained.optimizer.param_groups:
-                group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
-            trained.lr_schedule = build_lr_schedule(trained.optimizer, settings, total_steps)
-
-    # ------------------------------------------------------------------ place in the layout
-    @property
-    def dp_rank(self) -> int:
-        """The data-parallel replica that this rank belongs to."""
-        return self.groups.dp.rank()
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel replicas."""
-        return self.groups.dp.size()
-
-    @property
-    def is_collection_rank(self) -> bool:
-        """Whether the results of its replica are collected from this rank: tp 0, cp 0, last pipeline stage."""
-        return self.groups.is_collection_rank
-
-    # ------------------------------------------------------------------ forward only
-    @torch.no_grad()
-    def compute_logprobs(
-        self,
-        batch: TrainingBatch,
-        *,
-        temperature: float | None = None,
-        adapters: bool = True,
-        recorder: Recorder | None = None,
-    ) -> Tensor:
-        """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
-
-        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters`` false:
-        of the base model, which is the reference of a policy with adapters. ``recorder``: what is to see the passes.
-        Every rank gets the result of its replica.
-        """
-        self.onload("weights")
-        out = torch.zeros(batch.response_mask.shape)
-        for name, rows in self._turns(batch):
-            self.set_adapter(name)
-            base = self.adapters is not None and not adapters
-            with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
-                head = self.head(temperature)
-                step = LogprobStep(head) if recorder is None else RecordingStep(head, recorder, rows)
-                out[torch.from_numpy(rows)] = self.forward_only(step, _picked(batch, rows))
-        return out
-
-    def forward_only(self, step: ForwardStep, batch: TrainingBatch, *, width: int | None = None) -> Tensor:
-        """Return what ``step`` makes of the response tokens of every row of this replica: [B, T] float32, or with
-        ``width`` [B, T, width]; 0 elsewhere."""
-        micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
-        self._set_training(False)
-        results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
-        shape = (*batch.response_mask.shape, *([] if width is None else [width]))
-        out = torch.zeros(shape, dtype=torch.float32, device=device.device())
-        for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
-            out[torch.as_tensor(micro_batch.rows, device=out.device)] = values[: len(micro_batch.rows)]
-        if self.groups.pp.size() > 1:
-            source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
-            dist.broadcast(out, src=source, group=self.groups.pp)
-        return out.cpu()
+class MegatronEngine(TrainedModel):
+    """The steps of one rank. The arguments are those of :class:`TrainedModel`."""
 
     # ------------------------------------------------------------------ the step
-    def objective(self, changes: Mapping[str, Any] | None = None) -> Objective:
-        """Return what a step of this role minimises: as ``trainer.algorithm`` says, with ``changes`` of its fields."""
-        return PolicyObjective(self._algorithm(changes))
-
-    def _algorithm(self, changes: Mapping[str, Any] | None) -> AlgorithmConfig:
-        config = self.cfg.trainer.algorithm
-        return dataclasses.replace(config, **changes) if changes else config
-
-    def step_totals(self, batch: TrainingBatch, objective: Objective | None = None) -> StepTotals:
-        """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
-        objective = objective or self.objective()
-        mine = objective.totals(
-            batch.loss_mask,
-            old_log_probs=batch.old_logprobs,
-            rollout_log_probs=batch.rollout_logprobs,
-            uids=batch.uids or None,
-        )
-        gathered: list[StepTotals | None] = [None] * self.dp_size
-        dist.all_gather_object(gathered, mine, group=self.groups.dp)
-        return sum((totals for totals in gathered if totals is not None), StepTotals())
-
     def forward_backward(
         self, batch: TrainingBatch, *, accumulate: bool = False, objective: Objective | None = None
     ) -> dict[str, float]:
-        """Add the gradient of the objective over the rows of all replicas; return the step's metrics.
+        """Add the gradient of the objective over the rows of all replicas, and return the step's metrics.
 
-        ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads (a critic's: values
-        and returns). Losses are means
-        over the rows of all replicas, however they are split (``algorithms/reduction.py``). After several calls before
-        :meth:`optim_step` the gradient is that of the mean over all their rows (with ``prompt_mean`` the rows of a
-        prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate``: more calls follow;
-        needed only with ``ddp_config.overlap_grad_reduce``. ``objective``: :meth:`objective` unless given.
+        ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads (for a critic:
+        values and returns). Losses are means over the rows of all replicas, however they are split
+        (``algorithms/reduction.py``). After several calls before :meth:`optim_step` the gradient is that of the mean
+        over all their rows. With ``prompt_mean`` the rows of a prompt must be in one call; auxiliary losses of the
+        calls are averaged. ``accumulate``: more calls follow; needed only with ``ddp_config.overlap_grad_reduce``.
+        ``objective`` defaults to :meth:`objective`.
 
-        With several adapters each learns from its own rows as if there were no others: its loss is a mean over them,
-        and its metrics come as ``adapter/<name>/…`` too.
+        Each of several adapters learns from its own rows only: its loss is a mean over them, and its metrics are
+        returned as ``adapter/<name>/…`` as well.
 
-        Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
-        for no trainable token and for inputs that are not finite; whatever a custom loss raises.
+        Raises the same error on every rank and clears the gradients: ValueError for sequences over the token budget,
+        for no trainable token and for inputs that are not finite, and any error of a custom loss.
         """
         if any(trained.reduced for trained in self._trained.values()):
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
         started = time.perf_counter()
         self.onload("weights", "gradients")
-        self._memory.onload(("optimizer",))  # travels while the model computes
+        self._memory.onload(("optimizer",))  # is copied while the model computes
         objective = objective or self.objective()
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
@@ -379,7 +121,7 @@ class MegatronEngine:
     def _add_gradient(
         self, batch: TrainingBatch, totals: StepTotals, objective: Objective, accumulate: bool
     ) -> list[ReducibleMetrics]:
-        """Add what ``batch``, rows of the adapter that is set, gives; returns the metrics of each micro-batch.
+        """Add the gradient of ``batch``, the rows of the active adapter; return the metrics of each micro-batch.
 
         ``totals``: denominators over the rows of all replicas.
         """
@@ -389,7 +131,7 @@ class MegatronEngine:
         if now.accumulated.tokens:
             for chunk in now.chunks:
                 chunk.scale_gradients(1.0 - share)
-            if now.draft is not None:  # its loss is a mean over tokens, whatever the objective is
+            if now.draft is not None:  # its loss is a mean over tokens for every objective
                 now.draft.scale_gradients(now.accumulated.tokens / combined.tokens)
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
         if self._has_draft:
@@ -429,16 +171,16 @@ class MegatronEngine:
         return DraftLoss(draft, weight, head.settings, self.megatron.mtp.loss_scale)
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
-        """Reduce the accumulated gradients over dp, clip, step and clear them.
+        """Reduce the accumulated gradients over dp, clip them, take a step and clear them.
 
         ``more_follow``: another :meth:`forward_backward` comes before anything else reads the weights. With
         ``ddp_config.overlap_param_gather`` they are then gathered during its forward pass, otherwise here.
 
-        If a gradient is not finite on any rank, the step is skipped: weights, moments and schedule stay as they are,
-        the result names the first such parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
-        are no gradients.
+        If a gradient is not finite on any rank, the step is skipped: weights, moments and schedule do not change, the
+        result names the first such parameter, and :attr:`skipped_steps` counts it. Raises ValueError if there are no
+        gradients.
 
-        Of several adapters those step, each by itself, that have gradients.
+        Each adapter that has gradients takes a step of its own.
         """
         self.reduce_gradients()
         self.onload()
@@ -448,7 +190,7 @@ class MegatronEngine:
             results[name] = self._step(more_follow and len(self._trained) == 1)
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
-        return together(results)
+        return combine_results(results)
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
@@ -465,15 +207,11 @@ class MegatronEngine:
         self.memory.snapshot(self._numbered("step"), dist.get_rank())
         return result
 
-    def _waiting(self) -> list[str]:
-        """Return what has gradients for a step."""
-        return [name for name, trained in self._trained.items() if trained.accumulated.tokens]
-
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over all ranks that share a parameter, unless that is done already.
 
         :meth:`optim_step` calls it. Megatron's reduction is not idempotent, so no gradient can be added between it and
-        the step. Raises ValueError when there are no gradients.
+        the step. Raises ValueError if there are no gradients.
         """
         if not self._waiting():
             raise ValueError("there are no gradients: call forward_backward() first")
@@ -488,56 +226,96 @@ class MegatronEngine:
                 self._now.reduced = True
 
     def clear_gradients(self) -> None:
-        """Forget the gradients accumulated since the last step."""
+        """Drop the gradients accumulated since the last step."""
         for trained in self._trained.values():
             self._clear(trained)
 
-    def _clear(self, trained: Trained) -> None:
+    def _clear(self, trained: TrainingState) -> None:
         if not self._memory.away("gradients"):
             for chunk in trained.buffered:
                 chunk.zero_grad_buffer()
         trained.optimizer.zero_grad()
         trained.accumulated, trained.reduced = StepTotals(), False
 
-    # ------------------------------------------------------------------ memory
-    def offload(self, *parts: Part) -> None:
-        """Free the device memory of ``parts`` (all: without arguments) for others on the same device.
-
-        Methods that compute bring back what they need; who reads :attr:`chunks` or :attr:`optimizer` calls
-        :meth:`onload` first. The optimizer's state stays unless ``optimizer_config.offload_after_step``. Raises
-        ValueError for gradients that wait for :meth:`optim_step`.
-        """
-        leaving = set(parts or PARTS)
-        if self._waiting() and "gradients" in leaving:
-            raise ValueError(
-                "gradients are not kept: call optim_step() or clear_gradients() before they are offloaded"
-            )
-        if not is_frozen(self.role) and not self.settings.optimizer_config.offload_after_step:
-            leaving.discard("optimizer")
-        self._memory.offload(leaving)
-
-    def onload(self, *parts: Part) -> None:
-        """Bring ``parts`` (all: without arguments) back. No-op for those that are here."""
-        self._memory.onload(parts or PARTS)
-        self._memory.wait(*(parts or PARTS))
-
-    def device_bytes(self) -> int:
-        """Return what weights, gradients and optimizer state hold on the device now."""
-        return sum(self._memory.device_bytes.values())
-
     def take_expert_load(self) -> dict[int, list[int]]:
-        """Return the tokens of all ranks that each expert was trained with since the last call, [E] by layer."""
+        """Return the tokens that each expert got in training since the last call, over all ranks: layer → [E]."""
         taken, self._expert_load = self._expert_load, {}
         return {layer: load.long().tolist() for layer, load in taken.items()}
 
-    def away(self) -> tuple[Part, ...]:
-        """Return the parts that are offloaded."""
-        return tuple(part for part in PARTS if self._memory.away(part))
+    # ------------------------------------------------------------------ forward only
+    @torch.no_grad()
+    def compute_logprobs(
+        self,
+        batch: TrainingBatch,
+        *,
+        temperature: float | None = None,
+        adapters: bool = True,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
+
+        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters=False``
+        computes them with the base model, which is the reference of a policy with adapters. ``recorder`` records the
+        forward passes. Every rank gets the result of its replica.
+        """
+        self.onload("weights")
+        out = torch.zeros(batch.response_mask.shape)
+        for name, rows in self._turns(batch):
+            self.set_adapter(name)
+            base = self.adapters is not None and not adapters
+            with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
+                head = self.head(temperature)
+                step = LogprobStep(head) if recorder is None else RecordingStep(head, recorder, rows)
+                out[torch.from_numpy(rows)] = self.forward_only(step, _picked(batch, rows))
+        return out
+
+    def forward_only(self, step: ForwardStep, batch: TrainingBatch, *, width: int | None = None) -> Tensor:
+        """Return the output of ``step`` for the response tokens of every row of this replica: [B, T] float32, or with
+        ``width`` [B, T, width]; 0 elsewhere."""
+        micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
+        self._set_training(False)
+        results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
+        shape = (*batch.response_mask.shape, *([] if width is None else [width]))
+        out = torch.zeros(shape, dtype=torch.float32, device=device.device())
+        for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
+            out[torch.as_tensor(micro_batch.rows, device=out.device)] = values[: len(micro_batch.rows)]
+        if self.groups.pp.size() > 1:
+            source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
+            dist.broadcast(out, src=source, group=self.groups.pp)
+        return out.cpu()
 
     # ------------------------------------------------------------------ parts of the step
+    def objective(self, changes: Mapping[str, Any] | None = None) -> Objective:
+        """Return the loss of ``trainer.algorithm``. ``changes`` replaces some of its fields."""
+        return PolicyObjective(self._algorithm(changes))
+
+    def _algorithm(self, changes: Mapping[str, Any] | None) -> AlgorithmConfig:
+        config = self.cfg.trainer.algorithm
+        return dataclasses.replace(config, **changes) if changes else config
+
+    def step_totals(self, batch: TrainingBatch, objective: Objective | None = None) -> StepTotals:
+        """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
+        objective = objective or self.objective()
+        mine = objective.totals(
+            batch.loss_mask,
+            old_log_probs=batch.old_logprobs,
+            rollout_log_probs=batch.rollout_logprobs,
+            uids=batch.uids or None,
+        )
+        gathered: list[StepTotals | None] = [None] * self.dp_size
+        dist.all_gather_object(gathered, mine, group=self.groups.dp)
+        return sum((totals for totals in gathered if totals is not None), StepTotals())
+
+    @property
+    def _missing_routes(self) -> str:
+        """How a token without recorded experts is handled. With ``moe_routing_replay_source=trainer`` a batch that
+        takes one step has none, and is routed as usual."""
+        of_engine = self.megatron.moe_routing_replay_source == "rollout"
+        return self.megatron.moe_routing_replay_missing if of_engine else "natural"
+
     def _turns(self, batch: TrainingBatch) -> list[tuple[str, np.ndarray]]:
-        """Return (adapter, its rows of this replica) for every adapter that any replica has rows of, in the order in
-        which they take turns. Collective. Raises ValueError for a name that is unknown, on all ranks."""
+        """Return (adapter, its rows of this replica) for every adapter that any replica has rows of, in the order of
+        training. Collective. Raises ValueError for an unknown name, on all ranks."""
         if self.role != "policy" or (not batch.adapters and len(self.adapter_names) == 1):
             return [(self._name, np.arange(len(batch)))]
         rows, problem = {name: np.zeros(0, np.int64) for name in self.adapter_names}, None
@@ -550,7 +328,7 @@ class MegatronEngine:
         return [(name, own) for (name, own), count in zip(rows.items(), counts, strict=True) if count]
 
     def head(self, temperature: float | None = None) -> LogprobHead:
-        """Return what turns the model's output into log-probs, at ``algorithm.temperature`` unless given."""
+        """Return the head that maps the model's output to log-probs, at ``algorithm.temperature`` by default."""
         given = self.cfg.trainer.algorithm.temperature if temperature is None else temperature
         settings = SoftmaxSettings(
             self.model.vocab_size,
@@ -561,7 +339,7 @@ class MegatronEngine:
         return LogprobHead(settings, self._head_weight, self.adapters.on_hidden if self.adapters else None)
 
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
-        """Split the replica's rows into micro-batches, packed and on the device; equally many on every replica."""
+        """Split the replica's rows into packed micro-batches on the device; every replica gets the same number."""
         trainer = self.cfg.trainer
         plan = plan_micro_batches(
             batch.lengths,
@@ -581,13 +359,13 @@ class MegatronEngine:
         return micro_batches
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:
-        """Count the tokens of all replicas without padding: the denominator of auxiliary losses."""
+        """Count the tokens of all replicas without padding: the denominator of the auxiliary losses."""
         count = torch.tensor([float(batch.lengths.sum())], dtype=torch.float64, device=device.device())
         dist.all_reduce(count, group=self.groups.dp)
         return count.item()
 
     def _reduce(self, metrics: ReducibleMetrics) -> dict[str, float]:
-        """Sum the last stage's metrics over replicas, and share them with every rank."""
+        """Sum the last stage's metrics over the replicas, and broadcast them to every rank."""
         values: dict[str, float] = {}
         if self.groups.is_last_stage:
             packed = pack_metrics(metrics, device.device())
@@ -616,7 +394,7 @@ class MegatronEngine:
     # ------------------------------------------------------------------ contexts
     @contextlib.contextmanager
     def _local_gradients(self, accumulate: bool) -> Iterator[None]:
-        """Keep gradients local while more calls follow, with overlapped reduction; the last call reduces them."""
+        """Keep gradients local while more calls follow, if their reduction overlaps; the last call reduces them."""
         with contextlib.ExitStack() as stack:
             if accumulate and self.megatron.ddp_config.overlap_grad_reduce:
                 for chunk in self.chunks:
@@ -625,7 +403,7 @@ class MegatronEngine:
 
     @contextlib.contextmanager
     def _cleared_on_failure(self) -> Iterator[None]:
-        """Clear gradients when the enclosed work fails: no step may be taken on half of a mini-batch."""
+        """Clear the gradients if the block fails: no step may use half of a mini-batch."""
         try:
             yield
         except BaseException:
@@ -638,7 +416,7 @@ class MegatronEngine:
         return profiled(settings, run_folder(self.cfg), self._numbered(name), dist.get_rank())
 
     def _numbered(self, name: str) -> str:
-        """Return a name of what is done at this step, also where several adapters do it."""
+        """Return ``name`` with the active adapter and the number of its step."""
         return "_".join(filter(None, (name, self._name, str(self.steps))))
 
 

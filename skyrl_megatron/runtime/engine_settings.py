@@ -1,4 +1,4 @@
-"""The run's configuration of a role as the settings of Megatron's model and gradient buffers."""
+"""Translate the configuration of a role into settings of Megatron's model, gradient buffers and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", 
 
 
 def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
-    """Read the model of a role, with the configuration's changes to its ``config.json`` applied."""
+    """Read the model of a role and apply the run's changes to its ``config.json``."""
     settings, folder = getattr(cfg.trainer, role), model_folder(cfg, role)
     trust = cfg.trainer.trust_remote_code
     changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
@@ -41,10 +41,10 @@ def parameter_dtype(cfg: SkyRLTrainConfig) -> torch.dtype:
 
 
 def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
-    """Return the fields of ``TransformerConfig`` that the configuration sets, ``transformer_config_kwargs`` last.
+    """Return the fields of ``TransformerConfig`` that the run sets; ``transformer_config_kwargs`` is applied last.
 
-    ``trainer.gradient_checkpointing=false`` removes every recompute field; selective recomputation removes those of
-    full recomputation, which Megatron rejects beside it.
+    ``trainer.gradient_checkpointing=false`` removes all recompute fields. Selective recomputation removes the fields
+    of full recomputation, because Megatron rejects the combination.
     """
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     fields: dict[str, Any] = {
@@ -73,8 +73,8 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
 def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
     """Return Megatron's gradient-buffer settings.
 
-    The optimizer is distributed over dp unless ``optimizer_config_kwargs.use_distributed_optimizer=false``.
-    ``average_in_collective`` has no effect: gradients are summed (``loss_scale.py``).
+    The optimizer is distributed over dp unless ``optimizer_config_kwargs.use_distributed_optimizer=false``. Gradients
+    are summed (``loss_scale.py``), so ``average_in_collective`` is always false.
     """
     distributed = bool(megatron.optimizer_config_kwargs.get("use_distributed_optimizer", True))
     buffers = megatron.ddp_config
@@ -88,7 +88,10 @@ def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def attach_adapters(cfg: SkyRLTrainConfig, model: ModelChunks, groups: ProcessGroups) -> Adapters:
-    """Hang the policy's low-rank adapters on its model, as ``policy.model.lora`` and ``lora_config`` say."""
+    """Attach LoRA adapters to the policy as configured by ``policy.model.lora`` and ``lora_config``.
+
+    Raises ConfigError for a rank that does not fit the model or the layout.
+    """
     lora, how = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config
     plan, selection = model.hf.plan, configured_selection(cfg, model.hf.plan)
     of_experts = expert_rank(cfg, model.config.moe_router_topk if model.config.num_moe_experts else None)

@@ -1,10 +1,10 @@
-"""Floating-point operations of a forward and a training pass, from the model's real configuration.
+"""FLOPs of a forward and a training pass, computed from the model configuration.
 
-Counted are the GEMMs (two operations per multiply-add): attention projections, attention scores, dense and
-expert MLPs (only the experts a token is routed to), routers, gates of shared experts, the head, gated delta nets as
-their recurrence has them, without the products by which chunks of tokens are computed together. Of attention scores
-only the pairs that the mask leaves are counted, about half of the square that PaLM's formula takes. Element-wise work
-is left out, as is recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, appendix B).
+GEMMs are counted, with two operations per multiply-add: attention projections and scores, dense MLPs, the experts a
+token is routed to, routers, gates of shared experts, and the head. Gated delta nets count as their recurrence, without
+the extra products of the chunked form. Attention scores count only the pairs that the mask allows, about half of the
+square in PaLM's formula. Element-wise work and recomputation are not counted, because MFU relates *model* FLOPs to the
+peak (PaLM, arXiv:2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.runtime.model.build import Head
 
-# Dense bf16 peak, FLOP/s, from the vendors' data sheets: of SXM parts unless the name says more. The longest key that
-# torch's name of the device contains holds; parts of other forms run at lower clocks and on fewer cores.
+# Dense bf16 peak in FLOP/s from the vendors' data sheets, for SXM parts unless the name says otherwise. The longest
+# key that occurs in torch's device name is used. PCIe and NVL parts have lower clocks or fewer cores.
 _PEAK_BF16 = {
     "A100": 312e12,
     "H100": 989.4e12,
@@ -47,11 +47,11 @@ class ModelFlops:
     linear: float
     """FLOPs per token of everything that is linear in the sequence length."""
     full_attention: float
-    """FLOPs per attended (query, key) pair, summed over the layers that attend to everything before."""
+    """FLOPs per attended (query, key) pair, summed over the layers with full causal attention."""
     window_attention: float
-    """The same, summed over the layers that attend to ``window`` tokens."""
+    """FLOPs per attended pair, summed over the sliding-window layers."""
     window: int
-    """Keys that a query of a sliding-window layer sees, itself included; 0 when there are none."""
+    """Keys that a query of a sliding-window layer sees, itself included; 0 without such layers."""
 
     def forward(self, lengths: np.ndarray) -> np.ndarray:
         """Return the forward FLOPs of each sequence. ``lengths``: [B] int → [B] float64."""
@@ -69,14 +69,16 @@ class ModelFlops:
 
 def model_flops(config: TransformerConfig, vocab_size: int, head: Head = "lm") -> ModelFlops:
     """Count the FLOPs of the whole model (all stages, all experts that a token visits) of a Megatron configuration.
-    ``head``: with a value head there is one column in place of the vocabulary."""
+
+    ``head``: a value head has one column in place of the vocabulary.
+    """
     parts = component_flops(config, vocab_size if head == "lm" else 1)
     attention = parts["attention"]
     return replace(attention, linear=sum(part.linear for part in parts.values()))
 
 
 def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, ModelFlops]:
-    """Count them for ``attention`` (projections, scores), ``mlp`` (dense or routed, with router, gate), ``head``."""
+    """Count FLOPs of ``attention`` (projections, scores), ``mlp`` (dense or experts, router, gate) and ``head``."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     h = config.hidden_size
@@ -113,7 +115,7 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
         kv += config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
         out = heads * config.v_head_dim * h
         linear, pair = 2.0 * (query + kv + out), 2.0 * heads * (qk + config.v_head_dim)
-        if sizes := getattr(config, "indexer", None):  # pairs count as if all keys were chosen
+        if sizes := getattr(config, "indexer", None):  # pairs count as if all keys were selected
             linear += 2.0 * (rank * sizes.heads * sizes.size + h * (sizes.size + sizes.heads))
             pair += 2.0 * sizes.heads * (sizes.size + 1)
         return linear, pair
@@ -125,8 +127,11 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
 
 
 def _delta_net(config: TransformerConfig) -> float:
-    """Return FLOPs per token of a gated delta net: projections, the convolution, and its rule as the recurrence has
-    it: products with the state to read what it knows of a key, to correct it, and to read for the query."""
+    """Return FLOPs per token of a gated delta net: projections, convolution and recurrence.
+
+    The recurrence has three products with the state: it reads the value of the key, updates it, and reads the output
+    of the query.
+    """
     h, keys, values = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * keys * key + values * value
@@ -135,7 +140,7 @@ def _delta_net(config: TransformerConfig) -> float:
 
 
 def _moe_pattern(config: TransformerConfig) -> list[bool]:
-    """Tell for each layer whether its MLP is a mixture of experts."""
+    """Return for each layer whether its MLP is a mixture of experts."""
     if not config.num_moe_experts:
         return [False] * config.num_layers
     frequency = config.moe_layer_freq
@@ -145,14 +150,13 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
 
 
 def peak_flops(given: float | None = None) -> float | None:
-    """Return the dense bf16 FLOP/s of this process's device: those ``given``, else the published ones; None where
-    there are none (CPU, other parts)."""
+    """Return the dense bf16 peak of this device in FLOP/s: ``given``, else the published number; None if unknown."""
     if given is not None:
         return given
     return peak_of(torch.cuda.get_device_name()) if device.has_cuda() else None
 
 
 def peak_of(name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the device that torch calls ``name``; None where the table has no such part."""
+    """Return the dense bf16 peak in FLOP/s of the device with torch's ``name``; None if the table lacks it."""
     known = [key for key in _PEAK_BF16 if key in name]
     return _PEAK_BF16[max(known, key=len)] if known else None

@@ -1,7 +1,7 @@
 """The forward step of a micro-batch in Megatron's schedule: the model, and on the last stage log-probs or loss.
 
-A :class:`ForwardStep` is Megatron's ``forward_step_func``: called with an iterator of :class:`MicroBatch` and a model
-chunk, it returns the chunk's output and the closure that the schedule calls with the output of the last stage.
+A :class:`ForwardStep` is Megatron's ``forward_step_func``. It takes an iterator of :class:`MicroBatch` and a model
+chunk. It returns the chunk's output and the closure that the schedule calls with the output of the last stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.losses import seed_random_picks
 from skyrl_megatron.algorithms.masked import keep_masked
-from skyrl_megatron.algorithms.metrics import ReducibleMetrics, gap_metrics, token_mean
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, mismatch_metrics, token_mean
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.logprobs import (
@@ -49,10 +49,10 @@ def run_schedule[M](
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Run all micro-batches; return the loss closures' results, one a micro-batch, on the last stage, else ``[]``.
+    """Run all micro-batches. On the last stage return one loss-closure result per micro-batch, elsewhere ``[]``.
 
-    Every stage gets every micro-batch; with virtual pipelining each model chunk reads them from its own iterator.
-    Sequence lengths vary, so stages send shapes ahead of tensors (``variable_seq_lengths``).
+    Every stage gets every micro-batch. With virtual pipelining each model chunk has its own iterator over them.
+    Sequence lengths vary, so stages send shapes before tensors (``variable_seq_lengths``).
     """
     schedule = get_forward_backward_func(groups.parallel.pp, groups.parallel.vpp if len(chunks) > 1 else None)
     iterators = [iter(micro_batches) for _ in chunks]
@@ -72,25 +72,31 @@ def share_from_last_stage[V](value: V, group: dist.ProcessGroup) -> V:
     """Return the last pipeline stage's ``value`` on every stage. For small objects, such as metrics."""
     if group.size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group)
-    return box[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, src=dist.get_global_rank(group, group.size() - 1), group=group)
+    return objects[0]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLoss:
-    """``scale`` times the cross-entropy of the trained tokens, of which a sequence's second is never foretold, over
-    all trained tokens of the step: it does not depend on how a batch is cut. At the temperature of ``settings``."""
+    """Loss of the draft head: ``scale`` times the summed cross-entropy, divided by all trained tokens of the step.
+
+    The result does not depend on how a batch is split into micro-batches. The draft head does not predict the second
+    token of a sequence. Uses the temperature of ``settings``.
+    """
 
     draft: DraftHead
     weight: Tensor
-    """[V_padded / tp, H]: the model's output layer."""
+    """[V_padded / tp, H]: weight of the model's output layer."""
     settings: SoftmaxSettings
     scale: float
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (log-probs of response tokens as foretold two positions before, [b, T] in nats; where there are any,
-        [b, T] bool), equal on all tp and cp ranks."""
+        """Return (log-probs, valid), equal on all tp and cp ranks.
+
+        Log-probs: [b, T] in nats, of each response token as predicted two positions before it. Valid: [b, T] bool,
+        True where such a position exists.
+        """
         packed = micro_batch.packed
         tokens = packed.targets.view(packed.tokens.shape)
         hidden = self.draft(tokens, packed.position_ids)
@@ -100,10 +106,11 @@ class DraftLoss:
         return packed.further_responses(found)
 
     def __call__(self, micro_batch: MicroBatch, policy: Tensor, totals: StepTotals) -> tuple[Tensor, ReducibleMetrics]:
-        """Return the micro-batch's share of the loss, and its metrics. ``policy``: [b, T], the policy's log-probs.
+        """Return the micro-batch's share of the loss, and its metrics. ``policy``: log-probs of the policy, [b, T].
 
-        ``mtp_acceptance``: mean of min(1, q / p) over sampled tokens, q the draft's probability and p the policy's:
-        where the tokens are samples of p, the share of drafts that speculative sampling accepts (arXiv:2211.17192).
+        ``mtp_acceptance`` is the mean of min(1, q / p) over sampled tokens, where q is the draft's probability and p
+        the policy's. If the tokens are samples of p, this is the share of draft tokens that speculative sampling
+        accepts (arXiv:2211.17192).
         """
         found, valid = self.logprobs(micro_batch)
         mask = micro_batch.batch.loss_mask * valid
@@ -113,30 +120,30 @@ class DraftLoss:
 
 
 Closure = Callable[[Tensor], Any]
-type FurtherLoss = Callable[[MicroBatch, Tensor, StepTotals], tuple[Tensor, ReducibleMetrics]]
-"""(micro-batch, the policy's log-probs [b, T], denominators of the step) → (share of the loss, metrics)."""
+type DraftLossFunc = Callable[[MicroBatch, Tensor, StepTotals], tuple[Tensor, ReducibleMetrics]]
+"""(micro-batch, log-probs of the policy [b, T], denominators of the step) → (share of the loss, metrics)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a replica's mini-batch, packed. One without rows is a sequence of padding that weighs nothing."""
+    """Packed rows of a replica's mini-batch. Without rows it is one sequence of padding with weight 0."""
 
     rows: np.ndarray
-    """[b] int64: rows of the replica's batch."""
+    """[b] int64: indices of the rows in the replica's batch."""
     batch: TrainingBatch
-    """Those rows."""
+    """The rows themselves."""
     packed: PackedInputs
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobHead:
-    """Turns the model's output into log-probs of response tokens."""
+    """Computes log-probs of response tokens from the model's output."""
 
     settings: SoftmaxSettings
     weight: Tensor | None = None
-    """[V_padded / tp, H]: the LM head's, where the model returns hidden states (``lm_head.py``)."""
+    """[V_padded / tp, H]: weight of the LM head if the model returns hidden states, else None."""
     low_rank: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
-    """What the head's adapter makes of hidden states (``Adapters.on_hidden``)."""
+    """The head's adapter as a function of hidden states (``Adapters.on_hidden``)."""
 
     def __call__(
         self, output: Tensor, packed: PackedInputs, *, with_entropy: bool = False
@@ -158,7 +165,7 @@ class LogprobHead:
 
 
 class ForwardStep:
-    """The forward of one micro-batch; subclasses say what the last stage does with its output."""
+    """Forward pass of one micro-batch. Subclasses define what the last stage does with its output."""
 
     def __call__(self, micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Closure]:
         micro_batch = next(micro_batches)
@@ -167,15 +174,15 @@ class ForwardStep:
         return output, partial(self.on_last_stage, micro_batch)
 
     def passed(self, micro_batch: MicroBatch) -> None:
-        """Note that a micro-batch went through a model chunk of this rank."""
+        """React to a micro-batch that has passed through a model chunk of this rank."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> Any:
-        """Return what the schedule stores for the micro-batch (``loss_scale.loss_for_schedule``)."""
+        """Return the result that the schedule stores for the micro-batch (``loss_scale.loss_for_schedule``)."""
         raise NotImplementedError
 
 
 class LogprobStep(ForwardStep):
-    """Forward only: the schedule's results are log-probs [b, T] of each micro-batch."""
+    """Forward pass only. The schedule returns the log-probs [b, T] of each micro-batch."""
 
     def __init__(self, head: LogprobHead) -> None:
         self.head = head
@@ -186,15 +193,15 @@ class LogprobStep(ForwardStep):
 
 
 class TrainingStep(ForwardStep):
-    """Forward and backward of an objective: the schedule's results are the metrics of each micro-batch."""
+    """Forward and backward pass of an objective. The schedule returns the metrics of each micro-batch."""
 
     failure: Exception | None = None
-    """What a loss raised. Raised in the schedule, it would leave the other ranks waiting for ever: the micro-batch
-    counts as 0, and the engine raises it on all ranks afterwards."""
+    """The first error of the loss. Raised inside the schedule it would block the other ranks. The loss of the
+    micro-batch is 0 instead, and the engine raises the error on all ranks after the schedule."""
 
 
 class PolicyStep(TrainingStep):
-    """Forward and backward of the policy objective."""
+    """Forward and backward pass of the policy objective."""
 
     def __init__(
         self,
@@ -204,13 +211,13 @@ class PolicyStep(TrainingStep):
         *,
         entropy: bool,
         seed: tuple[int, ...],
-        draft: FurtherLoss | None = None,
+        draft: DraftLossFunc | None = None,
     ) -> None:
         self.draft = draft
-        """The loss of the draft head, where the last stage trains one."""
+        """The loss of the draft head, if the last stage trains one."""
         self.head, self.objective, self.totals, self.entropy = head, objective, totals, entropy
         self.seed = seed
-        """Random picks of a loss come from this and the micro-batch's number: alike on all tp, cp and pp ranks."""
+        """Seed of random choices in a loss, with the micro-batch's number: equal on all tp, cp and pp ranks."""
         self.finished = 0
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
@@ -239,15 +246,17 @@ class PolicyStep(TrainingStep):
             self.failure = self.failure or error
             loss, metrics = logprobs.sum() * 0.0, {}
         if batch.old_logprobs is None and batch.rollout_logprobs is not None:
-            metrics = metrics | gap_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
+            metrics = metrics | mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
         if self.draft is not None:
-            of_draft, measured = self.draft(micro_batch, logprobs.detach(), self.totals)
-            loss, metrics = loss + of_draft, metrics | measured
+            draft_loss, draft_metrics = self.draft(micro_batch, logprobs.detach(), self.totals)
+            loss, metrics = loss + draft_loss, metrics | draft_metrics
         return loss_for_schedule(loss, metrics)
 
     def top_log_probs(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (the policy's, its teacher's) log-probs [b, T, K] of the teacher's likeliest tokens, where the
-        objective compares them."""
+        """Return log-probs [b, T, K] of the teacher's K most likely tokens: (policy's, teacher's).
+
+        None if the objective does not compare them.
+        """
         batch, packed = micro_batch.batch, micro_batch.packed
         if batch.teacher_top_ids is None or batch.teacher_top_logprobs is None or not self.objective.compares_top:
             return None

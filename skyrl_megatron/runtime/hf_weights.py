@@ -1,4 +1,4 @@
-"""Weights of HF folders: load a rank's shards, and export tensors streamed or as a folder written by all ranks."""
+"""Load a rank's shards from a HF folder, and export weights as a stream of tensors or as a HF folder."""
 
 from __future__ import annotations
 
@@ -18,58 +18,20 @@ from torch import Tensor
 from bridges.conversions import Conversion, DeinterleaveGateUp, InterleaveQkv, InterleaveRope, JoinByGroup, Transpose
 from bridges.errors import BridgeError
 from bridges.hf_io import HfWriter, TensorInfo
-from bridges.plan import Plan
-from bridges.quantized import DequantizedFolder, ScaledMatrix, together
+from bridges.quantized import DequantizedFolder, ScaledMatrix, join_matrices
 from bridges.rows import Shape
 from bridges.rules import Entry, check_divisible, shard, unshard
 from bridges.source import Source, copy_assets, open_hf, output_config
 from bridges.staging import byte_blocks, staged, write_all, write_file
 from skyrl_megatron.errors import CheckpointError, ModelLoadError
 from skyrl_megatron.runtime.model.build import ModelChunks
-from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights, weight_places
+from skyrl_megatron.runtime.model.description import EXPORTED, check_tensors
+from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights, weight_locations
 from skyrl_megatron.runtime.model.scaled_weights import give_memory, keep_scaled, weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups, from_rank_0, raise_on_all_ranks
 
 if TYPE_CHECKING:
-    from skyrl_megatron.runtime.model.build import Head
-
-
-EXPORTED = "score.weight"
-"""Name under which a head [1, H] is written, and found whatever the prefix: that of ``…ForTokenClassification``."""
-
-
-def check_tensors(plan: Plan, source: Source, head: Head, prefix: str) -> str | None:
-    """Compare a folder with ``plan``; return the name of its value head's weight, None if it has none.
-
-    ``prefix``: ``trainer.algorithm.value_head_prefix``; its tensor goes before :data:`EXPORTED`. A policy does without
-    value heads, a critic without an LM head. Raises BridgeError naming the tensors: those that differ, a critic's head
-    of another shape than [1, H], or one with a bias, which would be lost.
-    """
-    shapes, where = dict(source.shapes()), str(source.path)
-    found = {}
-    for name in (f"{prefix}.weight", EXPORTED):
-        for tensor in (name, _bias(name)):
-            if tensor in shapes and tensor not in plan.hf:
-                found[tensor] = shapes.pop(tensor)
-    if head == "value":
-        shapes = {name: shape for name, shape in plan.hf.items() if name == "lm_head.weight"} | shapes
-    plan.check(shapes, where)
-    weight = next((name for name in found if name.endswith(".weight")), None)
-    if weight is None or head != "value":
-        return None
-    hidden = plan.shape.dims["H"]
-    if found[weight] != (1, hidden):
-        raise BridgeError(
-            f"{where}: {weight} is {list(found[weight])}, a value head is [1, {hidden}]: name a critic's tensor with "
-            "trainer.algorithm.value_head_prefix, or take a folder without one for a head that starts anew"
-        )
-    if _bias(weight) in found:
-        raise BridgeError(f"{where}: {_bias(weight)}: value heads have no bias here; remove the tensor")
-    return weight
-
-
-def _bias(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
+    pass
 
 
 @torch.no_grad()
@@ -83,11 +45,10 @@ def load_hf(
 ) -> None:
     """Set every weight of ``model`` from a HF folder, cast to the parameters' dtype; every rank calls it.
 
-    Files are mapped, and a rank reads the pages of its own shards only. Quantised folders are dequantised; of a model
-    that was built ``frozen``, linear maps that have 8 bits on disk keep them (``model/scaled_weights.py``).
-    A critic's value head is loaded where the folder has one (``value_head.py``; ``value_head`` is its prefix there),
-    else left as it is.
-    Raises ModelLoadError on every rank, naming rank, file, tensor and remedy, when any rank fails.
+    Files are memory-mapped, and a rank reads only the pages of its own shards. Quantised folders are dequantised. In a
+    model that was built ``frozen``, linear layers that are stored in 8 bits keep them (``model/scaled_weights.py``).
+    A critic's value head is loaded if the folder has one (``value_head``: its prefix); otherwise it keeps its initial
+    weight. If any rank fails, every rank raises ModelLoadError, which names rank, file, tensor and fix.
     """
     problem = None
     try:
@@ -110,42 +71,45 @@ def _load(model: ModelChunks, source: Source, groups: ProcessGroups, frozen: boo
 
 
 def _keep_scaled(model: ModelChunks, source: Source, groups: ProcessGroups) -> set[str]:
-    """Keep the weights of linear maps as 8 bits where the folder has them so; return the names of these weights.
-    Give all others the memory that they may have been built without."""
+    """Keep linear weights in 8 bits where the folder stores them in 8 bits; return the names of these weights.
+
+    Allocates memory for all other parameters that were built without it.
+    """
     kept: set[str] = set()
-    for place in weight_places(model, groups):
+    for place in weight_locations(model, groups):
         entries = list(place.weights.values())
         if not isinstance(source, DequantizedFolder) or not all(is_scaled(source, each) for each in entries):
             give_memory(place.parameter)
             continue
         over = groups.etp if entries[0].is_expert else groups.tp
         shares = [scaled_shard(source, entry, over.size(), over.rank()) for entry in entries]
-        matrix = together(shares, torch.stack) if place.parameter.dim() == 3 else shares[0]
+        matrix = join_matrices(shares, torch.stack) if place.parameter.dim() == 3 else shares[0]
         keep_scaled(place.module, place.name, matrix)
         kept.update(place.weights)
     return kept
 
 
 def is_scaled(source: DequantizedFolder, entry: Entry) -> bool:
-    """Tell whether a weight can be kept as it is on disk: all of it in 8 bits, in blocks of one width."""
+    """Return whether a weight can stay in 8 bits: all of its HF tensors are quantised with one block width."""
     blocks = {source.block(piece.name) for piece in entry.hf}
     return entry.can_be_scaled and None not in blocks and len({block[1] for block in blocks if block}) == 1
 
 
 def scaled_shard(source: DequantizedFolder, entry: Entry, size: int, rank: int) -> ScaledMatrix:
-    """Read the share of ``rank`` out of ``size`` of a weight of 8 bits, in Megatron's order of rows."""
+    """Read the shard of ``rank`` out of ``size`` of an 8-bit weight, with rows in Megatron's order."""
     pieces = [source.read_scaled(piece.name) for piece in entry.hf]
     if entry.split.dim == 1:
         check_divisible(entry, size)
-        return together([piece.share(size, rank) for piece in pieces], entry.to_megatron)
-    return together(pieces, lambda tensors: _share_of(tensors, entry, size, rank))
+        return join_matrices([piece.share(size, rank) for piece in pieces], entry.to_megatron)
+    return join_matrices(pieces, lambda tensors: _share_of(tensors, entry, size, rank))
 
 
 def read_shard(source: Source, entry: Entry, size: int, rank: int, rows: int) -> Tensor:
-    """Read the shard of ``rank`` out of ``size`` of one Megatron tensor with ``rows`` rows (vocabularies are padded).
+    """Read the shard of ``rank`` out of ``size`` of one Megatron tensor; a shard has ``rows`` rows.
 
-    Slicing before converting touches only this rank's pages: a tp or etp split keeps whole KV groups, heads and
-    gate/up pairs together, so the conversion of a shard is that of a model with so many fewer of them.
+    ``rows`` includes the padding of vocabularies. The HF tensors are sliced before they are converted, so that only
+    this rank's pages are read. This works because tp and etp keep KV groups, heads and gate/up pairs whole: a shard is
+    converted like the tensor of a model with fewer of them.
     """
     tensors = [source.read(piece.name, piece.index) for piece in entry.hf]
     if entry.split.vocab:
@@ -166,7 +130,7 @@ def _share_of(tensors: Sequence[Tensor], entry: Entry, size: int, rank: int) -> 
 
 
 def _shard_conversion(conversion: Conversion, split: int, size: int) -> Conversion | None:
-    """Return the conversion of one of ``size`` shards; None where shards cannot be converted on their own."""
+    """Return the conversion of one of ``size`` shards; None if shards cannot be converted separately."""
     if split == 0 and isinstance(conversion, InterleaveQkv):
         return dataclasses.replace(conversion, groups=conversion.groups // size)
     if split == 0 and isinstance(conversion, JoinByGroup):
@@ -181,8 +145,8 @@ def _shard_conversion(conversion: Conversion, split: int, size: int) -> Conversi
 
 
 @dataclass(frozen=True, slots=True)
-class HfPiece:
-    """A HF tensor, or the slice ``[index]`` of one that all experts of a layer share."""
+class HfTensor:
+    """A HF tensor, or the slice ``[index]`` of a tensor that holds all experts of a layer."""
 
     name: str
     tensor: Tensor
@@ -192,11 +156,11 @@ class HfPiece:
 @torch.no_grad()
 def stream_hf(
     model: ModelChunks, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = weight_data
-) -> Iterator[HfPiece]:
-    """Yield every HF tensor exactly once over all ranks, on the rank that gathers its shards, in module order.
+) -> Iterator[HfTensor]:
+    """Yield every HF tensor on one rank, the one that gathers its shards, in module order.
 
-    Every rank must exhaust it (tp and etp groups gather). At most one whole tensor is held at a time. ``of`` picks
-    what is streamed of each parameter; for gradients ``lambda parameter: parameter.main_grad``.
+    Every rank must exhaust the iterator, because tp and etp groups gather. A rank holds at most one whole tensor at a
+    time. ``of`` maps a parameter to the tensor to stream; for gradients: ``lambda parameter: parameter.main_grad``.
     """
     for weight in local_weights(model, groups, of):
         if weight.is_copy:
@@ -205,10 +169,10 @@ def stream_hf(
         if whole is None:
             continue
         for piece, tensor in zip(weight.entry.hf, weight.entry.to_hf(whole), strict=True):
-            yield HfPiece(piece.name, tensor, piece.index)
+            yield HfTensor(piece.name, tensor, piece.index)
     last = model.chunks[-1]
     if model.head == "value" and last.post_process and groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
-        yield HfPiece(EXPORTED, of(last.output_layer.weight))
+        yield HfTensor(EXPORTED, of(last.output_layer.weight))
 
 
 def gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
@@ -236,13 +200,13 @@ def save_hf(
     of: Callable[[Tensor], Tensor] = weight_data,
     card: str | None = None,
 ) -> None:
-    """Write ``model`` as a HF folder that any HF tool opens; every rank calls it and writes the tensors it owns.
+    """Write ``model`` as a HF folder. Every rank calls it and writes the tensors it gathers.
 
-    ``out`` must be on a file system that all ranks share; it appears whole or not at all. ``template``: the folder
-    that tokenizer, generation config and multi-token-prediction layers are taken from, default the one the model was
-    built from. ``dtype``: of the weights, default the model's. ``of``: what is written of each parameter, such as
-    ``Adapters.merged``. ``card``: text of ``README.md``. Raises CheckpointError on every rank, with nothing left
-    behind, when ``out`` exists or cannot be written.
+    ``out`` must be on a file system that all ranks share; it is created complete or not at all. ``template``: the
+    source of tokenizer, generation config and multi-token-prediction layers, by default the folder that the model was
+    built from. ``dtype`` of the weights: by default the model's. ``of`` maps a parameter to the tensor to write, for
+    example ``Adapters.merged``. ``card``: text of ``README.md``. If ``out`` exists or cannot be written, every rank
+    raises CheckpointError and no file remains.
     """
     out, template = Path(out), Path(template) if template else model.hf.path
     stack, writer, problem = contextlib.ExitStack(), None, None
@@ -274,22 +238,25 @@ def save_hf(
         raise_on_all_ranks(_error(problem))
 
 
-def _with_repeats(model: ModelChunks, pieces: Iterator[HfPiece]) -> Iterator[HfPiece]:
-    """Yield the pieces, those that the folder repeats under other names as often as it does."""
+def _with_repeats(model: ModelChunks, pieces: Iterator[HfTensor]) -> Iterator[HfTensor]:
+    """Yield the tensors, and repeat those that the folder stores under several names."""
     repeats = model.hf.plan.repeats
     for piece in pieces:
         yield piece
         for name, original in repeats.items():
             if piece.name == original:
-                yield HfPiece(name, piece.tensor, piece.index)
+                yield HfTensor(name, piece.tensor, piece.index)
 
 
 def _error(problem: str | None) -> CheckpointError | None:
     return CheckpointError(problem) if problem else None
 
 
-def write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:
-    """Write this rank's pieces into files that exist already. Return a problem only at the end: gathers go on."""
+def write_pieces(pieces: Iterator[HfTensor], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:
+    """Write this rank's tensors into files that exist already; return an error message, or None.
+
+    After an error the loop continues to the end, because other ranks still need this rank's gathers.
+    """
     descriptors: dict[str, int] = {}
     problem = None
     try:
@@ -331,7 +298,7 @@ def _declared(
 
 
 def _passthrough(model: ModelChunks, template: Path | None) -> dict[str, Source]:
-    """Return the source of each multi-token-prediction tensor, which training does not change."""
+    """Return the source of each multi-token-prediction tensor that training does not change."""
     if template is None or not model.hf.plan.passthrough or not any(template.glob("*.safetensors")):
         return {}
     source = open_hf(template)

@@ -1,8 +1,8 @@
 """Log-probs, entropy and top-k of vocabulary-parallel logits.
 
-Each rank reduces its columns to four numbers a token (``softmax/``), which two small all-reduces put together. The
-backward recomputes the softmax, so that nothing of size [P, V] is kept but the logits, and may write the gradient
-over them; from hidden states (``trainer.fused_lm_head_logprob``) not even those are kept.
+Each rank reduces its columns to four numbers per token (``softmax.py``); two small all-reduces combine them. The
+backward pass recomputes the softmax, so only the logits of size [P, V] are saved, and their gradient may overwrite
+them. With hidden states as input (``trainer.fused_lm_head_logprob``) the logits are not saved either.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from skyrl_megatron.runtime.softmax import Support, kernel_for
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxSettings:
-    """How the softmax over the vocabulary is computed."""
+    """Settings of the softmax over the vocabulary."""
 
     vocab_size: int
-    """Entries that are not padding."""
+    """Entries of the vocabulary without padding."""
     temperature: float = 1.0
     chunk_size: int = 1024
-    """Tokens whose logits exist at once when they are computed from hidden states; 0: all. The backward has as many
-    logits: of all tokens, in a part of the columns."""
+    """Tokens whose logits are in memory at once when they are computed from hidden states; 0: all. The backward pass
+    keeps equally many logits: all tokens, some of the columns."""
     with_entropy: bool = False
     overwrite: bool = False
-    """The backward may write the gradient over the logits, which nobody reads afterwards."""
+    """Whether the backward pass may overwrite the logits with their gradient. Nothing may read them afterwards."""
 
 
 def logprobs_and_entropy(
@@ -40,11 +40,11 @@ def logprobs_and_entropy(
     settings: SoftmaxSettings,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target and, if asked for, each distribution's entropy; both [P] float32, in nats.
+    """Return the log-prob of each target and, with ``with_entropy``, the entropy; both [P] float32, in nats.
 
     ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, vocab_size). Vocabulary padding
-    takes no probability. The result is equal on every rank of ``group``; each rank gets the gradient of its own
-    columns. ``support``: what the softmax of each token is taken over, its target among it; None: the vocabulary.
+    has probability 0. The result is equal on every rank of ``group``; each rank gets the gradient of its own columns.
+    ``support``: the tokens over which each softmax is taken, including the target; None: the vocabulary.
     """
     logprobs, entropy = _FromLogits.apply(logits, targets, group, settings, support)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
@@ -59,14 +59,14 @@ def fused_logprobs_and_entropy(
     low_rank: tuple[Tensor, Tensor] | None = None,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which one chunk exists at a time.
+    """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, computed one chunk at a time.
 
-    The backward goes over parts of the columns, so that each row of the weight has its gradient from one product, in
-    its own type; what is summed over parts, in fp32, is the gradient of ``hidden`` alone.
+    The backward pass loops over blocks of columns. Each row of the weight gets its gradient from one product, in the
+    weight's dtype; only the gradient of ``hidden`` is summed over blocks, in fp32.
 
-    ``hidden``: [P, H], the same on every rank of ``group``, of which each gets its part of the gradient (to be summed
-    over the group); ``weight``: [V_padded / tp, H], this rank's rows. ``low_rank``: (h [P, r], b [V_padded / tp, r]),
-    an adapter's, which adds ``h @ bᵀ`` to the logits; h as ``hidden``.
+    ``hidden``: [P, H], equal on every rank of ``group``; the gradient of each rank is a partial sum over the group.
+    ``weight``: [V_padded / tp, H], this rank's rows. ``low_rank``: an adapter's (h [P, r], b [V_padded / tp, r]),
+    which adds ``h @ bᵀ`` to the logits; h is replicated like ``hidden``.
     """
     h, b = low_rank or (None, None)
     every = hidden, weight, h, b, targets, group, settings, support
@@ -74,17 +74,17 @@ def fused_logprobs_and_entropy(
     return logprobs, entropy if settings.with_entropy else None
 
 
-# ------------------------------------------------------------------ both passes over a rank's columns
+# ------------------------------------------------------------------ forward and backward pass over a rank's columns
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """This rank's columns of the vocabulary, and where in them the targets are."""
+    """This rank's columns of the vocabulary, with the position of each target in them."""
 
     group: dist.ProcessGroup
     settings: SoftmaxSettings
     real: int
     """Columns that are not vocabulary padding."""
     targets: Tensor
-    """[P] int64: the target's column here; −1 where another rank has it."""
+    """[P] int64: the target's local column; −1 if another rank has it."""
     first: int
     support: Support | None
 
@@ -101,14 +101,14 @@ class _Columns:
         return None if self.support is None else self.support.kept(rows, self.first, self.real)
 
     def part(self, columns: slice) -> _Columns:
-        """Return some of these columns."""
+        """Return a block of these columns."""
         width = columns.stop - columns.start
         local = self.targets - columns.start
         targets = torch.where((local >= 0) & (local < width), local, -1)
         return replace(self, real=width, targets=targets, first=self.first + columns.start)
 
     def parts(self) -> list[slice]:
-        """Return slices of the columns whose logits of all tokens are as many as those of a chunk of tokens."""
+        """Split the columns into blocks; a block of all tokens has as many logits as a chunk of tokens."""
         tokens = max(len(self.targets), 1)
         size = max(-(-self.real * min(self.settings.chunk_size or tokens, tokens) // tokens), 1)
         return [slice(start, min(start + size, self.real)) for start in range(0, self.real, size)]
@@ -119,7 +119,7 @@ class _Columns:
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
     def forward(self, logits_of: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log-probs [P], entropies [P], what :meth:`coefficients` needs). ``logits_of``: rows → [rows, real].
+        """Return (log-probs [P], entropies [P], input of :meth:`coefficients`). ``logits_of``: rows → [rows, real].
 
         With s = (logit − peak) / temperature: log p = s_target − log Σ exp(s);  H = log Σ exp(s) − Σ p s.
         """
@@ -139,12 +139,12 @@ class _Columns:
         weight = s.exp()
         total = others + weight
         mean = (moment + weight * s) / total
-        likely = s > -1.0  # then 1 + others / weight keeps how far the token is from certain
+        likely = s > -1.0  # log1p keeps the precision of log-probs near 0
         logprobs = torch.where(likely, -(others / weight).log1p(), s - total.log())
         return logprobs, total.log() - mean, torch.stack([peak, others, mean, s])
 
     def coefficients(self, softmax: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
-        """Return those of :meth:`softmax.Kernel.gradient`, [4, P] fp32.
+        """Return the coefficients of :meth:`softmax.Kernel.gradient`, [4, P] fp32.
 
         ∂log p/∂logit_j = (1[j = target] − p_j) / temperature;  ∂H/∂logit_j = −p_j (s_j − Σ p s) / temperature.
         """
@@ -157,7 +157,7 @@ class _Columns:
         return torch.stack([peak, *(each / (total * self.settings.temperature) for each in (a, b, at_target))])
 
     def backward(self, logits: Tensor, rows: slice, coefficients: Tensor, out: Tensor) -> None:
-        """Write the gradient of ``logits``, those of ``rows``, [rows, real], to ``out``, which may be the same."""
+        """Write the gradient of ``logits`` [rows, real] to ``out``, which may be the same tensor."""
         kernel_for(logits).gradient(
             logits,
             self.targets[rows],
@@ -170,7 +170,7 @@ class _Columns:
 
 
 def _joined(found: Tensor, group: dist.ProcessGroup, temperature: float) -> Tensor:
-    """Put the statistics of all ranks' columns together; in place."""
+    """Combine the statistics of all ranks' columns, in place."""
     if group.size() == 1:
         return found
     peak = found[0].clone()
@@ -267,7 +267,7 @@ class _FromHidden(torch.autograd.Function):
 
 
 class _Maps(NamedTuple):
-    """What logits are computed from: hidden states and the head's rows, and those of an adapter, if there is one."""
+    """The factors of the logits: hidden states and rows of the head, and those of an adapter, if there is one."""
 
     hidden: Tensor
     head: Tensor
@@ -280,8 +280,10 @@ class _Maps(NamedTuple):
         return logits if self.h is None or self.b is None else logits.addmm_(self.h[rows], self.b.t())
 
     def backward(self, grad: Tensor, part: slice, found: list[Tensor | None]) -> None:
-        """Put into ``found``, the gradients of all four, what ``grad`` gives: [P, columns], the gradient of the logits
-        in the columns ``part``, which these maps have the weights of."""
+        """Add to ``found``, the gradients of the four factors, the contribution of the columns ``part``.
+
+        ``grad``: [P, columns], the gradient of their logits.
+        """
         d_hidden, d_head, d_h, d_b = found
         for d_x, d_w, x, w in ((d_hidden, d_head, self.hidden, self.head), (d_h, d_b, self.h, self.b)):
             if d_x is not None and w is not None:
@@ -291,7 +293,7 @@ class _Maps(NamedTuple):
 
 
 def _add_product(total: Tensor, grad: Tensor, weight: Tensor) -> None:
-    """Add ``grad @ weight`` to ``total``, which may be of a wider type."""
+    """Add ``grad @ weight`` to ``total``, which may have a wider dtype."""
     if grad.dtype == total.dtype:
         total.addmm_(grad, weight)
     else:
@@ -299,8 +301,7 @@ def _add_product(total: Tensor, grad: Tensor, weight: Tensor) -> None:
 
 
 def top_logprobs(logits: Tensor, k: int, group: dist.ProcessGroup, settings: SoftmaxSettings) -> tuple[Tensor, Tensor]:
-    """Return (log-probs [P, k] float32 in nats, token ids [P, k] int64) of the ``k`` likeliest tokens, likeliest
-    first.
+    """Return the ``k`` most likely tokens, most likely first: (log-probs float32 in nats, ids int64), [P, k] each.
 
     ``logits``: [P, V_padded / tp], this rank's columns; the result is equal on every rank of ``group``. ``k`` is at
     most ``settings.vocab_size``. Not differentiable.
@@ -328,11 +329,11 @@ def logprobs_of(logits: Tensor, ids: Tensor, group: dist.ProcessGroup, settings:
 
     ``logits`` as in :func:`top_logprobs`; each rank gets the gradient of its own columns.
     """
-    found: Tensor = _Given.apply(logits, ids, group, settings)  # type: ignore[no-untyped-call]
+    found: Tensor = _LogprobsOfIds.apply(logits, ids, group, settings)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Given(torch.autograd.Function):
+class _LogprobsOfIds(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings) -> Tensor:
         first, real = _columns(logits, group, settings)
@@ -379,7 +380,7 @@ def _local(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _log_z(z: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the logarithm of the partition function, [rows]; ``z``: this rank's columns, perhaps none."""
+    """Return the logarithm of the partition function, [rows]. ``z``: this rank's columns, possibly none."""
     peak = z.amax(-1) if z.shape[1] else torch.full((len(z),), -torch.inf, dtype=z.dtype, device=z.device)
     if group.size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)

@@ -1,14 +1,14 @@
-"""The one place that decides what Megatron divides losses and gradients by.
+"""Make Megatron sum losses and gradients instead of averaging them.
 
-Our losses arrive here already divided by the denominator of the whole optimizer step (``algorithms/reduction.py``), so
-gradients must be *summed* over micro-batches and over the dp·cp ranks, and divided by nothing. What Megatron-Core
-0.19 would divide by, and how each division is cancelled:
+Losses are divided by the denominator of the whole optimizer step before they arrive here
+(``algorithms/reduction.py``). Gradients must therefore be *summed* over micro-batches and over the dp·cp ranks. This
+table lists the divisions of Megatron-Core 0.19 and the setting that removes each:
 
 =================================================  ==================================================================
 Megatron                                           here
 =================================================  ==================================================================
 pipeline_parallel/schedules.py                     ``calculate_per_token_loss=True`` and a closure returning three
-``forward_step_calc_loss``: loss / num_tokens      values: the loss is left as it is
+``forward_step_calc_loss``: loss / num_tokens      values: the loss is unchanged
 / num_microbatches, or · cp_size
 distributed/distributed_data_parallel.py:          ``calculate_per_token_loss=True``: factors 1.0 for dense and expert
 gradient_scaling_factor 1/dp_cp                    parameters; asks for ``average_in_collective=False``
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SUMMED_GRADIENTS: dict[str, Any] = {"calculate_per_token_loss": True}
-"""Fields that ``TransformerConfig`` must be made with; the rest can be set afterwards (:func:`sum_gradients`)."""
+"""Fields that must be passed to ``TransformerConfig``. :func:`sum_gradients` sets the others afterwards."""
 
 
 class AuxiliaryLossScale:
@@ -45,14 +45,14 @@ class AuxiliaryLossScale:
         return torch.tensor(self.value)
 
     def over(self, valid_tokens: float, share: float = 1.0) -> None:
-        """Weight each micro-batch by its share of ``valid_tokens`` (of the step, all dp ranks), times ``share``."""
+        """Weight each micro-batch by its fraction of ``valid_tokens`` (step total over dp ranks) times ``share``."""
         self.value = share / max(valid_tokens, 1.0)
 
 
 def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> AuxiliaryLossScale:
-    """Make Megatron sum where it would average (table above). Call before the model is wrapped in DDP."""
-    assert config.calculate_per_token_loss, "build the model with SUMMED_GRADIENTS: routers read it when they are made"
-    config.finalize_model_grads_func = None  # runs once per optimizer step, from there: it is not idempotent
+    """Make Megatron sum where it would average (see the table above). Call before the model is wrapped in DDP."""
+    assert config.calculate_per_token_loss, "build the model with SUMMED_GRADIENTS: routers read it in their __init__"
+    config.finalize_model_grads_func = None  # not idempotent; the optimizer step calls it once
     config.grad_scale_func = None
     ddp_config.average_in_collective = False
     config.moe_grad_scale_func = scale = AuxiliaryLossScale()
@@ -60,5 +60,5 @@ def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallel
 
 
 def loss_for_schedule[R](loss: Tensor, result: R) -> tuple[Tensor, Tensor, R]:
-    """Make the three values that a loss closure returns to the schedule, with a token count that divides nothing."""
+    """Return the three values of a loss closure. The token count is 0, so the schedule does not divide the loss."""
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), result

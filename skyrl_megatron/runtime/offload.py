@@ -1,23 +1,21 @@
-"""Move parameters, gradients and optimizer states to host memory and back, and free their storages.
+"""Move parameters, gradients and optimizer states to host memory and back, and copy weights between roles.
 
-It is taken in blocks of a fixed power of two: torch's allocator of pinned memory rounds every request up to one, and a
-request for 40 GB would hold 64.
+:class:`Offload` frees a storage in place (``resize_(0)``) and refills it later. It replaces no tensor, so all views
+stay valid: parameters in Megatron's buffers, shards of the distributed optimizer, the plan of a weight sync.
+(Megatron's own ``offload_to_cpu`` replaces ``.data``. A precision-aware optimizer, whose parameter groups are views of
+the model's parameters, then updates memory that no model reads.)
 
-Ranks of the source gather the shards of a few weights at a time (:func:`rounds`); each rank of the target takes its
-own share of whole weights that it holds (:class:`Taker`). What lies between, Ray's object store, sees bytes.
+Weights and optimizer states go to :class:`HostMemory`, which is pinned on a GPU machine. It is allocated at the first
+offload and kept, in blocks of 256 MiB: torch's pinned allocator rounds each request up to a power of two, so one
+request for 40 GB would take 64 GB. Pinning dozens of gigabytes takes more than a minute per rank. The optimizer's
+memory therefore includes the state that its first step allocates, and a run offloads everything once at its start
+(``RayPPOTrainer.build_models``). Gradients are zero between steps and are not copied. State that is on the host
+already (moments of a CPU-offloaded optimizer) is not moved.
+Without a GPU the same code frees host memory, except storages that NumPy shares for a checkpoint or an export.
 
-A storage is emptied in place (``resize_(0)``) and filled again, and no tensor is replaced: everything that looks into
-it does so afterwards too — parameters in Megatron's buffers, shards of the distributed optimizer that are views of
-parameters, the plan of a weight sync. (Megatron's own ``offload_to_cpu`` replaces ``.data``: a precision-aware
-optimizer, whose parameter groups are views of the model's, then updates memory that no model reads.)
-
-Where it goes: weights and optimizer state to host memory (``host_memory.py``), pinned where there is a GPU, taken when
-a part first leaves, grown when it has grown, and kept; its size is that of the part, rounded up to 256 MiB. Pinning is
-slow, a minute and more for dozens of gigabytes a rank: the optimizer's memory has room for what its first step makes,
-and a run lets everything leave once while it starts (``RayPPOTrainer.build_models``). Gradients are zero between steps
-and are not kept. What is on the host anyway (a CPU-offloaded optimizer's moments) stays.
-Without a GPU the same code empties storages of host memory, but for those that NumPy has looked into, for a checkpoint
-or an export: they cannot be emptied, and stay.
+To copy the policy's weights to the reference, source ranks gather a bucket of weights at a time
+(:func:`weight_buckets`), Ray's object store carries the bytes, and a :class:`ShardReceiver` on each target rank copies
+its shards.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +36,7 @@ from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.hf_weights import gathered
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.model.scaled_weights import scaled_buffers
+from skyrl_megatron.types import PARTS, Part
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.model.build import ModelChunks
@@ -48,8 +47,7 @@ BLOCK_BYTES = 1 << 28
 
 
 class HostMemory:
-    """Pieces of blocks, handed out in order. :meth:`rewind` hands the same memory out again: what is asked for in the
-    same order lies in the same place, and nothing is allocated twice."""
+    """An allocator of host memory in blocks. After :meth:`rewind` the same requests return the same memory."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -58,18 +56,18 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, used or not."""
+        """Allocated bytes, used or not."""
         return len(self._blocks) * self._block_bytes
 
     def take(self, count: int) -> Tensor:
-        """Return ``count`` bytes in one piece, uint8, at most a block; what they hold is undefined."""
+        """Return ``count`` contiguous bytes, uint8, uninitialised; at most one block."""
         assert count <= self._block_bytes, (count, self._block_bytes)
         if self._used + count > self._block_bytes:
             self._block, self._used = self._block + 1, 0
         return self._next(count)
 
     def pieces(self, count: int) -> list[Tensor]:
-        """Return ``count`` bytes in as few pieces as fill the blocks without a gap."""
+        """Return ``count`` bytes as a list of contiguous slices that fill the blocks completely."""
         found: list[Tensor] = []
         while count:
             if self._used == self._block_bytes:
@@ -80,7 +78,7 @@ class HostMemory:
         return found
 
     def rewind(self) -> None:
-        """Hand everything out again, from the beginning."""
+        """Reuse all blocks from the beginning."""
         self._block = self._used = 0
 
     def _next(self, count: int) -> Tensor:
@@ -91,8 +89,7 @@ class HostMemory:
 
 
 def host_bytes(count: int) -> Tensor:
-    """Take ``count`` bytes of host memory, uint8: pinned on a GPU machine, else in large pages, which a first touch
-    fills fast."""
+    """Allocate ``count`` bytes of host memory, uint8: pinned on a GPU machine, else in huge pages."""
     if device.has_cuda():
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -100,13 +97,13 @@ def host_bytes(count: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-ROUND_BYTES = 256 * 2**20
-"""What a rank of the source gives at a time, about."""
+WEIGHT_BUCKET_BYTES = 256 * 2**20
+"""Approximate size of one bucket of weights on a source rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeWeight:
-    """A whole weight as it is in Megatron, vocabulary not padded, in a form that any process can read."""
+    """A whole Megatron weight, without vocabulary padding, as bytes that Ray can send to any process."""
 
     name: str
     dtype: str
@@ -122,31 +119,35 @@ class WholeWeight:
         return cls(name, str(whole.dtype).removeprefix("torch."), tuple(whole.shape), data)
 
     def tensor(self) -> Tensor:
-        """Return the weight, in memory of its own."""
+        """Return a copy of the weight as a tensor."""
         return torch.from_numpy(self.data.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
 @torch.no_grad()
-def rounds(model: ModelChunks, groups: ProcessGroups, nbytes: int = ROUND_BYTES) -> Iterator[list[WholeWeight]]:
-    """Yield this rank's part of each round: every weight stands in one round of one rank, the first of those that hold
-    it. All ranks of a pipeline stage go through equally many rounds, which gather, together."""
-    given: list[WholeWeight] = []
+def weight_buckets(
+    model: ModelChunks, groups: ProcessGroups, nbytes: int = WEIGHT_BUCKET_BYTES
+) -> Iterator[list[WholeWeight]]:
+    """Yield the weights in buckets of about ``nbytes``. Each weight is in one bucket of one rank, the first holder.
+
+    The iteration gathers shards: all ranks of a pipeline stage must iterate together, over equally many buckets.
+    """
+    bucket: list[WholeWeight] = []
     passed = 0
     for weight in local_weights(model, groups):
         if weight.is_copy:
             continue
         whole = gathered(weight, groups)
         if whole is not None:
-            given.append(WholeWeight.of(weight.entry.name, whole))
-        passed += weight.tensor.nbytes  # alike on all ranks of the stage, whether they give it or not
+            bucket.append(WholeWeight.of(weight.entry.name, whole))
+        passed += weight.tensor.nbytes  # equal on all ranks of the stage
         if passed >= nbytes:
-            yield given
-            given, passed = [], 0
-    yield given
+            yield bucket
+            bucket, passed = [], 0
+    yield bucket
 
 
-class Taker:
-    """Takes this rank's share out of whole weights, until it has every one."""
+class ShardReceiver:
+    """Copies this rank's shards out of whole weights."""
 
     def __init__(self, model: ModelChunks, groups: ProcessGroups) -> None:
         self.groups = groups
@@ -156,67 +157,64 @@ class Taker:
 
     @torch.no_grad()
     def take(self, weights: Iterable[WholeWeight]) -> None:
-        """Copy what belongs to this rank. Raises WeightSyncError for a weight of another shape or type."""
-        for given in weights:
-            places = self._missing.pop(given.name, [])
-            whole = given.tensor() if places else None
-            for place in places:
+        """Copy this rank's shards of ``weights``. Raises WeightSyncError for a different shape or dtype."""
+        for weight in weights:
+            targets = self._missing.pop(weight.name, [])
+            whole = weight.tensor() if targets else None
+            for target in targets:
                 assert whole is not None
-                over = self.groups.etp if place.entry.is_expert else self.groups.tp
-                rows = place.tensor.shape[0] * over.size()
-                own = shard(whole, place.entry, over.size(), over.rank(), rows if place.entry.split.vocab else None)
-                if own.shape != place.tensor.shape or own.dtype != place.tensor.dtype:
+                over = self.groups.etp if target.entry.is_expert else self.groups.tp
+                rows = target.tensor.shape[0] * over.size()
+                padded_vocab = rows if target.entry.split.vocab else None
+                own = shard(whole, target.entry, over.size(), over.rank(), padded_vocab)
+                if own.shape != target.tensor.shape or own.dtype != target.tensor.dtype:
                     raise WeightSyncError(
-                        f"{given.name} is {own.dtype} {list(own.shape)} in the policy and {place.tensor.dtype} "
-                        f"{list(place.tensor.shape)} in the reference: give both roles one model and one type"
+                        f"{weight.name} is {own.dtype} {list(own.shape)} in the policy and {target.tensor.dtype} "
+                        f"{list(target.tensor.shape)} in the reference: use one model and one dtype for both roles"
                     )
-                place.tensor.copy_(own)
+                target.tensor.copy_(own)
 
     def finish(self) -> None:
-        """Raise WeightSyncError naming a weight that never came."""
+        """Raise WeightSyncError if a weight was not received, with its name."""
         if self._missing:
             name = next(iter(self._missing))
             raise WeightSyncError(
-                f"{name} and {len(self._missing) - 1} more weights of the reference are not among the policy's: give "
-                "both roles one model"
+                f"{name} and {len(self._missing) - 1} more weights of the reference are missing in the policy: use "
+                "one model for both roles"
             )
 
 
-Part = Literal["weights", "gradients", "optimizer"]
-PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
-"""In the order in which a step needs them."""
-
-
 @dataclass(slots=True)
-class _Emptied:
-    """A storage without its memory."""
+class _FreedStorage:
+    """A storage whose device memory is freed."""
 
     storage: torch.UntypedStorage
     nbytes: int
     copies: list[Tensor]
-    """Its bytes on the host; empty: it comes back as zeros."""
+    """Its bytes on the host; if empty, it is restored as zeros."""
 
 
 class Offload:
-    """Where the parts of a model in training, or of one that only scores (without an optimizer), are.
+    """Moves the parts of a model between device and host, and tracks where they are.
 
-    ``chunks``: the model's, in Megatron's DDP where they are trained; of several adapters, those of each.
+    ``chunks``: the model's chunks, wrapped in Megatron's DDP if they are trained; with several adapters, the chunks of
+    each. ``optimizers``: empty for a model that only scores.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizers: Sequence[Any] = ()) -> None:
         self._chunks, self._optimizers = chunks, optimizers
         self._host = {part: HostMemory() for part in PARTS}
-        self._emptied: dict[Part, list[_Emptied]] = {}
+        self._emptied: dict[Part, list[_FreedStorage]] = {}
         self._arriving: dict[Part, Any] = {}  # CUDA events
         self._stream: Any = None
 
     def away(self, part: Part) -> bool:
-        """Tell whether the part has left."""
+        """Return whether the part is offloaded."""
         return part in self._emptied
 
     @property
     def device_bytes(self) -> dict[Part, int]:
-        """Bytes that each part holds on the device now."""
+        """Bytes of each part on the device now."""
         return {
             part: 0 if part in self._emptied else sum(storage.nbytes() for storage in self._storages(part))
             for part in PARTS
@@ -224,12 +222,12 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are held for parts, away or not."""
+        """Bytes of host memory allocated for the parts, offloaded or not."""
         return sum(memory.nbytes for memory in self._host.values())
 
     @torch.no_grad()
     def offload(self, parts: Iterable[Part]) -> None:
-        """Let parts leave, those that are here; returns when their device memory is free."""
+        """Move ``parts`` to the host, unless they are offloaded already; return when their device memory is free."""
         for part in PARTS:
             if part not in parts or part in self._emptied:
                 continue
@@ -241,9 +239,9 @@ class Offload:
                     copies = [] if part == "gradients" else self._host[part].pieces(storage.nbytes())
                     for source, target in _pairs(storage, copies):
                         target.copy_(source, non_blocking=True)
-                    emptied.append(_Emptied(storage, storage.nbytes(), copies))
+                    emptied.append(_FreedStorage(storage, storage.nbytes(), copies))
             if part == "optimizer":
-                self._host[part].pieces(sum(map(state_to_come, self._optimizers)))
+                self._host[part].pieces(sum(map(pending_state_bytes, self._optimizers)))
             device.synchronize()
             for each in emptied:
                 each.storage.resize_(0)
@@ -252,7 +250,7 @@ class Offload:
 
     @torch.no_grad()
     def onload(self, parts: Iterable[Part]) -> None:
-        """Take parts back, those that are away. Copies run beside what the device does next, until :meth:`wait`."""
+        """Start to copy offloaded ``parts`` back to the device; :meth:`wait` completes it."""
         for part in PARTS:
             if part not in parts or part not in self._emptied:
                 continue
@@ -269,14 +267,14 @@ class Offload:
                     self._arriving[part] = torch.cuda.current_stream().record_event()
 
     def wait(self, *parts: Part) -> None:
-        """Let the device's queue go on only when these parts are back whole; they must not be away."""
+        """Make the current stream wait for the copies of ``parts``, which must not be offloaded."""
         for part in parts:
             assert part not in self._emptied, f"{part} are offloaded"
             if (event := self._arriving.pop(part, None)) is not None:
                 torch.cuda.current_stream().wait_event(event)
 
     def _copying(self) -> Any:
-        """Return the context of copies: a stream of their own, behind what is queued now."""
+        """Return a context in which copies run on a separate stream, after the work queued so far."""
         if device.has_cuda() and self._stream is None:
             self._stream = torch.cuda.Stream()
         if self._stream is not None:
@@ -284,7 +282,7 @@ class Offload:
         return torch.cuda.stream(self._stream)
 
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages of a part on this device, each once."""
+        """Yield the distinct storages of a part on this device."""
         tensors: dict[Part, Callable[[], Iterable[Tensor]]] = {
             "weights": lambda: (parameter for chunk in self._chunks for parameter in _parameters(chunk)),
             "gradients": lambda: (buffer.grad_data for chunk in self._chunks for buffer in _buffers(chunk)),
@@ -300,8 +298,11 @@ class Offload:
 
 
 def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
-    """Yield what an optimizer holds, on any device, some of it several times: parameters (masters, or views of the
-    model's), moments, and those of the optimizers inside Megatron's HybridDeviceOptimizer."""
+    """Yield the tensors of an optimizer on any device, some of them several times.
+
+    They are parameters (masters, or views of the model's), moments, and the tensors of the optimizers inside
+    Megatron's HybridDeviceOptimizer.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         outer = getattr(part, "optimizer", None)
         if outer is None:
@@ -314,9 +315,12 @@ def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
         yield from getattr(outer, "param_to_fp32_param", {}).values()
 
 
-def state_to_come(optimizer: Any | None) -> int:
-    """Return the bytes on this device that Adam's first step makes: moments, and the masters of a precision-aware one
-    (Transformer Engine's, ``FusedAdam.initialize_state``)."""
+def pending_state_bytes(optimizer: Any | None) -> int:
+    """Return the bytes that Adam's first step will allocate on this device.
+
+    They are the moments, and the master weights of a precision-aware optimizer (``FusedAdam.initialize_state`` of
+    Transformer Engine).
+    """
     size = 0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         outer = getattr(part, "optimizer", None)
@@ -330,27 +334,30 @@ def state_to_come(optimizer: Any | None) -> int:
                 if getattr(inner, "store_param_remainders", False) and piece.dtype == torch.bfloat16:
                     dtypes["master_param"] = torch.int16
                 widths = [2 if dtype == torch.uint8 else dtype.itemsize for dtype in dtypes.values()]  # memory_of
-                size += piece.numel() * sum(widths) + (0 if types else 4)  # torch's counts its steps
+                size += piece.numel() * sum(widths) + (0 if types else 4)  # torch's Adam has a step counter
     return size
 
 
 def memory_of(tensor: Any) -> list[Tensor]:
-    """Return what holds a tensor's bytes: itself, or an FP8 tensor's data and their transpose, which Transformer
-    Engine's Adam makes beside them on GPUs before Blackwell (``Float8Quantizer::create_tensor``) and does not read."""
+    """Return the tensors that hold a tensor's bytes: itself, or the data and the transpose of an FP8 tensor.
+
+    Transformer Engine's Adam allocates the transpose on GPUs before Blackwell and does not read it
+    (``Float8Quantizer::create_tensor``).
+    """
     if not hasattr(tensor, "_transpose"):
         return [tensor]
     return [each for each in (tensor._data, tensor._transpose) if each is not None]
 
 
 def _parameters(chunk: Any) -> Iterator[Tensor]:
-    """Yield the model's, and those that a chunk in Megatron's DDP trains: another adapter may be on the model now."""
+    """Yield the parameters in a chunk's modules and in its DDP buffers; a detached adapter is only in the latter."""
     yield from chunk.parameters()
     yield from scaled_buffers(chunk)
     yield from getattr(chunk, "params_with_grad", ())
 
 
 def _buffers(chunk: Any) -> list[Any]:
-    """Return Megatron's gradient buffers of a chunk, which has some when it is in its DDP."""
+    """Return Megatron's gradient buffers of a chunk; a chunk outside DDP has none."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers] if hasattr(chunk, "expert_parallel_buffers") else []
 
 
@@ -359,6 +366,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _pairs(storage: torch.UntypedStorage, copies: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (bytes of the storage, the piece of host memory that they go to)."""
+    """Yield (bytes of the storage, slice of host memory that they are copied to)."""
     if copies:
         yield from zip(_bytes(storage).split([len(piece) for piece in copies]), copies, strict=True)

@@ -1,9 +1,9 @@
-"""The optimizer, its schedule, gradient buffers, and what Megatron divides losses and gradients by.
+"""The optimizer, its learning-rate schedule and its gradient buffers.
 
-Of several adapters one is the model's at any time (:meth:`Trained.begin`): only its factors are in the chunks' tree of
-modules, only they compute, and the random states are its own. Buffers, optimizer, schedule, checkpoints and exports
-therefore see what they would see if it were the only one. That is also why they do not take turns within one pass of
-Megatron's schedule: recomputed blocks and 1F1B's backward passes would run with another adapter than their forward.
+With several adapters, exactly one is active at any time (:meth:`TrainingState.begin`): only its factors are submodules
+of the chunks, and the random states are its own. Buffers, optimizer, schedule, checkpoints and exports therefore work
+as with a single adapter. Adapters cannot change within one pass of Megatron's schedule: recomputed blocks and backward
+passes of 1F1B would use a different adapter than their forward pass.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
-# scheduler names of the configuration → decay style of Megatron's scheduler
+# scheduler name in the configuration → decay style of Megatron's scheduler
 _DECAY_STYLE = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -63,17 +63,17 @@ class StepResult:
     grad_norm: float
     """L2 norm over all parameters before clipping."""
     learning_rate: float
-    """The rate that the step was taken with."""
+    """The learning rate of this step."""
     skipped: bool
-    """True when the gradient was not finite: weights, moments and schedule are as before."""
+    """True if the gradient was not finite: weights, moments and schedule are unchanged."""
     offender: str | None = None
-    """When skipped: the first parameter whose gradient is not finite, with its rank."""
+    """If skipped: the first parameter whose gradient is not finite, with its rank."""
     adapters: Mapping[str, StepResult] = field(default_factory=dict)
-    """Of several adapters: each one's own, by name."""
+    """With several adapters: the result of each, by name."""
 
 
-def together(results: Mapping[str, StepResult]) -> StepResult:
-    """Return the result of steps that were taken each by itself: that of the one without a name as it is."""
+def combine_results(results: Mapping[str, StepResult]) -> StepResult:
+    """Combine the results of the adapters' steps into one. A result under the name ``""`` is returned unchanged."""
     if "" in results:
         return results[""]
     parts = list(results.values())
@@ -95,8 +95,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron's Adam over all chunks of this rank.
 
-    ``extra`` (``optimizer_config_kwargs``) are fields of Megatron's ``OptimizerConfig``, applied last: precision-aware
-    moments, CPU offload, ``adam_eps``, … Raises ConfigError for a field that Megatron does not have.
+    ``extra`` (``optimizer_config_kwargs``): fields of Megatron's ``OptimizerConfig``, applied last (precision-aware
+    moments, CPU offload, ``adam_eps``, …). Raises ConfigError for a field that Megatron does not have or rejects.
     """
     fields: dict[str, Any] = {
         "optimizer": "adam",
@@ -138,38 +138,37 @@ def build_optimizer(
 
 
 def _dtypes(extra: dict[str, Any], key: str) -> dict[str, torch.dtype]:
-    """Return the fields of types, which a configuration gives by name. Raises ConfigError for an unknown name."""
+    """Convert the dtype names of a configuration to dtypes. Raises ConfigError for an unknown name."""
     named = {name: value for name, value in extra.items() if name.endswith("_dtype") and isinstance(value, str)}
-    fix = f"is no type: use {', '.join(OPTIMIZER_DTYPES)}"
+    fix = f"unknown dtype: use one of {', '.join(OPTIMIZER_DTYPES)}"
     if problems := [Problem(f"{key}.{n}", value, fix) for n, value in named.items() if value not in OPTIMIZER_DTYPES]:
         raise ConfigError(problems)
     return {name: getattr(torch, OPTIMIZER_DTYPES[value]) for name, value in named.items()}
 
 
 def _require_hardware(fields: dict[str, Any], key: str) -> None:
-    """Raise ConfigError for an optimizer that this machine or precision cannot run; Megatron would only fail later."""
+    """Raise ConfigError for an optimizer that this machine or dtype does not support; Megatron would fail later."""
     offloaded, name = fields.get("optimizer_cpu_offload"), "optimizer_cpu_offload"
     if offloaded and not device.has_cuda():
-        fix = "there is no GPU to keep the optimizer state away from; leave it out"
+        fix = "has no use on a machine without a GPU; remove it"
         raise ConfigError([Problem(f"{key}.{name}", offloaded, fix)])
     if offloaded and fields["use_distributed_optimizer"] and fields["params_dtype"] == torch.float32:
-        fix = "Megatron cannot split float32 weights that it updates on the host; use trainer.bf16=true"
+        fix = "Megatron cannot shard float32 weights that it updates on the host; set trainer.bf16=true"
         raise ConfigError([Problem(f"{key}.{name}", offloaded, fix)])
     name = "use_precision_aware_optimizer"
     if fields.get(name) and importlib.util.find_spec("transformer_engine") is None:
-        fix = "its Adam is Transformer Engine's, which is not installed; install it or leave this out"
+        fix = "needs Transformer Engine, which is not installed; install it or remove this setting"
         raise ConfigError([Problem(f"{key}.{name}", fields[name], fix)])
 
 
 def build_lr_schedule(
     optimizer: MegatronOptimizer, settings: TrainOptimizerConfig, total_steps: int | None
 ) -> OptimizerParamScheduler:
-    """Build the schedule named by ``settings.scheduler``, counted in optimizer steps (mini-batches), warm-up included.
+    """Build the schedule ``settings.scheduler``. It counts optimizer steps (mini-batches), including the warm-up.
 
-    The first of N warm-up steps is taken with lr/N, not with 0: it follows a whole rollout.
-
-    ``num_decay_steps`` (default: ``total_steps``) is where ``min_lr`` is reached; ``wsd`` holds the peak until its
-    last tenth, then decays linearly. Raises ConfigError when a decaying schedule has no end, or ends in its warm-up.
+    The first of N warm-up steps uses lr/N instead of 0, so that no rollout is wasted. The rate reaches ``min_lr``
+    after ``num_decay_steps`` (default: ``total_steps``). ``wsd`` holds the peak until the last tenth and then decays
+    linearly. Raises ConfigError if a decaying schedule has no end, or ends within its warm-up.
     """
     key = "trainer.policy.optimizer_config"
     style = _DECAY_STYLE.get(settings.scheduler)
@@ -178,9 +177,10 @@ def build_lr_schedule(
         raise ConfigError([Problem(f"{key}.scheduler", settings.scheduler, fix)])
     end = settings.num_decay_steps if settings.num_decay_steps is not None else total_steps
     if style == "constant":
-        end = settings.num_warmup_steps + 1  # never read: a constant rate has no end
+        end = settings.num_warmup_steps + 1  # unused: a constant rate has no end
     elif end is None:
-        raise ConfigError([Problem(f"{key}.num_decay_steps", None, f"{settings.scheduler} needs a number of steps")])
+        fix = f"required by scheduler={settings.scheduler}: set the number of steps after which the decay ends"
+        raise ConfigError([Problem(f"{key}.num_decay_steps", None, fix)])
     elif end <= settings.num_warmup_steps:
         fix = f"must exceed num_warmup_steps={settings.num_warmup_steps}"
         raise ConfigError([Problem(f"{key}.num_decay_steps", end, fix)])
@@ -214,11 +214,11 @@ def step_if_finite(
     *,
     with_draft: bool = False,
 ) -> StepResult:
-    """Clip and step, unless a gradient on any rank is not finite. Gradients must be reduced over dp already.
+    """Clip gradients and step, unless a gradient on any rank is not finite. Gradients must be reduced over dp before.
 
-    Does what ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py does, but looks at the norm first:
-    Megatron only looks for infinities under a loss scaler and would write NaN into every weight. ``with_draft``: some
-    rank's parameters are a draft head's, which have a norm of their own to be clipped by; not finite, they are 0.
+    This follows ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py, but checks the norm first: without
+    a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
+    parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
     """
     learning_rate = current_lr(optimizer)
     found_inf = optimizer.prepare_grads()
@@ -245,11 +245,11 @@ def step_if_finite(
 
 
 _DRAFT = "mtp"
-"""Megatron's name of parameters with a gradient norm of their own (``GRAD_NORM_GROUP_ATTR``)."""
+"""Megatron's name of the parameter group with a separate gradient norm (``GRAD_NORM_GROUP_ATTR``)."""
 
 
 def _draft_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of a draft head's gradients, on every rank; summed as Megatron sums that of all others."""
+    """Return the gradient norm of the draft head on every rank, reduced as Megatron reduces the other norms."""
     if hasattr(optimizer, "_get_grad_norm_for_group"):
         return float(optimizer._get_grad_norm_for_group(_DRAFT))
     grads = optimizer.get_grads_for_grad_norm(_DRAFT)
@@ -265,7 +265,7 @@ def _zero(parameters: list[torch.nn.Parameter], decoupled: bool) -> None:
 
 
 def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
-    """Find the first parameter, by rank then by position, whose reduced gradient holds a NaN or infinity."""
+    """Return the first parameter, by rank then by position, whose reduced gradient has a NaN or infinity."""
     mine = None
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():
@@ -281,44 +281,44 @@ def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
 
 
 @dataclass(slots=True, eq=False)
-class Trained:
-    """The state of a training: parameters in Megatron's gradient buffers, optimizer, schedule, counts."""
+class TrainingState:
+    """Training state of the model or of one adapter: gradient buffers, optimizer, schedule, step counts."""
 
     chunks: list[Any]
-    """The model's chunks, in :class:`DistributedDataParallel` over the parameters that are trained."""
+    """The model's chunks, wrapped in :class:`DistributedDataParallel` over the trained parameters."""
     adapters: Adapters | None = None
     optimizer: Any = None
     lr_schedule: OptimizerParamScheduler | None = None
     draft: Any = None
-    """The draft head of the last chunk, with buffers of its own, so that those of the chunk, and the order in which
-    their gradients are summed, are what they are without it."""
+    """The draft head of the last chunk in separate gradient buffers. The chunk's buffers, and the order in which its
+    gradients are summed, are therefore the same as without a draft head."""
     steps: int = 0
     skipped_steps: int = 0
     accumulated: StepTotals = field(default_factory=StepTotals)
     """Denominators of the gradients accumulated so far."""
     reduced: bool = False
-    """Whether they have been summed over the ranks already."""
+    """Whether these gradients are already summed over the ranks."""
     random_states: bytes | None = None
-    """Of one of several adapters while another one computes."""
+    """With several adapters: the random states of this one while another is active."""
 
     @property
     def buffered(self) -> list[Any]:
-        """All that has gradient buffers."""
+        """All modules with gradient buffers."""
         return self.chunks if self.draft is None else [*self.chunks, self.draft]
 
     def begin(self) -> None:
-        """Become what the model computes with."""
+        """Attach this adapter to the model and restore its random states."""
         assert self.adapters is not None
-        self.adapters.hang()
-        let_overlap(self.chunks)
+        self.adapters.attach()
+        enable_grad_overlap(self.chunks)
         if self.random_states is not None:
             rng.restore_rng(self.random_states)
 
     def end(self) -> None:
-        """Leave the model as another one is to find it."""
+        """Detach this adapter from the model and save its random states."""
         assert self.adapters is not None
         self.random_states = rng.capture_rng()
-        self.adapters.take_off()
+        self.adapters.detach()
 
 
 def prepare_training(
@@ -329,11 +329,11 @@ def prepare_training(
     buffers: DistributedDataParallelConfig,
     total_steps: int | None,
     base: str | None = None,
-) -> Trained:
-    """Hang an adapter on the model, if the role has one, and make buffers, optimizer and schedule of what is trained.
+) -> TrainingState:
+    """Attach an adapter if the role has one, and build gradient buffers, optimizer and schedule.
 
-    The adapter starts anew, or as its folder has it. ``total_steps``: optimizer steps, where a decaying learning rate
-    ends. ``base``: fingerprint of the weights.
+    The adapter is loaded from its folder if one is configured, else initialised. ``total_steps``: number of optimizer
+    steps, the default end of a decaying learning rate. ``base``: fingerprint of the base weights.
     """
     settings: Any = getattr(cfg.trainer, role)
     adapted = role == "policy" and settings.model.lora.rank > 0
@@ -346,14 +346,14 @@ def prepare_training(
                 parameter.requires_grad_(".router." not in name)
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:
-        del last.draft  # out of sight until buffers and optimizer have asked for the chunk's parameters
+        del last.draft  # keeps the draft head out of the chunk's gradient buffers; restored below
     chunks = [
         DistributedDataParallel(
             model.config, buffers, chunk, disable_bucketing=index > 0, pg_collection=groups.collection
         )
         for index, chunk in enumerate(model.chunks)
     ]
-    let_overlap(chunks)
+    enable_grad_overlap(chunks)
     draft = None
     if head is not None:
         own = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
@@ -372,11 +372,11 @@ def prepare_training(
     if head is not None:
         last.draft = head
     schedule = build_lr_schedule(optimizer, settings.optimizer_config, total_steps)
-    return Trained(chunks, adapters, optimizer, schedule, draft)
+    return TrainingState(chunks, adapters, optimizer, schedule, draft)
 
 
-def let_overlap(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Tell Megatron's schedule whose gradients it reduces while it computes."""
+def enable_grad_overlap(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Set ``no_sync_func`` of Megatron's schedule to these chunks if gradient reduction overlaps with the backward."""
     if chunks[0].ddp_config.overlap_grad_reduce:
         functions: list[Callable[[], Any]] = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]

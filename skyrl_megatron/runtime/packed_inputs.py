@@ -1,8 +1,8 @@
 """Packed input tensors of micro-batches, and checks of a mini-batch before a training step.
 
-Without padding a micro-batch is one row of P tokens; every sequence is padded at its end to the layout's alignment
-(``ParallelConfig.alignment``) and attends only to itself. ``padded=True`` pads all sequences to the longest instead
-and runs them as a [b, S] batch: slower, for models or debugging that cannot pack.
+A packed micro-batch is one row of P tokens. Each sequence is padded at its end to the layout's alignment
+(``ParallelConfig.alignment``) and attends only to itself. With ``padded=True`` all sequences are padded to the longest
+and run as a [b, S] batch. This is slower; it is for debugging and for models that do not support packing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 POLICY_READS: tuple[str, ...] = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 CRITIC_READS: tuple[str, ...] = ("values", "returns")
 CHECKED_ROUTES = 1 << 20
-"""Tokens × layers of a mini-batch whose routes are looked at: all of a small one, evenly spread ones of a large."""
+"""Maximum tokens × layers of a mini-batch whose routes are checked. A larger batch is sampled at an even stride."""
 
 
 def too_long(batch: TrainingBatch, max_positions: int | None) -> Exception | None:
-    """Return the error of a sequence that exceeds the model's positions."""
+    """Return an error if a sequence exceeds the model's positions, else None."""
     longest = int(batch.lengths.max(initial=0))
     if max_positions and longest > max_positions:
         return ValueError(f"a sequence of {longest} tokens exceeds the model's {max_positions} positions")
@@ -43,7 +43,7 @@ def too_long(batch: TrainingBatch, max_positions: int | None) -> Exception | Non
 
 
 def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None:
-    """Return the error of rows that cannot be trained on: what ``objective`` reads is missing, or not finite."""
+    """Return an error if a field that ``objective`` reads is missing or not finite, else None."""
     read = CRITIC_READS
     if isinstance(objective, PolicyObjective):
         read = POLICY_READS
@@ -66,7 +66,10 @@ def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None
 
 
 def find_route_problem(batch: TrainingBatch, model: ModelChunks, missing: str) -> Exception | None:
-    """Return the error of routes that ``model`` cannot take, or of none where ``missing`` is ``"error"``."""
+    """Return an error if ``model`` cannot replay the routes of ``batch``, else None.
+
+    With ``missing="error"`` tokens without routes are an error too.
+    """
     shape, config = model.hf.plan.shape, model.config
     layers = [layer for layer, has_experts in enumerate(shape.moe) if has_experts]
     absent = _missing_routes(batch) if missing == "error" else None
@@ -76,31 +79,35 @@ def find_route_problem(batch: TrainingBatch, model: ModelChunks, missing: str) -
 def _bad_routes(
     batch: TrainingBatch, replayed: Sequence[int], layers: int, experts: int, topk: int
 ) -> Exception | None:
-    """Return the error of routes that are not ``topk`` different ones of ``experts`` experts in each of the
-    ``replayed`` ones of ``layers`` layers; it names uid, token and layer."""
+    """Return an error, with uid, token and layer, if a route is not valid, else None.
+
+    A valid route is ``topk`` different experts below ``experts``, in each of the ``replayed`` layers; ``layers``: the
+    number of all layers.
+    """
     known = [(row, routes) for row, routes in enumerate(batch.rollout_routes) if routes is not None]
     stride = max(-(-sum(len(routes) for _, routes in known) * len(replayed) // CHECKED_ROUTES), 1)
     for row, routes in known:
         uid = batch.uids[row] if batch.uids else row
         if routes.shape[1:] != (layers, topk):
             return ValueError(
-                f"uid {uid}: the engine's routes are of {routes.shape[1]} layers and {routes.shape[2]} experts a "
-                f"token, the model has {layers} layers and takes {topk}: engine and trainer have different models"
+                f"uid {uid}: the engine's routes have {routes.shape[1]} layers and {routes.shape[2]} experts per "
+                f"token, the model has {layers} layers and {topk} experts per token: use one model for engine and "
+                "trainer"
             )
-        looked_at = np.sort(routes[::stride, list(replayed)], axis=-1)
-        wrong = (looked_at >= experts).any(-1) | (looked_at[..., 1:] == looked_at[..., :-1]).any(-1)
+        checked = np.sort(routes[::stride, list(replayed)], axis=-1)
+        wrong = (checked >= experts).any(-1) | (checked[..., 1:] == checked[..., :-1]).any(-1)
         if wrong.any():
-            token, place = (int(each) for each in np.argwhere(wrong)[0])
-            token, layer = token * stride, replayed[place]
+            token, index = (int(each) for each in np.argwhere(wrong)[0])
+            token, layer = token * stride, replayed[index]
             return ValueError(
-                f"uid {uid}, token {token}, layer {layer}: the engine's route {routes[token, layer].tolist()} is not "
-                f"of {topk} different experts from 0 to {experts - 1}"
+                f"uid {uid}, token {token}, layer {layer}: the engine's route {routes[token, layer].tolist()} does "
+                f"not have {topk} different experts from 0 to {experts - 1}"
             )
     return None
 
 
 def _missing_routes(batch: TrainingBatch) -> Exception | None:
-    """Return the error of a token that has no route and counts in the loss: one before a token that is trained on."""
+    """Return an error if a token before a trained token has no route, else None."""
     width = batch.loss_mask.shape[1]
     for row, length in enumerate(batch.lengths.tolist()):
         trained = batch.loss_mask[row].nonzero()
@@ -109,7 +116,7 @@ def _missing_routes(batch: TrainingBatch) -> Exception | None:
         if (known := 0 if routes is None else len(routes)) < needed:
             return ValueError(
                 f"uid {batch.uids[row] if batch.uids else row}: the engine returned no experts for token {known} of "
-                f"{needed} before the last one that is trained on: find out why (its log), or set "
+                f"{needed} before the last trained token: look for the cause in the engine's log, or set "
                 "moe_routing_replay_missing=natural"
             )
     return None
@@ -117,7 +124,7 @@ def _missing_routes(batch: TrainingBatch) -> Exception | None:
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """One micro-batch on this rank. b sequences, P packed tokens over all cp ranks, p = P / cp of them here."""
+    """One micro-batch on this rank: b sequences, P packed tokens over all cp ranks, p = P / cp tokens on this rank."""
 
     tokens: Tensor
     """[1, p] int64 (padded: [b, S])."""
@@ -126,24 +133,24 @@ class PackedInputs:
     targets: Tensor
     """[p] int64 (padded: [b·S]): the token after each token; 0 after the last of a sequence."""
     further_targets: Tensor
-    """[p] int64 (padded: [b·S]): the token after the next; 0 where there is none."""
+    """[p] int64 (padded: [b·S]): the token after the next; 0 if there is none."""
     padding_mask: Tensor
-    """[1, p] bool (padded: [b, S]): True on padding, which routers must not count."""
+    """[1, p] bool (padded: [b, S]): True on padding. Routers must not count it."""
     params: PackedSeqParams | None
     """Sequence boundaries for attention; None when padded."""
     padded_lengths: tuple[int, ...]
-    """Tokens that each sequence takes in the pack."""
+    """Length of each sequence in the pack, padding included."""
     response_columns: Tensor
-    """[b, T] int64: for response token (row, t), index in the packed global order of the position that predicts it; 0
-    where the row has no token t."""
+    """[b, T] int64: the position that predicts response token (row, t), in the packed global order; 0 if the row has
+    no token t."""
     response_valid: Tensor
-    """[b, T] bool: where the row has a response token t."""
+    """[b, T] bool: whether the row has a response token t."""
     groups: ProcessGroups
     support: Support | None = None
-    """What the token after each of the p (padded: b·S) was sampled from; None: all from the whole vocabulary."""
+    """The tokens that the next token of each of the p (padded: b·S) was sampled from; None: the whole vocabulary."""
     routes: Mapping[int, Tensor] | None = None
-    """Layer of the model → [t, K] int16, experts given to the t tokens that its router sees here (with tp, a part of
-    p); -1 for tokens without. None: the model routes."""
+    """Layer of the model → [t, K] int16, experts of the t tokens that the layer's router sees on this rank (with tp, a
+    part of p); -1 for tokens without a route. None: the model routes."""
 
     def model_arguments(self) -> dict[str, object]:
         """Return the keyword arguments of ``GPTModel.forward``."""
@@ -157,18 +164,19 @@ class PackedInputs:
         return arguments if self.routes is None else arguments | {"routes": self.routes}
 
     def to_responses(self, per_token: Tensor) -> Tensor:
-        """Map values at predicting positions, [p, …] on each cp rank → [b, T, …] on every rank, 0 where there is no
-        token.
+        """Map values at predicting positions, [p, …] per cp rank → [b, T, …] on every rank, 0 without a token.
 
-        Differentiable; all cp ranks must go on to compute the same loss from the result.
+        Differentiable, if all cp ranks compute the same loss from the result.
         """
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
         valid = self.response_valid.view(*self.response_valid.shape, *[1] * (whole.dim() - 1))
         return torch.where(valid, whole[self.response_columns], 0.0)
 
     def further_responses(self, per_token: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`to_responses` of values at the positions two before each response token, [b, T], and where
-        there is such a position, [b, T] bool: a sequence's second token has none."""
+        """Return (values two positions before each response token, valid), [b, T] each.
+
+        Valid is False for the second token of a sequence, which has no such position.
+        """
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
         lengths = torch.tensor(self.padded_lengths, device=whole.device)
         begins = (lengths.cumsum(0) - lengths)[:, None]
@@ -176,8 +184,7 @@ class PackedInputs:
         return torch.where(valid, whole[torch.where(valid, self.response_columns - 1, 0)], 0.0), valid
 
     def to_rows(self, seen: Tensor) -> list[Tensor]:
-        """Map values of the tokens as this rank's layers see them, [s, b, …] → [n, …] of each row with its padding, on
-        every tp and cp rank."""
+        """Map values of this rank's layers, [s, b, …] → one [n, …] per row, with padding, on every tp and cp rank."""
         if self.groups.parallel.sequence_parallel:
             parts = [torch.empty_like(seen) for _ in range(self.groups.tp.size())]
             dist.all_gather(parts, seen.contiguous(), group=self.groups.tp)
@@ -187,7 +194,7 @@ class PackedInputs:
         return list(whole.split(self.padded_lengths))
 
     def to_positions(self, per_response: Tensor) -> Tensor:
-        """Map [b, T, …] → [p, …], each at the position of this rank that predicts the token; 0 elsewhere."""
+        """Map [b, T, …] → [p, …]: each value at the position that predicts its token; 0 elsewhere."""
         whole = per_response.new_zeros(sum(self.padded_lengths), *per_response.shape[2:])
         whole[self.response_columns[self.response_valid]] = per_response[self.response_valid]
         mine = local_positions(self.padded_lengths, self.groups.cp.size(), self.groups.cp.rank())
@@ -202,9 +209,9 @@ def pack(
     padded: bool = False,
     replayed: Sequence[int] = (),
 ) -> PackedInputs:
-    """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding alone.
+    """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding.
 
-    ``replayed``: layers of the model whose routers here take the routes of the batch.
+    ``replayed``: layers of this rank whose routers replay the routes of the batch.
     """
     lengths = [int(length) for length in batch.lengths] or [0]
     alignment = groups.parallel.alignment
@@ -221,9 +228,9 @@ def pack(
     positions = torch.arange(total) - begins.repeat_interleave(torch.tensor(padded_lengths))
     if len(batch):
         sequences, counts = batch.sequences.cpu(), torch.tensor(lengths)[:, None]
-        place = torch.arange(sequences.shape[1]) - (sequences.shape[1] - counts)  # [b, W]: in its sequence; < 0: none
-        taken = (begins[:, None] + place)[place >= 0]
-        tokens[taken] = sequences[place >= 0]
+        index = torch.arange(sequences.shape[1]) - (sequences.shape[1] - counts)  # [b, W], in its sequence; < 0: none
+        taken = (begins[:, None] + index)[index >= 0]
+        tokens[taken] = sequences[index >= 0]
         padding[taken] = False
     nothing_follows = torch.cat([padding[1:] | (positions[1:] == 0), padding.new_ones(1)])
     targets = tokens.roll(-1).masked_fill(nothing_follows, 0)
@@ -257,8 +264,11 @@ def pack(
 
 
 def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Return (columns [b, T], valid [b, T]): response token t of a row stands T − t from its end; the position before
-    predicts it. A sequence's first token has no predictor, so a response never includes it."""
+    """Return (columns [b, T], valid [b, T]) as in :class:`PackedInputs`.
+
+    Response token t of a row is T − t positions before the row's end, and the position before it predicts it. No
+    position predicts the first token of a sequence, so a response never includes it.
+    """
     rows, width = len(batch), batch.response_mask.shape[1]
     if not rows:
         return torch.zeros(1, width, dtype=torch.int64), torch.zeros(1, width, dtype=torch.bool)
@@ -271,13 +281,13 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
 def _support(
     batch: TrainingBatch, lengths: list[int], starts: list[int], total: int, mine: Tensor | slice, device: torch.device
 ) -> Support | None:
-    """Place what response tokens were sampled from at the positions before them, and take those of this rank."""
+    """Return the sampling support of response tokens at the predicting positions of this rank."""
     if not batch.rollout_support:
         return None
     counts = np.zeros(total, np.int64)
     pieces = [np.zeros(0, np.uint16)]
     for start, length, support in zip(starts, lengths, batch.rollout_support, strict=True):
-        known = support.last(min(len(support), max(length - 1, 0)))  # the first token of a sequence has no predictor
+        known = support.last(min(len(support), max(length - 1, 0)))  # no position predicts the first token
         end = start + length - 1
         counts[end - len(known) : end] = known.counts
         pieces.append(known.ids)
@@ -301,7 +311,7 @@ def _routes(
     groups: ProcessGroups,
     device: torch.device,
 ) -> Mapping[int, Tensor] | None:
-    """Place the experts of each token, and take those of this rank's layers and of the tokens that it routes."""
+    """Return the experts of the tokens that this rank routes, by replayed layer."""
     known = [routes for routes in batch.rollout_routes if routes is not None]
     if not layers or not known:
         return None
@@ -320,7 +330,7 @@ def _routes(
 def _sequence_params(
     padded_lengths: tuple[int, ...], positions: Tensor, padding: Tensor, device: torch.device
 ) -> PackedSeqParams:
-    """Make the boundaries of the global pack; Megatron divides them by cp where it works on local tokens."""
+    """Return the sequence boundaries of the global pack; Megatron divides them by cp for local tokens."""
     boundaries = torch.zeros(len(padded_lengths) + 1, dtype=torch.int32)
     boundaries[1:] = torch.tensor(padded_lengths).cumsum(0)
     boundaries = boundaries.to(device)

@@ -1,10 +1,11 @@
-"""Process groups of a layout, collectives with deadlines, and agreement: one rank's error becomes every rank's.
+"""Process groups of a layout, errors that all ranks raise together, and the time a rank spends without waiting.
 
-Ranks of a step all take equally long, because each waits for the slowest one in every collective. Every wait of
-``torch.distributed`` on the host goes through ``Work.wait`` (``torch/distributed/distributed_c10d.py``), which on CPU
-returns when the collective is over. On GPUs it returns at once and the stream waits, so that nothing is known here.
+Wall time does not show which rank is slow, because in every collective each rank waits for the slowest. On CPU every
+wait of ``torch.distributed`` goes through ``Work.wait`` (``torch/distributed/distributed_c10d.py``), which returns at
+the end of the collective, so this time can be subtracted. On GPUs it returns at once and the stream waits, so there is
+no such measurement.
 
-The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own modules get the same groups as a
+This is the only file that calls ``megatron.core.parallel_state``. Megatron's modules get the same groups as a
 ``ProcessGroupCollection``.
 """
 
@@ -33,8 +34,8 @@ _waited = 0.0
 _counting = False
 
 
-def count() -> None:
-    """Count from now on. Does nothing when it is counted already."""
+def start_wait_timer() -> None:
+    """Start to measure the time in ``Work.wait``. Further calls have no effect."""
     global _counting
     if _counting:
         return
@@ -55,15 +56,15 @@ def count() -> None:
 
 
 def own_seconds() -> float:
-    """Return a clock of this process that stands still while it waits for others; differences count alone."""
+    """Return a clock in seconds that stops while this process waits in a collective. Use differences only."""
     return time.perf_counter() - _waited
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise on every rank when any rank has an ``error``; collective over all ranks.
+    """Raise on every rank if any rank has an ``error``; collective over all ranks.
 
-    The message is that of the lowest rank with an error, preceded by its number unless all ranks have one. Without an
-    error it costs one all-reduce of a flag.
+    The message is that of the lowest rank with an error, with the rank as prefix unless all ranks have an error.
+    Without an error this costs one all-reduce of a flag.
     """
     failed = torch.tensor([float(error is not None)], device=device.device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -84,7 +85,7 @@ def group_maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """Make an error that travels between processes: a ValueError if its constructor takes more than a message."""
+    """Return an error that can be pickled: a ValueError if the constructor takes more than a message."""
     if error is None:
         return None
     try:
@@ -95,9 +96,9 @@ def _portable(error: Exception | None) -> Exception | None:
 
 def from_rank_0(value: Any) -> Any:
     """Return rank 0's ``value`` on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,11 @@ class ProcessGroups:
     dp_cp: dist.ProcessGroup
     """Ranks over which gradients of dense parameters are summed."""
     tp_cp: dist.ProcessGroup
-    """Ranks that hold pieces of the same micro-batch."""
+    """Ranks that hold shards of the same micro-batch."""
     mp: dist.ProcessGroup
-    """tp·pp: ranks that hold the pieces of one replica of the dense part."""
+    """tp·pp: ranks that hold the shards of one replica of the dense parameters."""
     ep: dist.ProcessGroup
-    """Ranks over which the experts of a layer are spread."""
+    """Ranks over which the experts of a layer are distributed."""
     etp: dist.ProcessGroup
     """Ranks that share each expert's matrices."""
     edp: dist.ProcessGroup
@@ -128,7 +129,7 @@ class ProcessGroups:
     embd: dist.ProcessGroup | None
     """First and last pipeline stage, which share tied embeddings; None on stages between them."""
     collection: ProcessGroupCollection
-    """The same for Megatron's modules."""
+    """The same groups for Megatron's modules."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -147,18 +148,18 @@ class ProcessGroups:
 
 
 def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int = 1234) -> ProcessGroups:
-    """Make all groups of a layout and seed all random states. Every rank calls it.
+    """Create all groups of a layout and seed all random states. Every rank calls it.
 
-    ``torch.distributed`` must be initialised; ``timeout_s`` limits every collective. Redirects Megatron to the CPU
-    where there is no CUDA. Raises ConfigError for an impossible layout before any group exists, DistributedError when
-    the number of processes is not ``parallel.world_size``.
+    ``torch.distributed`` must be initialised. ``timeout_s`` limits every collective. Without CUDA, Megatron is patched
+    to run on the CPU. Before any group is created, raises ConfigError for an impossible layout, and DistributedError
+    if the number of processes is not ``parallel.world_size``.
     """
     problems = layout_problems(parallel)
     if problems:
         raise ConfigError(problems)
     if dist.get_world_size() != parallel.world_size:
         raise DistributedError(
-            f"the layout is made for {parallel.world_size} ranks, but {dist.get_world_size()} processes were started"
+            f"the layout needs {parallel.world_size} ranks, but {dist.get_world_size()} processes were started"
         )
     megatron_patches.install()
     mpu.initialize_model_parallel(
@@ -194,10 +195,10 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
 
 
 def end_groups(*, world: bool = False) -> None:
-    """End the groups of a layout, and with ``world`` the default group too, whatever became of the other ranks: those
-    that wait for this one get an error. Models that use the groups must not be referred to any more.
+    """Destroy the groups of a layout, and with ``world`` the default group too.
 
-    Megatron only forgets them: each would keep its threads and connections.
+    It does not wait for other ranks; ranks that wait for this one get an error. Models that use the groups must not be
+    referenced any more. Megatron's own function only drops its references, so threads and connections would stay.
     """
     mpu.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -210,9 +211,11 @@ def end_groups(*, world: bool = False) -> None:
 
 
 def _drop_graphs() -> None:
-    """Cut tensors that are still alive off their graphs. Megatron's token dispatchers keep probabilities of the last
-    micro-batch, whose graph leads, out of sight of the garbage collector, to the gradient hooks of the model that the
-    dispatchers belong to. A model that is never freed keeps its process groups, whose threads wake every 10 ms.
+    """Detach tensors that are still alive from their autograd graphs.
+
+    Megatron's token dispatchers keep probabilities of the last micro-batch. Their graph references the gradient hooks
+    of the dispatcher's own model, in a cycle that the garbage collector cannot see. The model would never be freed and
+    would keep its process groups, whose threads wake every 10 ms.
     """
     for found in gc.get_objects():
         if type(found) is torch.Tensor and not found._is_view() and found.grad_fn is not None:

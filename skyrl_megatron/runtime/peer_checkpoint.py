@@ -1,12 +1,12 @@
-"""In-memory checkpoints: each rank keeps a copy of a peer's state, from which a lost rank is recovered.
+"""In-memory checkpoints: each rank also holds the state of a peer, from which a lost rank is recovered.
 
-Copied are the storages of what is trained, as they are in memory, and not the tensors that a checkpoint names: an
-engine that is built anew by the same configuration at the same place of the layout has the same storages in the same
-order, so that filling them is a copy of bytes, whatever the layers and the optimizer make of them. Weights that are
-frozen under an adapter are left out: they come from their folder again. Gradients are zero between steps.
+A checkpoint is a byte copy of the storages of trained tensors. An engine that is rebuilt with the same configuration
+at the same rank has the same storages in the same order, so a restore copies bytes and does not depend on layers or
+optimizer. Base weights that are frozen under an adapter are not copied; they are loaded from their folder again.
+Gradients are zero between steps.
 
-A neighbour may keep the copy of a rank beside its own (:func:`exchange`), and gives it to the one that is started in
-its place (:func:`hand_over`).
+Each rank sends its checkpoint to a peer (:func:`exchange`). When a rank is restarted, the peer sends it back
+(:func:`hand_over`).
 """
 
 from __future__ import annotations
@@ -22,135 +22,145 @@ from torch import Tensor
 from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
+from skyrl_megatron.runtime.checkpoint.rank_state import inner_optimizers, set_step_count, step_count, unwrapped
 from skyrl_megatron.runtime.checkpoint.rank_state import make_optimizer_state as make_state
-from skyrl_megatron.runtime.checkpoint.rank_state import parts, set_step_count, step_count, unwrapped
 from skyrl_megatron.runtime.offload import HostMemory, memory_of, optimizer_tensors
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.optimizer import Trained
+    from skyrl_megatron.runtime.optimizer import TrainingState
 
 
 _SCALARS = (bool, int, float, str, tuple, type(None))
 
 
-class StateCopy:
-    """One rank's state. The memory is taken by the first :meth:`take`, and used again by the next."""
+class StateSnapshot:
+    """A copy of one rank's training state in host memory, which each :meth:`take` reuses."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
-        self._pieces: list[Tensor] = []
+        self._slices: list[Tensor] = []
         self.nbytes = 0
-        """Bytes of the storages that were copied."""
-        self.note = b""
-        """All that is no tensor: counts, schedules, random states."""
+        """Bytes of the copied storages."""
+        self.metadata = b""
+        """Pickled state outside of tensors: step counts, schedules, random states."""
 
     @torch.no_grad()
     def take(self, engine: MegatronEngine) -> None:
-        """Copy what ``engine`` holds now."""
+        """Copy the current state of ``engine``."""
         engine.onload("weights", "optimizer")
         storages = list(_storages(engine))
         self.reserve(sum(storage.nbytes() for storage in storages))
-        self._copy(storages, lambda storage, piece: piece.copy_(storage, non_blocking=True))
-        self.note = pickle.dumps(_noted(engine))
+        self._copy(storages, lambda storage, host: host.copy_(storage, non_blocking=True))
+        self.metadata = pickle.dumps(_metadata(engine))
 
     @torch.no_grad()
     def restore(self, engine: MegatronEngine) -> None:
-        """Make ``engine``, which was built as the one that was copied, what that one was. Raises DistributedError when
-        it is not of the same size."""
+        """Copy this state into ``engine``. Raises DistributedError if the sizes of both differ."""
         engine.onload("weights", "optimizer")
         storages = list(_storages(engine))
         if (held := sum(storage.nbytes() for storage in storages)) != self.nbytes:
-            raise DistributedError(f"the copy of a rank's state has {self.nbytes} bytes, the rank itself {held}")
-        self._copy(storages, lambda storage, piece: storage.copy_(piece, non_blocking=True))
-        _take_on(engine, pickle.loads(self.note))
+            raise DistributedError(f"the peer checkpoint of a rank has {self.nbytes} bytes, the rank itself {held}")
+        self._copy(storages, lambda storage, host: storage.copy_(host, non_blocking=True))
+        _restore_metadata(engine, pickle.loads(self.metadata))
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for ``nbytes``; what was held before is lost."""
+        """Reserve ``nbytes``; the previous contents are lost."""
         self.nbytes = nbytes
         self._memory.rewind()
-        self._pieces = self._memory.pieces(nbytes)
+        self._slices = self._memory.pieces(nbytes)
 
-    def pieces(self) -> list[Tensor]:
-        """Return the memory of the copy, uint8, in order."""
-        return list(self._pieces)
+    def slices(self) -> list[Tensor]:
+        """Return the memory of the copy as uint8 tensors, in order."""
+        return list(self._slices)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """Allocated bytes of host memory."""
         return self._memory.nbytes
 
     def _copy(self, storages: Sequence[torch.UntypedStorage], move: Callable[[Tensor, Tensor], object]) -> None:
-        """Call ``move`` with every run of bytes of a storage and its place in the copy."""
-        pieces, used = iter(self._pieces), 0
-        piece = next(pieces, None)
+        """Call ``move`` with every run of bytes of a storage and the matching host memory."""
+        slices, used = iter(self._slices), 0
+        host = next(slices, None)
         for storage in storages:
             left = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             while len(left):
-                assert piece is not None
-                if used == len(piece):
-                    piece, used = next(pieces), 0
-                size = min(len(left), len(piece) - used)
-                move(left[:size], piece[used : used + size])
+                assert host is not None
+                if used == len(host):
+                    host, used = next(slices), 0
+                size = min(len(left), len(host) - used)
+                move(left[:size], host[used : used + size])
                 left, used = left[size:], used + size
         device.synchronize()
 
 
-class RankCopies:
-    """What a rank keeps: the copy of its own state, and that of the rank whose neighbour it is."""
+class PeerCheckpoints:
+    """The checkpoints that a rank holds: its own, and that of its peer."""
 
     def __init__(self) -> None:
-        self.own, self.kept = StateCopy(), StateCopy()
+        self.own, self.peer = StateSnapshot(), StateSnapshot()
 
     def keep(self, engine: MegatronEngine, distance: int) -> int:
-        """Copy the state of ``engine`` and give it to the rank ``distance`` behind, if that is above 0; returns the
-        bytes of host memory that are held. Every rank calls it."""
+        """Copy the state of ``engine``; return the bytes of host memory that both checkpoints take.
+
+        If ``distance`` is not 0, the copy is also sent to the rank ``distance`` after this one. Every rank calls it.
+        """
         self.own.take(engine)
         if distance:
-            exchange(self.own, self.kept, distance)
-        return self.own.host_bytes + self.kept.host_bytes
+            exchange(self.own, self.peer, distance)
+        return self.own.host_bytes + self.peer.host_bytes
 
     def roll_back(self, engine: MegatronEngine, holders: Mapping[int, int]) -> None:
-        """Make ``engine`` what it was at the last :meth:`keep`. ``holders``: rank that was started anew → the rank
-        that has its copy. Every rank calls it."""
-        hand_over(self.own, self.kept, holders)
+        """Restore ``engine`` to the last :meth:`keep`. Every rank calls it.
+
+        ``holders``: restarted rank → rank that holds its checkpoint.
+        """
+        hand_over(self.own, self.peer, holders)
         self.own.restore(engine)
 
 
-def exchange(own: StateCopy, kept: StateCopy, distance: int) -> None:
-    """Give the copy of this rank's state to the rank ``distance`` behind it, and take that of the one as far before it
-    into ``kept``. Every rank calls it; gloo carries it, also between ranks on GPUs."""
+def exchange(own: StateSnapshot, peer: StateSnapshot, distance: int) -> None:
+    """Send ``own`` to the rank ``distance`` after this one; receive ``peer`` from the rank ``distance`` before it.
+
+    Every rank calls it. It uses gloo, also between ranks on GPUs.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     target, source = (rank + distance) % world, (rank - distance) % world
-    sizes = torch.zeros(2, dtype=torch.int64)
-    _wait(
-        [dist.irecv(sizes, source), dist.isend(torch.tensor([own.nbytes, len(own.note)], dtype=torch.int64), target)]
-    )
-    kept.reserve(int(sizes[0]))
-    note = torch.zeros(int(sizes[1]), dtype=torch.uint8)
-    receives = [dist.irecv(piece, source) for piece in (*kept.pieces(), note)]
-    sends = [dist.isend(piece, target) for piece in (*own.pieces(), _as_tensor(own.note))]
+    sizes, own_sizes = torch.zeros(2, dtype=torch.int64), _sizes(own)
+    _wait([dist.irecv(sizes, source), dist.isend(own_sizes, target)])
+    peer.reserve(int(sizes[0]))
+    metadata = torch.zeros(int(sizes[1]), dtype=torch.uint8)
+    receives = [dist.irecv(each, source) for each in (*peer.slices(), metadata)]
+    sends = [dist.isend(each, target) for each in (*own.slices(), _as_tensor(own.metadata))]
     _wait(receives + sends)
-    kept.note = note.numpy().tobytes()
+    peer.metadata = metadata.numpy().tobytes()
 
 
-def hand_over(own: StateCopy, kept: StateCopy, holders: Mapping[int, int]) -> None:
-    """Let ranks that were started anew have their copies from those who kept them: ``holders``, rank → who has its
-    state. Every rank calls it."""
+def hand_over(own: StateSnapshot, peer: StateSnapshot, holders: Mapping[int, int]) -> None:
+    """Send each restarted rank its checkpoint. Every rank calls it.
+
+    ``holders``: restarted rank → rank that holds its checkpoint.
+    """
     rank = dist.get_rank()
-    for new, holder in sorted(holders.items()):
+    for restarted, holder in sorted(holders.items()):
         if rank == holder:
-            dist.send(torch.tensor([kept.nbytes, len(kept.note)], dtype=torch.int64), new)
-            for piece in (*kept.pieces(), _as_tensor(kept.note)):
-                dist.send(piece, new)
-        if rank == new:
+            dist.send(_sizes(peer), restarted)
+            for each in (*peer.slices(), _as_tensor(peer.metadata)):
+                dist.send(each, restarted)
+        if rank == restarted:
             sizes = torch.zeros(2, dtype=torch.int64)
             dist.recv(sizes, holder)
             own.reserve(int(sizes[0]))
-            note = torch.zeros(int(sizes[1]), dtype=torch.uint8)
-            for piece in (*own.pieces(), note):
-                dist.recv(piece, holder)
-            own.note = note.numpy().tobytes()
+            metadata = torch.zeros(int(sizes[1]), dtype=torch.uint8)
+            for each in (*own.slices(), metadata):
+                dist.recv(each, holder)
+            own.metadata = metadata.numpy().tobytes()
+
+
+def _sizes(copy: StateSnapshot) -> Tensor:
+    """Return [2] int64: bytes of the storages and of the metadata."""
+    return torch.tensor([copy.nbytes, len(copy.metadata)], dtype=torch.int64)
 
 
 def _wait(works: Sequence[Any]) -> None:
@@ -163,11 +173,11 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def _storages(engine: MegatronEngine) -> Iterator[torch.UntypedStorage]:
-    """Yield each storage of the state once, in an order that an engine built alike has too."""
+    """Yield each storage of the state once, in an order that depends only on configuration and rank."""
     seen: set[int] = set()
     for trained in engine.trained.values():
         make_state(trained.optimizer)
-        for tensor in _tensors(trained, alone=engine.is_adapted):
+        for tensor in _tensors(trained, adapters_only=engine.is_adapted):
             for each in memory_of(tensor):
                 storage = each.untyped_storage()
                 if storage._cdata not in seen and storage.nbytes():
@@ -175,18 +185,18 @@ def _storages(engine: MegatronEngine) -> Iterator[torch.UntypedStorage]:
                     yield storage
 
 
-def _tensors(trained: Trained, *, alone: bool) -> Iterator[Tensor]:
-    """Yield what a training changes. ``alone``: of adapters, without the model that they are added to."""
+def _tensors(trained: TrainingState, *, adapters_only: bool) -> Iterator[Tensor]:
+    """Yield the tensors that training changes. ``adapters_only``: those of adapters, without the base model."""
     for chunk in trained.chunks:
-        if alone:
+        if adapters_only:
             yield from chunk.params_with_grad
             continue
         yield from chunk.parameters()
-        yield from unwrapped(chunk).buffers()  # a router's balance, where it learns one
+        yield from unwrapped(chunk).buffers()  # for example the expert bias of a router
     yield from optimizer_tensors(trained.optimizer)
 
 
-def _noted(engine: MegatronEngine) -> dict[str, Any]:
+def _metadata(engine: MegatronEngine) -> dict[str, Any]:
     return {
         "adapter": engine.adapter,
         "random states": rng.capture_rng(),
@@ -203,9 +213,9 @@ def _noted(engine: MegatronEngine) -> dict[str, Any]:
     }
 
 
-def _take_on(engine: MegatronEngine, noted: Mapping[str, Any]) -> None:
-    engine.set_adapter(noted["adapter"])
-    for name, values in noted["trained"].items():
+def _restore_metadata(engine: MegatronEngine, metadata: Mapping[str, Any]) -> None:
+    engine.set_adapter(metadata["adapter"])
+    for name, values in metadata["trained"].items():
         trained = engine.trained[name]
         trained.steps, trained.skipped_steps = values["steps"]
         trained.random_states = values["random states"]
@@ -215,12 +225,12 @@ def _take_on(engine: MegatronEngine, noted: Mapping[str, Any]) -> None:
             group.update(scalars)
         if trained.lr_schedule is not None:
             vars(trained.lr_schedule).update(values["schedule"])
-    rng.restore_rng(noted["random states"])
+    rng.restore_rng(metadata["random states"])
 
 
-def _groups(trained: Trained) -> list[dict[str, Any]]:
-    """Return the parameter groups of a training's optimizers."""
-    optimizers = [part.optimizer for part in parts(trained.optimizer)]
+def _groups(trained: TrainingState) -> list[dict[str, Any]]:
+    """Return the parameter groups of all optimizers."""
+    optimizers = [part.optimizer for part in inner_optimizers(trained.optimizer)]
     inner = [each for optimizer in optimizers for each in getattr(optimizer, "sub_optimizers", ())]
     return [group for optimizer in (*optimizers, *inner) for group in optimizer.param_groups]
 

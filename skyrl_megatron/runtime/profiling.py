@@ -1,7 +1,7 @@
-"""Profiles of steps, and recorders of expert routes and layer outputs.
+"""Profiler traces and memory snapshots of steps, and a recorder of expert routes and layer outputs.
 
-A rank has its own layers, its part of the sequence (tp) and its part of each row (cp). A :class:`Recorder` puts tokens
-together again on all tp and cp ranks; layers of other pipeline stages are on other ranks.
+A rank has some layers (pp), a part of the sequence (tp) and a part of each row (cp). A :class:`Recorder` gathers the
+tokens on all tp and cp ranks. It does not gather the layers of other pipeline stages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def profiled(settings: MegatronTorchProfilerConfig, log_folder: Path, name: str, rank: int) -> Iterator[None]:
-    """Record the enclosed work as ``<name>_rank<rank>.json.gz``, which chrome://tracing and Perfetto open.
+    """Profile the enclosed code and write ``<name>_rank<rank>.json.gz``, which chrome://tracing and Perfetto open.
 
-    Empty ``settings.ranks`` are all ranks; without ``settings.save_path`` traces go to ``log_folder/profile``. Costs
-    nothing where no profile is asked for.
+    Empty ``settings.ranks`` means all ranks. Without ``settings.save_path`` traces go to ``log_folder/profile``.
     """
     if not settings.enable or (settings.ranks and rank not in settings.ranks):
         yield
@@ -49,7 +48,7 @@ def profiled(settings: MegatronTorchProfilerConfig, log_folder: Path, name: str,
 
 
 class MemoryRecorder:
-    """History of the CUDA allocator, written as a snapshot after each step for https://docs.pytorch.org/memory_viz."""
+    """Records the history of the CUDA allocator; snapshots are for https://docs.pytorch.org/memory_viz."""
 
     def __init__(self, enabled: bool, folder: Path) -> None:
         self.folder = folder
@@ -71,15 +70,17 @@ class MemoryRecorder:
 
 
 class Recorder:
-    """Records while it is entered: experts [n, K] of every layer that can replay routes, as ``routes.<layer>``, and
-    with ``layers`` what flows into the first layer (``embedding``), what attention and MLP of each layer give
-    (``<layer>.attention``, ``<layer>.mlp``), what flows out of the layer (``<layer>.output``) and out of the last norm
-    (``norm``), [n, H]. Layers count from 0."""
+    """A context manager that records values of the forward pass by name. Layers count from 0.
+
+    ``routes.<layer>``: experts [n, K] of every layer that can replay routes. With ``layers`` also, [n, H] each:
+    ``embedding`` (input of the first layer), ``<layer>.attention``, ``<layer>.mlp`` and ``<layer>.output`` (outputs of
+    attention, MLP and layer), and ``norm`` (output of the last norm).
+    """
 
     def __init__(self, chunks: Sequence[nn.Module], *, layers: bool = False) -> None:
         self.chunks, self.layers = chunks, layers
         self.found: dict[str, dict[int, np.ndarray]] = {}
-        """Name → row of the batch → its tokens: int32 or float32."""
+        """Name → row of the batch → values of its tokens, int32 or float32."""
         self._seen: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -98,7 +99,7 @@ class Recorder:
         self._hooks.clear()
 
     def keep(self, micro_batch: MicroBatch, rows: np.ndarray) -> None:
-        """Put away what was seen of a micro-batch. ``rows``: of the batch, that the micro-batch's count in."""
+        """Store the values of a micro-batch in ``found``. ``rows``: row of the micro-batch → row of the batch."""
         width, lengths = micro_batch.packed.tokens.shape[0], micro_batch.batch.lengths
         for name, seen in self._seen.items():
             whole = micro_batch.packed.to_rows(seen.reshape(-1, width, seen.shape[-1]))
@@ -111,7 +112,7 @@ class Recorder:
         return [router.router_replay for router in routers if isinstance(router.router_replay, RoutingReplay)]
 
     def _watch(self, chunk: Any) -> None:
-        """Watch the layers of a model chunk (megatron/core/transformer/transformer_layer.py)."""
+        """Register hooks on the layers of a model chunk (megatron/core/transformer/transformer_layer.py)."""
         for layer in chunk.decoder.layers:
             number = layer.layer_number - 1
             if number == 0:
@@ -127,7 +128,7 @@ class Recorder:
         self._see("embedding", keywords["hidden_states"] if "hidden_states" in keywords else arguments[0])
 
     def _see_output(self, name: str, _: nn.Module, arguments: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple) else (output,)  # a bias that is still to be added comes beside
+        parts = output if isinstance(output, tuple) else (output,)  # Megatron returns (output, bias not yet added)
         value = sum(part.detach().float() for part in parts if isinstance(part, Tensor))
         assert isinstance(value, Tensor)
         self._see(name, value)
@@ -139,7 +140,7 @@ class Recorder:
 
 
 class RecordingStep(LogprobStep):
-    """Log-probs, while a recorder watches. ``rows``: of the recorder's batch, that this step gets."""
+    """A :class:`LogprobStep` that feeds a recorder. ``rows``: rows of the recorder's batch in this step."""
 
     def __init__(self, head: LogprobHead, recorder: Recorder, rows: np.ndarray) -> None:
         super().__init__(head)

@@ -1,4 +1,4 @@
-"""Score given tokens on a rank: log-probs at temperature 1, also with perturbed embeddings."""
+"""Log-probs of given tokens at temperature 1, optionally with perturbed embeddings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def score_tokens(
     engine: MegatronEngine, token_ids: Sequence[int], *, perturbation: float = 0.0, adapter: str = ""
 ) -> list[float] | None:
-    """Return log-probs of tokens 1 … n−1 at temperature 1, nats, on the first replica's rank that collects, else None.
+    """Return log-probs of tokens 1 … n−1 at temperature 1 in nats, on the collection rank of dp 0; None elsewhere.
 
-    ``perturbation``: relative change of every embedding, up or down, at least half a unit in its last place; 0: none.
-    How far the scores move is how far rounding takes them in this model. ``adapter``: with which of several; the first
-    unless given. All ranks call it together.
+    ``perturbation``: relative change of every embedding, up or down, at least half a ulp; 0: none. The resulting
+    change of the log-probs estimates the effect of rounding in this model. ``adapter``: name of the adapter, by
+    default the first. All ranks call it together.
     """
     tokens = torch.tensor([list(token_ids)])
     ones = torch.ones(1, len(token_ids) - 1)
@@ -35,7 +35,7 @@ def score_tokens(
 
 @contextlib.contextmanager
 def perturbed_embeddings(engine: MegatronEngine, change: float) -> Iterator[None]:
-    """Change every embedding by so much of itself, up or down, at least half a unit in its last place."""
+    """Multiply every embedding entry by 1 ± ``change``, at least half a ulp, with random signs."""
 
     def perturb(module: Any, arguments: Any, embedded: Tensor) -> Tensor:
         seeded = torch.Generator().manual_seed(0)  # the same signs on all ranks of a tensor-parallel group

@@ -1,7 +1,7 @@
-"""The softmax kernel in torch operations: some rows at a time, in fp32 buffers that stay in the processor's cache.
+"""The softmax kernel in torch operations (:class:`~skyrl_megatron.runtime.softmax.Kernel`).
 
-A pass over [1024, 65536] at once goes to memory for each of its operations; in blocks only the logits do. Functions
-are those of :class:`~skyrl_megatron.runtime.softmax.Kernel`.
+It processes blocks of rows in fp32 buffers that fit the processor's cache. Without blocks, each operation on
+[1024, 65536] would read and write main memory.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 FLOOR = -1e30
-"""Stands for −∞ in columns that are left out: exp gives 0, and 0 times it is no NaN."""
+"""Replaces −∞ in excluded columns: exp(FLOOR) is 0, and 0 · FLOOR is not NaN."""
 BLOCK_BYTES = 1 << 20
-"""Size of one fp32 buffer; two of them are in use."""
+"""Size of one of the two fp32 buffers."""
 
 
 def statistics(
     logits: Tensor, targets: Tensor, kept: Tensor | None, *, temperature: float, with_entropy: bool
 ) -> Tensor:
-    """Reduce the columns of each token to four numbers."""
+    """Reduce the columns of each token to four numbers (``Kernel.statistics``)."""
     found = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
     if not logits.shape[1]:
         found[0] = FLOOR
@@ -54,7 +54,7 @@ def gradient(
     temperature: float,
     with_entropy: bool,
 ) -> None:
-    """Write the gradient of the logits."""
+    """Write the gradient of the logits (``Kernel.gradient``)."""
     for rows, s, p in _blocks(logits) if logits.shape[1] else ():
         peak, a, b, at_target = coefficients[:, rows]
         s.copy_(logits[rows])

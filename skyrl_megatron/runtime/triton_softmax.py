@@ -1,7 +1,4 @@
-"""Fused log-softmax over a vocabulary shard in Triton.
-
-Functions are those of :class:`~skyrl_megatron.runtime.softmax.Kernel`; columns must lie next to each other in memory.
-"""
+"""The softmax kernel in Triton (:class:`~skyrl_megatron.runtime.softmax.Kernel`). Columns must be contiguous."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from torch import Tensor
 from skyrl_megatron.runtime.torch_softmax import FLOOR
 
 BLOCK = 4096
-"""Columns that a program handles at once."""
+"""Columns per Triton block."""
 _FLOOR = tl.constexpr(FLOOR)
 
 
 def statistics(
     logits: Tensor, targets: Tensor, kept: Tensor | None, *, temperature: float, with_entropy: bool
 ) -> Tensor:
-    """Reduce the columns of each token to four numbers."""
+    """Reduce the columns of each token to four numbers (``Kernel.statistics``)."""
     found = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
     if not logits.shape[1]:
         found[0] = FLOOR
@@ -45,7 +42,7 @@ def gradient(
     temperature: float,
     with_entropy: bool,
 ) -> None:
-    """Write the gradient of the logits."""
+    """Write the gradient of the logits (``Kernel.gradient``)."""
     if logits.numel():
         block, coefficients = _block(logits), coefficients.contiguous()
         sizes = len(logits), logits.shape[1]

@@ -1,4 +1,4 @@
-"""Hooks into the training loop, for code that watches it."""
+"""Callbacks of the training loop."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ if TYPE_CHECKING:
 
 
 class ObservedTrainer(Protocol):
-    """What a callback may count on; it gets the :class:`RayPPOTrainer` itself."""
+    """The attributes of a trainer that a callback may use. A callback gets the :class:`RayPPOTrainer` itself."""
 
     cfg: SkyRLTrainConfig
     global_step: int
-    """Steps that are complete."""
+    """Completed steps."""
     total_steps: int
     metrics: dict[str, float]
-    """Numbers of the step so far; what a callback adds is logged with them."""
+    """Metrics of the step so far. A callback may add metrics, which are logged with them."""
 
 
 class TrainerCallback:
-    """Override what you need; exceptions end the run."""
+    """Base class of callbacks: override what you need. Exceptions end the run."""
 
     def on_train_start(self, trainer: ObservedTrainer) -> None:
-        """Run when models are loaded and engines hold the policy's weights."""
+        """Run when the models are loaded and the engines have the policy's weights."""
 
     def on_step_start(self, trainer: ObservedTrainer) -> None:
-        """Run before prompts are taken."""
+        """Run before a step takes its prompts."""
 
     def on_step_end(self, trainer: ObservedTrainer) -> None:
         """Run after training, checkpoint and weight sync of a step."""
@@ -36,16 +36,16 @@ class TrainerCallback:
         """Run after an evaluation, with its scores."""
 
     def on_save(self, trainer: ObservedTrainer, folder: str) -> None:
-        """Run after a checkpoint was begun in ``folder``."""
+        """Run after a checkpoint was started in ``folder``."""
 
     def on_log(self, trainer: ObservedTrainer, metrics: Mapping[str, float]) -> None:
-        """Run with the step's metrics as they are logged."""
+        """Run when the metrics of a step are logged."""
 
     def on_train_end(self, trainer: ObservedTrainer) -> None:
         """Run after the last step."""
 
 
 def notify(callbacks: Sequence[TrainerCallback], event: str, *arguments: object) -> None:
-    """Call ``event`` of each, in order."""
+    """Call the method ``event`` of each callback, in order."""
     for callback in callbacks:
         getattr(callback, event)(*arguments)

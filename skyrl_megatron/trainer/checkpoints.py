@@ -1,4 +1,4 @@
-"""When checkpoints and HF exports of a run are written, and where to."""
+"""The checkpointer of a run, the checkpoint that it resumes from, and when and where models are exported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridges.source import HF_SUBFOLDER, asset_files
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
-from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint, choose
+from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint, resume_candidates
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -23,9 +23,9 @@ CONFIG = "config.json"
 
 
 def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> Checkpointer:
-    """Return what saves and resumes the trained ``roles`` under ``trainer.ckpt_path``.
+    """Return the checkpointer of the trained ``roles``, under ``trainer.ckpt_path``.
 
-    With ``megatron_config.async_dist_ckpt_save`` a save returns once all ranks have copied their state.
+    With ``megatron_config.async_dist_ckpt_save``, a save returns once all ranks have copied their state.
     """
     return Checkpointer(
         cfg.trainer.ckpt_path,
@@ -39,7 +39,7 @@ def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> C
 
 
 def _model_files(cfg: SkyRLTrainConfig, roles: Iterable[str]) -> dict[str, bytes]:
-    """Return path in a checkpoint → contents of config, tokenizer and licence of the models of ``roles``."""
+    """Return path in a checkpoint → content, for config, tokenizer and license of the models of ``roles``."""
     found = {}
     for role in {"policy", "critic"}.intersection(roles):
         folder = cached_folder(cfg, role, weights=False)
@@ -50,29 +50,30 @@ def _model_files(cfg: SkyRLTrainConfig, roles: Iterable[str]) -> dict[str, bytes
 
 
 def recorded_hub_commits(cfg: SkyRLTrainConfig) -> dict[str, str]:
-    """Return the commits of hub names in the checkpoint that the run will continue from; empty when it starts anew."""
+    """Return hub name → commit of the checkpoint that the run resumes from; {} if it starts at step 0."""
     found = resumed_checkpoint(cfg)
     return {} if found is None else dict(found.manifest.hub_commits)
 
 
 def resumed_step(cfg: SkyRLTrainConfig) -> int:
-    """Return the step of the checkpoint that the run will continue from; 0 when it starts anew."""
+    """Return the step of the checkpoint that the run resumes from; 0 if there is none."""
     found = resumed_checkpoint(cfg)
     return 0 if found is None else found.step
 
 
 def resumed_checkpoint(cfg: SkyRLTrainConfig) -> SavedCheckpoint | None:
-    """Return the checkpoint that the run will continue from, None when it starts anew. One that cannot be read is
+    """Return the checkpoint that the run resumes from, None if it starts at step 0. Errors of a checkpoint are
     reported when the run loads it."""
     trainer = cfg.trainer
     with warnings.catch_warnings(), contextlib.suppress(CheckpointError, StopIteration, OSError):
         warnings.simplefilter("ignore")
-        return next(choose(CheckpointStore(trainer.ckpt_path), trainer.resume_mode, trainer.resume_path))
+        return next(resume_candidates(CheckpointStore(trainer.ckpt_path), trainer.resume_mode, trainer.resume_path))
     return None
 
 
 def export_due(step: int, interval: int, *, is_last: bool) -> bool:
-    """Return whether to export: every ``interval`` steps (``hf_save_interval``) and at the end; 0 or -1: never."""
+    """Return whether to export at ``step``: every ``interval`` steps (``hf_save_interval``) and at the last step.
+    0 and -1 disable exports."""
     return interval > 0 and (is_last or step % interval == 0)
 
 
@@ -82,9 +83,9 @@ def export_folder(export_path: str | Path, step: int, role: str = "policy") -> P
 
 
 def prepare_export(export_path: str | Path, step: int, role: str = "policy") -> Path:
-    """Return :func:`export_folder`, freed of what an earlier run exported. Called on one rank.
+    """Return :func:`export_folder` after removing an earlier export. Call it on one rank.
 
-    Raises CheckpointError when the old export cannot be removed.
+    Raises CheckpointError if the old export cannot be removed.
     """
     target = export_folder(export_path, step, role)
     try:

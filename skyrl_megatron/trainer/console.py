@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: progress, phases with time and memory; all of it in ``console.log``."""
+"""The terminal output of a run and its copy in ``console.log``, and the time and memory of the run's phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 from skyrl_megatron import progress as spans
 from skyrl_megatron import progress as start_times
-from skyrl_megatron.progress import spoke, under_way
+from skyrl_megatron.progress import current_task, note_output
 
 SHOWN = (
     ("reward/avg_raw_reward", "reward {:.3f}"),
@@ -22,11 +22,11 @@ SHOWN = (
     ("trainer/tokens_per_second", "{:,.0f} tok/s"),
     ("timing/step", "{:.2f} s"),
 )
-"""Metrics of a step's line, in order; those that a step does not have are left out."""
+"""Metrics in the line of a step, in order. Missing metrics are omitted."""
 
 
 class ConsoleSink:
-    """The lines of a run, on the terminal and in the log file ``path``."""
+    """Writes the lines of a run to the terminal and to the log file ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,7 +36,7 @@ class ConsoleSink:
         self._began: float | None = None
 
     def start(self, total_steps: int, first_step: int) -> None:
-        """Show the progress of steps ``first_step`` + 1 … ``total_steps``, where there is a terminal."""
+        """Show a progress bar for steps ``first_step`` + 1 … ``total_steps``, if stdout is a terminal."""
         self._total = total_steps
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -47,12 +47,12 @@ class ConsoleSink:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a line for the step; evaluations have lines of their own, those of the warm-up too."""
+        """Write a line for the step, and separate lines for an evaluation and a step of the warm-up."""
         if "warmup/step" in metrics:
             line = "warm-up step {warmup/step:.0f} · loss {warmup/loss:.3f} · score {warmup/score:.3f}"
             self.say(line.format(**metrics))
         if "timing/step" in metrics:
-            if self._began is None:  # what came before the first step is no measure of the others
+            if self._began is None:  # the time before the first step says nothing about the next steps
                 self._first, self._began = step - 1, time.monotonic() - metrics["timing/step"]
             parts = [text.format(metrics[name]) for name, text in SHOWN if name in metrics]
             if self._progress is not None:
@@ -64,11 +64,11 @@ class ConsoleSink:
             self.say(f"eval at step {step} · score {metrics['eval/all/avg_score']:.3f}")
 
     def say(self, text: str) -> None:
-        """Write a line of its own."""
+        """Write a line."""
         self._write(text, shown=True)
 
     def _write(self, text: str, *, shown: bool) -> None:
-        spoke()
+        note_output()
         if shown and self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         elif shown:
@@ -82,7 +82,7 @@ class ConsoleSink:
         return (time.monotonic() - self._began) / (step - self._first) * (self._total - step)
 
     def finish(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -101,34 +101,37 @@ _process = psutil.Process()
 
 
 class Phases:
-    """``with phases("generate"): …`` adds to ``timings["generate"]`` (seconds) and notes this process's memory, and
-    what ``held`` says at the end of the phase, which it is given: bytes by whose they are."""
+    """Measures phases: ``with phases("generate"): …`` adds the seconds to ``timings["generate"]``, and records the
+    memory of this process and of the roles at the end of the phase.
 
-    def __init__(self, held: Callable[[str], dict[str, int]] = lambda phase: {}) -> None:
+    ``role_bytes``: returns role → bytes of device memory; it is called with the name of the phase.
+    """
+
+    def __init__(self, role_bytes: Callable[[str], dict[str, int]] = lambda phase: {}) -> None:
         self.timings: dict[str, float] = {}
         self.memory: dict[str, float] = {}
-        self._held, self._began = held, dict[str, float]()
+        self._role_bytes, self._began = role_bytes, dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         began = self._began[name] = time.perf_counter()
         try:
-            with under_way(name), spans.span("trainer", name):
+            with current_task(name), spans.span("trainer", name):
                 yield
-                self.memory |= {f"{name}_{whose}": nbytes / 1e9 for whose, nbytes in self._held(name).items()}
+                self.memory |= {f"{name}_{role}": nbytes / 1e9 for role, nbytes in self._role_bytes(name).items()}
         finally:
             del self._began[name]
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
             self.memory[f"{name}_trainer"] = _process.memory_info().rss / 1e9
 
     def so_far(self) -> dict[str, float]:
-        """Return :attr:`timings` with the seconds of phases that are under way."""
+        """Return :attr:`timings`, including the seconds of unfinished phases so far."""
         now = time.perf_counter()
         return self.timings | {name: self.timings.get(name, 0.0) + now - began for name, began in self._began.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return ``timing/<phase>`` in seconds, ``memory/<phase>_trainer_gb`` and ``memory/<phase>_<role>_gb`` of
-        roles that take turns, and start anew."""
+        """Return ``timing/<phase>`` in seconds, ``memory/<phase>_trainer_gb`` and ``memory/<phase>_<role>_gb``, and
+        reset them."""
         timings = {f"timing/{name}": seconds for name, seconds in self.timings.items()}
         memory = {f"memory/{name}_gb": gigabytes for name, gigabytes in self.memory.items()}
         self.timings, self.memory = {}, {}
@@ -136,13 +139,13 @@ class Phases:
 
 
 class StartUp:
-    """One line for each phase on the way to the first step, with its seconds. ``began``: of ``time.perf_counter``."""
+    """Reports each phase before the first step with its seconds. ``began``: the start, by ``time.perf_counter``."""
 
     def __init__(self, say: Callable[[str], None], began: float | None = None) -> None:
         self.say, self._last = say, time.perf_counter() if began is None else began
 
     def done(self, text: str) -> None:
-        """Say ``text`` and the seconds since the line before; what stands before its colon is a part of the start."""
+        """Write ``text`` and the seconds since the previous line. The text before its colon names the phase."""
         start_times.done(text.partition(":")[0])
         now = time.perf_counter()
         self.say(f"{text:<74}{now - self._last:6.1f} s")

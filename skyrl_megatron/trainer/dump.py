@@ -1,4 +1,4 @@
-"""A step's batch in a file, ``trainer.dump_data_batch``, written before the step and read by who wants to know why."""
+"""A step's batch in a file (``trainer.dump_data_batch``), written before the step to debug it later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]
-"""Of each row (policy version, first response token, token after the last) of each span that it was sampled in."""
+"""For each row, its spans (policy version, first response token, token after the last)."""
 
 
 def dump_path(cfg: SkyRLTrainConfig, step: int) -> Path:
@@ -26,10 +26,12 @@ def dump_path(cfg: SkyRLTrainConfig, step: int) -> Path:
 
 
 def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Sequence[Any]]] = ()) -> None:
-    """Write the tensors of ``batch`` to ``path``; of ``rollout_support`` the vocabulary
-    entries, how many each response token has, row after row, and of how many tokens each row has some; of
-    ``rollout_routes`` [tokens, L, K] of all rows, and of how many tokens each row has some. Uids, adapters and
-    ``versions`` are in the file's metadata, as JSON. The file gets its name when it is whole."""
+    """Write the tensors of ``batch`` to ``path``, a safetensors file. The file is renamed to ``path`` when complete.
+
+    ``rollout_support`` becomes the vocabulary entries of all rows, the count of each response token, and the tokens of
+    each row. ``rollout_routes`` becomes [tokens, L, K] of all rows, and the tokens of each row. Uids, adapters and
+    ``versions`` are in the metadata, as JSON.
+    """
     from safetensors.torch import save_file
 
     private_folder(path.parent)
@@ -45,14 +47,14 @@ def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Seq
         counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
         tensors["rollout_routes_counts"] = torch.tensor(counts)
     metadata: dict[str, Any] = {"uids": batch.uids, "adapters": batch.adapters, "versions": list(versions)}
-    beside = path.with_name(f".{path.name}")
-    save_file(tensors, str(beside), {name: json.dumps(value) for name, value in metadata.items()})
-    beside.replace(path)
+    unfinished = path.with_name(f".{path.name}")
+    save_file(tensors, str(unfinished), {name: json.dumps(value) for name, value in metadata.items()})
+    unfinished.replace(path)
 
 
 def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
-    """Return the batch of :func:`dump_batch`, and the versions that sampled it. Raises OSError and ValueError for a
-    file that is not there or not one of these."""
+    """Return the batch that :func:`dump_batch` wrote, and the versions that sampled it. Raises OSError if the file is
+    missing, ValueError if it is not a dumped batch."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -60,7 +62,7 @@ def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no dumped batch ({error})") from error
+        raise ValueError(f"{path} is not a dumped batch ({error})") from error
     ragged = {
         name: tensors.pop(name).numpy()
         for name in list(tensors)
@@ -73,6 +75,6 @@ def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
             batch.rollout_support.append(rest.first(tokens))
             rest = rest.last(len(rest) - tokens)
     if "rollout_routes" in ragged:
-        pieces = np.split(ragged["rollout_routes"], np.cumsum(ragged["rollout_routes_counts"])[:-1])
-        batch.rollout_routes = [piece if len(piece) else None for piece in pieces]
+        by_row = np.split(ragged["rollout_routes"], np.cumsum(ragged["rollout_routes_counts"])[:-1])
+        batch.rollout_routes = [routes if len(routes) else None for routes in by_row]
     return batch, metadata.get("versions", [])

@@ -1,4 +1,4 @@
-"""Scores of the policy on held-out prompts, for each dataset and over all."""
+"""Evaluation of the policy on held-out prompts, per dataset and over all of them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from skyrl_megatron.rollout.outputs import (
     row_uids,
     select_rows,
 )
-from skyrl_megatron.trainer.event_loop import within
+from skyrl_megatron.trainer.event_loop import with_timeout
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 DATASET_KEY = "data_source"
-"""Column of a dataset row that names the dataset it is from."""
+"""Column of a row that names its dataset."""
 
 
 async def evaluate(
     cfg: SkyRLTrainConfig, eval_dataset: Any, generator: GeneratorInterface, tokenizer: Any, global_step: int
 ) -> dict[str, float]:
-    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}``, the same over ``all``, and of each named
-    adapter as ``eval/adapter/<name>/…``.
+    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}``, the same for ``all`` prompts, and for
+    each named adapter as ``eval/adapter/<name>/…``.
 
-    Samples ``eval_n_samples_per_prompt`` responses of each prompt with ``eval_sampling_params``, ``eval_batch_size``
-    prompts at a time. With ``dump_eval_results`` prompts, responses and scores go to
+    Samples ``eval_n_samples_per_prompt`` responses per prompt with ``eval_sampling_params``, for ``eval_batch_size``
+    prompts at a time. With ``dump_eval_results``, prompts, responses and scores are written to
     ``export_path/dumped_evals/global_step_N/<dataset>.jsonl``.
     """
     settings = cfg.generator
@@ -57,7 +57,7 @@ async def evaluate(
             prompts, samples, sampling, cfg.environment.env_class, "eval", global_step
         )
         work = generator.generate(generator_input, disable_tqdm=True)
-        outputs.append(await within(work, cfg.trainer.phase_timeout_s, "eval"))
+        outputs.append(await with_timeout(work, cfg.trainer.phase_timeout_s, "eval"))
         uids += row_uids(outputs[-1], batch_uids)
         by_uid = {str(prompt["uid"]): prompt["env_extras"] or {} for prompt in prompts}
         extras = [by_uid[uid] for uid in uids[len(sources) :]]

@@ -1,5 +1,5 @@
-"""The event loop of a run in a thread of its own: engines are watched, and their endpoint answers, while the trainer
-works.
+"""The event loop of a run. It has its own thread, so that engines are monitored and requests are served while the
+trainer works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class LoopThread:
-    """An event loop for the time of ``with``; what is still under way at its end is cancelled."""
+    """An event loop in a thread, within ``with``. Tasks that are unfinished at the end are cancelled."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -30,7 +30,7 @@ class LoopThread:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.run(_cancel_the_others())
+            self.run(_cancel_others())
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -45,18 +45,18 @@ class LoopThread:
         timeout_s: float | None = None,
         stop: StopSignal | None = None,
     ) -> T:
-        """Run ``work`` on the loop and return its result; call it from any thread but the loop's own.
+        """Run ``work`` on the loop and return its result. Call it from any thread except the thread of the loop.
 
-        With ``stop``, for work that changes no state: a signal cancels it and StopRequested is raised. Raises what
-        ``work`` raises; DistributedError when it takes longer than ``timeout_s``; CancelledError of
-        ``concurrent.futures`` when it was cancelled. A signal handler that raises ends the wait, and ``work`` with it.
+        With ``stop``, a signal cancels ``work`` and StopRequested is raised; use it only for work that changes no
+        state. Raises what ``work`` raises, DistributedError after ``timeout_s``, and CancelledError of
+        ``concurrent.futures`` if ``work`` was cancelled. If a signal handler raises, ``work`` is cancelled as well.
         """
 
         async def cancellable() -> T:
             task = asyncio.current_task()
             assert task is not None
             with stop.cancelling(self.loop, task) if stop is not None else nullcontext():
-                return await (work if timeout_s is None else within(work, timeout_s, phase))
+                return await (work if timeout_s is None else with_timeout(work, timeout_s, phase))
 
         future = asyncio.run_coroutine_threadsafe(cancellable(), self.loop)
         try:
@@ -70,7 +70,7 @@ class LoopThread:
             raise
 
     def call[T](self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function returns that is called on the loop, between two steps of whatever runs there."""
+        """Call a function in the thread of the loop, and return its result."""
 
         async def call() -> T:
             return function(*arguments)
@@ -78,18 +78,18 @@ class LoopThread:
         return self.run(call())
 
 
-async def within[T](work: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
-    """Return the result of ``work``. Raises DistributedError when it takes longer than ``timeout_s``."""
+async def with_timeout[T](work: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
+    """Return the result of ``work``. Raises DistributedError after ``timeout_s``."""
     try:
         return await asyncio.wait_for(work, timeout_s)
     except TimeoutError as error:
         raise DistributedError(
-            f"phase {phase}: not done within {timeout_s:g} s (trainer.phase_timeout_s); raise it, or look for "
+            f"phase {phase}: not done within {timeout_s:g} s (trainer.phase_timeout_s). Raise it, or look for "
             "engines or environments that hang"
         ) from error
 
 
-async def _cancel_the_others() -> None:
+async def _cancel_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

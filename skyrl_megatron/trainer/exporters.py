@@ -23,13 +23,13 @@ from skyrl_megatron.progress import Span
 from skyrl_megatron.trainer.metric_table import describe
 
 CONNECTIONS = 64
-"""Open at a time; one more, and the oldest is closed."""
+"""Maximum number of open connections. One more closes the oldest."""
 CONNECTION_S = 30.0
-"""Longest life of a connection, which has one request."""
+"""Maximum duration of a connection, which serves one request."""
 
 
 class LimitedThreads(socketserver.ThreadingMixIn):
-    """Mix-in of a TCP server: a bound on connections and on the life of each."""
+    """Mix-in of a TCP server that limits the number of connections and the duration of each."""
 
     daemon_threads = True
 
@@ -39,7 +39,9 @@ class LimitedThreads(socketserver.ThreadingMixIn):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._open) >= CONNECTIONS:
-            with contextlib.suppress(StopIteration, RuntimeError):  # the last of them ends in its thread
+            with contextlib.suppress(
+                StopIteration, RuntimeError
+            ):  # the last one may end in its thread at the same time
                 _shut(next(iter(self._open)))
         self._open[request] = threading.Timer(CONNECTION_S, _shut, (request,))
         self._open[request].daemon = True
@@ -47,14 +49,14 @@ class LimitedThreads(socketserver.ThreadingMixIn):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection; called once for each, whatever became of it."""
+        """Close a connection. Called once for each connection, also after errors."""
         if timer := self._open.pop(request, None):
             timer.cancel()
         super().shutdown_request(request)  # type: ignore[misc]
 
 
 class QuietHandler(http.server.BaseHTTPRequestHandler):
-    """A handler that logs nothing, not even who leaves early or sends nothing."""
+    """A handler that logs nothing, not even clients that disconnect early or send nothing."""
 
     timeout = 10
 
@@ -74,26 +76,28 @@ def _shut(request: socket.socket) -> None:
 HOST = "127.0.0.1"
 POST_S = 10.0
 WAITING = 100
-"""Steps that wait to be sent; with more the newest are left out."""
+"""Maximum number of steps that wait to be sent. Further steps are dropped."""
 
 
 class PrometheusEndpoint:
-    """The last value of every metric at ``http://127.0.0.1:PORT/metrics``, in Prometheus' text format, as gauges
-    ``skyrl_<name>`` with underscores for what its names may not hold, for those who send ``Authorization: Bearer
-    TOKEN``. Raises LaunchError when the port is taken."""
+    """Serves the last value of every metric at ``http://127.0.0.1:PORT/metrics``, in the text format of Prometheus.
+
+    A metric is a gauge ``skyrl_<name>``; other characters than letters, digits and ``_`` become ``_``. Requests need
+    ``Authorization: Bearer TOKEN``. Raises LaunchError if the port is in use.
+    """
 
     def __init__(self, port: int, token: str) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._values: dict[str, float] = {}
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)  # whatever has collect()
+        registry.register(self)  # anything with a method collect()
         app = _guarded(make_wsgi_app(registry), token)
         try:
             self._server = wsgiref.simple_server.make_server(HOST, port, app, _Server, _Handler)
         except (OSError, OverflowError) as error:
             raise LaunchError(
-                f"trainer.prometheus_port={port}: {error}; choose another port, or end what listens there"
+                f"trainer.prometheus_port={port}: {error}; choose another port, or stop the process that listens there"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="prometheus")
         self._thread.start()
@@ -118,31 +122,31 @@ class PrometheusEndpoint:
 
 
 class _Server(LimitedThreads, wsgiref.simple_server.WSGIServer):
-    """A thread for each of a bounded number of connections."""
+    """A WSGI server with a limited number of connections, each in a thread."""
 
 
 class _Handler(QuietHandler, wsgiref.simple_server.WSGIRequestHandler):
-    """Answers one request."""
+    """Handles one request."""
 
 
 def _guarded(app: Callable[..., Iterable[bytes]], token: str) -> Callable[..., Iterable[bytes]]:
-    """Return a WSGI application that answers 401 to who does not know the token."""
+    """Return a WSGI application that answers 401 to requests without the token."""
     expected = f"Bearer {token}".encode()
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), expected):
             return app(environ, start)
         start("401 Unauthorized", [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")])
-        return [b"the token is missing or wrong: it is in the run's folder, in prometheus_token\n"]
+        return [b"the token is missing or wrong: it is in the file prometheus_token of the run's folder\n"]
 
     return answer
 
 
 class SpanSender:
-    """Sends the spans of each step as a trace to an OpenTelemetry collector, from a thread of its own.
+    """Sends the spans of each step as a trace to an OpenTelemetry collector, from its own thread.
 
-    ``endpoint``: that of OTLP over HTTP, such as ``http://127.0.0.1:4318``; it gets JSON at ``/v1/traces``
-    (https://opentelemetry.io/docs/specs/otlp). One that does not answer is warned of once, and gets no more.
+    ``endpoint``: OTLP over HTTP, such as ``http://127.0.0.1:4318``; JSON is sent to ``/v1/traces``
+    (https://opentelemetry.io/docs/specs/otlp). If it does not answer, a warning is issued and no more spans are sent.
     """
 
     def __init__(self, endpoint: str, run: str) -> None:
@@ -152,12 +156,12 @@ class SpanSender:
         self._thread.start()
 
     def send(self, step: int, spans: Sequence[Span]) -> None:
-        """Send what was done in a step; returns at once."""
+        """Queue the spans of a step, and return at once."""
         if spans and self._thread.is_alive() and not self._waiting.full():
             self._waiting.put(json.dumps(as_trace(self.run, step, spans)).encode())
 
     def finish(self) -> None:
-        """Send what waits, for a while at most."""
+        """Send the queued steps, and wait at most :data:`POST_S`."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join(POST_S)
@@ -169,13 +173,13 @@ class SpanSender:
                 with urllib.request.urlopen(request, timeout=POST_S):
                     pass
             except (OSError, ValueError) as error:
-                said = f"trainer.opentelemetry_endpoint: {self.address} takes no spans and gets no more: {error}"
-                warnings.warn(said, SkyRLMegatronWarning, stacklevel=1)
+                text = f"trainer.opentelemetry_endpoint: {self.address} refused the spans and gets no more: {error}"
+                warnings.warn(text, SkyRLMegatronWarning, stacklevel=1)
                 return
 
 
 def as_trace(run: str, step: int, spans: Sequence[Span]) -> dict[str, Any]:
-    """Return a step as OTLP's JSON: a span for all of it, and below it one for each of ``spans`` with its lane."""
+    """Return a step as OTLP JSON: a root span, and a child for each of ``spans`` with its lane as attribute."""
     trace = hashlib.sha256(f"{run}/{step}/{spans[0][2]}".encode()).hexdigest()
     begin, end = min(span[2] for span in spans), max(span[3] for span in spans)
     root = _span(trace, 0, f"step {step}", begin, end, {"step": step})

@@ -1,7 +1,7 @@
-"""The processes of a run on this host, their stacks, and what each waits for.
+"""The processes of a run on this host, their stacks, and what each of them waits for.
 
-A process is the run's when its output goes into the run's folder, or when one above it is: that holds for trainer,
-ranks, engines and what they started, and needs nothing that the run would have had to write.
+A process belongs to the run if its output goes into the run's folder, or if one of its ancestors belongs to the run.
+This finds trainer, ranks, engines and their children, without any file that the run would have to write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAITS = (
     (r"torch/distributed/.*:(_store_based|init_process_group|_create_tcp_store)", "other ranks, to join the group"),
     (r"weight_sync/|weight_transfer", "the other side of a weight sync"),
     (r"workers/actor_group\.py:results", "its ranks"),
-    (r"trainer/loop_thread\.py:run", "the event loop: engines, environments or the weight sync"),
+    (r"trainer/event_loop\.py:run", "the event loop: engines, environments or the weight sync"),
     (r"ray/_private/worker\.py:(get|wait)", "an actor's answer"),
     (r"ray/_private/worker\.py:main_loop|:run_task_loop", "nothing: idle until it is called"),
     (r"vllm/v1/engine/core\.py:(run_busy_loop|_process_input_queue)", "requests"),
@@ -40,54 +40,54 @@ WAITS = (
     (r"asyncio/base_events\.py:(run_forever|_run_once)|selectors\.py:select", "events: idle, or a silent peer"),
     (r"subprocess\.py:\w*(wait|communicate)|multiprocessing/connection", "another process"),
 )
-"""Pattern of a frame (``file:function``) → what the process waits for; of the innermost frame that fits any."""
+"""Pattern of a frame (``file:function``) → what the process waits for. The innermost matching frame decides."""
 
 
 @dataclass(slots=True)
-class Diagnosed:
-    """A process and its main thread."""
+class ProcessState:
+    """A process and the stack of its main thread."""
 
     pid: int
     name: str
     log: Path | None
     cpu_percent: float
     frames: list[str] = field(default_factory=list)
-    """``file:function:line``, innermost first; empty where they cannot be read."""
+    """``file:function:line``, innermost first; empty if they cannot be read."""
     why_not: str = ""
     """Why there are no frames."""
 
     @property
     def waits_for(self) -> str:
-        """Return what it seems to wait for."""
+        """What the process seems to wait for."""
         if not self.frames:
             return "unknown"
         for frame in self.frames:
             for pattern, meaning in WAITS:
                 if re.search(pattern, frame):
                     return meaning
-        return "nothing known: it works" if self.cpu_percent > 20 else "something that is not known here"
+        return "nothing: it is computing" if self.cpu_percent > 20 else "something unknown"
 
 
-def diagnose(run: Path) -> list[Diagnosed]:
-    """Look at all processes of a run. Raises LaunchError where there are none, or nothing to read stacks with."""
+def diagnose(run: Path) -> list[ProcessState]:
+    """Return the state of each process of a run. Raises LaunchError if there is none, or if py-spy is missing."""
     run = run.expanduser().resolve()
     if not run.is_dir():
-        raise LaunchError(f"RUN={run}: no such folder; give log_path/project_name/run_name of a run")
+        raise LaunchError(f"RUN={run}: no such folder. Pass log_path/project_name/run_name of a run")
     found = processes(run)
     if not found:
-        raise LaunchError(f"RUN={run}: no process of it on this host; it has ended, or its trainer is on another one")
+        raise LaunchError(f"RUN={run}: no process of it on this host. It has ended, or it runs on another host")
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{sys.prefix}/bin") or shutil.which("py-spy")
     if spy is None:
         raise LaunchError(f"py-spy, which reads the stacks, is not installed: {install_command('py-spy')}")
     for process in psutil.process_iter():
         if process.pid in found:
             process.cpu_percent(None)
-    looked_at = [_looked_at(spy, pid, log) for pid, log in sorted(found.items())]
-    return sorted(looked_at, key=lambda each: (each.name != "trainer", each.name))
+    states = [_state(spy, pid, log) for pid, log in sorted(found.items())]
+    return sorted(states, key=lambda each: (each.name != "trainer", each.name))
 
 
 def processes(run: Path) -> dict[int, Path | None]:
-    """Return the pids of a run's Python processes, each with the log that it writes."""
+    """Return pid → log file, for the Python processes of a run."""
     own: dict[int, Path | None] = {}
     for process in psutil.process_iter():
         log = next((path for path in _outputs(process.pid) if path.is_relative_to(run)), None)
@@ -98,66 +98,66 @@ def processes(run: Path) -> dict[int, Path | None]:
     return {pid: log for pid, log in own.items() if _is_python(pid)}
 
 
-def report(found: Sequence[Diagnosed], run: Path, lines: int) -> list[str]:
-    """Return what there is to say of all processes, one after the other."""
-    told = [f"{len(found)} processes of {run}"]
-    told += [f"  {each.name:<24} pid {each.pid:<9} waits for {each.waits_for}" for each in found]
+def report(found: Sequence[ProcessState], run: Path, lines: int) -> list[str]:
+    """Return the lines of a report on all processes; ``lines``: lines of each log."""
+    text = [f"{len(found)} processes of {run}"]
+    text += [f"  {each.name:<24} pid {each.pid:<9} waits for {each.waits_for}" for each in found]
     for each in found:
-        told += ["", f"── {each.name} (pid {each.pid}, {each.cpu_percent:.0f} % of a core)", *_stack(each)]
-        told += [f"   log: {line}" for line in _tail(each.log, lines)]
-    return told
+        text += ["", f"── {each.name} (pid {each.pid}, {each.cpu_percent:.0f} % of a core)", *_stack(each)]
+        text += [f"   log: {line}" for line in _tail(each.log, lines)]
+    return text
 
 
 def write_stacks(run: Path) -> str:
-    """Write the report of a run that hangs into ``stacks.txt`` of its folder; returns words that say where it is, or
-    why there is none."""
+    """Write the report of a hanging run to ``stacks.txt`` in its folder. Returns the end of a message: where the file
+    is, or why it could not be written."""
     try:
-        told = report(diagnose(run), run, STACK_LOG_LINES)
+        lines = report(diagnose(run), run, STACK_LOG_LINES)
         path = run / "stacks.txt"
-        path.write_text("\n".join(told) + "\n")
+        path.write_text("\n".join(lines) + "\n")
     except (LaunchError, OSError, psutil.Error) as error:
         return f"; their stacks could not be written: {error}"
     return f"; the stacks of all processes of this host are in {path}"
 
 
-def _stack(each: Diagnosed) -> list[str]:
+def _stack(each: ProcessState) -> list[str]:
     if not each.frames:
         return [f"   no stack: {each.why_not}"]
     left = len(each.frames) - SHOWN
     return [*(f"   {frame}" for frame in each.frames[:SHOWN]), *([f"   … {left} more"] if left > 0 else [])]
 
 
-def _looked_at(spy: str, pid: int, log: Path | None) -> Diagnosed:
+def _state(spy: str, pid: int, log: Path | None) -> ProcessState:
     name = "process"
     if log is not None:
         name = "trainer" if log.name == "console.log" else log.stem.replace("_rank", " rank ").replace("_", " ")
     try:
         process = psutil.Process(pid)
-        if log is not None and log in _outputs(process.ppid()):  # a child has its parent's output
+        if log is not None and log in _outputs(process.ppid()):  # a child inherits the output of its parent
             name = f"{name}: {_title(process)}"
-        known = Diagnosed(pid, name if log else _title(process), log, process.cpu_percent(0.2))
-        # Without stopping the process: one that another debugger or SIGSTOP holds can be read too.
+        state = ProcessState(pid, name if log else _title(process), log, process.cpu_percent(0.2))
+        # --nonblocking does not stop the process, and also reads one that is stopped by a debugger or SIGSTOP.
         command = [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
         dumped = subprocess.run(command, capture_output=True, text=True, timeout=DUMP_S)
     except psutil.NoSuchProcess:
-        return Diagnosed(pid, name, log, 0.0, why_not="it has ended meanwhile")
+        return ProcessState(pid, name, log, 0.0, why_not="it has ended")
     except subprocess.TimeoutExpired:
-        known.why_not = f"py-spy took more than {DUMP_S:.0f} s"
-        return known
+        state.why_not = f"py-spy took more than {DUMP_S:.0f} s"
+        return state
     if dumped.returncode:
-        known.why_not = (dumped.stderr.strip().splitlines() or ["py-spy failed"])[-1]
+        state.why_not = (dumped.stderr.strip().splitlines() or ["py-spy failed"])[-1]
     else:
-        known.frames = main_frames(json.loads(dumped.stdout))
-    return known
+        state.frames = main_frames(json.loads(dumped.stdout))
+    return state
 
 
 def main_frames(threads: Sequence[dict[str, Any]]) -> list[str]:
-    """Return ``file:function:line`` of the main thread's frames, innermost first, of what ``py-spy dump --json``
-    says."""
+    """Return ``file:function:line`` of the main thread's frames, innermost first. ``threads``: the output of ``py-spy
+    dump --json``."""
     if not threads:
         return []
     main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
-    # Newer Pythons tell the class too: Popen.wait.
+    # Newer versions of Python include the class, as in Popen.wait.
     return [f"{frame['filename']}:{frame['name'].rpartition('.')[2]}:{frame['line']}" for frame in main["frames"]]
 
 
@@ -166,7 +166,7 @@ def _outputs(pid: int) -> list[Path]:
     for descriptor in (1, 2):
         try:
             found.append(Path(f"/proc/{pid}/fd/{descriptor}").readlink())
-        except OSError:  # of another user, or gone
+        except OSError:  # it belongs to another user, or has ended
             continue
     return found
 

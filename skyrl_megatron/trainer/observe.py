@@ -1,7 +1,7 @@
-"""What a run writes for people: samples, spans of trainer, ranks and engines, expert loads, and the live page.
+"""The files from which the report of a run is made: samples, timeline of trainer, ranks and engines, expert loads.
 
-A row holds its tokens and, of each response token, log-probs of engine and trainer, advantage, reward and mask, as
-little-endian arrays in base64: int32 ids and counts, uint8 masks, float32 the rest.
+A sample has its tokens and, for each response token, the log-probs of engine and trainer, advantage, reward and mask.
+They are little-endian arrays in base64: int32 ids and counts, uint8 masks, and float32 for the rest.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 
 RANKS = 64
-"""Ranks of a role that get lanes: the first ones."""
+"""Number of ranks of a role that get lanes in the timeline."""
 SHORTEST_S = 0.0005
 OUTER = ("step", "train_critic_and_policy")
-"""Phases that are the sum of others."""
+"""Phases that contain other phases."""
 
 
 class LaneLog:
-    """Writes a line for each step into ``path``."""
+    """Writes the timeline: one line per step, in ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, step: int, roles: Mapping[str, WorkerGroup], *, told: bool = True) -> list[Span]:
-        """Take what trainer, ranks and engines recorded since the last step, write it if it is to be ``told``, and
-        return it."""
+    def write(self, step: int, roles: Mapping[str, WorkerGroup], *, record: bool = True) -> list[Span]:
+        """Return the spans of trainer, ranks and engines since the last call, and write them unless ``record`` is
+        false."""
         found = [span for span in spans.take() if span[1] not in OUTER]
         for name, role in roles.items():
             if role.group.actors:
                 for rank, theirs in enumerate(role.take_spans()[:RANKS]):
                     found += [(f"{name} rank {rank}", what, begin, end) for _, what, begin, end in theirs]
         found = [span for span in found if span[3] - span[2] >= SHORTEST_S]
-        if found and told:
+        if found and record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(lanes(step, found)) + "\n")
@@ -64,7 +64,7 @@ class LaneLog:
 
 
 def lanes(step: int, found: Sequence[Span]) -> dict[str, object]:
-    """Return a line of the file: seconds since its ``began``, by lane; the trainer's first, then by name."""
+    """Return a line of the timeline: lane → spans in seconds since ``began``; the trainer is first, then by name."""
     began = min(begin for _, _, begin, _ in found)
     by_lane: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
     for lane, name, begin, end in found:
@@ -79,37 +79,37 @@ def _as_number(part: str) -> tuple[int, str]:
 
 
 MOST_TOKENS = 65_536
-"""Tokens of a step's samples; further rows are left out."""
+"""Maximum tokens of the samples of a step."""
 MOST_GROUPS = 512
-"""Groups whose rewards are told."""
+"""Maximum number of groups whose rewards are written."""
 
 
-def look_interval(cfg: SkyRLTrainConfig, total_steps: int) -> int:
-    """Return every how many steps samples are kept, so that the run has ``samples_per_run``; 0: never."""
+def sample_interval(cfg: SkyRLTrainConfig, total_steps: int) -> int:
+    """Return the interval of steps with samples, so that the run keeps ``samples_per_run``; 0: no samples."""
     rows, most = cfg.trainer.samples_per_step, cfg.trainer.samples_per_run
     return 0 if rows == 0 else max(1, -(-total_steps * rows // max(most, rows)))
 
 
 class SampleLog:
-    """Keeps samples of the steps that are looked at."""
+    """Writes samples of some steps."""
 
     def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
         self.folder, self.tokenizer = run_folder(cfg) / SAMPLES, tokenizer
-        self.rows, self.interval = cfg.trainer.samples_per_step, look_interval(cfg, total_steps)
+        self.rows, self.interval = cfg.trainer.samples_per_step, sample_interval(cfg, total_steps)
         self._pieces: dict[int, str] = {}
         self._facts: dict[str, Sequence[Any] | None] = {}
 
     def due(self, step: int) -> bool:
-        """Whether this step is looked at: the first one, and others evenly."""
+        """Return whether samples of this step are written: the first step, and every ``interval`` steps."""
         return self.interval > 0 and (step - 1) % self.interval == 0
 
     def note(self, output: GeneratorOutput) -> None:
-        """Take what the generator knows of the rows and the batch does not hold."""
+        """Take the fields of the generator's output that the batch does not have."""
         names = ("stop_reasons", "loss_masks", "rollout_versions")
         self._facts = {name: output.get(name) for name in names}  # type: ignore[misc]
 
     def chosen(self, batch: TrainingBatch) -> list[int]:
-        """Return the rows to keep: whole groups one after the other, as many as there is room for."""
+        """Return the rows to write, group by group, until ``self.rows`` or :data:`MOST_TOKENS` is reached."""
         tokens, rows, uids = 0, list[int](), np.asarray(batch.uids)
         left, lengths = np.ones(len(uids), bool), batch.lengths
         while left.any():
@@ -123,7 +123,8 @@ class SampleLog:
         return rows
 
     def write(self, step: int, batch: TrainingBatch, rows: Sequence[int], logprobs: np.ndarray | None) -> Path:
-        """Write the step's file. ``logprobs`` [rows, T] float32, nats: of the trainer, before the update."""
+        """Write the step's file, and return its path. ``logprobs``: of the trainer before the update,
+        [rows, T] float32, in nats."""
         samples = [
             self._sample(batch, row, None if logprobs is None else logprobs[number]) for number, row in enumerate(rows)
         ]
@@ -138,24 +139,24 @@ class SampleLog:
         }
         path = self.folder / f"step_{step}.json"
         private_folder(path.parent)
-        beside = path.with_name(f".{path.name}")
-        beside.write_text(json.dumps(record))
-        beside.replace(path)
+        unfinished = path.with_name(f".{path.name}")
+        unfinished.write_text(json.dumps(record))
+        unfinished.replace(path)
         return path
 
     def texts(self, batch: TrainingBatch, rows: Sequence[int]) -> list[ShownSample]:
         """Return rows as texts, for trackers."""
-        stops, told = self._facts.get("stop_reasons"), list[ShownSample]()
+        stops, shown = self._facts.get("stop_reasons"), list[ShownSample]()
         for row in rows:
             response, whole = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
             tokens = batch.sequences[row, -whole:].tolist()
             reward = None if batch.rewards is None else float(batch.rewards[row].sum())
             stop = "" if stops is None else stops[row] or ""
             split = whole - response
-            told.append(
+            shown.append(
                 (batch.uids[row], reward, stop, *(self.tokenizer.decode(p) for p in (tokens[:split], tokens[split:])))
             )
-        return told
+        return shown
 
     def _sample(self, batch: TrainingBatch, row: int, logprobs: np.ndarray | None) -> dict[str, Any]:
         response = int(batch.response_mask[row].sum())
@@ -193,8 +194,8 @@ class SampleLog:
 
 
 def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
-    """Return (uid, mean, deviation, rows) of the reward in each group, how many groups there are, and how many have
-    one reward for all rows; of the rows that end a trajectory, where some do not."""
+    """Return ``groups``: (uid, mean reward, standard deviation, rows) of each group; ``group_count``; ``flat_groups``:
+    the number of groups whose rewards are all equal. Only the last row of a trajectory counts."""
     totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy().astype(np.float64)
     ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
     names: dict[str, int] = {}
@@ -207,8 +208,8 @@ def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
     np.minimum.at(low, groups, totals)
     np.maximum.at(high, groups, totals)
     flat = low == high
-    told = zip(names, means.tolist(), np.where(flat, 0.0, deviations).tolist(), rows.tolist(), strict=True)
-    return {"groups": list(told)[:MOST_GROUPS], "group_count": known, "flat_groups": int(flat.sum())}
+    groups_found = zip(names, means.tolist(), np.where(flat, 0.0, deviations).tolist(), rows.tolist(), strict=True)
+    return {"groups": list(groups_found)[:MOST_GROUPS], "group_count": known, "flat_groups": int(flat.sum())}
 
 
 def _packed(values: Any, kind: str) -> str:
@@ -220,8 +221,8 @@ LAST_PAGE_S = 60.0
 """How long the end of a run waits for its last page."""
 
 
-class RunWatch:
-    """Writes into the run's folder beside ``metrics.jsonl``. :meth:`open` comes first."""
+class RunRecorder:
+    """Writes samples, timeline, expert loads and the report into the run's folder. Call :meth:`open` first."""
 
     def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
         self.folder = run_folder(cfg)
@@ -232,12 +233,12 @@ class RunWatch:
         self.collector = None if endpoint is None else SpanSender(endpoint, run)
 
     def open(self, resumed_from: int | None) -> None:
-        """Remove what an earlier run in the folder left of steps after ``resumed_from``; None: all of it."""
+        """Remove the records of an earlier run of steps after ``resumed_from``; None: all records."""
         after = -1 if resumed_from is None else resumed_from
         for path in (self.folder / SPANS, self.folder / EXPERTS):
             if path.is_file():
-                kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
-                path.write_text("".join(f"{line}\n" for line in kept))
+                lines = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
+                path.write_text("".join(f"{line}\n" for line in lines))
         if resumed_from is None:
             shutil.rmtree(self.folder / SAMPLES, ignore_errors=True)
         for path in (self.folder / SAMPLES).glob("step_*.json"):
@@ -245,14 +246,15 @@ class RunWatch:
                 path.unlink()
 
     def begin_steps(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
-        """Put the start of a run, which is resumed at ``step`` unless that is 0, apart from its first step."""
-        self.lanes.write(step, roles, told=step == 0)
+        """End the timeline of the run's start, so that the next line begins with the first step. It is written only at
+        step 0: a resumed run has a line for ``step`` already."""
+        self.lanes.write(step, roles, record=step == 0)
 
     def keep_samples(
         self, step: int, batch: TrainingBatch, score: Callable[[TrainingBatch], np.ndarray] | None
     ) -> list[int]:
-        """Keep some rows, where it is this step's turn, and return which. ``score``: gives the trainer's log-probs
-        [rows, T] of rows whose batch has none."""
+        """Write samples if they are due at this step, and return their rows. ``score``: returns the trainer's
+        log-probs, [rows, T], of a batch without them."""
         rows: list[int] = []
         if self.samples.due(step):
             rows = self.samples.chosen(batch)
@@ -265,11 +267,11 @@ class RunWatch:
         return rows
 
     def note(self, output: GeneratorOutput) -> None:
-        """Take what the generator knows of a batch's rows."""
+        """Take the fields of the generator's output that the batch does not have."""
         self.samples.note(output)
 
     def end_step(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
-        """Write lanes and, where it is this step's turn, expert loads; begin a new page when the last one is old."""
+        """Write the timeline and, if due, the expert loads. Start a new page if the last one is old."""
         done = self.lanes.write(step, roles)
         if self.collector is not None:
             self.collector.send(step, done)
@@ -280,14 +282,14 @@ class RunWatch:
         self.page.begin()
 
     def close(self) -> None:
-        """Write the last page, and send what was not sent yet."""
+        """Send the remaining spans, and write the last page."""
         if self.collector is not None:
             self.collector.finish()
         self.page.finish()
 
 
 class PageWriter:
-    """Makes ``report.html`` in a process of its own, one at a time and every 30 s at most."""
+    """Writes ``report.html`` in a separate process, one at a time and at most every 30 s."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -295,7 +297,7 @@ class PageWriter:
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """Begin a page, unless one is under way or new."""
+        """Start a page, unless one is being written or was started recently."""
         busy = self._process is not None and self._process.poll() is None
         if not busy and time.monotonic() - self._began >= PAGE_EVERY_S:
             self._start()
@@ -324,7 +326,7 @@ class PageWriter:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line; of one that was cut off a step that is after all."""
+    """Return the step of a line, infinity for an incomplete line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""The rollouts of an asynchronous run on disk: finished groups, turns in progress, which step trained what.
+"""The rollouts of an asynchronous run on disk: finished groups, unfinished ones, and which step trained which groups.
 
-Two journals in a folder. ``groups`` holds what was sampled, ``schedule`` what each step consumed
-(:mod:`skyrl_megatron.trainer.stream.schedule`). A group stays until no checkpoint could need it: until it was consumed
-at or before the step of the oldest one there is. Everything is on the disk when the method that records it returns.
+A store has two journals in a folder: ``groups`` has the samples, ``schedule`` the groups that each step consumed
+(``rollout_records.py``). A group is kept until no checkpoint can need it, that is, until a step consumed it at or
+before the oldest checkpoint. A record is on disk when the method that records it returns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dic
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
-from skyrl_megatron.runtime.checkpoint.storage import FolderLock
+from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.trainer.rollout_records import (
     CODEC,
@@ -42,31 +42,30 @@ from skyrl_megatron.trainer.rollout_stream import Group
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Where a resumed run stands."""
+    """The state of a store from which a run resumes."""
 
     consumed: frozenset[int]
-    """Numbers of the groups that were trained or left out up to the checkpoint."""
+    """Numbers of the groups that steps consumed up to the checkpoint."""
     finished: list[int]
-    """Numbers of the groups to consume next, in order: as the lost steps took them, then as they were finished."""
+    """Numbers of the groups to consume next, in order: those of the lost steps first, then by time of completion."""
     lost: int
-    """How many of them lost steps took."""
+    """How many of them belong to lost steps."""
     partial: dict[int, PartialGroup]
-    """Number → what there is of an unfinished group."""
+    """Number → recorded part, for unfinished groups."""
 
 
 class GroupStore:
     """The store in a folder, which one process at a time has open.
 
-    ``limit_bytes``: of the sampled groups; ``keep_consumed``: remove nothing, so that the whole run can be replayed;
-    ``setting``: what chooses the folder, for errors. Methods that are coroutines run on one event loop. Raises
-    JournalError for damage, a full disk or the limit, CheckpointError while another process has the folder.
+    ``keep_consumed``: remove nothing, so that the whole run can be replayed; ``setting``: the configuration key of the
+    folder, for errors. Call coroutines on one event loop. Raises JournalError for damage or a full disk,
+    CheckpointError while another process has the folder open.
     """
 
     def __init__(
         self,
         folder: str | Path,
         *,
-        limit_bytes: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         keep_consumed: bool = False,
         setting: str = "trainer.ckpt_path",
@@ -74,17 +73,15 @@ class GroupStore:
         self.folder, self.keep_consumed = Path(folder), keep_consumed
         self.schedule = Schedule(self.folder / "schedule", setting=setting)
         try:
-            self.journal = Journal(
-                self.folder / "groups", segment_bytes=segment_bytes, limit_bytes=limit_bytes, setting=setting
-            )
+            self.journal = Journal(self.folder / "groups", segment_bytes=segment_bytes, setting=setting)
         except BaseException:
             self.schedule.close()
             raise
         self._finished: dict[int, int] = {}
-        """Number → sequence of a finished group."""
+        """Number → sequence number of the record of a finished group."""
         self._versions: dict[int, Spans] = {}
-        self._pieces: dict[int, list[int]] = {}
-        """Number → sequences of the turns and trajectories of a group that is not finished."""
+        self._unfinished: dict[int, list[int]] = {}
+        """Number → sequence numbers of the turns and trajectories of an unfinished group."""
         try:
             self._index()
         except BaseException:
@@ -92,86 +89,86 @@ class GroupStore:
             raise
 
     # ------------------------------------------------------------------ while groups are sampled
-    async def add(self, piece: PartialRecord) -> None:
+    async def add(self, record: PartialRecord) -> None:
         """Record a turn or a whole trajectory of an unfinished group."""
-        sequence = await self.journal.append_made(partial(CODEC.encode, piece))
-        self._pieces.setdefault(piece.number, []).append(sequence)
+        sequence = await self.journal.append(partial(CODEC.encode, record))
+        self._unfinished.setdefault(record.number, []).append(sequence)
 
     async def finished(self, group: FinishedGroup) -> None:
-        """Record a group that can be trained on. Raises DataError for metrics that cannot be recorded, naming them."""
+        """Record a finished group. Raises DataError with the name of a metric that cannot be recorded."""
         assert group.number not in self._finished, f"group {group.number} is finished already"
-        self._finish(group, await self.journal.append_made(partial(CODEC.encode, group)))
+        self._finish(group, await self.journal.append(partial(CODEC.encode, group)))
 
     async def discard(self, number: int) -> None:
-        """Forget a group, which is sampled again."""
-        sequences = self._pieces.pop(number, [])
+        """Discard the records of a group, which is sampled again."""
+        sequences = self._unfinished.pop(number, [])
         if number in self._finished:
             sequences = [*sequences, self._finished.pop(number)]
             del self._versions[number]
         if sequences:
             await self.schedule.discard(number, max(sequences) + 1)
-            self.journal.settle(sequences)
+            self.journal.release(sequences)
 
     # ------------------------------------------------------------------ while groups are consumed
     async def trained(self, step: int, numbers: Sequence[int], left_out: Collection[int] = ()) -> None:
-        """Record what a step took, in order; ``left_out``: those that it did not train on, also groups that gave no
-        rows. To be called before the checkpoint of the step is complete."""
+        """Record the groups that a step took, in order; ``left_out``: those that it did not train on, including groups
+        without rows. Call it before the checkpoint of the step is complete."""
         taken = [ConsumedGroup(number, number not in left_out, self._versions.get(number)) for number in numbers]
         unknown = [group.number for group in taken if group.trained and group.versions is None]
         assert not unknown, f"groups {unknown} were never finished"
-        again = [number for number in numbers if number in self.schedule.taken_at]
-        assert not again, f"groups {again} are consumed already"
+        repeated = [number for number in numbers if number in self.schedule.taken_at]
+        assert not repeated, f"groups {repeated} are consumed already"
         await self.schedule.record(ScheduledStep(step, taken))
 
     async def checkpoints(self, steps: Collection[int]) -> None:
-        """Free what none of the checkpoints that there are could need."""
+        """Free the groups that none of the existing checkpoints can need. ``steps``: the steps of the checkpoints."""
         if not steps or self.keep_consumed:
             return
         until, taken_at = min(steps), self.schedule.taken_at
-        for number in [*self._finished, *self._pieces]:
+        for number in [*self._finished, *self._unfinished]:
             if number in taken_at and taken_at[number] <= until:
                 if number in self._finished:
-                    self.journal.settle([self._finished.pop(number)])
+                    self.journal.release([self._finished.pop(number)])
                     del self._versions[number]
-                self.journal.settle(self._pieces.pop(number, []))
+                self.journal.release(self._unfinished.pop(number, []))
         await asyncio.wrap_future(self.journal.compact())
 
     @property
     def has_groups(self) -> bool:
-        """Whether there is anything of any group."""
-        return bool(self._finished or self._pieces)
+        """Whether the store has any record of a group."""
+        return bool(self._finished or self._unfinished)
 
     def holds(self, number: int) -> bool:
-        """Return whether there are the rows of a group."""
+        """Return whether the store has the rows of a group."""
         return number in self._finished
 
     def consumed(self) -> set[int]:
-        """Return the numbers of the groups that steps took."""
+        """Return the numbers of the groups that steps consumed."""
         return set(self.schedule.taken_at)
 
     # ------------------------------------------------------------------ after a start
     async def recover(self, step: int) -> Recovered:
-        """Go on from the checkpoint of a step; 0: from the start. Raises JournalError where groups that are needed are
-        gone, or the store is not that of this checkpoint."""
+        """Resume from the checkpoint of a step, 0 for the start. Raises JournalError if needed groups were removed, or
+        if the store does not belong to this checkpoint."""
         if missing := [number for number in self.schedule.later(step) if number not in self._finished]:
             raise JournalError(
                 f"{self.folder}: {len(missing)} groups that were trained after step {step} are gone (the first is"
-                f" {missing[0]}), because a later checkpoint was complete: resume from a later one, or move the folder"
+                f" {missing[0]}), because a later checkpoint was complete. Resume from a later one, or move the folder"
                 " away to sample them again"
             )
         await self.schedule.resume(step)
         consumed = self.consumed()
         lost = [number for number in self.schedule.planned if number in self._finished]
         others = sorted(self._finished.keys() - consumed - set(lost), key=self._finished.__getitem__)
-        partial = {number: self._partial(number) for number in self._pieces if number not in consumed}
+        partial = {number: self._partial(number) for number in self._unfinished if number not in consumed}
         return Recovered(frozenset(consumed), [*lost, *others], len(lost), partial)
 
     def read(self, number: int) -> FinishedGroup:
-        """Return a finished group. Raises KeyError where there is none."""
+        """Return a finished group. Raises KeyError if it is not in the store."""
         return cast(FinishedGroup, CODEC.decode(self.journal.read(self._finished[number])))
 
     def close(self) -> None:
-        """Give the folder back. May be called twice."""
+        """Release the folder. May be called twice."""
         self.schedule.close()
         self.journal.close()
 
@@ -182,9 +179,9 @@ class GroupStore:
             if isinstance(record, FinishedGroup):
                 self._finish(record, sequence)
             elif record.number not in self._finished and record.number not in consumed:
-                self._pieces.setdefault(record.number, []).append(sequence)
+                self._unfinished.setdefault(record.number, []).append(sequence)
             else:
-                self.journal.settle([sequence])
+                self.journal.release([sequence])
 
     def _records(self) -> Iterator[tuple[int, Any]]:
         for sequence, payload in self.journal.records():
@@ -192,33 +189,34 @@ class GroupStore:
             if sequence >= self.schedule.discarded.get(record.number, 0):
                 yield sequence, record
             else:
-                self.journal.settle([sequence])
+                self.journal.release([sequence])
 
     def _finish(self, group: FinishedGroup, sequence: int) -> None:
         self._finished[group.number] = sequence
         self._versions[group.number] = group.output.get("rollout_versions") or []
-        self.journal.settle(self._pieces.pop(group.number, []))
+        self.journal.release(self._unfinished.pop(group.number, []))
 
     def _partial(self, number: int) -> PartialGroup:
-        pieces = [cast(PartialRecord, CODEC.decode(self.journal.read(each))) for each in sorted(self._pieces[number])]
-        found = PartialGroup(pieces[0].uid, min(piece.started for piece in pieces), {})
-        for piece in pieces:
-            sample = found.samples.setdefault(piece.repetition, PartialTrajectory())
-            if isinstance(piece, FinishedTrajectory):
-                sample.trajectory = piece.trajectory
+        sequences = sorted(self._unfinished[number])
+        records = [cast(PartialRecord, CODEC.decode(self.journal.read(sequence))) for sequence in sequences]
+        found = PartialGroup(records[0].uid, min(record.started for record in records), {})
+        for record in records:
+            sample = found.samples.setdefault(record.repetition, PartialTrajectory())
+            if isinstance(record, FinishedTrajectory):
+                sample.trajectory = record.trajectory
                 continue
-            if piece.place == 0:
+            if record.place == 0:
                 sample.turns, sample.trajectory = [], None
-            if piece.place == len(sample.turns):  # else of an attempt that ended while it was written, and is void
-                sample.turns.append(piece.turn)
+            if record.place == len(sample.turns):  # otherwise it belongs to an aborted attempt, and is void
+                sample.turns.append(record.turn)
         return found
 
 
 class GroupTrajectories:
-    """A ``TrajectoryLog`` that keeps them in the store until the group is finished.
+    """A ``TrajectoryLog`` that stores the trajectories of a group until the group is finished.
 
-    ``samples``: how many the group has: with the last one the group itself is kept. ``begun``: repetition → what an
-    earlier process left. ``counts``: gets ``resumed`` and ``restarted``.
+    ``samples``: trajectories of the group; the last one is stored with the group itself. ``begun``: repetition → the
+    recorded part from an earlier process. ``counts``: counts ``resumed`` and ``restarted`` trajectories.
     """
 
     def __init__(
@@ -232,7 +230,7 @@ class GroupTrajectories:
         self.store, self.group, self.known, self.counts = store, group, begun, counts
         self.left = samples - sum(each.trajectory is not None for each in begun.values())
 
-    def begun(self, id: TrajectoryID) -> PartialTrajectory:
+    def stored(self, id: TrajectoryID) -> PartialTrajectory:
         """See ``TrajectoryLog``."""
         return self.known.get(id.repetition_id) or PartialTrajectory()
 
@@ -241,12 +239,12 @@ class GroupTrajectories:
         self.counts["restarted" if restarted else "resumed"] += 1
 
     async def turn(self, id: TrajectoryID, place: int, turn: RecordedTurn) -> None:
-        """See ``TrajectoryLog``; it is on the disk on return."""
+        """See ``TrajectoryLog``. The turn is on disk on return."""
         group = self.group
         await self.store.add(PartialTurn(group.number, group.uid, group.started, id.repetition_id, place, turn))
 
     async def finished(self, id: TrajectoryID, trajectory: Trajectory) -> None:
-        """See ``TrajectoryLog``; it is on the disk on return."""
+        """See ``TrajectoryLog``. The trajectory is on disk on return."""
         group, self.left = self.group, self.left - 1
         if self.left:
             await self.store.add(
@@ -255,25 +253,25 @@ class GroupTrajectories:
 
 
 CHECKPOINTS = 2
-"""Newest checkpoints that groups are kept for: a run resumes from the one before when the last is damaged."""
+"""Groups are kept for this many newest checkpoints: a run resumes from the previous one if the last is damaged."""
 
 
 @dataclass
-class Kept:
-    """What a resumed run need not sample again."""
+class ResumedGroups:
+    """The recorded groups that a resumed run does not sample again."""
 
     finished: list[Group] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
-    """Numbers of those that steps took which the checkpoint does not have, in the order in which they did."""
+    """Numbers of the finished groups that steps after the checkpoint took, in the same order."""
     begun: dict[int, int] = field(default_factory=dict)
-    """Number → version of the oldest token, of groups of which there are turns."""
+    """Number → version of the oldest token, for partially sampled groups."""
 
 
 class DurableGroups:
-    """The store of a run, as its stream and its trainer use it (a ``GroupLog``).
+    """The store of a run, for its stream (as a ``GroupLog``) and its trainer.
 
-    ``fresh``: begin without what is there, which is removed; ``epoch``: number of a group → its epoch. Raises
-    JournalError and CheckpointError as :class:`GroupStore` does.
+    ``fresh``: remove an existing store; ``epoch``: number of a group → its epoch. Raises JournalError and
+    CheckpointError as :class:`GroupStore` does.
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, epoch: Callable[[int], int], *, fresh: bool) -> None:
@@ -282,20 +280,20 @@ class DurableGroups:
             remove(folder, setting)
         self.epoch, self.cfg = epoch, cfg
         self.counts: Counter[str] = Counter()
-        """``resumed`` and ``restarted`` trajectories since :meth:`metrics` told of them."""
+        """``resumed`` and ``restarted`` trajectories since the last :meth:`metrics`."""
         self._begun: dict[int, PartialGroup] = {}
         self.store = GroupStore(folder, keep_consumed=cfg.trainer.fully_async.keep_rollouts, setting=setting)
 
-    async def recover(self, step: int, prompt: Callable[[int], dict[str, Any]]) -> Kept:
-        """Go on from the checkpoint of a step; ``prompt``: number → entry of the data. An empty store fits any.
+    async def recover(self, step: int, prompt: Callable[[int], dict[str, Any]]) -> ResumedGroups:
+        """Resume from the checkpoint of a step; ``prompt``: number → dataset entry. An empty store fits every step.
 
-        Raises JournalError where the store is not that of the checkpoint or of the data.
+        Raises JournalError if the store does not belong to the checkpoint or to the data.
         """
         schedule, settings = self.store.schedule, get_config_as_dict(self.cfg)
         if not schedule.reached and not self.store.has_groups:
             await schedule.begin(step)
             await schedule.configure(step, settings)
-            return Kept()
+            return ResumedGroups()
         recovered = await self.store.recover(step)
         await schedule.configure(step, settings)
         groups = []
@@ -308,35 +306,35 @@ class DurableGroups:
             if unfinished.started >= step - self.cfg.trainer.fully_async.max_staleness_steps:
                 self._begun[number] = unfinished
         begun = {number: unfinished.started for number, unfinished in self._begun.items()}
-        return Kept(groups, recovered.finished[: recovered.lost], begun)
+        return ResumedGroups(groups, recovered.finished[: recovered.lost], begun)
 
     def _entry(self, number: int, uid: str, prompt: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Return the entry of the data that a group is of. Raises JournalError where it is another one's."""
+        """Return the dataset entry of a group. Raises JournalError if it is a different prompt."""
         entry = prompt(number)
         if uid != str(entry["uid"]):
             raise JournalError(
-                f"{self.store.folder}: group {number} is of prompt {uid}, and the data has {entry['uid']} there: go on"
-                " with the same data, batch size and seed, or start with trainer.resume_mode=none"
+                f"{self.store.folder}: group {number} is of prompt {uid}, but the data has {entry['uid']} there:"
+                " continue with the same data, batch size and seed, or set trainer.resume_mode=none to start again"
             )
         return entry
 
     async def trajectories(self, group: Group, samples: int) -> GroupTrajectories:
-        """Return what keeps the trajectories of a group of so many, as its sampling begins. What there is of it is
-        gone on with once: an attempt after that begins anew."""
+        """Return the log of a group's trajectories when its sampling begins. A recorded part is continued once; later
+        attempts start from the beginning."""
         begun = self._begun.pop(group.number, None)
         if begun is None:
             await self.store.discard(group.number)
         return GroupTrajectories(self.store, group, samples, begun.samples if begun else {}, self.counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``async/…``: trajectories that went on behind recorded turns, or could not, since the last call."""
+        """Return ``async/…``: trajectories that resumed after recorded turns, or restarted, since the last call."""
         names = ("resumed", "restarted")
         counted = {f"async/{name}_trajectories": float(self.counts[name]) for name in names}
         self.counts.clear()
         return counted
 
     async def finished(self, group: Group) -> None:
-        """Record a group; one that is sampled again takes the place of what there was."""
+        """Record a group. It replaces an earlier record of the same group."""
         assert group.output is not None
         if self.store.holds(group.number):
             await self.store.discard(group.number)
@@ -345,24 +343,24 @@ class DurableGroups:
         )
 
     async def trained(self, step: int, taken: Sequence[int], unused: Collection[int], given_up: Iterable[int]) -> None:
-        """Record the groups that a step took, in order, of which it did not train on ``unused``, and those that were
-        given up since the step before."""
+        """Record the groups that a step took, in order, the ``unused`` ones among them, and the groups that were given
+        up since the previous step."""
         others = sorted(given_up)
         await self.store.trained(step, [*taken, *others], {*unused, *others})
 
     async def checkpoints(self, steps: Iterable[int]) -> None:
-        """Free what the newest of the complete checkpoints cannot need."""
+        """Free the groups that the newest complete checkpoints cannot need."""
         await self.store.checkpoints(sorted(steps)[-CHECKPOINTS:])
 
     async def close(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         await asyncio.to_thread(self.store.close)
 
 
 def remove(folder: str, setting: str) -> None:
     """Remove a store. Raises CheckpointError while another process has it open."""
     aside = f"{folder}.removed"
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed below
+    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed here
     if not os.path.isdir(folder):
         return
     with ExitStack() as locks:

@@ -1,7 +1,7 @@
 """The stream of groups: rollouts that run ahead of training, within the bound on staleness.
 
-No Ray, no engine, no trainer: a coroutine samples a group, and whoever trains takes batches and says which version is
-published. All methods belong to one event loop.
+It needs no Ray, engine or trainer: a coroutine samples a group, and the caller takes batches and reports the published
+version. Call all methods on one event loop.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Literal, Protocol
 
 from skyrl_megatron.errors import DataError, DistributedError, EngineError
 from skyrl_megatron.rollout.interface import GeneratorOutput
-from skyrl_megatron.trainer.staleness import Concurrency, DoneGroups, may_step, room
+from skyrl_megatron.trainer.staleness import Concurrency, DoneGroups, can_step, max_new_groups
 
 
 @dataclass(eq=False)
 class Group:
-    """One prompt on its way through the stream."""
+    """One prompt and its samples, on the way through the stream."""
 
     number: int
-    """Place of its prompt in the data, all epochs one after another, from 0."""
+    """Position of its prompt in the data, counted from 0 over all epochs."""
     prompt: dict[str, Any]
-    """The entry of the data set: ``prompt``, ``uid``, ``env_class``, ``env_extras``."""
+    """The dataset entry: ``prompt``, ``uid``, ``env_class``, ``env_extras``."""
     started: int
-    """Version that was published when its sampling began."""
+    """The published version when its sampling began."""
     output: GeneratorOutput | None = None
-    """Its rows, once all of them are sampled."""
+    """Its rows, once all are sampled."""
     versions: list[int] = field(default_factory=list)
-    """Of each row with a token that is trained on: the version of the oldest one."""
+    """The version of the oldest trained token, for each row that has one."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
-    """What samples it."""
+    """The task that samples it."""
 
     @property
     def uid(self) -> str:
@@ -42,25 +42,25 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """Version of the oldest token that is trained on; while it is sampled, the oldest that this can become."""
+        """Version of the oldest trained token; while the group is sampled, a lower bound of it."""
         return min(self.versions, default=self.started)
 
     def finish(self, output: GeneratorOutput) -> None:
-        """Take the rows. Engines serve no older version than the one that was published when sampling began."""
+        """Set the rows. No row is older than ``started``, because engines serve no version older than that."""
         self.output = output
         self.versions = [max(version, self.started) for version in _oldest_trained(output, self.started)]
 
 
 class GroupLog(Protocol):
-    """What is told of finished groups before they can be trained on, so that they outlive the process."""
+    """A durable log of finished groups. It records a group before the group can be trained on."""
 
     async def finished(self, group: Group) -> None:
-        """Return once the group is safe. Called on the event loop, for several groups at a time."""
+        """Record a group, and return once it is durable. Called on the event loop, concurrently for several groups."""
 
 
 def _oldest_trained(output: GeneratorOutput, unknown: int) -> Iterator[int]:
-    """Yield the oldest version among the trained tokens of each row that has any; ``unknown`` where the generator does
-    not say it."""
+    """Yield the oldest version among the trained tokens of each row that has some. ``unknown``: used for rows without
+    versions."""
     spans: Sequence[Sequence[tuple[str, int, int]] | None]
     spans = output.get("rollout_versions") or [None] * len(output["loss_masks"])
     for row, mask in zip(spans, output["loss_masks"], strict=True):
@@ -75,38 +75,38 @@ def _oldest_trained(output: GeneratorOutput, unknown: int) -> Iterator[int]:
 log = logging.getLogger(__name__)
 StalePolicy = Literal["wait", "drop", "retry"]
 FAILURES_IN_A_ROW = 32
-"""Groups, or as many as a batch has, that may fail one after another before the run does."""
+"""Consecutive failed groups that end the run, or the groups of a batch if those are more."""
 CLOSE_TIMEOUT_S = 10.0
 GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What a stream keeps to."""
+    """The limits of a stream."""
 
     batch: int
     """Groups of a step."""
     steps: int
-    """Steps of the whole run: nothing is sampled for later ones."""
+    """Steps of the whole run. Nothing is sampled for later steps."""
     bound: int
-    """Largest staleness, in steps: version that is trained minus that of the oldest trained token."""
+    """Maximum staleness in steps: the trained version minus the version of the oldest trained token."""
     workers: int
-    """Groups that are sampled at the same time."""
+    """Maximum number of groups that are sampled at the same time."""
     stale_policy: StalePolicy = "wait"
-    """What becomes of a group that is not finished when it must be trained or never: the step waits for it, it is
-    dropped with its prompt, or its prompt is sampled again."""
+    """What happens if a group is unfinished at its deadline: the step waits for it, the group and its prompt are
+    dropped, or the prompt is sampled again (retry)."""
     timeout_s: float = 1800.0
-    """Longest time that a group may take."""
+    """Timeout of a group."""
     sample_batches: int = -1
-    """Groups without use that a batch may cost, in batches; negative: any number."""
+    """Maximum number of filtered groups per batch, in batches; negative: no limit."""
 
 
 class RolloutStream:
-    """Samples prompts in their order and hands out batches of finished groups, oldest first.
+    """Samples prompts in order and hands out batches of finished groups, oldest first.
 
-    ``sample``: samples a group; what it raises costs the group. ``prompt``: number → entry of the data. ``useful``:
-    whether a group has anything to teach; others are left out. ``group_log``: told of each finished group before it
-    can be taken. ``concurrency``: how many are sampled at the same time, ``limits.workers`` by default.
+    ``sample``: samples a group; if it raises, the group has failed. ``prompt``: number → dataset entry. ``useful``:
+    whether a group has a learning signal; other groups are filtered. ``group_log``: records each finished group before
+    it can be taken. ``concurrency``: the limit on concurrent groups, ``limits.workers`` by default.
     """
 
     def __init__(
@@ -124,27 +124,27 @@ class RolloutStream:
         self.sample, self.prompt, self.limits = sample, prompt, limits
         self.useful, self.group_log, self.say = useful, group_log, say
         self.version = 0
-        """The published version, which is that of the next step."""
+        """The published version. The next step trains it."""
         self.taken = 0
-        """Groups that were handed out, since version 0."""
+        """Groups that were handed out since version 0."""
         self.place = DoneGroups()
-        """The groups that are trained or given up."""
+        """The groups that were trained or given up."""
         self.counts: Counter[str] = Counter()
-        """``dropped``, ``retried``, ``failed`` and ``filtered`` groups since :meth:`metrics` told of them."""
-        self._next, self._again = 0, deque[int]()
-        self._elsewhere: set[int] = set()  # numbers from _next on that are not to be started
+        """``dropped``, ``retried``, ``failed`` and ``filtered`` groups since the last :meth:`metrics`."""
+        self._next, self._retries = 0, deque[int]()
+        self._skipped: set[int] = set()  # numbers ≥ _next that must not be started
         self._running: dict[int, Group] = {}
         self._finished: dict[int, Group] = {}
         self._running_by, self._finished_by = Counter[int](), Counter[int]()
         self._begun: dict[int, int] = {}
-        self._places: dict[int, int] = {}  # of groups that are taken before others
+        self._order: dict[int, int] = {}  # planned group → its position; planned groups are taken first
         self._given_up: list[int] = []
         self._failed_in_a_row, self._useless = 0, 0
         self._broken: BaseException | None = None
         self._changed = asyncio.Event()
         self._open = False
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and end
     def start(
         self,
         version: int,
@@ -155,26 +155,28 @@ class RolloutStream:
         planned: Iterable[int] = (),
         begun: Mapping[int, int] | None = None,
     ) -> None:
-        """Begin at ``version``. ``oldest``, ``ahead``: what :meth:`state` said; ``finished``: groups that a log kept,
-        which are not sampled again; ``planned``: numbers of those that are taken first, in this order: they may be of
-        versions that come about again as they are; ``begun``: number → the oldest version that there are tokens of, of
-        groups that go on."""
+        """Begin at ``version``.
+
+        ``oldest``, ``ahead``: the values of :meth:`state`; ``finished``: groups from a log, which are not sampled
+        again; ``planned``: numbers of the finished groups that are taken first, in this order, to repeat lost steps;
+        ``begun``: number → version of the oldest recorded token, for partially sampled groups.
+        """
         self.version, self.taken = version, version * self.limits.batch
         self.place, self._next = DoneGroups(oldest, ahead), oldest
-        self._elsewhere = set(self.place.ahead)
+        self._skipped = set(self.place.ahead)
         for group in finished:
             if group.number not in self.place:
-                self._elsewhere.add(group.number)
+                self._skipped.add(group.number)
                 self._put(group)
         self._begun = dict(begun or {})
-        self._places = {number: place for place, number in enumerate(planned)}
+        self._order = {number: position for position, number in enumerate(planned)}
         self._expire(version - 1)
         self._open = True
         self.concurrency.start()
         self._fill()
 
     async def close(self) -> None:
-        """End what is being sampled."""
+        """Cancel the groups that are being sampled."""
         self._open = False
         tasks = [group.task for group in self._running.values() if group.task is not None]
         for task in tasks:
@@ -188,10 +190,10 @@ class RolloutStream:
 
     # ------------------------------------------------------------------ for the trainer
     async def take(self) -> list[Group]:
-        """Return the groups of a step, in the order of their prompts, once none that is left would become too old.
+        """Return the groups of a step, in the order of their prompts, once no remaining group would miss its deadline.
 
-        Raises DataError when too many groups fail in a row or have no use, EngineError when no engine answers,
-        DistributedError when nothing finishes any more, and what a log raised.
+        Raises DataError if too many groups fail in a row or are filtered, EngineError if no engine answers,
+        DistributedError if no group finishes, and the errors of the group log.
         """
         while not self._ready():
             self._raise_if_hopeless()
@@ -201,10 +203,10 @@ class RolloutStream:
                     await self._changed.wait()
             except TimeoutError as error:
                 raise DistributedError(
-                    f"phase generate: no group finished within {self.limits.timeout_s:g} s (trainer.phase_timeout_s); "
-                    "raise it, or look for engines or environments that hang"
+                    f"phase generate: no group finished within {self.limits.timeout_s:g} s (trainer.phase_timeout_s). "
+                    "Raise it, or look for engines or environments that hang"
                 ) from error
-        found = sorted(self._finished.values(), key=self._turn)[: self.limits.batch]
+        found = sorted(self._finished.values(), key=self._priority)[: self.limits.batch]
         for group in found:
             self._remove_finished(group)
         self.taken += len(found)
@@ -214,30 +216,30 @@ class RolloutStream:
         return sorted(found, key=lambda group: group.number)
 
     def give_back(self, groups: Sequence[Group]) -> None:
-        """Take a batch back that is not trained; its groups are not handed out again."""
+        """Record that a batch is not trained. Its groups are not handed out again."""
         self.taken -= len(groups)
         self._fill()
 
     def trained(self, groups: Sequence[Group]) -> list[int]:
-        """Note that a step is over that groups were taken for. Returns the numbers of those that were given up since
-        the step before."""
+        """Mark the groups of a step as trained. Returns the numbers of the groups that were given up since the
+        previous step."""
         for group in groups:
             self.place.add(group.number)
         given_up, self._given_up = self._given_up, []
         return given_up
 
     def advance(self, version: int) -> None:
-        """Note that engines serve ``version`` now."""
+        """Record that engines serve ``version`` now."""
         self.version = version
         if self._open:
             self._fill()
 
     def staleness(self, groups: Iterable[Group]) -> list[int]:
-        """Return how old each row would be that is trained on now, in steps."""
+        """Return the staleness in steps of each row, if it were trained now."""
         return [self.version - version for group in groups for version in group.versions]
 
     def metrics(self) -> dict[str, float]:
-        """Return ``async/…``: groups waiting and in flight, and what became of others since the last call."""
+        """Return ``async/…``: groups that wait or are in flight, and counts of other groups since the last call."""
         names = ("dropped", "retried", "failed", "filtered")
         counted = {f"async/{name}_groups": float(self.counts[name]) for name in names}
         self.counts.clear()
@@ -249,12 +251,12 @@ class RolloutStream:
 
     # ------------------------------------------------------------------ sampling
     def _fill(self) -> None:
-        """Start as many groups as there is room for."""
+        """Start as many groups as the limits allow."""
         limits = self.limits
         while self._open and len(self._running) < self.concurrency.limit:
             accepted, running = self.taken + len(self._finished), len(self._running)
             if (
-                room(
+                max_new_groups(
                     batch=limits.batch,
                     bound=limits.bound,
                     version=self.version,
@@ -265,15 +267,15 @@ class RolloutStream:
                 <= 0
             ):
                 return
-            number = self._again.popleft() if self._again else self._next_number()
+            number = self._retries.popleft() if self._retries else self._next_number()
             group = Group(number, self.prompt(number), min(self._begun.pop(number, self.version), self.version))
             self._running[number] = group
             self._running_by[group.started] += 1
             group.task = asyncio.create_task(self._sample(group), name=f"group {number}")
 
     def _next_number(self) -> int:
-        while self._next in self._elsewhere:
-            self._elsewhere.discard(self._next)
+        while self._next in self._skipped:
+            self._skipped.discard(self._next)
             self._next += 1
         self._next += 1
         return self._next - 1
@@ -284,12 +286,12 @@ class RolloutStream:
                 group.finish(await self.sample(group))
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # it expired, or the stream ends
+            if task is not None and task.cancelling():  # it expired, or the stream was closed
                 return
             if self._is_running(group):
                 self._fail(group, error)
             return
-        if self._is_running(group):  # else it expired, whatever the sampler made of its cancellation
+        if self._is_running(group):  # otherwise it expired, and the sampler ignored the cancellation
             await self._accept(group)
 
     async def _accept(self, group: Group) -> None:
@@ -302,7 +304,7 @@ class RolloutStream:
         if self.group_log is not None:
             try:
                 await self.group_log.finished(group)
-            except Exception as error:  # what is not safe cannot be trained on, and the next will not be safe either
+            except Exception as error:  # an unrecorded group must not be trained on
                 self._broken = error
                 self._changed.set()
                 return
@@ -318,16 +320,16 @@ class RolloutStream:
     def _fail(self, group: Group, error: BaseException) -> None:
         self._failed_in_a_row += 1
         if not self.counts["failed"]:
-            self.say(f"prompt {group.uid} is left out: {_told(error)}")
+            self.say(f"prompt {group.uid} is skipped: {_describe(error)}")
         limit = max(FAILURES_IN_A_ROW, self.limits.batch)
         if self._failed_in_a_row >= limit and self._broken is None:
             kind = EngineError if isinstance(error, EngineError) else DataError
-            self._broken = kind(f"{limit} groups failed one after another, the last one: {_told(error)}")
+            self._broken = kind(f"{limit} groups failed one after another, the last one: {_describe(error)}")
             self._broken.__cause__ = error
         self._give_up(group, "failed")
 
     def _give_up(self, group: Group, why: str) -> None:
-        """Do without a group that is being sampled, and its prompt."""
+        """Give up a group that is being sampled, and its prompt."""
         self.counts[why] += 1
         self._remove_running(group)
         self._give_up_number(group.number)
@@ -339,7 +341,7 @@ class RolloutStream:
         self.place.add(number)
 
     def _expire(self, taken: int) -> None:
-        """Take out what can only be trained too late, after the groups of the step at version ``taken``."""
+        """Remove the groups that would be trained too late, after the step at version ``taken``."""
         due = taken - self.limits.bound
         late = [group for group in self._finished.values() if group.oldest <= due]
         for group in late:
@@ -355,11 +357,11 @@ class RolloutStream:
                 self._give_up_number(group.number)
             else:
                 self.counts["retried"] += 1
-                self._again.append(group.number)
+                self._retries.append(group.number)
 
     # ------------------------------------------------------------------ bookkeeping
-    def _turn(self, group: Group) -> tuple[int, int, int]:
-        return self._places.get(group.number, len(self._places)), group.oldest, group.number
+    def _priority(self, group: Group) -> tuple[int, int, int]:
+        return self._order.get(group.number, len(self._order)), group.oldest, group.number
 
     def _ready(self) -> bool:
         limits = self.limits
@@ -368,8 +370,8 @@ class RolloutStream:
         if len(self._finished) < limits.batch:
             return False
         if limits.stale_policy != "wait" or min(self._running_by, default=self.version) >= self.version:
-            return True  # nothing that is sampled makes a difference
-        return may_step(
+            return True  # no running group has an earlier deadline
+        return can_step(
             batch=limits.batch,
             bound=limits.bound,
             version=self.version,
@@ -382,31 +384,31 @@ class RolloutStream:
         if 0 <= limit and self._useless >= limit * self.limits.batch:
             raise DataError(
                 f"trainer.algorithm.dynamic_sampling.max_sample_batches={limit}: in so many batches too few prompts"
-                " had responses with different rewards; the task is too easy or too hard for the policy, or"
+                " had responses with different rewards. The task is too easy or too hard for the policy, or"
                 " generator.n_samples_per_prompt is too small"
             )
 
     def _is_running(self, group: Group) -> bool:
-        """Return whether a group is sampled here: not once it expired, nor after the end."""
+        """Return whether a group is still being sampled: it has not expired, and the stream is open."""
         return self._open and self._running.get(group.number) is group
 
     def _remove_running(self, group: Group) -> None:
         del self._running[group.number]
         self.concurrency.measure(len(self._running))
-        _less(self._running_by, group.started)
+        _decrement(self._running_by, group.started)
 
     def _remove_finished(self, group: Group) -> None:
         del self._finished[group.number]
-        _less(self._finished_by, group.oldest)
+        _decrement(self._finished_by, group.oldest)
 
 
-def _less(counts: Counter[int], version: int) -> None:
+def _decrement(counts: Counter[int], version: int) -> None:
     counts[version] -= 1
     if not counts[version]:
         del counts[version]
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "not sampled within trainer.phase_timeout_s"
     return f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""``report.html`` and ``curves.png`` of a run, from its folder, while it runs and at its end.
+"""``report.html`` of one or several runs, made from their folders, during a run and at its end.
 
-The data is a block of bytes: the length of a header as little-endian uint32, the header as JSON padded with spaces to
-a multiple of four, then float32 columns of each run, one run after the other. In a file it is deflated, in base64.
+The data of the page is a block of bytes: the length of a header as little-endian uint32, the header as JSON, padded
+with spaces to a multiple of four, then the float32 columns of each run. In a file it is compressed and in base64.
 """
 
 from __future__ import annotations
@@ -19,31 +19,27 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, SkyRLMegatronWarning
 from skyrl_megatron.trainer.metric_table import describe
 
-if TYPE_CHECKING:
-    pass
-
-
 LARGEST = 1_200_000
-"""Numbers that a page gets; longer runs are thinned, extremes kept."""
+"""Maximum number of values of a run in a page. Longer runs are downsampled, and extremes are kept."""
 _NAN = float("nan")
 
 
 class Columns:
-    """A float32 for each line of ``metrics.jsonl``, by name; NaN where a line has none."""
+    """Metric → float32 column with a value for each line of ``metrics.jsonl``, NaN if the line has none."""
 
     def __init__(self) -> None:
         self.rows = 0
         self._columns: dict[str, array[float]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take a line. What is not a number is left out."""
+        """Add a line. Values that are not numbers become NaN."""
         for name, value in line.items():
             column = self._columns.get(name)
             if column is None:
@@ -55,11 +51,11 @@ class Columns:
         self.rows += 1
 
     def names(self) -> list[str]:
-        """Return the names in their order."""
+        """Return the sorted names."""
         return sorted(self._columns)
 
     def values(self, after: int = 0) -> np.ndarray:
-        """Return [names, rows − after] float32: lines from number ``after`` on."""
+        """Return the lines from number ``after`` on, [names, rows − after] float32."""
         found = np.full((len(self._columns), max(self.rows - after, 0)), np.nan, np.float32)
         for row, name in enumerate(self.names()):
             column = np.asarray(self._columns[name], np.float32)[after:]
@@ -68,8 +64,8 @@ class Columns:
 
 
 def thinned(values: np.ndarray, largest: int = LARGEST) -> np.ndarray:
-    """Return at most ``largest`` numbers of ``values`` [names, n] float32: where there are more, equally many lines
-    become two, which hold the smallest and the largest value of each name in the order in which they came."""
+    """Downsample ``values`` [names, n] float32 to at most ``largest`` numbers, if there are more. Of each bucket of
+    consecutive lines two remain, with the minimum and the maximum of each name in their order."""
     names, lines = values.shape
     if names * lines <= largest:
         return values
@@ -95,41 +91,41 @@ LOG_BYTES = 16_384
 
 
 class RunReader:
-    """What ``folder`` holds so far; :meth:`refresh` reads on. Raises LaunchError where there is no run."""
+    """Reads the folder of a run; :meth:`refresh` reads new lines. Raises LaunchError if it is not a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
         if not self.folder.is_dir():
-            raise LaunchError(f"RUN={folder}: no such folder; give log_path/project_name/run_name of a run")
+            raise LaunchError(f"RUN={folder}: no such folder. Pass log_path/project_name/run_name of a run")
         if not any((self.folder / name).is_file() for name in (METRICS, "config.yaml")):
             inside = sorted(path.parent.relative_to(self.folder) for path in self.folder.glob(f"*/{METRICS}"))
             inside += sorted(path.parent.relative_to(self.folder) for path in self.folder.glob(f"*/*/{METRICS}"))
-            hint = f"; the folder has runs in it: {', '.join(map(str, inside[:5]))}" if inside else ""
-            raise LaunchError(f"RUN={folder}: no run, it has neither {METRICS} nor config.yaml{hint}")
+            hint = f". It contains runs: {', '.join(map(str, inside[:5]))}" if inside else ""
+            raise LaunchError(f"RUN={folder}: not a run, it has neither {METRICS} nor config.yaml{hint}")
         self.name = "/".join(self.folder.resolve().parts[-2:])
         self.life = 0
-        """How often the run was begun anew, so that what was read before is void."""
+        """How often the file was replaced, which makes the lines read before void."""
         self.columns = Columns()
         self._offset, self._last_step = 0, -1.0
 
     def refresh(self) -> bool:
-        """Read whole lines that were added; return whether there were any."""
+        """Read the complete lines that were added, and return whether there were any."""
         path = self.folder / METRICS
         size = path.stat().st_size if path.is_file() else 0
         if size < self._offset:
-            self._begin_anew()
+            self._reset()
         before = self.columns.rows
         if size > self._offset:
             with path.open("rb") as file:
                 file.seek(self._offset)
                 for raw in file:
                     if not raw.endswith(b"\n"):
-                        break  # is being written
+                        break  # it is being written
                     self._offset += len(raw)
                     self._take(raw)
         return self.columns.rows != before
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.columns, self._offset, self._last_step = Columns(), 0, -1.0
         self.life += 1
 
@@ -140,13 +136,13 @@ class RunReader:
                 self.columns.add(line)
 
     def age_s(self) -> float | None:
-        """Return the seconds since the run wrote anything; None when it has not."""
+        """Return the seconds since the run last wrote to a file, None if it never did."""
         paths = (self.folder / name for name in (METRICS, "console.log"))
         times = [path.stat().st_mtime for path in paths if path.is_file()]
         return time.time() - max(times) if times else None
 
     def config(self) -> dict[str, str]:
-        """Return the configuration by dotted keys; one entry that says why where it cannot be read."""
+        """Return dotted key → value of the configuration. If it cannot be read, the only entry is the error."""
         path = self.folder / "config.yaml"
         if not path.is_file():
             return {}
@@ -158,7 +154,7 @@ class RunReader:
             return {"config.yaml": f"cannot be read: {str(error).splitlines()[0]}"}
 
     def log_tail(self) -> list[str]:
-        """Return the last lines for people."""
+        """Return the last lines of ``console.log``."""
         path = self.folder / "console.log"
         if not path.is_file():
             return []
@@ -167,20 +163,20 @@ class RunReader:
             return file.read().decode(errors="replace").splitlines()[-60:]
 
     def spans(self, most_bytes: int) -> list[dict[str, Any]]:
-        """Return who did what when, of some steps: the newest, and others evenly between the first and these."""
+        """Return the timelines of some steps: the newest ones, and evenly spaced earlier ones."""
         return _some_lines(self.folder / SPANS, most_bytes, {"step": int, "lanes": dict})
 
     def expert_loads(self, most_bytes: int) -> list[dict[str, Any]]:
-        """Return the tokens of each expert, of some steps."""
+        """Return the tokens of each expert, for some steps."""
         return _some_lines(self.folder / EXPERTS, most_bytes, {"step": int, "layers": list, "load": list})
 
     def sample_steps(self) -> list[int]:
-        """Return the steps whose samples are on disk."""
+        """Return the steps with samples on disk."""
         paths = (self.folder / SAMPLES).glob("step_*.json")
         return sorted(int(path.stem[5:]) for path in paths if path.stem[5:].isdigit())
 
     def sample_text(self, step: int) -> str:
-        """Return the JSON of a step's samples. Raises LaunchError for one that cannot be shown."""
+        """Return the JSON of a step's samples. Raises LaunchError if it cannot be read or has another format."""
         path = self.folder / SAMPLES / f"step_{step}.json"
         try:
             text = path.read_text()
@@ -193,26 +189,26 @@ class RunReader:
 
 
 def _some_lines(path: Path, most_bytes: int, parts: Mapping[str, type]) -> list[dict[str, Any]]:
-    """Return the newest ten lines and, evenly, as many others as fit, in their order; those that have all ``parts``,
-    by name and type, as another version may have written others."""
+    """Return the newest ten lines and as many evenly spaced earlier ones as fit, in order. Lines without all ``parts``
+    (name → type) are dropped: another version may have written them."""
     if not path.is_file():
         return []
-    places: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     with path.open("rb") as file:
         begin = 0
         for raw in file:
             if raw.endswith(b"\n"):
-                places.append((begin, len(raw)))
+                positions.append((begin, len(raw)))
             begin += len(raw)
-        size = max((length for _, length in places[-10:]), default=1)
-        count = min(len(places), max(most_bytes // size, 1))
+        size = max((length for _, length in positions[-10:]), default=1)
+        count = min(len(positions), max(most_bytes // size, 1))
         newest = min(count, 10)
-        old = len(places) - newest
+        old = len(positions) - newest
         others = count - newest
         chosen = [number * old // others for number in range(others)] if others else []
         lines = []
-        for place, length in (places[number] for number in [*chosen, *range(old, len(places))]):
-            file.seek(place)
+        for start, length in (positions[number] for number in [*chosen, *range(old, len(positions))]):
+            file.seek(start)
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(file.read(length)))
     whole = [line for line in lines if isinstance(line, dict)]
@@ -229,18 +225,19 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 STATIC = Path(__file__).with_name("static")
 SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "samples", "compare", "main")
-"""Parts of the page's script, in the order in which they need each other."""
+"""Parts of the page's script, in the order of their dependencies."""
 SPAN_BYTES = 1_500_000
 EXPERT_BYTES = 1_000_000
 SAMPLE_BYTES = 3_000_000
-"""Of a file, all runs together; a server gives more when asked."""
+"""Limits of a file for all runs together. A server sends more samples on request."""
 
 
 def data_block(
     runs: Sequence[RunReader], *, samples: bool = False, live: bool = False, known: Sequence[tuple[int, int]] = ()
 ) -> bytes:
-    """Return what the page shows of the runs. ``samples``: with as many as a file may hold. ``live``: a server answers
-    for the rest. ``known``: life and lines of each run that the page has; it gets what came after them."""
+    """Return the data of the page. ``samples``: include as many samples as a file may have. ``live``: a server sends
+    the rest. ``known``: ``life`` and number of lines of each run that the page has already; only later lines are sent.
+    """
     described, blocks = [], []
     for number, run in enumerate(runs):
         life, lines = known[number] if number < len(known) else (-1, 0)
@@ -280,18 +277,18 @@ def np_bytes(values: Any) -> bytes:
 
 
 def page(runs: Sequence[RunReader], *, live: bool = False) -> str:
-    """Return the whole page, for a file, or ``live`` for the server that answers its questions."""
+    """Return the whole page, for a file, or for a server if ``live``."""
     packed = base64.b64encode(zlib.compress(data_block(runs, samples=not live, live=live), 6)).decode()
     title = " · ".join(run.name for run in runs)
     return _frame().replace("{{title}}", title.replace("<", "&lt;")).replace("{{data}}", packed)
 
 
 def write_page(runs: Sequence[RunReader], path: Path) -> int:
-    """Write the page to ``path``, at once for whoever reads it, and return its size in bytes."""
+    """Write the page to ``path``, atomically, and return its size in bytes."""
     text = page(runs).encode()
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(text)
-    beside.replace(path)
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.write_bytes(text)
+    unfinished.replace(path)
     return len(text)
 
 
@@ -303,21 +300,21 @@ def _frame() -> str:
 
 
 def _descriptions(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return unit, meaning and what a bad value points to, by metric."""
+    """Return metric → [unit, meaning, what a bad value points to]."""
     found = {name: describe(name) for name in names}
     return {name: [row.unit, row.meaning, row.bad] for name, row in found.items() if row is not None}
 
 
 def _some_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
-    """Return samples by step: of the newest step, the first, and further ones evenly between them while they fit.
-    Warns of those that cannot be shown."""
+    """Return step → samples: the newest step, the first, and evenly spaced ones between them while they fit. Warns of
+    steps that cannot be read."""
     steps, chosen, left = run.sample_steps(), dict[str, Any](), most_bytes
     order = [*steps[-1:], *steps[:1], *(steps[len(steps) * part // 16] for part in range(1, 16) if steps)]
     for step in dict.fromkeys(order):
         try:
             text = run.sample_text(step)
         except LaunchError as error:
-            warnings.warn(f"{error}; left out", SkyRLMegatronWarning, stacklevel=2)
+            warnings.warn(f"{error}; skipped", SkyRLMegatronWarning, stacklevel=2)
             continue
         if len(text) <= left:
             chosen[str(step)] = json.loads(text)
@@ -326,7 +323,7 @@ def _some_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write ``report.html`` into the folder of a run; returns the exit code."""
+    """Write ``report.html`` into the folder of a run, and return the exit code."""
     parser = argparse.ArgumentParser(prog="skyrl-megatron report", description="Write report.html of a run.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
     try:

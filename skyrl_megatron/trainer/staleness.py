@@ -1,10 +1,10 @@
-"""The bound on staleness: how far rollouts may run ahead, and how old the tokens of a batch are.
+"""The bound on staleness: how far rollouts may run ahead of training, and the age of the tokens of a batch.
 
-A group whose oldest token is of version v may be trained at version v + bound, its deadline, and not later. A step at
+A group whose oldest token has version v must be trained at version v + bound, its deadline, or earlier. A step at
 version j takes ``batch`` groups, the oldest first. At any time there are at most ``batch · (bound + 1)`` untrained
-groups (:func:`room`); yet several slow ones may come to have the same deadline, while younger ones are trained in
-their place. All deadlines can be met as long as, after the step at j and for every k, at most ``batch · k`` groups are
-left that are due by j + k: a step that would leave more waits for them (:func:`may_step`).
+groups (:func:`max_new_groups`). Still, several slow groups may reach the same deadline while younger ones are trained
+first. All deadlines can be met if, after the step at j and for every k, at most ``batch · k`` of the remaining groups
+have a deadline of j + k or earlier. A step that would leave more of them waits (:func:`can_step`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_megatron.types import TrainingBatch
 
 
 class DoneGroups:
-    """The groups that are trained or given up: those numbered below ``oldest``, and those in ``ahead``."""
+    """The groups that were trained or given up: the numbers below ``oldest``, and those in ``ahead``."""
 
     def __init__(self, oldest: int = 0, ahead: Iterable[int] = ()) -> None:
         self.oldest, self.ahead = oldest, set(ahead)
@@ -29,30 +29,30 @@ class DoneGroups:
         return number < self.oldest or number in self.ahead
 
     def add(self, number: int) -> None:
-        """Note that a group is done."""
+        """Mark a group as done."""
         self.ahead.add(number)
         while self.oldest in self.ahead:
             self.ahead.remove(self.oldest)
             self.oldest += 1
 
     def state(self) -> dict[str, Any]:
-        """Return it as plain values, for a checkpoint."""
+        """Return the numbers as plain values, for a checkpoint."""
         return {"oldest": self.oldest, "ahead": sorted(self.ahead)}
 
 
-def room(*, batch: int, bound: int, version: int, steps: int, accepted: int, running: int) -> int:
-    """Count the groups that may be started at ``version``.
+def max_new_groups(*, batch: int, bound: int, version: int, steps: int, accepted: int, running: int) -> int:
+    """Return how many groups may be started at ``version``.
 
-    ``accepted``: groups that were trained, are trained now or wait for it, since version 0; ``running``: groups that
-    are sampled; ``steps``: of the whole run.
+    ``accepted``: groups since version 0 that were trained, are being trained or wait for training; ``running``: groups
+    that are being sampled; ``steps``: steps of the whole run.
     """
     return min(bound + version + 1, steps) * batch - (accepted + running)
 
 
-def may_step(*, batch: int, bound: int, version: int, running: Mapping[int, int], finished: Mapping[int, int]) -> bool:
-    """Return whether the oldest ``batch`` of the finished groups leave no deadline that cannot be met.
+def can_step(*, batch: int, bound: int, version: int, running: Mapping[int, int], finished: Mapping[int, int]) -> bool:
+    """Return whether all deadlines can be met after a step with the oldest ``batch`` finished groups.
 
-    ``running``, ``finished``: how many groups there are by the version of their oldest token.
+    ``running``, ``finished``: version of the oldest token → number of groups.
     """
     waiting, done = 0, 0
     for left, oldest in enumerate(range(version - bound, version)):
@@ -67,10 +67,10 @@ def may_step(*, batch: int, bound: int, version: int, running: Mapping[int, int]
     return True
 
 
-def token_lags(spans: Spans, lengths: Sequence[int], version: int, width: int) -> Tensor:
-    """Return [B, T] int32, right-aligned: training version minus that of the weights that sampled each token.
+def token_staleness(spans: Spans, lengths: Sequence[int], version: int, width: int) -> Tensor:
+    """Return the staleness of each token, [B, T] int32, right-aligned: ``version`` minus its sampling version.
 
-    It is -1 on tokens that were not sampled, or by a version without a number. ``lengths``: response tokens of each
+    It is -1 for tokens that were not sampled or whose version is not a number. ``lengths``: response tokens of each
     row; ``width``: T.
     """
     lags = torch.full((len(lengths), width), -1, dtype=torch.int32)
@@ -82,10 +82,13 @@ def token_lags(spans: Spans, lengths: Sequence[int], version: int, width: int) -
     return lags
 
 
-def lag_metrics(batch: TrainingBatch, lags: Tensor, bound: int) -> dict[str, float]:
-    """Return, over the tokens that are trained on, ``async/…``: ``token_lag_mean`` and ``token_lag_<k>`` (share of the
-    tokens that are k steps old), ``logprob_diff_lag_<k>`` (nats: their mean |log-prob before the update − of the
-    engine|, where both are known), and ``mixed_rows`` (share of the rows that several versions sampled)."""
+def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int) -> dict[str, float]:
+    """Return ``async/…`` metrics over the trained tokens; ``lags``: of :func:`token_staleness`.
+
+    ``token_lag_mean``; ``token_lag_<k>``: share of the tokens that are k steps old; ``logprob_diff_lag_<k>``: their
+    mean |trainer − engine| log-prob before the update, in nats, if both are known; ``mixed_rows``: share of the rows
+    that several versions sampled.
+    """
     trained = (batch.loss_mask > 0) & (lags >= 0)
     if not trained.any():
         return {}
@@ -96,22 +99,23 @@ def lag_metrics(batch: TrainingBatch, lags: Tensor, bound: int) -> dict[str, flo
         "async/token_lag_mean": lags[trained].double().mean().item(),
         "async/mixed_rows": (least < most)[rows].double().mean().item(),
     }
-    gap = None
+    mismatch = None
     if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
-        gap = (batch.old_logprobs - batch.rollout_logprobs).abs().double()
+        mismatch = (batch.old_logprobs - batch.rollout_logprobs).abs().double()
     for lag in range(bound + 1):
         here = trained & (lags == lag)
         found[f"async/token_lag_{lag}"] = (here.sum() / trained.sum()).item()
-        if gap is not None and here.any():
-            found[f"async/logprob_diff_lag_{lag}"] = gap[here].mean().item()
+        if mismatch is not None and here.any():
+            found[f"async/logprob_diff_lag_{lag}"] = mismatch[here].mean().item()
     return found
 
 
 class Concurrency:
-    """A limit that follows what engines have places for: a request that waits for one only makes its group older.
+    """A limit on concurrent groups that follows the engines' free request slots: a group only gets older while its
+    requests wait for a slot.
 
-    ``most``: the limit never exceeds it; ``free``: counts the places that engines have left, negative where requests
-    wait; None: the limit stays at ``most``. ``samples``: requests of a group.
+    ``most``: maximum of the limit; ``free``: returns the number of free slots, negative if requests wait, None for a
+    constant limit of ``most``; ``samples``: requests per group.
     """
 
     def __init__(self, most: int, free: Callable[[], int] | None = None, samples: int = 1) -> None:
@@ -119,19 +123,19 @@ class Concurrency:
         self.limit = most
 
     def start(self) -> None:
-        """Begin with as many groups as there are places for."""
+        """Set the limit to the groups that the free slots can serve."""
         if self.free is not None:
             self.limit = self._within(self.free() // self.samples)
 
     def measure(self, running: int) -> None:
-        """Look at the places as a group is done and ``running`` are left: one group less while requests wait, one more
-        where the limit kept a whole one from being there."""
+        """Adjust the limit after a group has finished and ``running`` are left: lower it by one while requests wait,
+        raise it by one if a whole group would fit and only the limit prevents it."""
         if self.free is None:
             return
         free = self.free()
         if free < 0:
             self.limit = self._within(min(self.limit, running + 1) - 1)
-        elif free > self.samples and running + 1 >= self.limit:  # more than what the group has just left
+        elif free > self.samples and running + 1 >= self.limit:  # more than the slots of the finished group
             self.limit = self._within(self.limit + 1)
 
     def _within(self, limit: int) -> int:

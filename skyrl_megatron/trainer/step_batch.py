@@ -1,4 +1,4 @@
-"""The batch of a step: rewards per token, rows without a learning signal masked, and the step's metrics."""
+"""The batch of a step: token rewards, masks of rows without a learning signal, and the metrics of the step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.advantages import varied_rows
-from skyrl_megatron.algorithms.metrics import GAP, gap_metrics, metric_values
+from skyrl_megatron.algorithms.advantages import rows_with_variance
+from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.schema.algorithm import correction_enabled
@@ -25,8 +25,8 @@ from skyrl_megatron.types import TrainingBatch
 def reward_metrics(
     output: GeneratorOutput, uids: Sequence[str], samples: int, adapters: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return ``reward/…`` over the prompts, with ``samples`` responses each, and what the generator measured.
-    ``adapters``: of each row, where they have names: their own come as ``adapter/<name>/…`` too."""
+    """Return ``reward/…`` over the prompts, with ``samples`` responses each, and the metrics of the generator.
+    ``adapters``: the adapter name of each row, [] without named adapters; each gets ``adapter/<name>/…`` as well."""
     metrics = _reward_metrics("reward", output, uids, samples)
     for name in dict.fromkeys(adapters):
         rows = [row for row, adapter in enumerate(adapters) if adapter == name]
@@ -58,27 +58,27 @@ def zero_variance(output: GeneratorOutput, uids: Sequence[str]) -> float | None:
 
 
 def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Return moments of |log-prob of the trainer − of the engine|, nats, over the tokens trained on; {} without the
-    engine's."""
+    """Return statistics of the log-prob mismatch |trainer − engine|, in nats, over the trained tokens; {} if the
+    engine returned no log-probs."""
     if batch.rollout_logprobs is None or batch.old_logprobs is None:
         return {}
-    found = metric_values(gap_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
+    found = metric_values(mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
     return {f"policy/{name}": value for name, value in found.items()}
 
 
 def sequence_lengths(output: GeneratorOutput) -> np.ndarray:
-    """Return the tokens of each row's prompt and response, [B] int."""
+    """Return the number of prompt and response tokens of each row, [B] int64."""
     pairs = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
     return np.asarray([len(prompt) + len(response) for prompt, response in pairs], dtype=np.int64)
 
 
 def route_bytes(batch: TrainingBatch) -> int:
-    """Return the bytes that the routes of a batch take."""
+    """Return the bytes of the recorded routing of a batch."""
     return sum(routes.nbytes for routes in batch.rollout_routes if routes is not None)
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Return means of the advantages over the tokens trained on, and of the rewards behind them."""
+    """Return means of the advantages over the trained tokens, and the mean reward."""
     assert batch.advantages is not None and batch.rewards is not None
     advantages = batch.advantages[batch.loss_mask > 0]
     return {
@@ -89,8 +89,10 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def value_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Return the share of the returns' variance that the values before the update explain, over the tokens trained on:
-    1 of a perfect critic, 0 of one that says the mean, negative of a worse one."""
+    """Return the share of the returns' variance that the values before the update explain, over the trained tokens.
+
+    It is 1 for a perfect critic, 0 for one that predicts the mean, and negative for a worse one.
+    """
     assert batch.values is not None and batch.returns is not None
     taken = batch.loss_mask > 0
     values, returns = batch.values[taken], batch.returns[taken]
@@ -101,13 +103,16 @@ def value_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return ``policy/…`` or ``critic/…`` of a step, and ``adapter/<name>/…`` of named adapters: means over its
-    optimizer steps; of extremes the extreme, of the rate the last, of the gap to the engine the first: later ones are
-    of other weights."""
+    """Return ``policy/…`` or ``critic/…`` of a step, and ``adapter/<name>/…`` of named adapters.
+
+    A metric is the mean over the optimizer steps, with these exceptions: minima and maxima stay extremes, the learning
+    rate is the last one, ``skipped`` is a sum, and the log-prob mismatch to the engine is that of the first optimizer
+    step, because the later ones use other weights than the engine.
+    """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
-        if GAP in name:
+        if MISMATCH in name:
             value = values[0]
         elif name.endswith("_min"):
             value = min(values)
@@ -124,57 +129,57 @@ def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict
     return metrics
 
 
-class Lessons:
-    """Warns of the first step of each kind that teaches nothing."""
+class LearningSignal:
+    """Warns of batches without a learning signal, once for each reason."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self, step: int, batch: TrainingBatch) -> None:
-        """Look at the batch of ``step``, whose advantages have been computed."""
-        if (found := nothing_taught(batch)) is not None:
+        """Check the batch of ``step``, whose advantages have been computed."""
+        if (found := missing_signal(batch)) is not None:
             kind, why = found
-            self._warn(kind, f"step {step} teaches nothing of its rewards: {why}")
+            self._warn(kind, f"step {step} learns nothing from its rewards: {why}")
 
     def filtered(self, step: int, batches: int) -> None:
-        """Note that dynamic sampling has asked for another batch of prompts, after ``batches`` of them."""
+        """Warn if dynamic sampling needs another batch of prompts after ``batches`` of them."""
         if batches >= 3:
             self._warn(
                 "filtered",
-                f"step {step}: {batches} batches of prompts did not fill one step, because dynamic sampling leaves "
-                "out prompts whose samples got the same reward. Take other prompts or more samples of each "
-                "(generator.n_samples_per_prompt); trainer.algorithm.dynamic_sampling.max_sample_batches is the limit",
+                f"step {step}: {batches} batches of prompts did not fill one step, because dynamic sampling removes "
+                "prompts whose samples all got the same reward. Use other prompts, or raise "
+                "generator.n_samples_per_prompt; trainer.algorithm.dynamic_sampling.max_sample_batches is the limit",
             )
 
     def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(text, SkyRLMegatronWarning, stacklevel=4)
 
 
-def nothing_taught(batch: TrainingBatch) -> tuple[str, str] | None:
-    """Return (kind, reason) when no trained token has an advantage other than 0; None where one has."""
+def missing_signal(batch: TrainingBatch) -> tuple[str, str] | None:
+    """Return (kind, reason) if all trained tokens have advantage 0, otherwise None."""
     assert batch.advantages is not None and batch.rewards is not None
     if not (batch.loss_mask > 0).any():
-        return "masked", "all of its tokens are masked (samples that failed, were cut off, or were not finite)"
+        return "masked", "all of its tokens are masked, because the samples failed, were truncated, or were not finite"
     if torch.any((batch.advantages != 0) & (batch.loss_mask > 0)):
         return None
     scores = (batch.rewards * batch.response_mask).sum(dim=1)
     if scores.max() == scores.min():
-        return "equal", f"all {len(scores)} samples got reward {scores[0].item():g}. Look at the environment's reward"
+        return "equal", f"all {len(scores)} samples got reward {scores[0].item():g}. Check the environment's reward"
     groups: dict[str, set[float]] = {}
     for uid, score in zip(batch.uids, scores.tolist(), strict=True):
         groups.setdefault(uid, set()).add(score)
     if all(len(each) == 1 for each in groups.values()):
         return "groups", (
-            "the samples of each prompt got the same reward, so that none is better than another. Take prompts that "
-            "are neither too easy nor too hard, or more samples of each (generator.n_samples_per_prompt)"
+            "the samples of each prompt got the same reward, so none is better than another. Use prompts that are "
+            "neither too easy nor too hard, or raise generator.n_samples_per_prompt"
         )
-    return "advantages", "every advantage is 0 although rewards differ. Look at trainer.algorithm.advantage_estimator"
+    return "advantages", "every advantage is 0 although rewards differ. Check trainer.algorithm.advantage_estimator"
 
 
 def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
-    """Return ``output`` with a reward for each token: a row's single reward stands on its last token."""
+    """Return ``output`` with a reward for each token. A single reward of a row is put on its last token."""
     given: Sequence[float | list[float]] = output["rewards"]
     rewards = [
         reward if isinstance(reward, list) else [*[0.0] * (len(response) - 1), float(reward)][: len(response)]
@@ -183,11 +188,11 @@ def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
     return {**output, "rewards": rewards}
 
 
-def mask_groups_without_variety(batch: TrainingBatch) -> float:
-    """Mask the rows of prompts whose rewards are all equal, unless that leaves nothing; return how many there are."""
+def mask_zero_variance_groups(batch: TrainingBatch) -> float:
+    """Mask the rows of prompts whose rewards are all equal, unless that masks everything; return their number."""
     assert batch.rewards is not None
     scores = (batch.rewards * batch.response_mask).sum(dim=1)
-    varied = varied_rows(scores, batch.uids, batch.loss_mask)
+    varied = rows_with_variance(scores, batch.uids, batch.loss_mask)
     if (batch.loss_mask * varied[:, None]).any():
         batch.loss_mask *= varied[:, None]
     return float((~varied).sum())
@@ -196,8 +201,11 @@ def mask_groups_without_variety(batch: TrainingBatch) -> float:
 def for_each_adapter(
     batch: TrainingBatch, names: Sequence[str], change: Callable[[TrainingBatch], dict[str, float]]
 ) -> dict[str, float]:
-    """Let ``change`` set tensors of the rows of each adapter, and put them into ``batch``. Returns the sums of what it
-    counts; of named adapters also mean reward and advantage, as ``adapter/<name>/…``."""
+    """Apply ``change``, which sets tensors of a batch, to the rows of each adapter.
+
+    Returns the sums of the counts that ``change`` returns, and for named adapters the mean reward and advantage as
+    ``adapter/<name>/…``.
+    """
     if not batch.adapters:
         return change(batch)
     found: dict[str, float] = {}
@@ -218,11 +226,11 @@ def for_each_adapter(
     return found
 
 
-def training_pass_is_enough(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool:
-    """Return whether the log-probs before the update are, exactly, those of the training pass.
+def training_logprobs_suffice(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool:
+    """Return whether the training pass itself can compute the log-probs before the update.
 
-    One optimizer step is taken on the whole batch, nothing but a built-in loss reads them, and nothing in the training
-    pass is random. An off-policy correction, the KL or a teacher in the rewards read them before it.
+    This holds if one optimizer step uses the whole batch, only a built-in loss reads these log-probs, and nothing in
+    the training pass is random. An off-policy correction and a KL or teacher term in the rewards need them earlier.
     """
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
     objective = PolicyObjective(algorithm)

@@ -1,4 +1,4 @@
-"""When a run ends: at its last step, at a signal, or because there is nothing left to do."""
+"""When a run ends: at its last step, after a signal, or at once if nothing is left to do."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Interrupted):
-    """The run was asked to end, and ended after its last complete step, which it prints."""
+    """The run was asked to stop and has stopped after a complete step, which it has reported."""
 
     reported = True
 
 
 class StopSignal:
-    """Handlers of the three signals for the time of ``with``; outside the main thread, :meth:`request` alone.
+    """Handles the three stop signals within ``with``. Outside the main thread only :meth:`request` stops the run.
 
-    ``waits``: whether there is something to lose, so that the first signal only asks; else it ends the run at once.
+    ``waits``: whether a step could be lost. Then the first signal only requests a stop; otherwise it ends the run.
     """
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class StopSignal:
         if self.requested or not self.waits:
             before = self._before.get(number)
             if callable(before) and before is not signal.default_int_handler:
-                before(number, frame)  # the command's, which then has a deadline
+                before(number, frame)  # the handler of the command, which sets a deadline
                 return
             raise Interrupted(number)
         self._number = number
         self.request()
 
     def request(self) -> None:
-        """Ask the run to end, from any thread."""
+        """Request a stop, from any thread."""
         self.requested = True
         if self._work is not None:
             loop, task = self._work
@@ -71,7 +71,7 @@ class StopSignal:
 
     @contextmanager
     def cancelling(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Let a request cancel ``task`` of ``loop`` while the block runs."""
+        """Within the block, a stop request cancels ``task`` of ``loop``."""
         self._work = loop, task
         try:
             yield
@@ -79,12 +79,12 @@ class StopSignal:
             self._work = None
 
     def check(self) -> None:
-        """Raise StopRequested when a stop was requested before."""
+        """Raise StopRequested if a stop was requested."""
         if self.requested:
             raise self.stopped()
 
     def stopped(self) -> StopRequested:
-        """Return what to raise once the run has stopped, for the signal that asked."""
+        """Return the exception to raise once the run has stopped; it has the number of the signal."""
         return StopRequested(self._number)
 
 
@@ -99,11 +99,11 @@ class StepLimit:
     setting: str
     """``key=value``."""
     note: str = ""
-    """What the run says of it at its start: that a setting which asks for more steps has no effect."""
+    """Message at the start of the run if a setting for more steps has no effect."""
 
 
 def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
-    """Return the limit of a run whose training data make ``epoch_steps`` batches an epoch."""
+    """Return the last step of a run. ``epoch_steps``: batches of the training data per epoch."""
     epochs, most = cfg.trainer.epochs, cfg.trainer.max_training_steps
     steps = epoch_steps * epochs
     if most is not None and most <= steps:
@@ -116,39 +116,39 @@ def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
-    """What the command of a finished run asks for and the run has not made."""
+class RemainingWork:
+    """The outputs of a finished run that its command asks for and that do not exist yet."""
 
     step: int
     limit: StepLimit
     folder: str
     """The checkpoint of the last step."""
     log: bool
-    """The numbers of the last step are to be logged: the run was killed before."""
+    """Whether the metrics of the last step have to be logged: the run was killed before it logged them."""
     evaluation: bool
     exports: tuple[str, ...]
-    """Roles whose Hugging Face folder is missing."""
+    """Roles whose Hugging Face export is missing."""
 
     @property
     def nothing(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether nothing is left to do."""
         return not (self.log or self.evaluation or self.exports)
 
     def __str__(self) -> str:
         due = [f"export {' and '.join(self.exports)}"] if self.exports else []
         due += ["evaluate"] if self.evaluation else []
-        due += ["log its numbers"] if self.log else []
+        due += ["log its metrics"] if self.log else []
         left = f"left to do: {', '.join(due)}" if due else "nothing left to do"
-        at = f"the checkpoint of step {self.step} of {self.limit.steps} is there"
-        return f"{left}: {at}; {self.limit.setting} ends the run, raise it to continue"
+        at = f"the checkpoint of step {self.step} of {self.limit.steps} exists"
+        return f"{left}: {at}. {self.limit.setting} ends the run: raise it to continue"
 
 
-def leftover(cfg: SkyRLTrainConfig) -> Leftover | None:
-    """Return what is left to do of a run that has taken its last step; None while steps are left, or where only the
-    run itself can tell: no checkpoint, another batch size or seed, data files of other sizes.
+def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
+    """Return what is left to do for a run that has taken its last step.
 
-    Reads the checkpoint's manifest and position in the data, ``metrics.jsonl``, and whether exports are there. Starts
-    nothing and loads no data.
+    Returns None while steps are left, and where only the run itself can decide: no checkpoint, a different batch size
+    or seed, or data files of other sizes. Reads the checkpoint's manifest and data position and ``metrics.jsonl``, and
+    checks which exports exist. Starts nothing and loads no data.
     """
     found = resumed_checkpoint(cfg)
     if found is None:
@@ -168,7 +168,7 @@ def leftover(cfg: SkyRLTrainConfig) -> Leftover | None:
         return None
     own = [line for line in lines if line["step"] == found.step]
     evaluates = bool(cfg.data.val_data) and cfg.trainer.eval_interval > 0
-    return Leftover(
+    return RemainingWork(
         found.step,
         limit,
         found.folder,
@@ -186,7 +186,7 @@ def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
 
 
 def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the training files have the sizes that a checkpoint recorded. A resume compares contents."""
+    """Return whether the training files have the sizes in the checkpoint. Resuming compares their contents."""
     known = {(each["name"], each["bytes"]) for each in files}
     paths = [path for path in map(Path, cfg.data.train_data) if os.path.isfile(path)]
     return all((path.name, path.stat().st_size) in known for path in paths)

@@ -1,4 +1,4 @@
-"""The end of a run: ``curves.png``, and what was written where."""
+"""The end of a run: ``curves.png``, and the lines that report scores and files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ CURVES = (
     ("reward", ("reward/avg_raw_reward", "eval/all/avg_score")),
     ("loss", ("policy/final_loss", "policy/policy_kl")),
     ("gradient norm", ("policy/grad_norm",)),
-    ("seconds a step", ("timing/step", "timing/generate", "timing/policy_train", "timing/sync_weights")),
-    ("tokens a second", ("trainer/tokens_per_second",)),
+    ("seconds per step", ("timing/step", "timing/generate", "timing/policy_train", "timing/sync_weights")),
+    ("tokens per second", ("trainer/tokens_per_second",)),
     ("trainer − engine log-prob", ("policy/rollout_train_logprobs_abs_diff_max",)),
 )
-"""Panels and the metrics drawn in each, over the step; those of the warm-up over steps of its own."""
+"""Panels and the metrics of each, drawn over the step; metrics of the warm-up are drawn over its own steps."""
 
 
 def write_curves(folder: Path) -> Path:
-    """Draw ``curves.png`` into the run's ``folder`` and return it. Metrics that are missing are not drawn."""
+    """Draw ``curves.png`` into the run's ``folder`` and return its path."""
     return draw_curves(read_metrics(folder / METRICS_FILE), folder / "curves.png")
 
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw a panel for each entry of :data:`CURVES` that has numbers."""
+    """Draw a panel for each entry of :data:`CURVES` that has values, and return ``path``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,8 +52,8 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return path
 
 
-def last_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
-    """Return the scores of the first and the last evaluation, if there was any, and where the files of the run are."""
+def summary_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
+    """Return lines with the scores of the first and the last evaluation, if any, and the paths of the run's files."""
     folder, key = run_folder(cfg), "eval/all/avg_score"
     scores = [line[key] for line in read_metrics(folder / METRICS_FILE) if line.get(key) is not None]
     shown = [f"{score:.3f}" for score in scores]
@@ -64,7 +64,8 @@ def last_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list
         "report": folder / "report.html",
     }
     exported = export_folder(cfg.trainer.export_path, step)
-    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"  # an address stays one
+    # A Path would damage the address of an object store.
+    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"
     return [
         *([f"score: {score}"] if scores else []),
         *(f"{name}: {path}" for name, path in found.items() if path.exists()),

@@ -1,4 +1,4 @@
-"""What teachers say of a batch, each of its own rows, and what the policy learns from it."""
+"""Teachers: their log-probs for the rows of a batch, and the rewards for the policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Teachers:
-    """The teachers of a run. ``roles``: ranks of those that have some, by their keys among the run's roles."""
+    """The teachers of a run. ``roles``: the run's roles, with the ranks of the teachers that have ranks."""
 
     def __init__(self, cfg: SkyRLTrainConfig, roles: Mapping[str, WorkerGroup], loop: LoopThread) -> None:
         self.cfg, self.roles, self.loop, self.names = cfg, roles, loop, teacher_names(cfg)
@@ -33,13 +33,16 @@ class Teachers:
         self.k = settings.top_k if settings.loss_coef else 0
 
     def score(self, batch: TrainingBatch, names: list[str]) -> None:
-        """Add log-probs of the teachers, and of their likeliest tokens where the loss reads them. ``names``: of the
-        teacher of each row; []: all are the first's."""
+        """Set ``teacher_logprobs`` of ``batch``, and the teachers' top-k tokens if the loss uses them.
+
+        ``names``: the teacher of each row; if the list or a name is empty, the first teacher scores. Raises DataError
+        for an unknown name.
+        """
         out = torch.zeros(*batch.response_mask.shape, 1 + 2 * self.k)
         whose = np.asarray([name or self.names[0] for name in names or [""] * len(batch)])
         if unknown := set(whose.tolist()) - set(self.names):
             raise DataError(
-                f"a row's teacher {min(unknown)!r} is unknown; trainer.teacher.models has {', '.join(self.names)}"
+                f"the teacher {min(unknown)!r} of a row is unknown: trainer.teacher.models has {', '.join(self.names)}"
             )
         for name in self.names:
             rows = np.flatnonzero(whose == name)
@@ -77,13 +80,12 @@ class Teachers:
 
 
 def with_teacher_rewards(batch: TrainingBatch, algorithm: Any) -> dict[str, float]:
-    """Put ``reward_coef · (log p_teacher − log p_student)`` of each token into its reward, and return what was
-    measured.
+    """Add ``reward_coef · (log p_teacher − log p_student)`` of each token to its reward, and return the metrics.
 
-    With the estimator ``distillation`` the environment's rewards leave for it.
+    The estimator ``distillation`` replaces the environment's rewards instead.
     """
     assert batch.teacher_logprobs is not None and batch.old_logprobs is not None and batch.rewards is not None
-    gap, measured = teacher_rewards(batch.teacher_logprobs, batch.old_logprobs, batch.loss_mask)
-    rewards = algorithm.distillation.reward_coef * gap
+    difference, measured = teacher_rewards(batch.teacher_logprobs, batch.old_logprobs, batch.loss_mask)
+    rewards = algorithm.distillation.reward_coef * difference
     batch.rewards = rewards if algorithm.advantage_estimator == "distillation" else batch.rewards + rewards
     return {f"distillation/{name}": value for name, value in metric_values(measured).items()}

@@ -1,7 +1,7 @@
 """Log metrics to ``metrics.jsonl``, TensorBoard and the console, and to wandb, mlflow or swanlab.
 
-Each is told from a thread of its own, so that one that is slow or away holds up no step. A run that is continued goes
-on as the same run there: its id is in ``tracker.json`` in the run's folder.
+Each external tracker has its own thread, so that a slow or unreachable one delays no step. A resumed run continues the
+same run of the tracker: its id is stored in ``tracker.json`` in the run's folder.
 """
 
 from __future__ import annotations
@@ -31,57 +31,59 @@ if TYPE_CHECKING:
 
 ID_FILE = "tracker.json"
 COLUMNS = ("uid", "reward", "stop", "prompt", "response")
-"""Of a sample, in the order of :data:`ShownSample`."""
+"""Columns of a sample, in the order of :data:`ShownSample`."""
 type ShownSample = tuple[str, float | None, str, str, str]
 WAITING = 1000
-"""Steps and tables that wait for a tracker; more are left out."""
+"""Maximum number of steps and tables that wait for a tracker; with more, the tracker is given up."""
 FINISH_S = 60.0
-"""How long the end of a run waits for its tracker."""
+"""How long the end of a run waits for a tracker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """What is called of a tracker, from one thread."""
+class TrackerClient:
+    """The functions of a tracker that are called, from one thread."""
 
     run_id: str
     log: Callable[[dict[str, float], int], Any]
-    """Numbers of a step."""
+    """Takes the metrics of a step."""
     samples: Callable[[Sequence[ShownSample], int], Any]
     finish: Callable[[], Any]
 
 
-class NamedTracker:
-    """Gives a client what comes, in its order. One that fails or falls behind is warned of once, and gets no more."""
+class ExternalTracker:
+    """Passes metrics and samples to an external tracker, in order. A tracker that fails or is too slow causes one
+    warning and gets no more."""
 
-    def __init__(self, name: str, client: Client) -> None:
+    def __init__(self, name: str, client: TrackerClient) -> None:
         self.name, self._client, self._failed = name, client, False
         self._waiting: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        given = dict(metrics)
-        self._soon(lambda: self._client.log(given, step))
+        copied = dict(metrics)
+        self._enqueue(lambda: self._client.log(copied, step))
 
     def samples(self, rows: Sequence[ShownSample], step: int) -> None:
-        """Give it samples of a step, as a table."""
-        self._soon(lambda: self._client.samples(rows, step))
+        """Log samples of a step, as a table."""
+        self._enqueue(lambda: self._client.samples(rows, step))
 
     def finish(self) -> None:
-        """Write what waits, for a while at most, and end its run, in this thread: swanlab sets signal handlers."""
-        self._soon(None)
+        """Wait for the queue, at most :data:`FINISH_S`, and finish the tracker's run in the calling thread, because
+        swanlab sets signal handlers."""
+        self._enqueue(None)
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
-            self._fail(f"it was not done {FINISH_S:.0f} s after the run")
+            self._fail(f"it did not finish within {FINISH_S:.0f} s after the run")
         elif not self._failed:
             self._try(self._client.finish)
 
-    def _soon(self, call: Callable[[], Any] | None) -> None:
+    def _enqueue(self, call: Callable[[], Any] | None) -> None:
         if not self._failed:
             try:
                 self._waiting.put_nowait(call)
             except queue.Full:
-                self._fail(f"{WAITING} calls wait for it")
+                self._fail(f"it is too slow, {WAITING} calls wait for it")
 
     def _work(self) -> None:
         while not self._failed and (call := self._waiting.get()) is not None:
@@ -96,15 +98,15 @@ class NamedTracker:
     def _fail(self, why: str) -> None:
         if not self._failed:
             self._failed = True
-            said = f"trainer.logger={self.name} failed and gets no more numbers: {why}; metrics.jsonl has them all"
-            warnings.warn(said, SkyRLMegatronWarning, stacklevel=2)
+            text = f"trainer.logger={self.name} failed and gets no more metrics: {why}; metrics.jsonl has all of them"
+            warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)
 
 
-def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[NamedTracker]:
-    """Return the trackers of ``trainer.logger``. ``resumed``: the run continues from a checkpoint, and so does what is
-    there already.
+def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[ExternalTracker]:
+    """Return the trackers of ``trainer.logger``. ``resumed``: the run continues from a checkpoint, and so do the runs
+    of its trackers.
 
-    Raises LaunchError when the package of one is not installed or it refuses to start.
+    Raises LaunchError if the package of a tracker is not installed or the tracker does not start.
     """
     path = run_folder(cfg) / ID_FILE
     known, ids = _known_ids(path) if resumed else {}, dict[str, str]()
@@ -119,10 +121,10 @@ def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[Name
             ) from error
         except Exception as error:
             raise LaunchError(
-                f"trainer.logger={name} did not start: {error}; or set trainer.logger=tensorboard"
+                f"trainer.logger={name} did not start: {error}. Fix this, or set trainer.logger=tensorboard"
             ) from error
         ids[name] = client.run_id
-        started.append(NamedTracker(name, client))
+        started.append(ExternalTracker(name, client))
     if ids:
         path.parent.mkdir(parents=True, exist_ok=True)
         (name, of_first), *others = ids.items()
@@ -131,7 +133,7 @@ def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[Name
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Return tracker → the id that it gave the run; {} where there is none that can be read."""
+    """Return tracker → its id of the run; {} if the file is missing or cannot be read."""
     try:
         known = json.loads(path.read_text())
         return {str(known["tracker"]): str(known["id"]), **known.get("others", {})}
@@ -139,9 +141,9 @@ def _known_ids(path: Path) -> dict[str, str]:
         return {}
 
 
-def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:
-    """Let its own steps count lines, as they never go back; charts are over ``trainer/global_step``, which a run that
-    was resumed takes up again."""
+def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> TrackerClient:
+    """Start wandb. Its own step only counts lines, because it cannot decrease. Charts use ``trainer/global_step``,
+    which repeats steps after a resume."""
     import wandb
 
     folder = os.environ.get("WANDB_DIR") or str(run_folder(cfg))
@@ -163,11 +165,11 @@ def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:
         table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
         running.log({"samples": table, "trainer/global_step": step}, commit=False)
 
-    return Client(running.id, log, samples, running.finish)
+    return TrackerClient(running.id, log, samples, running.finish)
 
 
-def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
-    """Use the client with an explicit run: the module's active one belongs to a thread."""
+def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> TrackerClient:
+    """Start mlflow, with a client and an explicit run, because the active run of the module belongs to a thread."""
     import time
 
     from mlflow import MlflowClient
@@ -179,14 +181,14 @@ def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
     if known is not None:
         try:
             client.update_run(known, status="RUNNING")
-        except MlflowException:  # of another store, or deleted there
+        except MlflowException:  # the run is in another store, or was deleted
             run_id = None
     if run_id is None:
         found = client.get_experiment_by_name(project)
         experiment = client.create_experiment(project) if found is None else found.experiment_id
         run_id = client.create_run(experiment, run_name=cfg.trainer.run_name).info.run_id
         params = [Param(key, text[:500]) for key, text in _flat("", get_config_as_dict(cfg)) if text]
-        for first in range(0, len(params), 100):  # which is what a call may have
+        for first in range(0, len(params), 100):  # the limit of a call
             client.log_batch(run_id, params=params[first : first + 100])
     client.log_text(run_id, get_config_as_yaml_str(cfg), "config.yaml")
 
@@ -198,11 +200,11 @@ def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
         columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
         client.log_table(run_id, columns, f"samples/step_{step}.json")
 
-    return Client(run_id, log, samples, lambda: client.set_terminated(run_id))
+    return TrackerClient(run_id, log, samples, lambda: client.set_terminated(run_id))
 
 
-def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> Client:
-    """Give samples as texts with captions: it has no tables."""
+def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> TrackerClient:
+    """Start swanlab. It has no tables, so samples are texts with captions."""
     import swanlab
 
     folder = None if "SWANLAB_LOGDIR" in os.environ or "SWANLAB_LOG_DIR" in os.environ else run_folder(cfg) / "swanlog"
@@ -223,15 +225,15 @@ def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> Client:
         ]
         running.log({"samples": texts}, step=step)
 
-    return Client(running.id, lambda metrics, step: running.log(metrics, step=step), samples, running.finish)
+    return TrackerClient(running.id, lambda metrics, step: running.log(metrics, step=step), samples, running.finish)
 
 
-CLIENTS: Mapping[str, Callable[[SkyRLTrainConfig, str | None], Client]] = {
+CLIENTS: Mapping[str, Callable[[SkyRLTrainConfig, str | None], TrackerClient]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
     "swanlab": _swanlab,
 }
-"""``trainer.logger`` → what starts it, with the id of the run that it goes on with."""
+"""``trainer.logger`` → the function that starts it; the second argument is the id of the run to continue."""
 
 
 def _flat(key: str, value: Any) -> list[tuple[str, str]]:
@@ -244,30 +246,30 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricSink(Protocol):
-    """One place that numbers go to."""
+    """A destination of metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the numbers of a step."""
+        """Log the metrics of a step."""
 
     def finish(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
 
 
 class JsonLines:
-    """A JSON object for each step, on disk at once. ``after``: the step that the run continues from; lines of later
-    steps are dropped, and those that are none. Numbers that are not finite become null."""
+    """Writes a JSON object per step, flushed at once. ``after``: the step from which the run continues; lines of later
+    steps and damaged lines are dropped. Numbers that are not finite become null."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         kept = [] if after is None else [line for line in read_metrics(path) if line["step"] <= after]
         self.steps = {line["step"] for line in kept}
-        """Steps that an earlier run logged."""
+        """Steps that an earlier process logged."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.new")  # what was logged stays until all that is kept is written again
-        self._file = beside.open("w")
+        unfinished = path.with_name(f"{path.name}.new")  # the old file stays until all lines are copied
+        self._file = unfinished.open("w")
         for line in kept:
             self._write(line)
         os.fsync(self._file.fileno())
-        os.replace(beside, path)
+        os.replace(unfinished, path)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
@@ -282,8 +284,8 @@ class JsonLines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``, without those that are none: the last one, where a run was killed as it
-    wrote it, and any that was damaged, of which a SkyRLMegatronWarning tells."""
+    """Return the lines of a ``metrics.jsonl``, without an incomplete last line, which a killed run leaves, and without
+    damaged lines, which cause a SkyRLMegatronWarning."""
     texts = path.read_bytes().splitlines() if path.is_file() else []
     lines = []
     for number, text in enumerate(texts, 1):
@@ -292,7 +294,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             line["step"] + 0
         except (ValueError, TypeError, KeyError):
             if number < len(texts):
-                message = f"{path}: line {number} is damaged and left out"
+                message = f"{path}: line {number} is damaged and ignored"
                 warnings.warn(message, SkyRLMegatronWarning, stacklevel=2)
         else:
             lines.append(line)
@@ -300,13 +302,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers, without those that have none."""
+    """Return the metrics as floats, without those that are None."""
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 class TensorBoard:
-    """Event files that ``tensorboard --logdir`` shows: an event for each step, with all its numbers. ``after``: as in
-    :class:`JsonLines`; TensorBoard is told to forget later steps."""
+    """Writes TensorBoard event files, one event with all metrics per step. ``after``: as in :class:`JsonLines`; a
+    ``SessionLog`` event makes TensorBoard discard later steps."""
 
     def __init__(self, folder: Path, after: int | None) -> None:
         from torch.utils.tensorboard.writer import FileWriter
@@ -337,7 +339,7 @@ def _prometheus(cfg: SkyRLTrainConfig) -> PrometheusEndpoint | None:
 
 
 class Tracking:
-    """All sinks of a run as one. :meth:`open` comes once the step that the run continues from is known."""
+    """All metric sinks of a run. Call :meth:`open` once the step from which the run continues is known."""
 
     def __init__(self, cfg: SkyRLTrainConfig) -> None:
         self.cfg, self.folder = cfg, run_folder(cfg)
@@ -347,8 +349,8 @@ class Tracking:
         self.sinks: list[MetricSink] = []
 
     def open(self, *, total_steps: int, resumed_from: int | None = None) -> bool:
-        """Start to take numbers, and return whether those of step ``resumed_from`` were taken before; numbers of later
-        steps are of a run that came to nothing. Called again when the run goes back to an earlier step."""
+        """Open the sinks, and return whether step ``resumed_from`` is logged already. Metrics of later steps are
+        discarded. Call it again when the run returns to an earlier step."""
         after = resumed_from
         for sink in self.sinks[:2]:
             sink.finish()
@@ -363,23 +365,23 @@ class Tracking:
         return resumed_from in lines.steps
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Give the numbers of a step, by name, to every sink."""
+        """Log the metrics of a step to every sink."""
         metrics = as_numbers(data)
         for sink in (*self.sinks, self.console):
             sink.log(metrics, step)
 
     @property
     def takes_samples(self) -> bool:
-        """Whether some sink takes samples, so that their texts are worth making."""
+        """Whether a sink takes samples, so that their texts have to be decoded."""
         return bool(self._named)
 
     def samples(self, rows: Sequence[ShownSample], step: int) -> None:
-        """Give samples of a step to the sinks that take them."""
+        """Log samples of a step to the sinks that take them."""
         for tracker in self._named:
             tracker.samples(rows, step)
 
     def say(self, text: str) -> None:
-        """Write a line for people."""
+        """Write a line to the terminal and ``console.log``."""
         self.console.say(text)
 
     def finish(self) -> None:

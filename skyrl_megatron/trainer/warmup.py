@@ -1,8 +1,7 @@
-"""A warm-up before the RL steps: known answers are imitated until the policy is right now and then.
+"""A warm-up before the RL steps: supervised steps on known answers, until some samples are right.
 
-Group-relative advantages teach nothing while every sample of a prompt is wrong. The warm-up runs through the same
-ranks and the same objective as training, with the policy loss ``cross_entropy``, and is logged as a phase of its own
-(``warmup/…``, at step 0).
+Group-relative advantages are 0 while every sample of a prompt is wrong. The warm-up uses the same ranks and the same
+objective as training, with the policy loss ``cross_entropy``. It is logged as ``warmup/…``, at step 0.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from skyrl_megatron.types import TrainingBatch
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """How long and how fast."""
+    """Duration and learning rates of the warm-up."""
 
-    enough: float = 0.24
-    """Held-out score (greedy) at which the warm-up ends …"""
-    too_much: float = 0.3
-    """… and which it must not exceed: the rest is for the RL steps to learn."""
+    min_score: float = 0.24
+    """Held-out score (greedy) at which the warm-up ends."""
+    max_score: float = 0.3
+    """Held-out score that it must not exceed, so that the RL steps have something to learn."""
     lr: float = 1e-3
-    promising: float = 0.9
-    """Loss at which the score is about to rise, nats a token; only from there on is it measured."""
+    eval_loss: float = 0.9
+    """Loss in nats per token from which on the score is measured, because it rises soon."""
     fine_lr: float = 2e-4
-    """Learning rate from there on. The score moves by 0.05 from one measurement to the next with ``lr``."""
+    """Learning rate from then on. With ``lr``, the score changes by 0.05 between two measurements."""
     rows: int = 256
     """Answers per optimizer step."""
     eval_interval: int = 2
@@ -45,57 +44,57 @@ class WarmedUpTrainer(RayPPOTrainer):
     warm_up_plan = WarmUp()
 
     def before_training(self) -> None:
-        """Warm up, then evaluate as every trainer does."""
+        """Warm up, then evaluate as usual."""
         if self.global_step == 0:
             with self.phases("warm_up"):
                 self.warm_up(self.warm_up_plan)
         super().before_training()
 
     def warm_up(self, plan: WarmUp) -> None:
-        """Imitate until the held-out score is ``plan.enough``. Raises AlgorithmError when it never is, or jumps past
-        ``plan.too_much``."""
+        """Train on known answers until the held-out score is ``plan.min_score``. Raises AlgorithmError if it does not
+        get there in ``plan.max_steps``, or exceeds ``plan.max_score``."""
         rng = random.Random(self.cfg.trainer.seed)
         self.policy.restart_schedule(lr=plan.lr)
         score, fine = 0.0, False
         for step in range(1, plan.max_steps + 1):
             self.stop.check()
             self.begin_training()
-            sharded = self.policy.dispatch(self.answers(rng, plan.rows))
+            sharded = self.policy.dispatch(self.answer_batch(rng, plan.rows))
             result = self.policy.train_mini_batch(sharded, policy_loss_type="cross_entropy", use_kl_loss=False)
-            if not fine and result["policy_loss"] <= plan.promising:
+            if not fine and result["policy_loss"] <= plan.eval_loss:
                 fine = True
                 self.policy.restart_schedule(lr=plan.fine_lr)
             if not fine or step % plan.eval_interval:
                 continue
             self.sync_weights()
-            score = self.measured_score()
+            score = self.evaluation_score()
             measured = {"step": step, "loss": result["policy_loss"], "grad_norm": result["grad_norm"], "score": score}
             self.tracker.log({f"warmup/{name}": value for name, value in measured.items()}, 0)
-            if score >= plan.enough:
+            if score >= plan.min_score:
                 break
         else:
             raise AlgorithmError(f"warm-up: held-out score {score:.3f} after {plan.max_steps} steps: raise WarmUp.lr")
-        if score > plan.too_much:
+        if score > plan.max_score:
             raise AlgorithmError(
-                f"warm-up: held-out score jumped to {score:.3f}, past {plan.too_much}: "
+                f"warm-up: held-out score rose to {score:.3f}, above WarmUp.max_score={plan.max_score}: "
                 "choose another trainer.seed, or lower WarmUp.fine_lr"
             )
-        self.start_up.done(f"warm-up: {step} steps of imitation, held-out score {score:.3f}")
+        self.start_up.done(f"warm-up: {step} supervised steps, held-out score {score:.3f}")
         self.policy.restart_schedule(total_steps=self.updates)
         self.metrics = {}
 
-    def measured_score(self) -> float:
-        """Return the mean score on the evaluation data; without any, on the training prompts."""
+    def evaluation_score(self) -> float:
+        """Return the mean score on the evaluation data, or on the training prompts if there is none."""
         if self.eval_dataset is None:
             self.eval_dataset = self.train_dataset
             try:
-                return self.measured_score()
+                return self.evaluation_score()
             finally:
                 self.eval_dataset = None
         return float(self.eval()["eval/all/avg_score"])
 
-    def answers(self, rng: random.Random, rows: int) -> TrainingBatch:
-        """Return random training prompts with their known answers as responses."""
+    def answer_batch(self, rng: random.Random, rows: int) -> TrainingBatch:
+        """Return a batch of random training prompts with their known answers as responses."""
         drawn = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
         picked = self.train_dataset.collate_fn(drawn)
         chat: Any = self.generator.chat
@@ -110,20 +109,21 @@ class WarmedUpTrainer(RayPPOTrainer):
 
 
 class WarmedUpAsyncTrainer(WarmedUpTrainer, FullyAsyncRayPPOTrainer):
-    """A trainer that warms up before its rollouts run ahead.
+    """An asynchronous trainer that warms up first.
 
-    The optimizer's moments stay as the warm-up left them. With new ones the same learning rate is too high: the first
-    steps of RL are larger, and the policy gives up half of the problems (benchmarks/RESULTS.md)."""
+    It keeps the optimizer's moments of the warm-up. With new ones the same learning rate is too high: the first RL
+    steps are larger, and the policy unlearns half of the problems (benchmarks/RESULTS.md).
+    """
 
 
-class WarmUpAlone(WarmedUpTrainer):
-    """A trainer that warms up, exports what it has, and ends."""
+class WarmUpOnlyTrainer(WarmedUpTrainer):
+    """A trainer that warms up, exports the model, and ends."""
 
     def before_training(self) -> None:
-        """Warm up; the run that goes on from the export evaluates."""
+        """Warm up. The run that starts from the export evaluates."""
         with self.phases("warm_up"):
             self.warm_up(self.warm_up_plan)
 
     def train_steps(self) -> None:
-        """Export in place of any step."""
+        """Export instead of training."""
         self.save_models()

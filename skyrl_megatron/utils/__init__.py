@@ -1,4 +1,4 @@
-"""Names for scripts written for SkyRL; nothing lives here."""
+"""Re-exports for scripts written for SkyRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for scripts written for SkyRL; everything lives in ``skyrl_megatron.algorithms``."""
+"""Re-exports of ``skyrl_megatron.algorithms`` for scripts written for SkyRL."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Names for scripts written for SkyRL that import them from ``utils.utils``; nothing lives here."""
+"""Re-exports for scripts written for SkyRL that import from ``utils.utils``."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""The adapters of a Megatron model as a source of tensors for engines that hold the base: the factors alone.
+"""The factors of a Megatron model's adapters as a source of tensors, for engines that hold the base weights.
 
-They are sent from where the optimizer keeps them. Which rows of which rank's share make up a factor follows from the
-map that it stands beside, as for the map's own weight (``megatron_source.py``); nothing is gathered first.
+Factors are sent from the optimizer's memory. Which rows of which rank's shard make up a factor follows from the layer
+that the adapter is attached to, as for the layer's weight (``megatron_source.py``). Nothing is gathered first.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from skyrl_megatron.weight_sync.megatron_source import (
     QuantisedWeightSource,
     ranges_in_shards,
 )
-from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
+from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, WeightSource, as_rows, dtype_name, memory_id
 
 
 class AdapterSource:
     """The factors that a rank holds of one or several ``adapters`` (by name), named as in ``adapter_tensors.py``: one
     adapter after the other, each in module order.
 
-    Of the ranks that hold shares or copies of a factor, the first of the first replica sends it, where it goes to all
-    workers. What products are multiplied by is in the ``lora_B`` that are sent: copies, made anew by :meth:`refresh`.
+    Without a reshard plan, of the ranks that hold shards or copies of a factor the first rank of the first replica
+    sends it. The scale of an adapter is multiplied into the ``lora_B`` that is sent: a copy that :meth:`refresh`
+    fills.
     """
 
     def __init__(self, adapters: Mapping[str, Adapters], groups: ProcessGroups) -> None:
         self.adapters, self.groups = dict(adapters), groups
         self.chosen: Sequence[str] = tuple(adapters)
-        """The adapters that are sent, and listed in :meth:`shards`: the same ones on all ranks."""
+        """The adapters that are sent and listed in :meth:`shards`; equal on all ranks."""
         self._scaled: dict[torch.nn.Parameter, Tensor] = {}
-        """What is sent instead of a factor."""
+        """Factor → its scaled copy, which is sent instead."""
 
     def metadata(self) -> Sequence[TensorMeta]:
         return [shard.meta for shard in self.shards() if shard.rank == 0]
@@ -52,13 +53,13 @@ class AdapterSource:
     def shards(self) -> Sequence[TensorShard]:
         return [shard for factor, shard in self._all(self.chosen) if self._takes_part(factor)]
 
-    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
-        """List what this rank holds of all adapters, see ``WeightSource``."""
+    def local_shards(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """List the shards of all adapters that this rank holds, see ``WeightSource``."""
         found = list(self._all(self.adapters))
         ranks = [0 if shard.group is None else self._groups(factor)[0].rank() for factor, shard in found]
         return [shard for _, shard in found], ranks
 
-    def travels(self, adapter: str) -> bool:
+    def sends_adapter(self, adapter: str) -> bool:
         return adapter in self.chosen
 
     @torch.no_grad()
@@ -69,8 +70,8 @@ class AdapterSource:
                     torch.mul(factor.tensor, adapter.scale, out=sent)
 
     def _all(self, adapters: Iterable[str]) -> Iterator[tuple[Factor, TensorShard]]:
-        """Yield what this rank holds of these adapters."""
-        place = 0  # of a tensor, the same on all ranks of the groups it is put together in
+        """Yield (factor, shard) of these adapters on this rank."""
+        place = 0  # of a tensor; the same on all ranks of the groups that gather it
         for name in adapters:
             for adapter, factor in self._factors(name):
                 for each in self._tensors(name, adapter, factor):
@@ -78,7 +79,7 @@ class AdapterSource:
                     place += 1
 
     def _sent(self, adapter: Adapter, factor: Factor) -> Tensor:
-        """Return what is sent of a factor: itself, or memory for what it is with the scale in it."""
+        """Return the tensor that is sent of a factor: its own memory, or memory for the scaled copy."""
         if factor.name[-1] == "A" or adapter.scale == 1:
             return factor.tensor
         if factor.tensor not in self._scaled:
@@ -86,16 +87,16 @@ class AdapterSource:
         return self._scaled[factor.tensor]
 
     def _factors(self, name: str) -> Iterator[tuple[Adapter, Factor]]:
-        for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
+        for adapter in (each for chunk in self.adapters[name].by_chunk for each in adapter_modules(chunk)):
             for factor in adapter.factors():
                 yield adapter, factor
 
     def addresses(self) -> list[int]:
         factors = (factor for name in self.chosen for factor in self.adapters[name].factors())
-        return [number for factor in factors for number in place_of(factor.tensor)]
+        return [number for factor in factors for number in memory_id(factor.tensor)]
 
     def _takes_part(self, factor: Factor) -> bool:
-        """Return whether this rank's share goes into what is sent."""
+        """Return whether this rank sends the factor, or holds a shard for the rank that sends it."""
         over, replicas = self._groups(factor)
         return replicas.rank() == 0 and (factor.split is not None or over.rank() == 0)
 
@@ -107,7 +108,7 @@ class AdapterSource:
     def _tensors(
         self, name: str, adapter: Adapter, factor: Factor
     ) -> Iterator[tuple[FactorName, int, Sequence[RowRange]]]:
-        """Yield (name, rows, ranges) of what is sent of a factor; rows and ranges are of one expert's."""
+        """Yield (name, rows, ranges) of the tensors sent for a factor; rows and ranges are those of one expert."""
         size = 1 if factor.split is None else self._groups(factor)[0].size()
         letter, matrix = factor.name[-1], next(factor.matrices())[1]
         held, width = matrix.shape
@@ -166,10 +167,10 @@ def weight_source(
     adapters_alone: bool,
     quantised: bool = False,
 ) -> WeightSource:
-    """Return what a rank sends to engines: the weights, with the adapter added where it trains one, or ``adapters``
-    (by name) alone. ``quantised``: engines hold the weights in the 8 bits of the model's folder.
+    """Return the source of what a rank sends to engines: the weights, with the adapter merged if one is trained, or
+    only ``adapters`` (by name). ``quantised``: engines hold the weights in the 8-bit format of the model's folder.
 
-    Raises WeightSyncError for an adapter in weights of 8 bits.
+    Raises WeightSyncError for an adapter that would be merged into 8-bit weights.
     """
     if not adapters:
         return QuantisedWeightSource.of_folder(model, groups) if quantised else MegatronWeightSource(model, groups)
@@ -177,7 +178,7 @@ def weight_source(
         return AdapterSource(adapters, groups)
     if quantised:
         raise WeightSyncError(
-            "trainer.policy.model.lora.sync_mode=merged: an adapter is not added to weights of 8 bits; set "
+            "trainer.policy.model.lora.sync_mode=merged: an adapter cannot be merged into 8-bit weights; set "
             f"{ENGINE_KWARGS}.load_format=dummy and {ENGINE_KWARGS}.hf_overrides.quantization_config=null"
         )
     (adapter,) = adapters.values()

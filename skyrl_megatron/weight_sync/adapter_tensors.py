@@ -1,7 +1,7 @@
-"""An adapter on its way to engines: what its tensors are called, and whether they are all there.
+"""Names of the adapter tensors that are sent to engines, and the check that they are complete.
 
-Engines know the factors of single projections, of every expert its own: 37,000 tensors of a model with 128 experts and
-48 layers. They travel as far fewer, each of them named after all that it serves:
+Engines hold separate factors for each projection and expert: 37,000 tensors for a model with 128 experts and 48
+layers. Far fewer tensors are sent. Each is named after all projections that it serves:
 
 ==================================================  ==================  ==========================================
 ``model.layers.3.self_attn.q_proj+k_proj.lora_A``   [rank, in]          one A for two projections
@@ -9,8 +9,8 @@ Engines know the factors of single projections, of every expert its own: 37,000 
 ``model.layers.3.mlp.experts.down_proj.lora_B``     [1, out, rank]      one B for all experts of a layer
 ==================================================  ==================  ==========================================
 
-What a product is multiplied by is in its ``lora_B`` already. Of several adapters each has its own in front of its
-tensors, ``math:model.layers.3.…``.
+The scale of an adapter is already multiplied into its ``lora_B``. If there are several adapters, the adapter's name is
+a prefix: ``math:model.layers.3.…``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from skyrl_megatron.config.roles import adapter_configs
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.lora.targets import Selection, adapted, configured_selection, expert_rank
 from skyrl_megatron.weight_sync.buckets import TensorMeta
-from skyrl_megatron.weight_sync.tensors import named_some, wholes
+from skyrl_megatron.weight_sync.tensors import named_some, whole_shapes
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 type Pairs = Mapping[str, Mapping[str, PairShape]]
-"""Adapter → projection → the sizes of its factors."""
+"""Adapter → projection → the shapes of its factors."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -42,11 +42,11 @@ class FactorName:
     """The name of a tensor of an adapter."""
 
     modules: tuple[str, ...]
-    """The HF projections that it serves, those of all experts of a layer as one (:func:`stacked`)."""
+    """The HF projections that it serves; all experts of a layer count as one (:func:`stacked`)."""
     letter: str
     """``A`` or ``B``."""
     adapter: str = ""
-    """Whose it is, where adapters have names."""
+    """The name of the adapter; empty if adapters have no names."""
 
     def __str__(self) -> str:
         parent, _, first = self.modules[0].rpartition(".")
@@ -55,12 +55,12 @@ class FactorName:
 
     @classmethod
     def parse(cls, text: str) -> FactorName:
-        """Return the parts of a name. Raises WeightSyncError for one that is no factor's."""
+        """Parse the name of a tensor. Raises WeightSyncError if it is not the name of a factor."""
         adapter, _, rest = text.rpartition(":")
         path, _, letter = rest.rpartition(".lora_")
         parent, _, projections = path.rpartition(".")
         if letter not in ("A", "B") or not parent:
-            raise WeightSyncError(f"{text} is no tensor of an adapter (….lora_A, ….lora_B)")
+            raise WeightSyncError(f"{text} is not a tensor of an adapter (….lora_A, ….lora_B)")
         return cls(tuple(f"{parent}.{projection}" for projection in projections.split("+")), letter, adapter)
 
 
@@ -69,12 +69,12 @@ def _of_adapter(adapter: str, text: str) -> str:
 
 
 def of_adapters(metadata: Sequence[TensorMeta], names: Collection[str]) -> list[TensorMeta]:
-    """Return those of the tensors that a rank sends that belong to some of the adapters."""
+    """Return the tensors that belong to the adapters ``names``."""
     return [meta for meta in metadata if meta.adapter in names]
 
 
 def stacked(module: str) -> str:
-    """Name the projections of all experts of a layer by that of one.
+    """Remove the expert's number from the name of a projection, to name the projections of all experts of the layer.
 
     >>> stacked("model.layers.3.mlp.experts.7.up_proj")
     'model.layers.3.mlp.experts.up_proj'
@@ -92,25 +92,25 @@ class PairShape:
     columns: int
     """Inputs of the projection."""
     experts: int | None = None
-    """Experts of the layer that have such a pair; None: the projection belongs to no expert."""
+    """Number of experts of the layer; None: the projection belongs to no expert."""
 
     def of(self, letter: str) -> list[Shape]:
-        """List the shapes that a factor may travel in."""
+        """List the shapes that a factor may be sent in."""
         matrix = (self.rank, self.columns) if letter == "A" else (self.rows, self.rank)
         return [matrix] if self.experts is None else [(self.experts, *matrix), (1, *matrix)]
 
 
 def check_adapters(metadata: Sequence[Sequence[TensorMeta]], expected: Pairs) -> None:
-    """Raise WeightSyncError unless the senders send just the factors of ``expected``, whole."""
+    """Raise WeightSyncError unless the senders send exactly the factors of ``expected``, each complete."""
     problems: list[str] = []
     found: dict[str, str] = {}  # factor of a projection → tensor that has it
-    for name, shape in wholes(metadata, problems).items():
+    for name, shape in whole_shapes(metadata, problems).items():
         factor = FactorName.parse(name)
         for module in factor.modules:
             pair = expected.get(factor.adapter, {}).get(module)
             key = f"{_of_adapter(factor.adapter, module)}.lora_{factor.letter}"
             if pair is None:
-                problems.append(f"{name} is for {module}, which has no adapter in this run")
+                problems.append(f"{name} is for {module}, which this run does not adapt")
             elif shape not in pair.of(factor.letter):
                 problems.append(f"{name} is {list(shape)}, {module} needs {list(pair.of(factor.letter)[0])}")
             if key in found:
@@ -121,11 +121,11 @@ def check_adapters(metadata: Sequence[Sequence[TensorMeta]], expected: Pairs) ->
     if missing:
         problems.append(f"{len(missing)} factors are missing: {named_some(missing)}")
     if problems:
-        raise WeightSyncError("the trainer does not send the whole adapter: " + "; ".join(problems))
+        raise WeightSyncError("the trainer does not send the complete adapter: " + "; ".join(problems))
 
 
 def adapter_pairs(plan: Plan, selection: Selection, rank: int, expert_rank: int) -> dict[str, PairShape]:
-    """Return the sizes of every adapted projection's factors, by its name (:func:`stacked`), in model order."""
+    """Return the factor sizes of every adapted projection, by its name (:func:`stacked`), in model order."""
     pairs: dict[str, PairShape] = {}
     for entry, piece in adapted(plan, selection):
         module, (rows, columns) = stacked(piece.name.removesuffix(".weight")), piece.shape
@@ -140,8 +140,8 @@ def adapter_pairs(plan: Plan, selection: Selection, rank: int, expert_rank: int)
 def configured_pairs(
     cfg: SkyRLTrainConfig, hf: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, PairShape]] | None:
-    """Return the adapters that travel alone in a run, by their names (``""`` for one without); None where weights
-    travel. ``hf``: the model's ``config.json``, which is read unless given."""
+    """Return the adapters of a run that sends only adapters, by name (``""`` for one without a name); None if it sends
+    weights. ``hf``: the model's ``config.json``, which is read if not given."""
     lora = cfg.trainer.policy.model.lora
     if not lora.rank or lora.sync_mode != "memory":
         return None
@@ -156,7 +156,7 @@ def configured_pairs(
 
 
 def target_modules(adapters: Pairs) -> tuple[str, ...]:
-    """Return the ends of the names of the engine's modules that must take adapters."""
+    """Return the last parts of the names of the engine's modules that need adapters."""
     found = {
         "experts" if pair.experts else module.rpartition(".")[2]
         for pairs in adapters.values()

@@ -1,8 +1,8 @@
-"""Buckets: tensors in flat byte buffers, laid out alike on all sides, and the worker's end of a bucketed broadcast.
+"""Buckets: tensors packed into flat byte buffers, and the worker's side of a bucketed broadcast.
 
-A rank's metadata list the tensors it sends, each whole or some rows of it (an expert-parallel rank owns rows of a
-fused expert tensor, a pipeline stage its layers). :func:`plan_buckets` cuts the tensors of all ranks into buckets and
-puts the buckets into one order. Senders and receivers compute the plan from the same metadata.
+A rank's metadata list the tensors that it sends, each completely or some rows of it (an expert-parallel rank owns rows
+of a fused expert tensor, a pipeline stage owns its layers). :func:`plan_buckets` packs the tensors of all ranks into
+buckets and puts the buckets into one order. Senders and receivers compute the plan from the same metadata.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from skyrl_megatron import device as devices
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.transport import Transport, not_received
 
-ALIGNMENT = 16  # bytes: every segment starts where any dtype may be viewed
-PAGE = 4096  # bytes: size of a buffer is a multiple, see checksum()
+ALIGNMENT = 16  # bytes: alignment of segments, sufficient for every dtype
+PAGE = 4096  # bytes: the size of a buffer is a multiple of it, see checksum()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor as a rank sends it: HF name, dtype (``"float32"``), shape of the whole."""
+    """A tensor as a rank sends it: HF name, dtype (``"float32"``), shape of the whole tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
-    """First row and row after the last of dim 0 that the rank sends; None: the whole tensor."""
+    """First row and one past the last row of dim 0 that the rank sends; None: the whole tensor."""
     position: int = -1
-    """Place in the order in which all ranks walk through the model. −1: the place in the rank's own list.
+    """Position in the order in which all ranks process the model. −1: the position in the rank's own list.
 
-    When ranks gather tensors from one another, the order in which they do so has to agree with this one: a rank waits
-    with its bucket until all buckets before it were received, and must not be needed meanwhile.
+    Ranks that gather tensors from one another must do so in this order: a rank sends its bucket only after all buckets
+    before it were received, and no rank may wait for it until then.
     """
-    turned: str | None = None
-    """What the engine's worker makes the tensor on disk with (``weight_sync/tensors.py``); None: it is that
-    already."""
+    conversion: str | None = None
+    """The conversion that turns the sent tensor into the tensor on disk (``weight_sync/tensors.py``), applied by the
+    engine's worker; None: they are equal."""
 
     @property
     def adapter(self) -> str:
-        """Name of the adapter that it belongs to, in front of its own; of others and those without a name empty."""
+        """The adapter that prefixes the name; empty for adapters without a name and for other tensors."""
         return self.name.rpartition(":")[0]
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of what the rank sends."""
+        """Shape of the rows that the rank sends."""
         return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
 
     @property
@@ -84,12 +84,12 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one tensor in a bucket."""
+    """A contiguous part of one tensor in a bucket."""
 
     index: int
-    """Which of the sender's tensors, by its place in the metadata."""
+    """Index of the tensor in the sender's metadata."""
     start: int
-    """First byte within what the sender sends of the tensor."""
+    """First byte, counted from the start of the sender's part of the tensor."""
     nbytes: int
     offset: int
     """First byte within the bucket."""
@@ -106,11 +106,11 @@ class Bucket:
 
 
 def plan_buckets(senders: Sequence[Sequence[TensorMeta]], bucket_bytes: int) -> list[Bucket]:
-    """Plan the buckets of all senders, in the order in which they travel.
+    """Plan the buckets of all senders, in the order in which they are sent.
 
-    A tensor that does not fit into what is left of a bucket starts the next one; one larger than a bucket is cut into
-    several. Buckets are ordered by the place of their last tensor in the model, so that every bucket only waits
-    for work that lies before it. Raises WeightSyncError for a sender whose tensors are not in the order of the model.
+    A tensor that does not fit into the rest of a bucket starts the next one; a tensor larger than a bucket is split.
+    Buckets are ordered by the position of their last tensor in the model, so that a bucket waits only for earlier
+    work. Raises WeightSyncError for a sender whose tensors are not in model order.
     """
     assert bucket_bytes % PAGE == 0, bucket_bytes
     plan: list[Bucket] = []
@@ -133,10 +133,10 @@ def plan_buckets(senders: Sequence[Sequence[TensorMeta]], bucket_bytes: int) -> 
 
 
 def cuts(meta: TensorMeta, bucket_bytes: int) -> list[tuple[int, int]]:
-    """Cut what is sent of a tensor into stretches, (first byte, bytes): whole rows, at most a bucket each.
+    """Cut the sent part of a tensor into segments (first byte, bytes) of whole rows, at most a bucket each.
 
-    They depend on nothing but the tensor, so that ranks that hold shards of it know them too. Raises WeightSyncError
-    when a row is larger than a bucket.
+    They depend only on the tensor, so all ranks that hold shards of it compute the same. Raises WeightSyncError if a
+    row is larger than a bucket.
     """
     if meta.nbytes <= bucket_bytes:
         return [(0, meta.nbytes)]
@@ -158,9 +158,9 @@ def _bucket(sender: int, metadata: Sequence[TensorMeta], segments: list[Segment]
 def checksum(buffer: Tensor) -> Tensor:
     """Compute a 64-bit checksum ([] int64) of a buffer ([n · PAGE] uint8), the same on CPU and CUDA.
 
-    The bytes are read as a matrix of int64 words, 512 to the row. Sums over its rows and over its columns, each times
-    an odd number that depends on the place, are added modulo 2⁶⁴: a flipped bit, a lost or stale stretch and any two
-    exchanged words change it, at two passes over the memory and nothing else.
+    The bytes are read as a matrix of int64 words, 512 per row. The sums of its rows and of its columns, each times an
+    odd number that depends on the position, are added modulo 2⁶⁴. A flipped bit, a lost or stale part, and any two
+    exchanged words change it. It costs two passes over the memory.
     """
     words = buffer.view(torch.int64).view(-1, PAGE // 8)
     by_row, by_column = words.sum(1), words.sum(0)
@@ -173,31 +173,30 @@ def _odd(like: Tensor, multiplier: int) -> Tensor:
 
 
 KEPT = 3
-"""Buffers that stay between two updates: one that is loaded from, one that is received into, and the one before them,
-whose last tensor a loader's loop still holds."""
+"""Buffers that are kept between two updates: one that is loaded from, one that is received into, and the previous one,
+whose last tensor a loader's loop may still hold."""
 
 
 @dataclass(slots=True)
 class _Buffer:
     memory: Tensor
     idle: int
-    """References to its memory when nobody uses it."""
+    """Reference count of its memory when it is unused."""
     content: tuple[int, int] | None = None
-    """Number of what is in it, and its bytes; None: nothing that is still to be checked."""
+    """(number, bytes) of the content whose checksum is still to be computed; None: there is none."""
     read: Callable[[], None] | None = None
-    """Waits until the device has read it; None: it is in use."""
+    """Waits until the device has read it; None while it is in use."""
 
 
 class BufferPool:
-    """Buffers of one receiver. One thread fills them, another, the consumer, loads from them.
+    """The buffers of one receiver. One thread fills them; another thread, the consumer, loads from them.
 
-    A tensor that is gone says nothing about the device: the consumer's copies out of it are queued on the consumer's
-    stream, which may be far behind, and the thread that fills buffers has a stream of its own. So a buffer is free
-    once nothing refers to it *and* the consumer has then marked its stream (:meth:`retire`), and it is filled again
-    when that mark has been reached.
+    A freed tensor does not mean that the device is done: the consumer's copies are queued on the consumer's stream,
+    and the filling thread uses another stream. So a buffer is free once nothing refers to it *and* the consumer has
+    then recorded an event on its stream (:meth:`retire`). It is filled again after that event.
 
-    ``leaving(number, buffer)`` gets the content of a buffer after the last copy out of it and before it is overwritten
-    or freed.
+    ``leaving(number, buffer)`` is called with the content of a buffer after the last copy out of it and before it is
+    overwritten or freed.
     """
 
     def __init__(self, on: torch.device, leaving: Callable[[int, Tensor], None]) -> None:
@@ -207,12 +206,12 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the pool holds."""
+        """Bytes of memory that the pool holds."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
     def take(self, number: int, nbytes: int) -> Tensor:
-        """Return a buffer, [nbytes] uint8, for content ``number``: a free one that was read, else a new one."""
-        with self._changing:  # once there is a view of it, retire() sees that it is in use
+        """Return a buffer, [nbytes] uint8, for content ``number``: a free one, else a new one."""
+        with self._changing:  # once a view of it exists, retire() sees that it is in use
             free = next((b for b in self._buffers if b.read is not None and b.memory.numel() >= nbytes), None)
             if free is None:
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -225,9 +224,10 @@ class BufferPool:
         return view
 
     def retire(self) -> None:
-        """Mark what nothing refers to any more as read, as soon as the work queued so far is done. Consumer's thread.
+        """Free the buffers that nothing refers to any more, after the work queued so far. Call it on the consumer's
+        thread.
 
-        The mark comes after the look at the references, and what dropped them had queued its copies before.
+        The event is recorded after the references are counted, so it follows the copies of those who dropped them.
         """
         with self._changing:
             idle = [b for b in self._buffers if b.read is None and _references(b.memory) == b.idle]
@@ -237,7 +237,8 @@ class BufferPool:
                     buffer.read = reached
 
     def trim(self) -> None:
-        """End an update: wait for the device, and give back all but :data:`KEPT` buffers. Consumer's thread."""
+        """End an update: wait for the device, and free all but :data:`KEPT` buffers. Call it on the consumer's
+        thread."""
         reached = device.mark()
         for buffer in self._buffers:
             self._leave(buffer, reached)
@@ -246,7 +247,7 @@ class BufferPool:
         self._buffers = free[:KEPT]
 
     def _leave(self, buffer: _Buffer, read: Callable[[], None] | None) -> None:
-        """Wait until the device has read a buffer, and hand its content out for the last time."""
+        """Wait until the device has read a buffer, and pass its content to ``leaving``."""
         if buffer.content is not None and read is not None:
             read()
             number, nbytes = buffer.content
@@ -255,44 +256,44 @@ class BufferPool:
 
 
 def _references(memory: Tensor) -> int:
-    """Count the tensors that live in the memory, as torch does: views that loaders keep count too."""
+    """Return torch's reference count of the storage. Views that loaders keep count too."""
     storage = memory.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 class WeightReceiver:
-    """One worker's ends of the groups of all senders.
+    """One worker's side of the groups of all senders. Call :meth:`tensors`, then :meth:`finish`.
 
     While the model loads from one bucket, a thread receives the next. Loaders keep references into buckets until a
-    module is whole; a buffer is used again once it has been read (:class:`BufferPool`), so that three buckets and
-    the tensors of unfinished modules are held at most. :meth:`tensors`, then :meth:`finish`.
+    module is complete. A buffer is reused once it has been read (:class:`BufferPool`), so memory holds at most three
+    buckets and the tensors of incomplete modules.
     """
 
     def __init__(self, transports: Sequence[Transport], bucket_bytes: int, device: torch.device) -> None:
         self.transports, self.bucket_bytes, self.device = transports, bucket_bytes, device
         self.checksums: list[list[int]] = []
-        """Checksums of what was loaded in the last update: per sender, per bucket."""
+        """Checksums of what the last update loaded: per sender, per bucket."""
         self.received_bytes = 0
-        """Bytes of the update in progress, or of the last one."""
+        """Bytes of the current or last update."""
         self.senders: Sequence[Sequence[TensorMeta]] = []
-        """What each sender sends."""
+        """Metadata of the tensors of each sender."""
         self._buckets: list[Bucket] = []
-        self._sums: dict[int, int] = {}  # bucket → checksum of what was read out of it
+        self._sums: dict[int, int] = {}  # bucket → checksum of the content after it was read
         self._buffers = BufferPool(device, self._sum)
 
     def set_metadata(self, senders: Sequence[Sequence[TensorMeta]]) -> None:
-        """Take what each sender will send, in the order of the transports."""
+        """Set what each sender will send, in the order of the transports."""
         if len(senders) != len(self.transports):
             raise WeightSyncError(f"weight metadata of {len(senders)} ranks, {len(self.transports)} are connected")
         self.senders = senders
         self._buckets = plan_buckets(senders, self.bucket_bytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Receive everything that the metadata list: (name, whole tensor), each as soon as it is whole.
+        """Receive all tensors of the metadata; yield (name, whole tensor), each as soon as it is complete.
 
-        A tensor is a view into a bucket if it lies in one. Raises WeightSyncError when a sender is gone or silent,
-        or there is no memory for a bucket.
+        A tensor that is in one bucket is a view of it. Raises WeightSyncError if a sender is gone or silent, or memory
+        for a bucket is lacking.
         """
         self.checksums, self.received_bytes = [[] for _ in self.senders], 0
         unfinished: dict[str, tuple[Tensor, int]] = {}
@@ -312,19 +313,19 @@ class WeightReceiver:
                         continue
                     data = whole
                 yield meta.name, data.view(meta.torch_dtype).view(meta.shape)
-            del buffer, data  # the last references held here: the buffer may be used again
+            del buffer, data  # the last references held here: the buffer may be reused
         if unfinished:
-            raise WeightSyncError(f"parts of {', '.join(sorted(unfinished))} were never sent")
+            raise WeightSyncError(f"the trainer did not send all parts of {', '.join(sorted(unfinished))}")
 
     def finish(self) -> None:
-        """Take the checksums, once all tensors are loaded, and free the buffers that the next update does not need.
+        """Collect the checksums after all tensors are loaded, and free the buffers that the next update does not need.
 
-        A bucket's is of what lies in its buffer after the last copy out of it, so that it covers what was loaded and
-        not only what arrived. Raises WeightSyncError when the loader did not ask for everything.
+        A checksum is computed after the last copy out of the bucket, so it covers what was loaded, not only what was
+        received. Raises WeightSyncError if the loader did not consume all tensors.
         """
         self._buffers.trim()
         if len(self._sums) < len(self._buckets):
-            raise WeightSyncError(f"the model took {len(self._sums)} of {len(self._buckets)} buckets of weights")
+            raise WeightSyncError(f"the model loaded {len(self._sums)} of {len(self._buckets)} buckets of weights")
         self.checksums = [[] for _ in self.senders]
         for number, bucket in enumerate(self._buckets):
             self.checksums[bucket.sender].append(self._sums[number])
@@ -342,9 +343,9 @@ class WeightReceiver:
         return torch.empty(meta.whole_nbytes, dtype=torch.uint8, device=self.device)
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield buckets with their bytes; one is received while the consumer has another."""
+        """Yield buckets with their bytes; the next is received while the consumer uses one."""
         ahead: queue.Queue[tuple[Bucket, Tensor] | BaseException | None] = queue.Queue()
-        room = threading.Semaphore(2)
+        slots = threading.Semaphore(2)
         stopped = threading.Event()
 
         def receive() -> None:
@@ -352,12 +353,12 @@ class WeightReceiver:
                 if self.device.type != "cpu":
                     torch.accelerator.set_device_index(self.device)
                 for number, bucket in enumerate(self._buckets):
-                    room.acquire()
+                    slots.acquire()
                     if stopped.is_set():
                         return
                     buffer = self._buffers.take(number, bucket.nbytes)
                     self.transports[bucket.sender].broadcast(buffer)()
-                    devices.mark()()  # the consumer has a stream of its own
+                    devices.mark()()  # the consumer uses another stream
                     ahead.put((bucket, buffer))
                     del buffer
                 ahead.put(None)
@@ -374,7 +375,7 @@ class WeightReceiver:
                 yield bucket, buffer
                 del item, buffer
                 self._buffers.retire()
-                room.release()
+                slots.release()
         finally:
             stopped.set()
-            room.release()
+            slots.release()

@@ -1,9 +1,9 @@
-"""The export plan of a rank: every copy and message of a sync, planned once, then repeated.
+"""The export plan of a rank: every copy and message of a sync to all workers, planned once, then repeated.
 
-All ranks of a tensor's group cut it into the same stretches (``bucket.cuts``) and walk through them in one order. For
-each, the ranks that hold rows of it send them to the group's rank 0, which receives them where they belong in the
-bucket, or beside it if they do not lie together there, and copies the rest at once. Nothing is allocated in a pass, no
-name is looked at, and the copies of a bucket are one call.
+All ranks of a tensor's group cut it into the same segments (``buckets.cuts``) and process them in one order. The ranks
+that hold rows of a segment send them to the group's rank 0. Rank 0 receives them in the bucket itself, or in a second
+buffer if they are not contiguous in the bucket, and copies its own rows. A pass allocates nothing, looks up no names,
+and makes one call for the copies of a bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, WeightSour
 
 @dataclass(slots=True)
 class Copies:
-    """Copies between views of memory that stays, or of rows that are made when they are copied."""
+    """Copies between views of fixed memory, or of rows that are computed when they are copied."""
 
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Message:
     group: Any
     owner: int
     packing: Copies | None = None
-    """Copies that the sending rank makes into ``tensor`` first; None on the receiving rank."""
+    """Copies into ``tensor`` that the sending rank makes first; None on the receiving rank."""
 
     def __call__(self) -> None:
         if self.packing is None:
@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(slots=True)
 class Step:
-    """Messages and copies that fill one bucket, or that a rank still owes to others after its last."""
+    """The messages and copies that fill one bucket, or those that other ranks still need after the last bucket."""
 
     messages: list[Message] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
@@ -78,8 +78,8 @@ class Step:
 class ExportPlan:
     """A rank's passes over ``source``, in buckets of at most ``bucket_bytes``.
 
-    Two buffers take turns. A rank that puts rows of several together, or packs rows for another, holds a third.
-    Raises WeightSyncError when a bucket is too small for a row.
+    Two buffers take turns. A rank that gathers rows of several ranks, or packs rows for another, holds a third.
+    Raises WeightSyncError if a bucket is too small for a row.
     """
 
     def __init__(self, source: WeightSource, bucket_bytes: int, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class ExportPlan:
         self._inbox = self._outbox = self._empty(0)
         self._taken = 0  # bytes of the inbox that the bucket being compiled uses
         self._steps = self._compile(shards)
-        self._done = 0  # steps of the pass under way
+        self._done = 0  # steps of the current pass
 
     def fill(self, number: int) -> Tensor:
         """Fill bucket ``number`` and return its buffer: [nbytes] uint8, valid until bucket ``number + 2`` is filled.
@@ -105,7 +105,7 @@ class ExportPlan:
         return self._buffers[number % 2][: self.buckets[number].nbytes]
 
     def finish(self) -> None:
-        """Walk to the end of the pass, as other ranks wait for rows from this one."""
+        """Run the rest of the pass, because other ranks wait for rows from this rank."""
         left, self._done = self._steps[self._done :], 0
         for step in left:
             step()
@@ -174,7 +174,7 @@ class ExportPlan:
             step.messages.append(Message(packed, shard.group, owner, packing))
 
     def _take_inbox(self, rows: int, like: Tensor) -> Tensor:
-        """Take [rows, columns of ``like``] of the memory beside the bucket."""
+        """Reserve [rows, columns of ``like``] in the second buffer."""
         if not self._inbox.numel():
             self._inbox = self._empty(self._bucket_bytes)
         taken = _view(self._inbox[self._taken :], rows, like)
@@ -191,7 +191,7 @@ def _view(memory: Tensor, rows: int, like: Tensor) -> Tensor:
 
 
 def _by_owner(shard: TensorShard, rows: range) -> Iterator[tuple[int, list[RowRange]]]:
-    """Yield, by owner, the ranges that make up ``rows`` of a tensor; their starts count from the first of ``rows``."""
+    """Yield, by owner, the ranges that make up ``rows`` of a tensor; starts are relative to the first of ``rows``."""
     found: dict[int, list[RowRange]] = {}
     for span in shard.ranges:
         start, stop = max(span.start, rows.start), min(span.start + span.count, rows.stop)
@@ -204,37 +204,37 @@ def _by_owner(shard: TensorShard, rows: range) -> Iterator[tuple[int, list[RowRa
 
 @dataclass(slots=True)
 class _Run:
-    """Ranges alike but for where they begin, which is evenly spaced: a projection's rows of every expert."""
+    """Equal ranges at evenly spaced positions, such as a projection's rows of every expert."""
 
     span: RowRange
-    """The first of them."""
+    """The first range."""
     count: int = 1
     starts: int = 0
-    """Rows of the tensor from one to the next."""
+    """Rows of the tensor from one range to the next."""
     firsts: int = 0
-    """Rows of the shard from one to the next."""
+    """Rows of the shard from one range to the next."""
 
     def takes(self, span: RowRange) -> bool:
-        """Add a range to the run, if it continues it."""
-        ahead, behind = span.start - self.span.start, span.first - self.span.first
-        if replace(span, start=self.span.start, first=self.span.first) != self.span or min(ahead, behind) <= 0:
+        """Add a range if it continues the run, and return whether it does."""
+        starts, firsts = span.start - self.span.start, span.first - self.span.first
+        if replace(span, start=self.span.start, first=self.span.first) != self.span or min(starts, firsts) <= 0:
             return False
         if self.count == 1:
-            self.starts, self.firsts = ahead, behind
-        if (ahead, behind) != (self.count * self.starts, self.count * self.firsts):
+            self.starts, self.firsts = starts, firsts
+        if (starts, firsts) != (self.count * self.starts, self.count * self.firsts):
             return False
         self.count += 1
         return True
 
-    def of(self, first: Tensor, apart: int) -> Tensor:
-        """View [ranges, rows, columns] of which ``first`` is the first; ``apart``: elements from one to the next."""
+    def of(self, first: Tensor, stride: int) -> Tensor:
+        """View [ranges, rows, columns] starting at ``first``; ``stride``: elements from one range to the next."""
         if self.count == 1:
             return first
-        return first.as_strided((self.count, *first.shape), (apart, *first.stride()), first.storage_offset())
+        return first.as_strided((self.count, *first.shape), (stride, *first.stride()), first.storage_offset())
 
 
 def _runs(ranges: Sequence[RowRange], *, joined: bool) -> list[_Run]:
-    """Join ranges of one owner into as few copies as strides can say, unless rows are made when they are copied."""
+    """Join ranges of one owner into as few strided copies as possible, unless rows are computed when copied."""
     runs: list[_Run] = []
     for span in ranges:
         if not (joined and runs and runs[-1].takes(span)):
@@ -243,10 +243,10 @@ def _runs(ranges: Sequence[RowRange], *, joined: bool) -> list[_Run]:
 
 
 def _place(target: Tensor, span: RowRange, width: int) -> Tensor:
-    """View where the rows of ``span`` belong in a tensor."""
+    """View the memory of the rows of ``span`` in a tensor."""
     return target[span.start : span.start + span.count, span.column : span.column + width]
 
 
 def _source(shard: TensorShard, span: RowRange) -> Tensor | Callable[[], Tensor]:
-    """View the rows of ``span`` in this rank's shard, or return what makes them."""
+    """View the rows of ``span`` in this rank's shard, or return a function that computes them."""
     return shard.part(slice(span.first, span.first + span.step * (span.count - 1) + 1, span.step), slice(None))

@@ -1,17 +1,15 @@
-"""Send buckets by the reshard plan: from rank to worker, or first among ranks that share their GPU with one worker
-each.
+"""Send and receive the buckets of the reshard plan (``reshard_plan.py``), point to point.
 
-What a worker needs of other ranks goes to the rank on its own GPU first, over the ranks' process group (NCCL, gloo on
-CPU), and from there through memory that the two processes share. So no two members of a group are on one GPU, and no
-byte crosses the network twice.
-
-The buckets are those of the plan (``route_plan.py``). They cross in rounds: in each, a rank sends at most one bucket
-and receives at most one, both at once, and every rank goes through its rounds in order. A worker gets its buckets in
+:class:`SliceSender` sends from a trainer rank to engine workers. :class:`ExchangeSender` is for ranks that share each
+GPU with one worker. Slices of other ranks go to the rank on the worker's GPU first, over the ranks' process group
+(NCCL, or gloo on CPU), then to the worker through memory that the two processes share. So no two members of a group
+are on one GPU, and no byte crosses the network twice. The exchange runs in rounds: in each, a rank sends at most one
+bucket and receives at most one, both at once. Every rank takes its rounds in order, and a worker gets its buckets in
 the order of the plan.
 
-What is checked is in its place already: the copies of a bucket are read back into its buffer, whose checksum is then
-that of the targets' memory, before anything packs it for a kernel. A bucket that is one contiguous copy is received in
-place. The device computes checksums as it goes; they are read once, at the end of an update.
+:class:`SliceReceiver` verifies the final memory: it reads the copies of a bucket back into the bucket's buffer, and
+computes the checksum of that, before a kernel's layout is packed. A bucket that is one contiguous copy is received in
+place. Checksums are computed on the device and read once, at the end of an update.
 """
 
 from __future__ import annotations
@@ -34,36 +32,36 @@ from skyrl_megatron.device import is_out_of_memory, shareable_bytes
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.buckets import TensorMeta, checksum
 from skyrl_megatron.weight_sync.export_plan import Copies
-from skyrl_megatron.weight_sync.reshard_plan import RoutePlan
-from skyrl_megatron.weight_sync.slices import Parcels, Run
+from skyrl_megatron.weight_sync.reshard_plan import ReshardPlan
+from skyrl_megatron.weight_sync.slices import Run, TransferList
 from skyrl_megatron.weight_sync.tensors import TensorShard
 from skyrl_megatron.weight_sync.transport import Transport, not_received
 
 STAGED, AHEAD = 2, 16
-"""Buckets on their way at once: those that lie in a buffer, and all of them."""
+"""Maximum number of buckets in flight: those that use a staging buffer, and all of them."""
 
 
-class ParcelSender:
-    """The buckets of ``parcels``, of parts of ``shards``, which stay where they are or are made when they are copied.
+class SliceSender:
+    """Sends the buckets of ``transfers``, which are slices of ``shards``.
 
-    ``ranks_of``: worker → its rank in the group. ``in_place``: large pieces may be sent from where they lie.
+    ``ranks_of``: worker → its rank in the group. ``in_place``: large slices may be sent from the shard's own memory.
     """
 
     def __init__(
         self,
-        parcels: Parcels,
+        transfers: TransferList,
         shards: Sequence[TensorShard],
         ranks_of: dict[int, int],
         device: torch.device,
         *,
         in_place: bool = True,
     ) -> None:
-        self.parcels, self.ranks_of, self.device = parcels, ranks_of, device
+        self.transfers, self.ranks_of, self.device = transfers, ranks_of, device
         self._firsts: list[TensorMeta] = []
-        """The first tensor in each bucket."""
+        """The first tensor of each bucket."""
         self._contents: list[tuple[Tensor, Copies | None]] = []
-        buckets = parcels.buckets.tolist()
-        runs = [[each for run in of_bucket for each in _made_alone(run, shards)] for of_bucket in parcels.runs()]
+        buckets = transfers.buckets.tolist()
+        runs = [[each for run in of_bucket for each in _made_alone(run, shards)] for of_bucket in transfers.runs()]
         parts = [[_part(shards[run.copy[4]], run) for run in of_bucket] for of_bucket in runs]
         alone = [in_place and bool(bucket[2]) for bucket in buckets]
         direct = [_in_place(each[0]) if is_alone else None for is_alone, each in zip(alone, parts, strict=True)]
@@ -82,27 +80,29 @@ class ParcelSender:
             self._contents.append((buffer, packing))
 
     def send(self, transport: Transport | None, travels: Callable[[str], bool]) -> list[list[int]]:
-        """Send the buckets of adapters that ``travels`` says; return (worker, checksum) of each, in order. Raises
-        RuntimeError (torch) when a worker is gone, WeightSyncError without a ``transport`` where there is a bucket."""
+        """Send the buckets of the adapters for which ``travels`` is true; return (worker, checksum) of each, in order.
+
+        Raises RuntimeError (torch) if a worker is gone, WeightSyncError if there are buckets but no ``transport``.
+        """
         if not self._contents:
             return []
         if transport is None:
-            raise WeightSyncError("send: no engine is connected: connect() comes first")
-        travelling: list[tuple[Tensor, Callable[[], None]]] = []
+            raise WeightSyncError("send: no engine is connected; call connect() first")
+        in_flight: list[tuple[Tensor, Callable[[], None]]] = []
         sums: list[Tensor] = []
-        workers = [worker for worker, *_ in self.parcels.buckets.tolist()]
+        workers = [worker for worker, *_ in self.transfers.buckets.tolist()]
         chosen = [number for number, meta in enumerate(self._firsts) if travels(meta.adapter)]
         for number in chosen:
             content, copies = self._contents[number]
-            while len(travelling) >= AHEAD or (
-                copies is not None and any(_same_memory(each, content) for each, _ in travelling)
+            while len(in_flight) >= AHEAD or (
+                copies is not None and any(_same_memory(each, content) for each, _ in in_flight)
             ):
-                travelling.pop(0)[1]()
+                in_flight.pop(0)[1]()
             if copies is not None:
                 copies()
             sums.append(checksum(content))
-            travelling.append((content, transport.send(content, self.ranks_of[workers[number]])))
-        for _, wait in travelling:
+            in_flight.append((content, transport.send(content, self.ranks_of[workers[number]])))
+        for _, wait in in_flight:
             wait()
         totals = torch.stack(sums).tolist() if sums else []
         return [[workers[number], total] for number, total in zip(chosen, totals, strict=True)]
@@ -113,27 +113,29 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _made_alone(run: Run, shards: Sequence[TensorShard]) -> Iterator[Run]:
-    """Yield the run, or copy by copy what is made when it is copied."""
+    """Yield the run, or each of its copies alone if the shard is computed when it is copied."""
     if run.count == 1 or shards[run.copy[4]].make is None:
         yield run
         return
     tensor, at, rows, columns, shard, first, *rest = run.copy
     for n in range(run.count):
-        yield Run([tensor, at + n * run.bytes_apart, rows, columns, shard, first + n * run.apart, *rest], 1, 0, 0)
+        yield Run([tensor, at + n * run.bytes_stride, rows, columns, shard, first + n * run.stride, *rest], 1, 0, 0)
 
 
 def _part(shard: TensorShard, run: Run) -> Tensor | Callable[[], Tensor]:
-    """View the rows and columns of copies in their shard, or return what makes them."""
+    """View the copies of a run in their shard, or return a function that computes them."""
     _, _, rows, columns, _, first, step, column = run.copy
     shape = shard.local.shape
-    if first + (run.count - 1) * run.apart + (rows - 1) * step >= shape[0] or column + columns > shape[1]:
-        raise WeightSyncError(f"rows {first} … of a shard {list(shape)} are planned, which it does not have")
+    if first + (run.count - 1) * run.stride + (rows - 1) * step >= shape[0] or column + columns > shape[1]:
+        raise WeightSyncError(
+            f"the plan sends rows from {first} of a shard of shape {list(shape)}, which does not have them"
+        )
     part = shard.part(slice(first, first + (rows - 1) * step + 1, step), slice(column, column + columns))
-    return run.of(part, run.apart * shard.local.stride(0)) if isinstance(part, Tensor) else part
+    return run.of(part, run.stride * shard.local.stride(0)) if isinstance(part, Tensor) else part
 
 
 def _in_place(part: Tensor | Callable[[], Tensor]) -> Tensor | None:
-    """View the bytes of a part as they lie in memory; None: not in one piece."""
+    """View the bytes of a part in its own memory; None if it is not contiguous."""
     return part.flatten().view(torch.uint8) if isinstance(part, Tensor) and part.is_contiguous() else None
 
 
@@ -141,34 +143,34 @@ NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """One rank's part. ``worker``: the one on its GPU; :data:`NONE`: there is no such."""
+class ExchangeSchedule:
+    """One rank's part of the exchange. ``worker``: the worker on its GPU; :data:`NONE` if there is none."""
 
     worker: int = NONE
     incoming: list[tuple[int, int, str, str]] = field(default_factory=list)
-    """The buckets of that worker, in order: rank that they come from, bytes, adapter, the last tensor in it."""
+    """The buckets of that worker, in order: (source rank, bytes, adapter, last tensor)."""
     rounds: list[tuple[int, int, int]] = field(default_factory=list)
-    """Number of an own bucket, the rank that it goes to, number of an incoming one; :data:`NONE`: neither."""
+    """(bucket to send, rank that it goes to, index of the incoming bucket) of each round; :data:`NONE`: nothing."""
 
 
-def plan_exchange(plan: RoutePlan, tensors: Sequence[TensorMeta], local: Sequence[int]) -> list[Exchange]:
-    """Return each rank's part. ``tensors``: those that the plan numbers; ``local``: worker → the rank on its GPU."""
-    found = [Exchange() for _ in plan.ranks]
+def plan_exchange(plan: ReshardPlan, tensors: Sequence[TensorMeta], local: Sequence[int]) -> list[ExchangeSchedule]:
+    """Return the schedule of each rank. ``tensors``: in the plan's order; ``local``: worker → the rank on its GPU."""
+    found = [ExchangeSchedule() for _ in plan.ranks]
     own: list[dict[int, list[int]]] = [defaultdict(list) for _ in plan.ranks]  # of a rank: worker → its buckets there
-    for rank, parcels in enumerate(plan.ranks):
-        for number, worker in enumerate(parcels.buckets[:, 0].tolist()):
+    for rank, transfers in enumerate(plan.ranks):
+        for number, worker in enumerate(transfers.buckets[:, 0].tolist()):
             own[rank][worker].append(number)
     queue: list[tuple[int, int, int, int, int]] = []
-    for worker, parcels in enumerate(plan.workers):
+    for worker, transfers in enumerate(plan.workers):
         to = local[worker]
         left = [iter(own[rank][worker]) for rank in range(len(plan.ranks))]
         incoming: list[tuple[int, int, str, str]] = []
-        for rank, nbytes, *_, tensor in parcels.buckets.tolist():
+        for rank, nbytes, *_, tensor in transfers.buckets.tolist():
             number = next(left[rank])
             if rank != to:
                 queue.append((tensor, len(incoming), number, rank, to))
             incoming.append((rank, nbytes, tensors[tensor].adapter, tensors[tensor].name))
-        found[to] = Exchange(worker, incoming)
+        found[to] = ExchangeSchedule(worker, incoming)
     rounds: list[dict[int, list[int]]] = [defaultdict(lambda: [NONE, NONE, NONE]) for _ in plan.ranks]
     sends: list[set[int]] = [set() for _ in plan.ranks]
     next_free, next_receive = [0] * len(plan.ranks), [0] * len(plan.ranks)
@@ -184,40 +186,40 @@ def plan_exchange(plan: RoutePlan, tensors: Sequence[TensorMeta], local: Sequenc
         rounds[rank][turn][:2] = number, to
         rounds[to][turn][2] = position
     return [
-        Exchange(each.worker, each.incoming, [(own[0], own[1], own[2]) for _, own in sorted(turns.items())])
+        ExchangeSchedule(each.worker, each.incoming, [(own[0], own[1], own[2]) for _, own in sorted(turns.items())])
         for each, turns in zip(found, rounds, strict=True)
     ]
 
 
-class ExchangingSender(ParcelSender):
-    """The buckets of a rank, of which those for the worker on its own GPU alone go to a worker from here."""
+class ExchangeSender(SliceSender):
+    """Exchanges the buckets of a rank with other ranks, and sends those for the worker on its own GPU."""
 
     def __init__(
         self,
-        part: Exchange,
-        parcels: Parcels,
+        part: ExchangeSchedule,
+        transfers: TransferList,
         shards: Sequence[TensorShard],
         ranks_of: dict[int, int],
         device: torch.device,
     ) -> None:
-        super().__init__(parcels, shards, ranks_of, device, in_place=False)
+        super().__init__(transfers, shards, ranks_of, device, in_place=False)
         self.part = part
         largest = max((part.incoming[arrives][1] for *_, arrives in part.rounds if arrives != NONE), default=0)
         self._received = [shareable_bytes(largest, device) for _ in range(STAGED)]
 
     def send(self, transport: Transport | None, travels: Callable[[str], bool]) -> list[list[int]]:
-        """Exchange and send the buckets of adapters that ``travels`` says; return (worker, checksum) of each own one,
-        in order. Raises RuntimeError (torch) when a rank or the worker is gone."""
+        """Exchange and send the buckets of the adapters for which ``travels`` is true; return (worker, checksum) of
+        each bucket of this rank, in order. Raises RuntimeError (torch) if a rank or the worker is gone."""
         part, own_rank = self.part, dist.get_rank()
-        workers = [worker for worker, *_ in self.parcels.buckets.tolist()]
+        workers = [worker for worker, *_ in self.transfers.buckets.tolist()]
         sums: dict[int, Tensor] = {}
-        travelling: list[tuple[Tensor, Callable[[], None]]] = []
+        in_flight: list[tuple[Tensor, Callable[[], None]]] = []
         local = iter([number for number, worker in enumerate(workers) if worker == part.worker])
         following = 0
 
         def wait_for(memory: Tensor) -> None:
-            while any(each.data_ptr() == memory.data_ptr() for each, _ in travelling):
-                travelling.pop(0)[1]()
+            while any(each.data_ptr() == memory.data_ptr() for each, _ in in_flight):
+                in_flight.pop(0)[1]()
 
         def filled(number: int) -> Tensor:
             content, copies = self._contents[number]
@@ -229,10 +231,10 @@ class ExchangingSender(ParcelSender):
 
         def hand_over(content: Tensor) -> None:
             assert transport is not None
-            travelling.append((content, transport.send(content, self.ranks_of[part.worker])))
+            in_flight.append((content, transport.send(content, self.ranks_of[part.worker])))
 
         def hand_over_own(stop: int) -> None:
-            """Hand over what the worker gets from this rank itself before its bucket ``stop``."""
+            """Send the worker the buckets that come from this rank itself, up to its bucket ``stop``."""
             nonlocal following
             for rank, _, adapter, _ in part.incoming[following:stop]:
                 if rank == own_rank:
@@ -264,7 +266,7 @@ class ExchangingSender(ParcelSender):
             if buffer is not None:
                 hand_over(buffer)
         hand_over_own(len(part.incoming))
-        for _, wait in travelling:
+        for _, wait in in_flight:
             wait()
         chosen = sorted(sums)
         totals = torch.stack([sums[number] for number in chosen]).tolist() if chosen else []
@@ -273,7 +275,7 @@ class ExchangingSender(ParcelSender):
 
 @contextlib.contextmanager
 def _named(under_way: Sequence[str]) -> Iterator[None]:
-    """Say in an error of torch.distributed what was exchanged with whom."""
+    """Name the buckets and their peers in an error of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
@@ -283,13 +285,13 @@ def _named(under_way: Sequence[str]) -> Iterator[None]:
 
 
 class Targets(Protocol):
-    """The memory of a model that is being loaded."""
+    """The parameters of a model that is being loaded, as numbered targets."""
 
     def memory(self, target: int) -> Tensor:
-        """Return a target as it is before it is packed for a kernel; its memory exists from now on."""
+        """Return the flat memory of a target, before it is packed for a kernel; allocate it if need be."""
 
     def complete(self, target: int) -> None:
-        """Go on with a target that everything was copied to."""
+        """Process a target once all copies into it are done."""
 
 
 @dataclass(slots=True)
@@ -298,94 +300,95 @@ class _Bucket:
     buffer: Tensor
     targets: list[Tensor] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)
-    """Views of the buffer, one for each of ``targets``; none where it is the target's own memory."""
+    """Views of the buffer, one for each of ``targets``; empty if the buffer is the target's own memory."""
     wait: Callable[[], None] | None = None
 
 
-class _Room:
-    """Bytes of buckets that were asked for and not gone on with: at most ``limit``, or one bucket."""
+class _MemoryLimit:
+    """Counts the bytes of buckets that were requested and not yet processed: at most ``limit``, or one bucket."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.closed = limit, 0, False
         self.changed = threading.Condition()
 
-    def enter(self, nbytes: int, wait: bool) -> bool:
-        """Take room; return whether there is. ``wait``: until there is. Raises WeightSyncError once it is closed."""
+    def reserve(self, nbytes: int, wait: bool) -> bool:
+        """Reserve ``nbytes`` and return whether that was possible. ``wait``: block until it is. Raises WeightSyncError
+        once the limit is closed."""
         with self.changed:
             while not self.closed and self.used and self.used + nbytes > self.limit:
                 if not wait:
                     return False
                 self.changed.wait()
             if self.closed:
-                raise WeightSyncError("receive: what was received could not be gone on with")
+                raise WeightSyncError("receive: the update was stopped because a received bucket could not be loaded")
             self.used += nbytes
             return True
 
-    def leave(self, nbytes: int) -> None:
-        """Give room back."""
+    def release(self, nbytes: int) -> None:
+        """Release ``nbytes``."""
         with self.changed:
             self.used -= nbytes
             self.changed.notify()
 
     def close(self) -> None:
-        """End the thread that waits for room."""
+        """End the thread that waits in :meth:`reserve`."""
         with self.changed:
             self.closed = True
             self.changed.notify()
 
 
-class ParcelReceiver:
-    """Receives ``parcels`` from the trainer ranks of a group. ``numbers``: rank → the member that sends its buckets.
+class SliceReceiver:
+    """Receives ``transfers`` from the trainer ranks of a group. ``numbers``: rank → the member that sends its buckets.
 
-    ``dtypes``: of the tensors that ``parcels`` number. At most ``bucket_bytes`` · 2 are under way or in buffers.
+    ``dtypes``: of the plan's tensors. At most 2 · ``bucket_bytes`` are in flight or in buffers.
     """
 
     def __init__(
         self,
-        parcels: Parcels,
+        transfers: TransferList,
         transport: Transport,
         numbers: Mapping[int, int],
         dtypes: Sequence[torch.dtype],
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        self.parcels, self.transport, self.numbers, self.dtypes = parcels, transport, numbers, dtypes
+        self.transfers, self.transport, self.numbers, self.dtypes = transfers, transport, numbers, dtypes
         self.limit, self.device = 2 * bucket_bytes, device
         self.checksums: list[list[int]] = []
-        """(rank, checksum) of every bucket of the last update, in order."""
+        """(rank, checksum) of each bucket of the last update, in order."""
         self.received_bytes = 0
         self._sums: list[tuple[int, Tensor]] = []
         """(rank, checksum on the device) of each bucket of the update in progress."""
         self._free: list[Tensor] = []
-        self._buckets = parcels.buckets.tolist()
+        self._buckets = transfers.buckets.tolist()
         self._largest = max((nbytes for _, nbytes, direct, *_ in self._buckets if not direct), default=0)
-        self._runs = parcels.runs()
-        self._ends = _last_uses(parcels)
+        self._runs = transfers.runs()
+        self._ends = _last_uses(transfers)
 
     def receive(self, targets: Targets, numbers: Sequence[int] | None = None) -> None:
-        """Receive everything, or the buckets of these ``numbers``, into ``targets``. Raises WeightSyncError when a
-        rank is gone or silent, or there is no memory for a bucket.
+        """Receive all buckets, or those in ``numbers``, into ``targets``. Raises WeightSyncError if a rank is gone or
+        silent, or memory for a bucket is lacking.
 
-        A thread asks for buckets and takes them, as asking waits for a connection that is being read from; this one
-        goes on with targets, which packs them.
+        A second thread posts the receives and copies the buckets, because posting blocks while its connection is read.
+        The caller's thread processes complete targets, which packs them.
         """
         self.checksums, self.received_bytes, self._sums = [], 0, []
         chosen = range(len(self._buckets)) if numbers is None else numbers
         taken: queue.SimpleQueue[BaseException | Callable[[], None]] = queue.SimpleQueue()
-        room = _Room(self.limit)
-        threading.Thread(target=self._receive_all, args=(targets, chosen, taken, room), daemon=True).start()
+        in_flight = _MemoryLimit(self.limit)
+        threading.Thread(target=self._receive_all, args=(targets, chosen, taken, in_flight), daemon=True).start()
         try:
             for number in chosen:
                 copied = taken.get()
                 if isinstance(copied, BaseException):
                     raise copied
                 if ends := self._ends.get(number, ()):
-                    copied()  # the thread that receives may have a stream of its own
+                    copied()  # the receiving thread may use another stream
                 for target in ends:
                     targets.complete(target)
-                room.leave(self._held(number))
+                in_flight.release(self._memory_bytes(number))
         finally:
-            room.close()
+            in_flight.close()
         totals = torch.stack([total for _, total in self._sums]).tolist() if self._sums else []
         self.checksums = [[rank, total] for (rank, _), total in zip(self._sums, totals, strict=True)]
 
@@ -394,9 +397,9 @@ class ParcelReceiver:
         targets: Targets,
         numbers: Sequence[int],
         taken: queue.SimpleQueue[BaseException | Callable[[], None]],
-        room: _Room,
+        in_flight: _MemoryLimit,
     ) -> None:
-        """Receive these buckets in order; tell ``taken`` of each, or of what went wrong."""
+        """Receive these buckets in order; put a mark for each, or the error, into ``taken``."""
         try:
             if self.device.type != "cpu":
                 torch.accelerator.set_device_index(self.device)
@@ -404,8 +407,10 @@ class ParcelReceiver:
             following = 0
             for number in numbers:
                 rank, nbytes, *_ = self._buckets[number]
-                while following < len(numbers) and room.enter(self._held(numbers[following]), wait=not ahead):
-                    ahead.append(self._begun(numbers[following], targets))
+                while following < len(numbers) and in_flight.reserve(
+                    self._memory_bytes(numbers[following]), wait=not ahead
+                ):
+                    ahead.append(self._start(numbers[following], targets))
                     following += 1
                 bucket = ahead.popleft()
                 with self._raising(rank):
@@ -414,7 +419,7 @@ class ParcelReceiver:
                 self._take(bucket)
                 self.received_bytes += nbytes
                 taken.put(devices.mark())
-        except BaseException as error:  # whatever it is, the other thread raises it
+        except BaseException as error:  # the other thread raises it
             taken.put(error)
 
     def close(self) -> None:
@@ -422,19 +427,19 @@ class ParcelReceiver:
         self.transport.close()
         self._free = []
 
-    def _held(self, number: int) -> int:
-        """Return the memory that a bucket takes while it is under way."""
+    def _memory_bytes(self, number: int) -> int:
+        """Return the bytes of memory that a bucket takes while it is in flight."""
         _, nbytes, direct, *_ = self._buckets[number]
         return nbytes if direct else self._largest
 
     def _new(self) -> Tensor:
         return torch.empty(self._largest, dtype=torch.uint8, device=self.device)
 
-    def _begun(self, number: int, targets: Targets) -> _Bucket:
-        """Start receiving a bucket, into the memory that it belongs in or beside it."""
+    def _start(self, number: int, targets: Targets) -> _Bucket:
+        """Start receiving a bucket, into the target's memory or into a buffer."""
         rank, nbytes, direct, *_ = self._buckets[number]
         runs = self._runs[number]
-        places = [run.of(_place(targets.memory(run.copy[4]), run.copy), run.apart) for run in runs]
+        places = [run.of(_place(targets.memory(run.copy[4]), run.copy), run.stride) for run in runs]
         if direct:
             (place,) = places
             bucket = _Bucket(number, place.as_strided((place.numel(),), (1,)).view(torch.uint8))
@@ -448,7 +453,7 @@ class ParcelReceiver:
         return bucket
 
     def _take(self, bucket: _Bucket) -> None:
-        """Copy a bucket's pieces to their places, and read them back for the checksum."""
+        """Copy the pieces of a bucket to their targets, and read them back for the checksum."""
         if bucket.pieces:
             copy_all(bucket.targets, bucket.pieces)
             for target, piece in zip(bucket.targets, bucket.pieces, strict=True):
@@ -467,19 +472,22 @@ class ParcelReceiver:
 
 
 def copy_all(targets: list[Tensor], pieces: list[Tensor]) -> None:
-    """Copy the pieces of a bucket to their places."""
+    """Copy the pieces of a bucket to their targets."""
     torch._foreach_copy_(targets, pieces)
 
 
 def _place(memory: Tensor, copy: Sequence[int]) -> Tensor:
-    """View where a copy belongs: [rows, columns]."""
+    """View the memory that a copy writes: [rows, columns]."""
     _, _, rows, columns, _, offset, by_row, by_column = copy
     return memory.as_strided((rows, columns), (by_row, by_column), memory.storage_offset() + offset)
 
 
 def _read_back(piece: Tensor, target: Tensor) -> None:
-    """Put what a target has into the piece that it was copied from. One that lost bits of a wider type on the way is
-    compared with what it should have become."""
+    """Copy a target back into the piece of the bucket that it was copied from, for the checksum.
+
+    If the target has a narrower dtype, the piece cannot be restored. Then the target is compared with the converted
+    piece, and any difference inverts the bytes of the piece.
+    """
     if torch.promote_types(piece.dtype, target.dtype) == target.dtype:
         piece.copy_(target)
     else:
@@ -487,11 +495,11 @@ def _read_back(piece: Tensor, target: Tensor) -> None:
         piece.view(torch.uint8).bitwise_xor_(wrong.to(torch.uint8) * 255)
 
 
-def _last_uses(parcels: Parcels) -> dict[int, list[int]]:
-    """Return, by bucket, the targets that are whole with it."""
+def _last_uses(transfers: TransferList) -> dict[int, list[int]]:
+    """Return, by bucket, the targets that are complete after it."""
     last: dict[int, int] = {}
-    for number, (*_, first, stop, _) in enumerate(parcels.buckets.tolist()):
-        for target in parcels.copies[first:stop, 4].tolist():
+    for number, (*_, first, stop, _) in enumerate(transfers.buckets.tolist()):
+        for target in transfers.copies[first:stop, 4].tolist():
             last[target] = number
     ends: dict[int, list[int]] = {}
     for target, number in last.items():

@@ -1,4 +1,5 @@
-"""Trainer and engines score the same tokens: what a checksum cannot see (wrong names, layouts, kernels) shows here."""
+"""The probe of a weight sync: trainer and engines score the same tokens. It finds errors that checksums cannot find,
+such as wrong names, layouts or kernels."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ QUANTISED = "float8_e4m3fn"
 EPSILON = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, QUANTISED: 2.0**-4}
 """Half a unit in the last place, relative."""
 LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05, QUANTISED: 0.3}
-"""How far log-probs may be apart on average, nats, whatever the model (float16: not measured) …"""
+"""Maximum mean |difference| of log-probs, nats, for any model (float16 is not measured); see :func:`limit_of`."""
 ROUNDINGS = 3.0
-"""… and how many times as far as rounding moves the trainer's own (``runtime/forward_step.py``), where that is more.
+"""The limit is this many times the effect of rounding on the trainer's own scores (``runtime/forward_step.py``) if
+that is more than ``LIMITS``.
 
-Only the mean tells: a router's near-ties fall either way in half precision and move single log-probs far, and in fp32
-single tokens of two correct implementations are 3e-4 apart. How much of it is rounding depends on the model. Measured
-by ``benchmarks/probe_limits.py``: with equal weights at most 0.12 or 1.8 times rounding in bfloat16 and 4e-5 in fp32;
-with a stale output layer at least 0.77 and 4.5 times in bfloat16 and 0.7 in fp32, with two experts swapped at least
-0.06 in fp32 where any token asks for them. In 8 bits (``benchmarks/probe_of_8_bits.py``, weights
-alone) equal ones are at most 0.13 or 1.2 times rounding apart; engines that round activations add about as much."""
+Only the mean is compared: in half precision a router's near-ties go either way and move single log-probs far, and in
+fp32 single tokens of two correct implementations differ by 3e-4. The effect of rounding depends on the model.
+``benchmarks/probe_limits.py`` measured, with equal weights, at most 0.12 or 1.8 times rounding in bfloat16 and 4e-5 in
+fp32; with a stale output layer, at least 0.77 and 4.5 times in bfloat16 and 0.7 in fp32; with two experts swapped, at
+least 0.06 in fp32 if any token is routed to them. In 8 bits (``benchmarks/probe_of_8_bits.py``, weights only) equal
+weights differ by at most 0.13 or 1.2 times rounding; engines that round activations add about as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,21 @@ class LogprobDiff:
     mean: float
 
     def within(self, limit: float) -> bool:
-        """Return whether the weights may be equal. NaN is never within a limit."""
+        """Return whether the mean is within ``limit``, nats. NaN never is."""
         return self.mean <= limit
 
 
 def probe_tokens(vocab_size: int, seed: int | str = 0) -> list[int]:
     """Draw the tokens to score: [PROBE_TOKENS] ids, the same for the same arguments.
 
-    ``seed``: of a sync its version, so that a resumed run measures what an undisturbed one does.
+    ``seed``: the version of the sync, so that a resumed run draws the same tokens as an uninterrupted run.
     """
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(PROBE_TOKENS)]
 
 
 def logprob_diff(trainer: Sequence[float], engine: Sequence[float]) -> LogprobDiff:
-    """Compare log-probs of the same tokens. Raises WeightSyncError when the two scored different numbers of tokens."""
+    """Compare log-probs of the same tokens. Raises WeightSyncError if the numbers of tokens differ."""
     if len(trainer) != len(engine) or not trainer:
         raise WeightSyncError(f"probe: the trainer scored {len(trainer)} tokens, the engine {len(engine)}")
     apart = [abs(a - b) for a, b in zip(trainer, engine, strict=True)]
@@ -57,13 +59,13 @@ def logprob_diff(trainer: Sequence[float], engine: Sequence[float]) -> LogprobDi
 
 
 def limit_of(dtype: str, rounding: LogprobDiff) -> float:
-    """Return how far log-probs may be apart on average, nats, for an engine's dtype (``"float32"``).
+    """Return the maximum mean difference of log-probs, nats, for an engine's dtype (``"float32"``).
 
-    ``rounding``: how far the trainer's own scores move when half a unit (``EPSILON``) is added to embeddings or taken.
+    ``rounding``: how far the trainer's own scores move if ± half a unit (``EPSILON``) is added to embeddings.
     """
     return max(LIMITS[dtype], ROUNDINGS * rounding.mean)
 
 
 def is_due(syncs_before: int, interval: int) -> bool:
-    """Return whether to probe: at the first sync and every ``interval``-th after it; 0: at the first alone."""
+    """Return whether to probe: at the first sync and every ``interval``-th after it; 0: only at the first."""
     return syncs_before == 0 or (interval > 0 and syncs_before % interval == 0)

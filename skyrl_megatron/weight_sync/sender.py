@@ -1,7 +1,7 @@
-"""A trainer rank's end of a weight sync. Copies and messages of a pass are planned once, then repeated.
+"""A trainer rank's side of a weight sync. Copies and messages of a pass are planned once, then repeated.
 
-A rank's broadcasts wait for the receivers, which take the buckets of all ranks in one order (``bucket.py``). The order
-of a whole sync is that of ``workers/weight_synchronizer.py``.
+A rank's broadcasts wait for the receivers, which take the buckets of all ranks in one order (``buckets.py``).
+``workers/weight_synchronizer.py`` drives a whole sync.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from skyrl_megatron.errors import DistributedError, EngineGoneError, SkyRLMegatr
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.buckets import TensorMeta, checksum
 from skyrl_megatron.weight_sync.export_plan import ExportPlan
-from skyrl_megatron.weight_sync.point_to_point import Exchange, ExchangingSender, ParcelSender
-from skyrl_megatron.weight_sync.slices import Holdings, Parcels, Unroutable
+from skyrl_megatron.weight_sync.point_to_point import ExchangeSchedule, ExchangeSender, SliceSender
+from skyrl_megatron.weight_sync.slices import ReshardUnsupported, SourceMap, TransferList
 from skyrl_megatron.weight_sync.tensors import WeightSource
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
@@ -34,9 +34,9 @@ from skyrl_megatron.weight_sync.transport import (
 
 
 class WeightSender:
-    """Sends what ``source`` holds. Names, shapes, types and order must not change between syncs.
+    """Sends the weights of ``source``. Names, shapes, dtypes and order must not change between syncs.
 
-    The plan of a pass is made in the first sync, and its buckets are held until :meth:`close`.
+    The first sync plans the pass. Its buckets are held until :meth:`close`.
     """
 
     def __init__(
@@ -54,45 +54,49 @@ class WeightSender:
         self._listener: socket.socket | None = None
         self._transport: Transport | None = None
         self._plan: ExportPlan | None = None
-        self._parcels: ParcelSender | None = None
-        self._route: tuple[Parcels, dict[int, int], Exchange | None] | None = None
+        self._slice_sender: SliceSender | None = None
+        self._transfers: tuple[TransferList, dict[int, int], ExchangeSchedule | None] | None = None
         self._addresses: list[int] = []
 
     def metadata(self) -> Sequence[TensorMeta]:
         """List what this rank will send, in order."""
         return self.source.metadata()
 
-    def holdings(self) -> Holdings | str:
-        """List what this rank holds, for a plan of routes, or why there can be none."""
+    def source_map(self) -> SourceMap | str:
+        """Return the slices that this rank holds, for a reshard plan, or why there can be no plan."""
         try:
-            return Holdings.of(*self.source.held())
-        except Unroutable as error:
+            return SourceMap.of(*self.source.local_shards())
+        except ReshardUnsupported as error:
             return str(error)
 
-    def take_route(
-        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    def set_transfers(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: ExchangeSchedule | None = None
     ) -> None:
-        """Send these parcels (``Parcels.plain``) from now on. ``ranks_of``: worker → its number in this rank's group.
-        ``exchange``: this rank's part, where ranks give one another what is for the workers on their GPUs."""
-        self._route, self._parcels = (Parcels.of_plain(buckets, copies), ranks_of, exchange), None
+        """Use this send list (``TransferList.wire``) from now on.
+
+        ``ranks_of``: worker → its number in this rank's group. ``exchange``: this rank's schedule, if ranks exchange
+        buckets for the workers on their GPUs.
+        """
+        self._transfers, self._slice_sender = (TransferList.from_wire(buckets, copies), ranks_of, exchange), None
 
     def listen(self, host: str) -> tuple[str, int]:
-        """Take a free port of ``host``; return the address for the receivers."""
+        """Listen on a free port of ``host``; return the address for the receivers."""
         self._listener = listen(host)
         return host, int(self._listener.getsockname()[1])
 
     def connect(self, host: str, port: int, receivers: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Open a group of this rank and wait for its receivers (worker ranks of all engines). Replaces an earlier one.
+        """Open a group of this rank and wait for its receivers (the workers of all engines). Replaces an earlier
+        group.
 
-        No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
+        ``timeout_s`` also limits every later wait of the group. Raises EngineGoneError.
         """
         self._open(GroupMember((host, port), 0, 1, receivers + 1), timeout_s)
 
     def join(self, member: GroupMember, timeout_s: float, sizes: Sequence[int] = ()) -> list[float]:
-        """Join a group of ranks and engine workers that send point to point, and wait for all its members. Replaces an
-        earlier one. Return the bytes per second in buckets of each of these ``sizes`` (``transport.measure``).
+        """Join a point-to-point group of ranks and engine workers, and wait for all its members. Replaces an earlier
+        group. Return the bytes per second in buckets of each of these ``sizes`` (``transport.measure``).
 
-        No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
+        ``timeout_s`` also limits every later wait of the group. Raises EngineGoneError.
         """
         transport = self._open(member, timeout_s)
         if not sizes:
@@ -129,19 +133,19 @@ class WeightSender:
         """Leave the group and free the buckets."""
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._plan = self._parcels = self._route = None
+        self._transport = self._plan = self._slice_sender = self._transfers = None
 
     def send(self) -> list[Any]:
-        """Send every bucket; return their checksums, in order, by routes (worker, checksum) each. The next bucket is
-        filled while one travels.
+        """Send every bucket; return their checksums in order, with a reshard plan as (worker, checksum). The next
+        bucket is filled while one is in flight.
 
-        A rank that sends nothing to engines calls it too, without :meth:`connect`: others may need its shards.
+        A rank that sends nothing to engines also calls it, without :meth:`connect`: others may need its shards.
 
-        Raises WeightSyncError when no engine is connected, EngineGoneError when a receiver is gone or silent.
-        The group is then closed: receivers get an error too, and it has to be made anew.
+        Raises WeightSyncError if no engine is connected, EngineGoneError if a receiver is gone or silent. The group is
+        then closed: receivers get an error too, and a new group is needed.
         """
         try:
-            return self._send(self._transport) if self._route is None else self._send_parcels(self._transport)
+            return self._send(self._transport) if self._transfers is None else self._send_slices(self._transport)
         except BaseException:
             self.close()
             raise
@@ -150,16 +154,16 @@ class WeightSender:
         self.source.refresh()
         plan = self._current_plan()
         if transport is None and plan.buckets:
-            raise WeightSyncError("send: no engine is connected: connect() comes first")
+            raise WeightSyncError("send: no engine is connected; call connect() first")
         total, self.sent_bytes = sum(bucket.nbytes for bucket in plan.buckets), 0
         sums: list[torch.Tensor] = []
-        travelling: list[tuple[Callable[[], None], int]] = []
+        in_flight: list[tuple[Callable[[], None], int]] = []
 
         def progress() -> str:
             return f"after {self.sent_bytes / 1e6:.1f} of {total / 1e6:.1f} MB"
 
         def arrived() -> None:
-            wait, nbytes = travelling.pop(0)
+            wait, nbytes = in_flight.pop(0)
             with _raising(EngineGoneError, "an engine worker is gone or silent", progress):
                 wait()
             self.sent_bytes += nbytes
@@ -167,41 +171,43 @@ class WeightSender:
         with _raising(DistributedError, "a trainer rank with shards of the same weights is gone or silent", progress):
             try:
                 for number, bucket in enumerate(plan.buckets):
-                    if len(travelling) == 2:
+                    if len(in_flight) == 2:
                         arrived()
                     buffer = plan.fill(number)
                     sums.append(checksum(buffer))
                     assert transport is not None
                     with _raising(EngineGoneError, "an engine worker is gone", progress):
-                        travelling.append((transport.broadcast(buffer), bucket.nbytes))
+                        in_flight.append((transport.broadcast(buffer), bucket.nbytes))
             except EngineGoneError:
-                plan.finish()  # the ranks stay in step, and can send again
+                plan.finish()  # the ranks stay in sync, and can send again
                 raise
             plan.finish()
-        while travelling:
+        while in_flight:
             arrived()
         return torch.stack(sums).tolist() if sums else []
 
-    def _send_parcels(self, transport: Transport | None) -> list[list[int]]:
-        assert self._route is not None
-        parcels, ranks_of, exchange = self._route
+    def _send_slices(self, transport: Transport | None) -> list[list[int]]:
+        assert self._transfers is not None
+        transfers, ranks_of, exchange = self._transfers
         self.source.refresh()
         addresses = self.source.addresses()
-        if self._parcels is None or self._addresses != addresses:
-            self._parcels = None  # its buckets are freed before there are new ones
-            shards, in_place = self.source.held()[0], transport is not None and transport.sends_any_memory
-            self._parcels = (
-                ParcelSender(parcels, shards, ranks_of, device.device(), in_place=in_place)
+        if self._slice_sender is None or self._addresses != addresses:
+            self._slice_sender = None  # its buckets are freed before there are new ones
+            shards, in_place = self.source.local_shards()[0], transport is not None and transport.sends_any_memory
+            self._slice_sender = (
+                SliceSender(transfers, shards, ranks_of, device.device(), in_place=in_place)
                 if exchange is None
-                else ExchangingSender(exchange, parcels, shards, ranks_of, device.device())
+                else ExchangeSender(exchange, transfers, shards, ranks_of, device.device())
             )
             self._addresses = addresses
         gone = "an engine worker" if exchange is None else "a trainer rank, or the engine worker on its GPU,"
-        with _raising(EngineGoneError, f"{gone} is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"):
-            return self._parcels.send(transport, self.source.travels)
+        with _raising(
+            EngineGoneError, f"{gone} is gone or silent", lambda: f"while sending {transfers.nbytes / 1e6:.1f} MB"
+        ):
+            return self._slice_sender.send(transport, self.source.sends_adapter)
 
     def _current_plan(self) -> ExportPlan:
-        """Return the plan made before, or a new one where the weights have moved."""
+        """Return the existing plan, or a new one if the weights have moved."""
         if self._plan is None or self._plan.addresses != self.source.addresses():
             self._plan = None  # its buckets are freed before there are new ones
             self._plan = ExportPlan(self.source, self.bucket_bytes, device.device())
@@ -210,7 +216,7 @@ class WeightSender:
 
 @contextlib.contextmanager
 def _raising(kind: type[SkyRLMegatronError], what: str, progress: Callable[[], str]) -> Iterator[None]:
-    """Turn an error of torch.distributed into one of ours."""
+    """Convert an error of torch.distributed to ``kind``."""
     try:
         yield
     except RuntimeError as error:

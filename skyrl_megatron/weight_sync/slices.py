@@ -1,13 +1,16 @@
-"""Slices of tensors: which rank holds which rows, which engine worker copies which part where, and what one sends
-another.
+"""The tables of the reshard plan: what each trainer rank holds, what each engine worker needs, and what they send.
 
-A tensor of any rank is [rows, columns] here, as in ``source.as_rows``: its last dimension are the columns, a vector
-has one. What an engine's loader takes of it (slices, one expert, a transposed matrix) is then one or several
-rectangles.
+- :class:`SourceMap`: the slices that a trainer rank holds.
+- :class:`TargetMap`: the copies that an engine worker makes into its parameters.
+- :class:`TransferList`: the buckets that one side sends or receives.
 
-Both say it in rectangles of rows and columns of whole tensors, as rows of int64 tables, so that a plan of many million
-copies is a matter of seconds. What is not made of such rectangles is :class:`Unroutable`, and travels as buckets that
-every worker gets (``receiver.py``).
+Every tensor is viewed as [rows, columns], as in ``tensors.as_rows``: the last dimension is the columns, and a vector
+has one column. A slice is a rectangle of rows and columns. Whatever an engine's loader reads of a tensor (a range, one
+expert, a transposed matrix) is one or several such slices.
+
+All tables are int64 arrays with one slice per row, so that a plan of millions of copies takes seconds. Weights that
+cannot be described by slices raise :class:`ReshardUnsupported`; they travel in buckets that every worker receives
+(``buckets.py``).
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.tensors import TensorShard
 
 type Dim = tuple[int, int, int]
-"""Size, step in the source, step in the target; steps in elements."""
+"""Size, stride in the source, stride in the target; strides in elements."""
 
 
-class Rectangle(NamedTuple):
+class StridedCopy(NamedTuple):
     """``target[offset + i · row_stride + j · column_stride] = source[row + i, column + j]``, in elements."""
 
     row: int
@@ -43,40 +46,41 @@ class Rectangle(NamedTuple):
 
 
 def width_of(shape: Sequence[int]) -> int:
-    """Return the columns of a tensor."""
+    """Return the number of columns of a tensor."""
     return shape[-1] if len(shape) > 1 else 1
 
 
-def rectangles(
+def strided_copies(
     shape: Sequence[int],
     source: tuple[Sequence[int], int],
     target: tuple[Sequence[int], int],
     width: int,
-) -> list[Rectangle]:
-    """Cut the copy of a region ``shape`` into rectangles. ``source``, ``target``: (strides, offset); ``width``:
-    columns of the source. Raises ValueError for a region that is repeated, empty, or runs over the end of a row.
+) -> list[StridedCopy]:
+    """Split the copy of a region of ``shape`` into strided copies. ``source``, ``target``: (strides, offset);
+    ``width``: columns of the source. Raises ValueError for a region that is repeated, empty, or crosses the end of a
+    row.
     """
     (from_strides, from_offset), (to_strides, to_offset) = source, target
     dims = [dim for dim in zip(shape, from_strides, to_strides, strict=True) if dim[0] != 1]
     if any(step == 0 for _, step, _ in dims) or 0 in shape:
-        raise ValueError("a region that is repeated, or empty")
+        raise ValueError("the loader reads a region that is repeated or empty")
     rows = _joined([dim for dim in dims if dim[1] % width == 0])
     columns = _joined([dim for dim in dims if dim[1] % width])
     first_row, first_column = divmod(from_offset, width)
     if first_column + sum((size - 1) * step for size, step, _ in columns) >= width:
-        raise ValueError("a region that runs over the end of a row")
+        raise ValueError("the loader reads a region that crosses the end of a row")
     inner_rows, outer_rows = _inner(rows, width)
     inner_columns, outer_columns = _inner(columns, 1)
     found = []
-    for behind, ahead in _places([*outer_rows, *outer_columns]):
-        row, column = divmod(behind, width)
+    for source_offset, target_offset in _offsets([*outer_rows, *outer_columns]):
+        row, column = divmod(source_offset, width)
         found.append(
-            Rectangle(
+            StridedCopy(
                 first_row + row,
                 inner_rows[0],
                 first_column + column,
                 inner_columns[0],
-                to_offset + ahead,
+                to_offset + target_offset,
                 inner_rows[2],
                 inner_columns[2],
             )
@@ -85,33 +89,33 @@ def rectangles(
 
 
 def _joined(dims: Sequence[Dim]) -> list[Dim]:
-    """Join dimensions that continue one another on both sides; the finest first."""
+    """Join dimensions that are contiguous in the source and in the target. The smallest stride comes first."""
     joined: list[Dim] = []
-    for size, behind, ahead in sorted(dims, key=lambda dim: dim[1]):
-        if joined and (behind, ahead) == (joined[-1][0] * joined[-1][1], joined[-1][0] * joined[-1][2]):
+    for size, source_step, target_step in sorted(dims, key=lambda dim: dim[1]):
+        if joined and (source_step, target_step) == (joined[-1][0] * joined[-1][1], joined[-1][0] * joined[-1][2]):
             joined[-1] = (joined[-1][0] * size, *joined[-1][1:])
         else:
-            joined.append((size, behind, ahead))
+            joined.append((size, source_step, target_step))
     return joined
 
 
 def _inner(dims: Sequence[Dim], unit: int) -> tuple[Dim, Sequence[Dim]]:
-    """Return the dimension that a rectangle runs along, and those that there is a rectangle for each index of."""
+    """Return the dimension that one strided copy covers, and the dimensions that need one copy per index."""
     if dims and dims[0][1] == unit:
         return dims[0], dims[1:]
     return (1, unit, 0), dims
 
 
-def _places(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+def _offsets(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
     """Yield (offset in the source, offset in the target) for each index of ``dims``."""
     for index in product(*(range(size) for size, _, _ in reversed(dims))):
         steps = list(zip(index, reversed(dims), strict=True))
         yield sum(i * dim[1] for i, dim in steps), sum(i * dim[2] for i, dim in steps)
 
 
-def merged(found: Sequence[Rectangle]) -> list[Rectangle]:
-    """Join rectangles where one goes on in the next: rows of the same columns, evenly spaced in the target."""
-    done: list[Rectangle] = []
+def merge_copies(found: Sequence[StridedCopy]) -> list[StridedCopy]:
+    """Join copies that continue one another: consecutive rows of the same columns, evenly spaced in the target."""
+    done: list[StridedCopy] = []
     for each in found:
         if done and (whole := _continued(done[-1], each)) is not None:
             done[-1] = whole
@@ -120,7 +124,7 @@ def merged(found: Sequence[Rectangle]) -> list[Rectangle]:
     return done
 
 
-def _continued(one: Rectangle, other: Rectangle) -> Rectangle | None:
+def _continued(one: StridedCopy, other: StridedCopy) -> StridedCopy | None:
     if (other.row, other.column, other.columns) != (one.row + one.rows, one.column, one.columns):
         return None
     if one.columns > 1 and one.column_stride != other.column_stride:
@@ -131,80 +135,81 @@ def _continued(one: Rectangle, other: Rectangle) -> Rectangle | None:
     return one._replace(rows=one.rows + other.rows, row_stride=step)
 
 
-def in_parts(rectangle: Rectangle, size: int) -> Iterator[tuple[int, Rectangle]]:
-    """Yield (part, rectangle in it) of a rectangle in a target that is made of parts of ``size`` elements.
+def split_by_part(whole: StridedCopy, size: int) -> Iterator[tuple[int, StridedCopy]]:
+    """Yield (part, copy into it) of a copy into a target that consists of parts of ``size`` elements.
 
-    Raises ValueError where one row goes into two.
+    Raises ValueError if a row crosses from one part to the next.
     """
-    step, reach = max(rectangle.row_stride, 1), (rectangle.columns - 1) * rectangle.column_stride
+    step, reach = max(whole.row_stride, 1), (whole.columns - 1) * whole.column_stride
     row = 0
-    while row < rectangle.rows:
-        part, offset = divmod(rectangle.offset + row * rectangle.row_stride, size)
-        count = min((size - 1 - reach - offset) // step + 1, rectangle.rows - row)
+    while row < whole.rows:
+        part, offset = divmod(whole.offset + row * whole.row_stride, size)
+        count = min((size - 1 - reach - offset) // step + 1, whole.rows - row)
         if count < 1:
-            raise ValueError("a row that goes into two parts of what it is copied to")
-        yield part, rectangle._replace(row=rectangle.row + row, rows=count, offset=offset)
+            raise ValueError("the loader copies one row into two parts of its target")
+        yield part, whole._replace(row=whole.row + row, rows=count, offset=offset)
         row += count
 
 
 type Table = NDArray[np.int64]
-type FilledTensor = tuple[str, str, str, int, int]
-"""Path of a module, name of its parameter or buffer, dtype, elements, and which of several equal parts along its first
-dimension, as experts are; −1: all of it."""
+type TargetTensor = tuple[str, str, str, int, int]
+"""Path of a module, name of its parameter or buffer, dtype, number of elements, and the number of the part (one expert
+along the first dimension); −1: the whole tensor."""
 
-# columns of Route.copies
+# columns of TargetMap.copies
 TENSOR, TARGET, ROW, ROWS, COLUMN, COLUMNS, OFFSET, ROW_STRIDE, COLUMN_STRIDE = range(9)
 
 
 NAMED_RANKS = 8
-"""Those that a message names."""
+"""Maximum number of ranks that a message names."""
 
 
-class Unroutable(WeightSyncError):
-    """Weights that cannot travel by routes, and why."""
+class ReshardUnsupported(WeightSyncError):
+    """The weights cannot be sent by a reshard plan; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """What one worker copies where: ``copies`` [n, 9], a rectangle of a tensor and its place in a target each
-    (``rectangles.Rectangle``), in the order of the tensors."""
+class TargetMap:
+    """The copies that one worker makes: ``copies`` [n, 9], in the order of the tensors. Each row is (tensor, target,
+    *:class:`StridedCopy`)."""
 
-    targets: Sequence[FilledTensor]
+    targets: Sequence[TargetTensor]
     copies: Table
 
     @classmethod
-    def of(cls, targets: Sequence[FilledTensor], copies: Sequence[Sequence[int]]) -> Route:
-        """Make a route of rows of (tensor, target, *rectangle). Raises Unroutable when one element of a target is
-        copied to twice, or an element beyond its end."""
+    def of(cls, targets: Sequence[TargetTensor], copies: Sequence[Sequence[int]]) -> TargetMap:
+        """Make a target map from rows of (tensor, target, *StridedCopy). Raises ReshardUnsupported if an element of a
+        target is copied to twice, or lies beyond its end."""
         table = np.array(copies, np.int64).reshape(-1, 9)
-        route = cls(targets, table[np.argsort(table[:, TENSOR], kind="stable")])
-        route.check()
-        return route
+        target_map = cls(targets, table[np.argsort(table[:, TENSOR], kind="stable")])
+        target_map.check()
+        return target_map
 
     @property
-    def plain(self) -> tuple[list[FilledTensor], bytes]:
-        """The route as it comes from a worker."""
+    def wire(self) -> tuple[list[TargetTensor], bytes]:
+        """The form in which a worker returns it over RPC."""
         return list(self.targets), self.copies.tobytes()
 
     @classmethod
-    def of_plain(cls, targets: Sequence[Sequence[Any]], copies: bytes) -> Route:
-        """Undo :attr:`plain`."""
+    def from_wire(cls, targets: Sequence[Sequence[Any]], copies: bytes) -> TargetMap:
+        """Undo :attr:`wire`."""
         named = [(str(path), str(name), str(dtype), int(size), int(part)) for path, name, dtype, size, part in targets]
         return cls(named, np.frombuffer(copies, np.int64).reshape(-1, 9))
 
     def covered(self) -> Table:
-        """Count the elements of each target that something is copied to."""
+        """Return the number of elements of each target that copies fill."""
         areas = self.copies[:, ROWS] * self.copies[:, COLUMNS]
         return np.bincount(self.copies[:, TARGET], areas, len(self.targets)).astype(np.int64)
 
     def check(self) -> None:
         """See :meth:`of`."""
-        if (wrong := self.wrong()) is not None:
+        if (wrong := self.first_fault()) is not None:
             target, element, what = wrong
-            raise Unroutable(f"element {element} of {name_of(self.targets[target])} {what}")
+            raise ReshardUnsupported(f"element {element} of {target_name(self.targets[target])} {what}")
 
-    def wrong(self) -> tuple[int, int, str] | None:
-        """Return a target, its element that is copied to twice or is beyond its end, and which of these."""
+    def first_fault(self) -> tuple[int, int, str] | None:
+        """Return (target, element, what is wrong) of the first element that is copied to twice or is beyond the
+        end."""
         targets, starts, lengths = _runs(self.copies)
         order = np.lexsort((starts, targets))
         targets, starts = targets[order], starts[order]
@@ -218,7 +223,7 @@ class Route:
         return None
 
 
-def name_of(target: FilledTensor) -> str:
+def target_name(target: TargetTensor) -> str:
     """Name a target in a message."""
     path, name, _, _, part = target
     return f"{path}.{name}" + (f"[{part}]" if part >= 0 else "")
@@ -232,12 +237,12 @@ def named_ranks(ranks: Iterable[int]) -> str:
 
 
 def _runs(copies: Table) -> tuple[Table, Table, Table]:
-    """Return the stretches of memory that copies go to: (target, first element, elements) each."""
+    """Return the contiguous ranges of memory that copies write: (target, first element, number of elements) each."""
     rows, columns = copies[:, ROWS], copies[:, COLUMNS]
     offset, by_row, by_column = copies[:, OFFSET], copies[:, ROW_STRIDE], copies[:, COLUMN_STRIDE]
-    turned = (by_column != 1) & (columns > 1) & ((by_row == 1) | (rows == 1))
-    count, length = np.where(turned, columns, rows), np.where(turned, rows, columns)
-    apart, along = np.where(turned, by_column, by_row), np.where(turned, by_row, by_column)
+    transposed = (by_column != 1) & (columns > 1) & ((by_row == 1) | (rows == 1))
+    count, length = np.where(transposed, columns, rows), np.where(transposed, rows, columns)
+    apart, along = np.where(transposed, by_column, by_row), np.where(transposed, by_row, by_column)
     whole = ((along == 1) | (length == 1)) & ((apart == length) | (count == 1))
     length, count = np.where(whole, length * count, length), np.where(whole, 1, count)
     spread = ~whole & (along != 1) & (length > 1)  # element by element
@@ -250,20 +255,21 @@ def _runs(copies: Table) -> tuple[Table, Table, Table]:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """What one rank holds: ``tiles`` [n, 8], of a tensor (by its place in ``tensors``) the rectangle of rows and
-    columns, and where its rows lie in the rank's shard: number of the shard, first row, rows from one to the next."""
+class SourceMap:
+    """The slices that one rank holds: ``slices`` [n, 8]. Each row is (index in ``tensors``, first row, rows, first
+    column, columns) of the whole tensor, then (number of the shard, first row, row step) in this rank's shards."""
 
     tensors: Sequence[TensorMeta]
-    """Whole ones."""
-    tiles: Table
+    """Metadata of the whole tensors."""
+    slices: Table
 
     @classmethod
-    def of(cls, shards: Sequence[TensorShard], own: Sequence[int]) -> Holdings:
-        """List what this rank holds of ``shards``. ``own``: its number among the owners of each."""
+    def of(cls, shards: Sequence[TensorShard], own: Sequence[int]) -> SourceMap:
+        """List the slices that this rank holds of ``shards``. ``own``: this rank's number among the owners of each
+        shard."""
         tensors: dict[str, int] = {}
         metadata: list[TensorMeta] = []
-        tiles: list[tuple[int, ...]] = []
+        slices: list[tuple[int, ...]] = []
         for number, (shard, rank) in enumerate(zip(shards, own, strict=True)):
             meta = shard.meta
             if meta.name not in tensors:
@@ -273,21 +279,21 @@ class Holdings:
             held = [span for span in shard.ranges if span.owner == rank]
             for span in held:
                 row, first, width = before + span.start, span.first, shard.local.shape[1]
-                last = tiles[-1] if tiles else None
+                last = slices[-1] if slices else None
                 if last and (last[0], last[1] + last[2], last[3:5], last[5], last[6] + last[2] * last[7]) == (
                     (tensors[meta.name], row, (span.column, width), number, first)
                 ) and span.step in (last[7], 1) and last[7] == span.step:  # fmt: skip
-                    tiles[-1] = (*last[:2], last[2] + span.count, *last[3:])
+                    slices[-1] = (*last[:2], last[2] + span.count, *last[3:])
                 else:
-                    tiles.append((tensors[meta.name], row, span.count, span.column, width, number, first, span.step))
-        return cls(metadata, np.array(tiles, np.int64).reshape(-1, 8))
+                    slices.append((tensors[meta.name], row, span.count, span.column, width, number, first, span.step))
+        return cls(metadata, np.array(slices, np.int64).reshape(-1, 8))
 
 
-def tensors_of(holdings: Sequence[Holdings]) -> list[TensorMeta]:
-    """List the tensors of all ranks, each once, in the order in which they travel: that of the model in each pipeline
-    stage, stages side by side. Raises WeightSyncError when ranks disagree about one."""
+def tensors_of(source_maps: Sequence[SourceMap]) -> list[TensorMeta]:
+    """List the tensors of all ranks, each once, in the order in which they are sent: model order within a pipeline
+    stage, with the stages interleaved. Raises WeightSyncError if ranks disagree about a shape or dtype."""
     found: dict[str, tuple[TensorMeta, int]] = {}
-    for rank, each in enumerate(holdings):
+    for rank, each in enumerate(source_maps):
         for number, meta in enumerate(each.tensors):
             place = meta.position if meta.position >= 0 else number
             own = TensorMeta(meta.name, meta.dtype, meta.shape, position=place)
@@ -300,7 +306,7 @@ def tensors_of(holdings: Sequence[Holdings]) -> list[TensorMeta]:
 
 
 def rows_of(meta: TensorMeta) -> int:
-    """Return the rows of a tensor, see ``rectangles.py``."""
+    """Return the number of rows of a tensor viewed as [rows, columns]."""
     size = 1
     for length in meta.shape:
         size *= length
@@ -309,39 +315,40 @@ def rows_of(meta: TensorMeta) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Copies of one bucket, evenly spaced."""
+    """Evenly spaced copies within one bucket."""
 
     copy: list[int]
-    """The first of them, a row of :attr:`Parcels.copies`."""
+    """The first copy, a row of :attr:`TransferList.copies`."""
     count: int
-    bytes_apart: int
-    """In the bucket, from one to the next."""
-    apart: int
-    """On this side, from one to the next: elements of a target, rows of a shard."""
+    bytes_stride: int
+    """Bytes of the bucket from one copy to the next."""
+    stride: int
+    """Distance from one copy to the next on this side: elements of a target, or rows of a shard."""
 
     def piece(self, bucket: Tensor, dtype: torch.dtype) -> Tensor:
-        """View the copies in the bytes of a bucket: [rows, columns], of several [count, rows, columns]."""
+        """View the copies in the bytes of a bucket: [rows, columns], or [count, rows, columns] if there are
+        several."""
         _, at, rows, columns, *_ = self.copy
         size = rows * columns * dtype.itemsize
-        whole = bucket[at : at + (self.count - 1) * self.bytes_apart + size].view(dtype)
+        whole = bucket[at : at + (self.count - 1) * self.bytes_stride + size].view(dtype)
         if self.count == 1:
             return whole.view(rows, columns)
-        return whole.as_strided((self.count, rows, columns), (self.bytes_apart // dtype.itemsize, columns, 1))
+        return whole.as_strided((self.count, rows, columns), (self.bytes_stride // dtype.itemsize, columns, 1))
 
-    def of(self, first: Tensor, apart: int) -> Tensor:
-        """View all of them where the first is. ``apart``: elements from one to the next."""
+    def of(self, first: Tensor, stride: int) -> Tensor:
+        """Extend the view of the first copy to all copies. ``stride``: elements from one copy to the next."""
         if self.count == 1:
             return first
-        return first.as_strided((self.count, *first.shape), (apart, *first.stride()))
+        return first.as_strided((self.count, *first.shape), (stride, *first.stride()))
 
 
 @dataclass(frozen=True, slots=True)
-class Parcels:
-    """One side's buckets and the copies in them.
+class TransferList:
+    """The send list of a trainer rank, or the receive list of an engine worker: buckets and the copies in them.
 
-    ``buckets`` [b, 6]: the other side's number; bytes; whether it is one contiguous copy; first copy and the one after
-    the last; the last copy's tensor. ``copies`` [n, 8]: tensor, first byte in the bucket, rows, columns, and of a
-    sender the shard, first row, rows from one to the next, first column; of a receiver the target, offset, row stride,
+    ``buckets`` [b, 6]: number of the peer; bytes; whether the bucket is one contiguous copy; first copy; one past the
+    last copy; tensor of the last copy. ``copies`` [n, 8]: tensor, first byte in the bucket, rows, columns; then in a
+    send list the shard, first row, row step and first column, in a receive list the target, offset, row stride and
     column stride.
     """
 
@@ -349,18 +356,18 @@ class Parcels:
     copies: Table
 
     @property
-    def plain(self) -> tuple[bytes, bytes]:
-        """The parcels as they are sent to their side."""
+    def wire(self) -> tuple[bytes, bytes]:
+        """The form in which it is sent to its rank or worker."""
         return self.buckets.tobytes(), self.copies.tobytes()
 
     @classmethod
-    def of_plain(cls, buckets: bytes, copies: bytes) -> Parcels:
-        """Undo :attr:`plain`."""
+    def from_wire(cls, buckets: bytes, copies: bytes) -> TransferList:
+        """Undo :attr:`wire`."""
         return cls(np.frombuffer(buckets, np.int64).reshape(-1, 6), np.frombuffer(copies, np.int64).reshape(-1, 8))
 
     def runs(self) -> list[list[Run]]:
-        """Return the copies of each bucket, joined where they are alike but for their places in the bucket and on this
-        side, which are evenly spaced: a projection's rows of every expert."""
+        """Return the copies of each bucket. Copies of equal shape that are evenly spaced, such as a projection's rows
+        of every expert, are joined to one run."""
         steps = np.diff(self.copies, axis=0)
         alike = ~steps[:, [0, 2, 3, 4, 6, 7]].any(1)
         begins = np.ones(len(self.copies), bool)
@@ -377,7 +384,7 @@ class Parcels:
 
     @property
     def peers(self) -> list[int]:
-        """Those on the other side that buckets go to or come from."""
+        """The numbers of the workers or ranks that buckets go to or come from."""
         return [int(peer) for peer in np.unique(self.buckets[:, 0])]
 
     @property
@@ -386,33 +393,37 @@ class Parcels:
         return int(self.buckets[:, 1].sum())
 
 
-def check_parcels(parcels: Parcels, route: Route) -> None:
-    """Raise Unroutable, naming the ranks that would send it, unless a worker's parcels fill what its route fills, each
-    element once."""
-    tensor, _, rows, columns, target, offset, by_row, by_column = parcels.copies.T
+def check_transfers(transfers: TransferList, target_map: TargetMap) -> None:
+    """Check that a worker's receive list fills the elements of its target map, each once. Raises ReshardUnsupported,
+    which names the target and the ranks that would send to it."""
+    tensor, _, rows, columns, target, offset, by_row, by_column = transfers.copies.T
     none = np.zeros_like(rows)
-    planned = Route(
-        route.targets, np.column_stack([tensor, target, none, rows, none, columns, offset, by_row, by_column])
+    planned = TargetMap(
+        target_map.targets, np.column_stack([tensor, target, none, rows, none, columns, offset, by_row, by_column])
     )
-    if len(target) and target.max() >= len(route.targets):
-        raise Unroutable(
-            f"target {target.max()} is planned, and the engine's worker has {len(route.targets)}: its layout is not "
-            "the one that the plan was made for"
+    if len(target) and target.max() >= len(target_map.targets):
+        raise ReshardUnsupported(
+            f"the plan has target {target.max()}, but the engine's worker has only {len(target_map.targets)} targets: "
+            "the plan was made for another layout"
         )
-    if (wrong := planned.wrong()) is not None:
+    if (wrong := planned.first_fault()) is not None:
         number, element, what = wrong
-        raise Unroutable(f"element {element} of {name_of(route.targets[number])} {what}, {_from(parcels, number)}")
-    for number, (found, needed) in enumerate(zip(planned.covered(), route.covered(), strict=True)):
+        raise ReshardUnsupported(
+            f"element {element} of {target_name(target_map.targets[number])} {what}, {_from(transfers, number)}"
+        )
+    for number, (found, needed) in enumerate(zip(planned.covered(), target_map.covered(), strict=True)):
         if found != needed:
-            name = name_of(route.targets[number])
-            raise Unroutable(f"{found} of {needed} elements of {name} are planned, {_from(parcels, number)}")
+            name = target_name(target_map.targets[number])
+            raise ReshardUnsupported(
+                f"the plan sends {found} of {needed} elements of {name}, {_from(transfers, number)}"
+            )
 
 
-def _from(parcels: Parcels, target: int) -> str:
-    """Name the ranks that parcels of a target come from, in words."""
+def _from(transfers: TransferList, target: int) -> str:
+    """Name the ranks that send to a target, for a message."""
     ranks = {
         rank
-        for rank, _, _, first, stop, _ in parcels.buckets.tolist()
-        if (parcels.copies[first:stop, 4] == target).any()
+        for rank, _, _, first, stop, _ in transfers.buckets.tolist()
+        if (transfers.copies[first:stop, 4] == target).any()
     }
     return f"from {named_ranks(ranks)}"

@@ -1,10 +1,10 @@
-"""The tensors of a sync by HF name: what each rank sends of them, and the checks before a byte is sent.
+"""The tensors of a sync by HF name: what each rank sends of them, and the checks before anything is sent.
 
-They travel as Megatron has them, each expert on its own, because what travels is rows of shards. The engine's worker
-turns them into the form on disk, under the name by which vLLM's loader takes the tensor of one expert.
+Ranks send rows of Megatron's shards, each expert separately. If the tensor on disk has another form, the engine's
+worker converts it (:func:`as_on_disk`), under the name that vLLM's loader uses for the tensor of one expert.
 
-An engine fills a module that it got only a part of with garbage and says nothing, and it ignores names that it does
-not know. So the tensors of all ranks must make up the model exactly: every tensor, whole, once.
+An engine silently leaves garbage in a module that it gets only a part of, and ignores unknown names. So
+:func:`check_metadata` requires that the tensors of all ranks make up the model exactly: every tensor, complete, once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skyrl_megatron.weight_sync.buckets import TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows of a tensor that lie evenly spaced in one rank's shard: ``tensor[start + i] = shard[first + i · step]``."""
+    """Evenly spaced rows of one rank's shard: ``tensor[start + i] = shard[first + i · step]``."""
 
     owner: int
     """Rank in the group of the tensor's shards."""
@@ -44,21 +44,21 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """This rank's shard of a tensor, which rank 0 of a group puts together from the shards of its ranks and sends."""
+    """This rank's shard of a tensor. Rank 0 of the group gathers the shards of its ranks and sends the tensor."""
 
     meta: TensorMeta
     local: Tensor
-    """[rows, columns]: a view of memory that stays where it is."""
+    """[rows, columns]: a view of memory that does not move."""
     ranges: Sequence[RowRange]
-    """Where every row of the tensor lies, in the shards of all ranks."""
+    """Where every row of the tensor is, in the shards of all ranks."""
     group: Any = None
-    """Process group of the shards; None: the rank has all of it."""
+    """Process group of the shards; None: this rank holds the whole tensor."""
     make: Callable[[slice, slice], Tensor] | None = None
-    """Makes rows and columns of what is sent of the shard, in the dtype of ``local``, which may then have no memory: a
-    weight that is kept in 8 bits, or brought into them, or that an adapter is added to."""
+    """Computes rows and columns of the shard as they are sent, in the dtype of ``local``, which may then have no
+    memory: for a weight that is stored in 8 bits, is quantised, or has an adapter merged."""
 
     def part(self, rows: slice, columns: slice) -> Tensor | Callable[[], Tensor]:
-        """View a part of the shard, or return what makes it."""
+        """View a part of the shard, or return a function that computes it."""
         return self.local[rows, columns] if self.make is None else partial(self.make, rows, columns)
 
     @property
@@ -68,33 +68,33 @@ class TensorShard:
 
 
 class WeightSource(Protocol):
-    """Ranks that hold shards of the same tensors list them in the same order."""
+    """A source of weights for engines. Ranks that hold shards of the same tensors list them in the same order."""
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """List what this rank sends, in order, without transferring anything."""
+        """List the tensors that this rank sends, in order. Transfers nothing."""
 
     def shards(self) -> Sequence[TensorShard]:
-        """List the shards that this rank holds, of tensors that it sends and of tensors that others send."""
+        """List this rank's shards of the tensors that it sends, and of tensors that other ranks gather and send."""
 
-    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
-        """List all that this rank holds, replicas of what others send too, and its number among the owners of each.
+    def local_shards(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """List all shards that this rank holds, including replicas, and this rank's number among the owners of each.
 
-        Raises Unroutable for tensors that are not sent as they are held.
+        Raises ReshardUnsupported for tensors that are sent in another form than they are held.
         """
 
-    def travels(self, adapter: str) -> bool:
-        """Return whether the tensors of :meth:`held` that belong to an adapter are sent in the next pass."""
+    def sends_adapter(self, adapter: str) -> bool:
+        """Return whether the next pass sends the tensors of an adapter."""
 
     def refresh(self) -> None:
-        """Prepare for the next pass: what ``make`` reads may have changed. Every rank calls it before each pass."""
+        """Update what ``make`` reads. Every rank calls it before each pass."""
 
     def addresses(self) -> list[int]:
-        """Return where the memory is now (:func:`place_of`). When it has moved, the shards are asked for anew."""
+        """Return where the memory is now (:func:`memory_id`). If it has moved, the shards are listed again."""
 
 
-def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Tell a tensor's memory from other memory. A storage that is emptied and filled again stays the same: views of it
-    remain."""
+def memory_id(tensor: Tensor) -> tuple[int, int]:
+    """Return an identifier of a tensor's memory. It does not change if the storage is freed and allocated again,
+    because views of it remain valid."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
@@ -109,7 +109,7 @@ def as_rows(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() < 2:
         return tensor.unsqueeze(-1) if tensor.dim() else tensor.view(1, 1)
     if not tensor.is_contiguous():
-        raise WeightSyncError(f"{name} {list(tensor.shape)} is not contiguous in memory: give a contiguous tensor")
+        raise WeightSyncError(f"{name} {list(tensor.shape)} is not contiguous in memory: pass a contiguous tensor")
     return tensor.flatten(0, -2)
 
 
@@ -119,11 +119,11 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 _BY_NAME: dict[str, Conversion] = {kind.__name__: kind() for kind in (DeinterleaveGateUp, Squeeze, Transpose)}
-"""Conversions that do not keep rows; they depend on no sizes, so that a name says them."""
+"""Conversions that do not keep rows. They have no parameters, so their names identify them."""
 
 
-def travelling(entry: Entry) -> Sequence[tuple[str, Shape]]:
-    """List (name, shape) of the tensors as which an entry travels."""
+def sent_tensors(entry: Entry) -> Sequence[tuple[str, Shape]]:
+    """List (name, shape) of the tensors that are sent for an entry."""
     if entry.has_rows_of_hf:
         return [(piece.name, piece.shape) for piece in entry.hf]
     (piece,) = entry.hf
@@ -133,8 +133,9 @@ def travelling(entry: Entry) -> Sequence[tuple[str, Shape]]:
     return [(f"{layer}.{piece.index}.{leaf}", entry.shape)]
 
 
-def turning(entry: Entry) -> str | None:
-    """Name what turns the tensor that travels into that on disk; None if nothing has to (``TensorMeta.turned``)."""
+def conversion_name(entry: Entry) -> str | None:
+    """Return the name of the conversion from the sent tensor to the tensor on disk; None if they are equal
+    (``TensorMeta.conversion``)."""
     name = type(entry.bound.conversion).__name__
     return name if name in _BY_NAME else None
 
@@ -142,8 +143,8 @@ def turning(entry: Entry) -> str | None:
 def as_on_disk(
     tensors: Iterable[tuple[str, Tensor]], senders: Iterable[Iterable[TensorMeta]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Turn those of ``tensors`` of which the metadata of ``senders`` says so; others pass. Views where possible."""
-    conversions = {meta.name: _BY_NAME[meta.turned] for sender in senders for meta in sender if meta.turned}
+    """Convert the tensors whose metadata name a conversion, and yield all tensors. Views where possible."""
+    conversions = {meta.name: _BY_NAME[meta.conversion] for sender in senders for meta in sender if meta.conversion}
     for name, tensor in tensors:
         conversion = conversions.get(name)
         yield name, tensor if conversion is None else conversion.to_hf(tensor)[0]
@@ -151,15 +152,15 @@ def as_on_disk(
 
 NAMED_IN_MESSAGES = 5
 VALUES = "float8_e4m3fn"
-"""The dtype of values that travel in 8 bits."""
+"""The dtype of values that are sent in 8 bits."""
 FUSED_EXPERTS = frozenset({"glm4_moe", "qwen3_moe"})
-"""Families whose experts travel as one tensor a layer: vLLM loads them three times as fast as one by one
-(``benchmarks/weight_sync.py``). Those of which a test with a real engine says so."""
+"""Families whose experts are sent as one tensor per layer: vLLM loads it three times as fast as single experts
+(``benchmarks/weight_sync.py``). Only families that a test with a real engine covers."""
 _FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)$")
 
 
 def plain_metadata(metadata: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
-    """Turn the metadata of all senders, ``TensorMeta`` or tuples, into the lists of fields that go to workers."""
+    """Convert the metadata of all senders, ``TensorMeta`` or tuples, to the lists of fields that workers receive."""
     return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in metadata]
 
 
@@ -169,10 +170,10 @@ def metadata_of(
     shape: Sequence[int],
     rows: Sequence[int] | None = None,
     position: int = -1,
-    turned: str | None = None,
+    conversion: str | None = None,
 ) -> TensorMeta:
-    """Make a tensor's metadata of its fields as they come to a worker."""
-    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position, turned)
+    """Make a tensor's metadata from the fields that a worker receives."""
+    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position, conversion)
 
 
 def check_metadata(
@@ -181,15 +182,15 @@ def check_metadata(
     """Raise WeightSyncError unless the senders send exactly the tensors of the model that ``hf_config`` (a HF
     ``config.json``) describes, in one of the namings that the engine loads.
 
-    Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
-    ``experts.down_proj`` [E, H, ffn]. What is on disk in another form travels as :mod:`weight_sync.turned` says. A
-    tied output layer may be sent or not. Values of 8 bits come with their scales (``quantised_source.py``). ``draft``:
-    with the layer of multi-token prediction, which is trained.
+    Experts may be sent one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
+    ``experts.down_proj`` [E, H, ffn]. Tensors with another form on disk are sent as :func:`sent_tensors` lists them. A
+    tied output layer may be sent or not. 8-bit values need their scales (``QuantisedWeightSource``). ``draft``: with
+    the trained layer of multi-token prediction.
     """
     problems: list[str] = []
-    found = _without_scales(wholes(metadata, problems), metadata, hf_config, problems)
+    found = _without_scales(whole_shapes(metadata, problems), metadata, hf_config, problems)
     plan = Plan.of(hf_config, draft=draft)
-    expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in travelling(entry))
+    expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in sent_tensors(entry))
     for copy in plan.copies:
         found.pop(copy, None)
     for name, shape in list(found.items()):
@@ -203,18 +204,18 @@ def check_metadata(
         problems.append(f"{len(missing)} tensors are missing: {named_some(missing)}")
     for name in extra[:NAMED_IN_MESSAGES]:
         near = difflib.get_close_matches(name, missing or expected, n=1)
-        problems.append(f"{name} is no tensor of the model" + (f" (nearest: {near[0]})" if near else ""))
+        problems.append(f"{name} is not a tensor of the model" + (f" (nearest: {near[0]})" if near else ""))
     if len(extra) > NAMED_IN_MESSAGES:
         problems.append(f"{len(extra) - NAMED_IN_MESSAGES} more unknown tensors")
     for name, shape in found.items():
         if name in expected and shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, the model has {list(expected[name])}")
     if problems:
-        raise WeightSyncError("the trainer's weights are not the whole model: " + "; ".join(problems))
+        raise WeightSyncError("the trainer does not send the complete model: " + "; ".join(problems))
 
 
-def wholes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
-    """Return name → shape of every tensor; rows sent by several ranks must make it up without gap or overlap."""
+def whole_shapes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
+    """Return name → shape of every tensor. Adds a problem unless the senders' rows cover it without gap or overlap."""
     shards: dict[str, list[TensorMeta]] = {}
     for sender in metadata:
         for meta in sender:
@@ -240,7 +241,7 @@ def _without_scales(
     hf_config: Mapping[str, Any],
     problems: list[str],
 ) -> dict[str, Shape]:
-    """Return ``found`` without the scales of values in 8 bits, each of which must have its own."""
+    """Return ``found`` without the scales of 8-bit values. Adds a problem for values without matching scales."""
     dtypes = {meta.name: meta.dtype for sender in metadata for meta in sender}
     values = [name for name, dtype in dtypes.items() if dtype == VALUES]
     if not values:
@@ -251,14 +252,14 @@ def _without_scales(
         problems.append(str(error))
         return found
     if form is None:
-        problems.append(f"{named_some(values)} come in 8 bits, and config.json has no quantization_config")
+        problems.append(f"{named_some(values)} are sent in 8 bits, but config.json has no quantization_config")
         return found
     for name in values:
         scales, shape = name + form.suffix, found[name]
         grid = form.grid((shape[0], shape[1])) if len(shape) == 2 else None
-        told = f"{list(found[scales])} {dtypes[scales]}" if scales in found else "missing"
+        sent = f"{list(found[scales])} {dtypes[scales]}" if scales in found else "missing"
         if grid is None or found.get(scales) != grid or dtypes[scales] != form.scale_dtype:
-            problems.append(f"{scales} is {told}, the model has {list(grid or ())} {form.scale_dtype}")
+            problems.append(f"{scales} is {sent}, the model has {list(grid or ())} {form.scale_dtype}")
     own = {name + form.suffix for name in values}
     return {name: shape for name, shape in found.items() if name not in own}
 
@@ -272,6 +273,6 @@ def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:
 
 
 def named_some(names: Sequence[str]) -> str:
-    """Name the first few, and count the others."""
+    """Name the first few names, and count the others."""
     more = len(names) - NAMED_IN_MESSAGES
     return ", ".join(names[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")

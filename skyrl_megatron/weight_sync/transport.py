@@ -1,17 +1,18 @@
-"""How bytes get from trainer ranks to engine workers: NCCL, gloo, or memory that two processes share (CUDA IPC).
+"""Transports from trainer ranks to engine workers: NCCL, gloo, or memory that two processes share (CUDA IPC).
 
-Where every worker gets its own part, all ranks that send and all workers are members of one group and send point to
-point (:class:`GroupMember`). Where every worker gets everything, each rank that sends has a group, in which it is rank
-0 and the workers of all engines are ranks 1 … n. The default process group of either side is left alone. The classes
-in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made and how a buffer gets across.
+With a reshard plan, all sending ranks and all workers are members of one group and send point to point
+(:class:`GroupMember`). Without one, each sending rank has a group in which it is rank 0 and the workers of all engines
+are ranks 1 … n. The default process groups are not used. The subclasses of :class:`Transport` differ in how they make
+the group and transfer a buffer.
 
-The sender's few staging buffers are exported once each; afterwards a bucket costs one header, one copy on every worker
-that gets it, and one acknowledgement. No weights go over the network, nor on GPUs through host memory.
+:class:`IpcTransport` exports each of the sender's few staging buffers once. Then a bucket costs one header, one copy
+on every worker that receives it, and one acknowledgement. Weights do not cross the network, and on GPUs not host
+memory either.
 
-On GPUs a worker reads the buffer where it is, so it must see the sender's GPU (``CUDA_VISIBLE_DEVICES`` of the whole
-node). It maps the buffer into the context of its own GPU, over NVLink or PCIe: a context on each sender's GPU would
-cost some 500 MB. On CPU a buffer moves into memory that has a descriptor and no name, which a worker opens through
-``/proc``: it leaves nothing, whatever ends the two.
+On GPUs a worker reads the sender's buffer, so it must see the sender's GPU (``CUDA_VISIBLE_DEVICES`` of the whole
+node). It maps the buffer into the context of its own GPU, over NVLink or PCIe, because a context on each sender's GPU
+would take some 500 MB. On CPU a buffer moves into shared memory that has a file descriptor but no name. A worker opens
+it through ``/proc``, so nothing is left when the processes end.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from skyrl_megatron.plugins import TRANSPORTS
 
 DEFAULT_TIMEOUT_S = 120.0
 MEASURED_BUCKETS = 4
-"""What is sent to measure a size of buckets, in buckets of the largest size."""
+"""Data sent to measure one bucket size, in buckets of the largest size."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A member of a group: its ``number`` of ``size``, of which the first ``senders`` are trainer ranks and the others
+    """A member of a point-to-point group of ``size`` members. The first ``senders`` are trainer ranks, the others
     engine workers."""
 
     address: tuple[str, int]
-    """Where member 0 listens."""
+    """Host and port at which member 0 listens."""
     number: int
     senders: int
     size: int
 
 
 def default_transport() -> str:
-    """Choose NCCL where there is a GPU, else gloo."""
+    """Return NCCL if there is a GPU, else gloo."""
     return device.NCCL if device.has_cuda() else device.GLOO
 
 
@@ -67,24 +68,24 @@ def open_transport(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> Transport:
-    """Open the transport called ``name``; wait until all ``world_size`` members are there, at most ``timeout_s``."""
+    """Open the transport ``name`` and wait for all ``world_size`` members, at most ``timeout_s``."""
     kind = TRANSPORTS.find(name)
     if kind is None:
-        kind = OWN[name]
+        kind = BUILT_IN_TRANSPORTS[name]
     transport: Transport = kind(host, port, rank, world_size, timeout_s, listener)
     return transport
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket for rank 0 on ``host`` alone; port 0 takes a free one."""
+    """Open a listening socket for rank 0 on ``host`` only; port 0 chooses a free port."""
     return socket.create_server((host, port))
 
 
 class Transport(ABC):
-    """One member of a group. Raises RuntimeError (torch) when a member dies or ``timeout_s`` pass."""
+    """One member of a group. Raises RuntimeError (torch) if a member dies or ``timeout_s`` pass."""
 
     sends_any_memory: ClassVar[bool] = True
-    """Whether any memory can be sent; else a few buffers that stay where they are."""
+    """Whether any memory can be sent; if False, only a few buffers that are not reallocated."""
 
     def __init__(
         self,
@@ -104,17 +105,17 @@ class Transport(ABC):
             is_master=rank == 0,
             timeout=self.timeout,
             wait_for_workers=False,
-            # torch takes the descriptor over
+            # torch takes ownership of the descriptor
             master_listen_fd=None if listener is None else listener.detach(),
         )
         self.group: Any = self.new_group(PrefixStore("weights", self._store), host, rank, world_size)
 
     @abstractmethod
     def new_group(self, store: Store, host: str, rank: int, world_size: int) -> Any:
-        """Make the process group. Waits for its members."""
+        """Make the process group, and wait for its members."""
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Start sending rank 0's bytes into everybody's ``buffer``; call what is returned to wait for the end."""
+        """Start to broadcast rank 0's ``buffer``. Return a function that waits for the end."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         work = self.group.broadcast([buffer], options)
@@ -125,7 +126,7 @@ class Transport(ABC):
         return wait
 
     def send(self, buffer: Tensor, rank: int) -> Callable[[], None]:
-        """Start sending ``buffer`` to one member; call what is returned to wait until it may be filled again."""
+        """Start to send ``buffer`` to one member. Return a function that waits until it may be filled again."""
         work = self.group.send([buffer], rank, 0)
 
         def wait() -> None:
@@ -134,7 +135,7 @@ class Transport(ABC):
         return wait
 
     def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
-        """Start receiving into ``buffer`` what a member sends to this one next; call what is returned to wait."""
+        """Start to receive the next buffer that ``rank`` sends to this member. Return a function that waits."""
         work = self.group.recv([buffer], rank, 0)
 
         def wait() -> None:
@@ -143,13 +144,13 @@ class Transport(ABC):
         return wait
 
     def close(self) -> None:
-        """Leave the group. A member that waits for this one gets an error."""
+        """Leave the group. Members that wait for this one get an error."""
         self.group = self._store = None
 
 
 def measure(transport: Transport, member: GroupMember, sizes: Sequence[int]) -> list[float]:
-    """Return the bytes per second that this rank sends in buckets of each of these sizes, while all ranks send, each
-    to one worker; nothing on a worker. All members of a group call it together."""
+    """Return the bytes per second at which this rank sends buckets of each of these sizes, while all ranks send, each
+    to one worker; an empty list on a worker. Collective over the group."""
     workers = member.size - member.senders
     sends = member.number < member.senders
     peers = [member.senders + member.number % workers]
@@ -160,17 +161,17 @@ def measure(transport: Transport, member: GroupMember, sizes: Sequence[int]) -> 
     for size in sizes:
         count = MEASURED_BUCKETS * max(sizes) // size
         for peer in peers:
-            began, travelling = 0.0, [_at_once, _at_once]
+            began, in_flight = 0.0, [_no_wait, _no_wait]
             for number in range(count + 1):
                 if number == 1:  # the first one opens the connection
-                    travelling[0]()
-                    travelling[0] = _at_once
+                    in_flight[0]()
+                    in_flight[0] = _no_wait
                     device.synchronize()
                     began = time.perf_counter()
-                travelling[number % 2]()
+                in_flight[number % 2]()
                 buffer = buffers[number % 2][:size]
-                travelling[number % 2] = transport.send(buffer, peer) if sends else transport.receive(buffer, peer)
-            for wait in travelling:
+                in_flight[number % 2] = transport.send(buffer, peer) if sends else transport.receive(buffer, peer)
+            for wait in in_flight:
                 wait()
             device.synchronize()
             if sends:
@@ -178,29 +179,29 @@ def measure(transport: Transport, member: GroupMember, sizes: Sequence[int]) -> 
     return rates
 
 
-def _at_once() -> None:
+def _no_wait() -> None:
     """Wait for nothing."""
 
 
 def own_address(peer: str) -> str:
-    """Return this machine's address on the way to ``peer``: the interface that a group binds to."""
+    """Return the address of this machine's interface to ``peer``, which a group binds to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of torch, which appends a C++ stack."""
+    """Return the first line of an error message of torch, which appends a C++ stack."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def not_received(error: BaseException, sender: str, nbytes: int) -> WeightSyncError:
-    """Return what a receiver raises when it failed after ``nbytes``: a lack of memory is no fault of the sender's."""
+    """Return the error of a receiver that failed after ``nbytes``. A lack of memory is not the sender's fault."""
     if device.is_out_of_memory(error):
         return WeightSyncError(
-            f"receive: no memory for weights that arrive, after {nbytes / 1e6:.1f} MB ({first_line(error)}); make "
-            "generator.inference_engine.gpu_memory_utilization smaller"
+            f"receive: out of memory for incoming weights after {nbytes / 1e6:.1f} MB ({first_line(error)}); lower "
+            "generator.inference_engine.gpu_memory_utilization"
         )
     return WeightSyncError(f"receive: {sender} is gone or silent after {nbytes / 1e6:.1f} MB: {first_line(error)}")
 
@@ -217,21 +218,21 @@ class GlooTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """Buffers by handle; the group (over CPU) carries which buffer is ready, and who has read it."""
+    """Sends buffers by IPC handle. The group (gloo) carries which buffer is ready and who has read it."""
 
     sends_any_memory = False
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, *rest: Any) -> None:
         self.rank = rank
-        self._exported: dict[tuple[int, int], int] = {}  # place and size of a buffer → its number
-        self._mapped: dict[tuple[int, int], Tensor] = {}  # (rank, number) → that rank's buffer as seen from here
+        self._exported: dict[tuple[int, int], int] = {}  # address and size of a buffer → its number
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # (rank, number) → that rank's buffer, mapped here
         super().__init__(host, port, rank, world_size, *rest)
 
     new_group = GlooTransport.new_group
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Copy rank 0's bytes from where they are. The kernels that filled ``buffer`` are waited for first."""
-        header = self._told(buffer) if self.rank == 0 else _nothing_told()
+        """Copy rank 0's buffer from its memory, after the kernels that fill it are done."""
+        header = self._header(buffer) if self.rank == 0 else _empty_header()
         super().broadcast(header)()
         if self.rank != 0:
             self._read(header, buffer, 0)
@@ -241,20 +242,20 @@ class IpcTransport(Transport):
         return lambda: barrier.wait(self.timeout) and None
 
     def send(self, buffer: Tensor, rank: int) -> Callable[[], None]:
-        """Tell one member where its bytes lie; call what is returned to wait until it has read them."""
-        header, read = self._told(buffer), _nothing_told()
-        telling, reading = super().send(header, rank), self.group.recv([read], rank, 0)
+        """Announce ``buffer`` to one member. Return a function that waits until it has read the buffer."""
+        header, read = self._header(buffer), _empty_header()
+        sending, reading = super().send(header, rank), self.group.recv([read], rank, 0)
 
         def wait() -> None:
-            telling()
+            sending()
             reading.wait(self.timeout)
             assert torch.equal(read, header), (read, header)
 
         return wait
 
     def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
-        """Call what is returned to wait until a member says where bytes for this one are, and copy them."""
-        header = _nothing_told()
+        """Return a function that waits until a member announces a buffer for this one, and copies it."""
+        header = _empty_header()
         announced = super().receive(header, rank)
 
         def wait() -> None:
@@ -264,8 +265,8 @@ class IpcTransport(Transport):
 
         return wait
 
-    def _told(self, buffer: Tensor) -> Tensor:
-        """Return what says where a buffer's bytes lie, once the kernels that fill it are done."""
+    def _header(self, buffer: Tensor) -> Tensor:
+        """Return the header (number, bytes) of a buffer, after the kernels that fill it are done."""
         device.synchronize()
         return torch.tensor([self._export(buffer), buffer.numel()])
 
@@ -295,7 +296,7 @@ class IpcTransport(Transport):
         super().close()
 
 
-def _nothing_told() -> Tensor:
+def _empty_header() -> Tensor:
     return torch.zeros(2, dtype=torch.int64)
 
 
@@ -304,29 +305,29 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _cuda_handle(storage: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the GPU that a storage is on, and what opens it in another process."""
+    """Return the UUID of a storage's GPU, and the handle that opens the storage in another process."""
     return str(torch.cuda.get_device_properties(storage.device).uuid), storage._share_cuda_()
 
 
 def _open_cuda(where: str, handle: tuple[Any, ...]) -> torch.UntypedStorage:
     visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     if where not in visible:
-        raise RuntimeError(f"GPU {where} of the sender is not visible here: set CUDA_VISIBLE_DEVICES to all of them")
+        raise RuntimeError(f"the sender's GPU {where} is not visible here: set CUDA_VISIBLE_DEVICES to all GPUs")
     own, theirs = torch.cuda.current_device(), visible[where]
     through = own if own == theirs or torch.cuda.can_device_access_peer(own, theirs) else theirs
-    # False: the sender has waited for its kernels, and its event belongs to another GPU's context
+    # False: do not wait for the sender's event. The sender has synchronized, and its event has another GPU's context
     return torch.UntypedStorage._new_shared_cuda(through, *handle[1:-1], False)
 
 
 def _shared_place(storage: Any) -> tuple[int, int]:
-    """Move a storage into shared memory unless it is there: its tensors follow it. An address may be used again for
-    another buffer, a file's number is not."""
+    """Move a storage into shared memory unless it is there, and return (inode, bytes). Its tensors follow it. Unlike
+    an address, an inode is not reused for another buffer."""
     descriptor, nbytes = storage._share_fd_cpu_()
     return os.fstat(descriptor).st_ino, nbytes
 
 
 def _cpu_handle(storage: Any) -> tuple[str, int]:
-    """Return the file that opens a storage which is in shared memory, and its bytes."""
+    """Return the file that opens a storage in shared memory, and its bytes."""
     descriptor, nbytes = storage._share_fd_cpu_()
     return f"/proc/{os.getpid()}/fd/{descriptor}", nbytes
 
@@ -336,15 +337,16 @@ def _open_cpu(path: str, nbytes: int) -> torch.UntypedStorage:
 
 
 WATCHDOG_FACTOR = 10
-"""The group's own time-out over that of a wait. A wait that fails is an error of one sync, which the run survives."""
+"""The group's timeout as a multiple of a wait's timeout. A wait that fails is an error of one sync, and the run
+continues."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 CLEAN_UP_ONLY = "2"
-"""What torch's watchdog does about a broken communicator: abort it (ProcessGroupNCCL.hpp, ``CleanUpOnly``); by
-default it ends the process as well."""
+"""Lets torch's watchdog abort a broken communicator (ProcessGroupNCCL.hpp, ``CleanUpOnly``). By default it also ends
+the process."""
 
 
 class NcclTransport(Transport):
-    """Broadcast on the current CUDA device. The communicator is made at once, not at the first bucket."""
+    """NCCL on the current CUDA device. The communicator is made eagerly, not at the first bucket."""
 
     def new_group(self, store: Store, host: str, rank: int, world_size: int) -> Any:
         from skyrl_megatron import device
@@ -365,7 +367,7 @@ class NcclTransport(Transport):
 
 @contextlib.contextmanager
 def _clean_up_only() -> Iterator[None]:
-    """Let a group that is made within the block leave the process alive; it reads the variable when it is made."""
+    """Set the variable that keeps the process alive if a group made within the block fails."""
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
     try:
@@ -377,9 +379,9 @@ def _clean_up_only() -> Iterator[None]:
             os.environ[ERROR_HANDLING] = before
 
 
-OWN: dict[str, type[Transport]] = {
+BUILT_IN_TRANSPORTS: dict[str, type[Transport]] = {
     device.GLOO: GlooTransport,
     device.NCCL: NcclTransport,
     "ipc": IpcTransport,
 }
-"""The transports of this package, by name."""
+"""The built-in transports, by name."""

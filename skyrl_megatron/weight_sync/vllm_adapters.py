@@ -1,10 +1,11 @@
-"""Adapters in vLLM 0.32: received into slots next to the serving ones, checked, then switched to.
+"""Adapters in vLLM 0.32: received into free slots while others serve, verified, then activated.
 
-A module's own ``set_lora`` is run with factors that have no memory. What it would copy of them is the route, and goes
-into the memory of a free slot as it arrives; the rest of it, zeros and flags, is done before.
+vLLM loads adapters from folders, tensor by tensor: 37,000 tensors for a large one. Here its modules get what its LoRA
+manager would make of them: one set of stacked factors per module.
 
-vLLM takes adapters from folders, and 37,000 tensors of a large one, each by its name. Here its modules are given what
-its LoRA manager would have made of them: one set of stacked factors for each.
+With a reshard plan, each module's ``set_lora`` runs once with factors on the meta device. The copies that it would
+make are the target map, and received slices go straight into the memory of a free slot. Zeros and flags of the slot
+are set before.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
 from skyrl_megatron.weight_sync.buckets import TensorMeta
-from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
-from skyrl_megatron.weight_sync.slices import FilledTensor, Rectangle, Route, Unroutable, merged, rectangles, width_of
+from skyrl_megatron.weight_sync.point_to_point import SliceReceiver
+from skyrl_megatron.weight_sync.slices import (
+    ReshardUnsupported,
+    StridedCopy,
+    TargetMap,
+    TargetTensor,
+    merge_copies,
+    strided_copies,
+    width_of,
+)
 from skyrl_megatron.weight_sync.tensors import dtype_name, metadata_of
 
 type Pair = dict[str, Tensor]
@@ -36,7 +45,7 @@ type Modules = dict[str, LoRALayerWeights]
 
 
 def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Pair]]:
-    """Sort tensors by adapter and by the projections that they serve."""
+    """Group factors by adapter and by the projections that they serve."""
     adapters: dict[str, dict[str, Pair]] = {}
     for name, tensor in tensors.items():
         factor = FactorName.parse(name)
@@ -47,7 +56,7 @@ def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Pair]]:
 
 @torch.no_grad()
 def fill_slot(modules: Mapping[str, Any], slot: int, factors: Modules) -> None:
-    """Let each module copy its factors to its memory of a slot; one that has none gets zeros."""
+    """Copy the factors of each module into its slot. A module without factors gets zeros."""
     for name, module in modules.items():
         if name in factors:
             module.set_lora(slot, factors[name].lora_a, factors[name].lora_b)
@@ -57,16 +66,16 @@ def fill_slot(modules: Mapping[str, Any], slot: int, factors: Modules) -> None:
 
 @torch.no_grad()
 def modules_of(manager: Any, pairs: Mapping[str, Pair]) -> tuple[Modules, list[str]]:
-    """Return the factors for each of vLLM's modules, and the projections that belong to none of them.
+    """Return the factors of each of vLLM's modules, and the projections that belong to none of them.
 
-    Raises WeightSyncError for a projection with one factor, and for a rank that the engine has no room for.
+    Raises WeightSyncError for a projection with only one factor, and for a rank above the engine's ``max_lora_rank``.
     """
     renamed = _renaming(manager.model)
     left = {renamed(module): (module, pair) for module, pair in pairs.items()}
     most = manager.lora_config.max_lora_rank
     for module, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
-            raise WeightSyncError(f"{module} has a lora_{next(iter(pair))} alone")
+            raise WeightSyncError(f"{module} has only a lora_{next(iter(pair))}")
         if (rank := pair["A"].shape[-2]) > most or rank != pair["B"].shape[-1]:
             raise WeightSyncError(
                 f"factors of {module} are {list(pair['A'].shape)} and {list(pair['B'].shape)}, the engine was started "
@@ -92,7 +101,7 @@ def modules_of(manager: Any, pairs: Mapping[str, Pair]) -> tuple[Modules, list[s
 
 
 def _of_local_experts(wrapper: Any, found: Sequence[Pair | None]) -> list[Pair | None]:
-    """Return the pairs of this rank's experts, [local experts, …]; zeros for a projection that has none."""
+    """Return the factors of this rank's experts, [local experts, …]; zeros for a projection without an adapter."""
     count = wrapper.local_num_experts
     first = wrapper.ep_rank * count if wrapper.use_ep else 0
     some = next(pair["A"] for pair in found if pair is not None)
@@ -113,23 +122,23 @@ def _of_local_experts(wrapper: Any, found: Sequence[Pair | None]) -> list[Pair |
 
 
 def _renaming(model: Any) -> Any:
-    """Return vLLM's name of a module of the checkpoint."""
+    """Return a function from a module's name in the checkpoint to vLLM's name."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return (lambda module: module) if mapper is None else mapper.get_rename_mapper()._map_name
 
 
 type Region = tuple[int, torch.Size, tuple[int, ...], int]
-"""A tensor, by number; shape, strides and offset of a part of it."""
+"""Index of a tensor, and the shape, strides and offset of a part of it."""
 
 
-class _Copies(TorchDispatchMode):
-    """Notes copies of factors instead of making them. ``dry``: nothing else is written either."""
+class _CopyRecorder(TorchDispatchMode):
+    """Records copies of factors instead of making them. ``dry``: other writes are skipped too."""
 
     def __init__(self, *, dry: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dry = dry
         self.found: list[tuple[Tensor, Tensor]] = []
-        """(where to, part of a factor)."""
+        """(target, part of a factor) of each copy."""
         self.zeros: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,8 +155,8 @@ class _Copies(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A part of a target: what ``Tensor.as_strided`` takes, with the offset in it."""
+class _SlotView:
+    """A part of a target: the arguments of ``Tensor.as_strided``, with the offset in the target."""
 
     target: int
     shape: torch.Size
@@ -155,38 +164,40 @@ class _Place:
     offset: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """View it in the target's memory."""
+        """View the part in the target's memory."""
         return memory.as_strided(self.shape, self.strides, memory.storage_offset() + self.offset)
 
 
 @dataclass(slots=True)
-class AdapterRoute:
-    """What one worker needs of the factors of all adapters."""
+class AdapterTargetMap:
+    """The slices that one worker needs of the factors of all adapters."""
 
-    route: Route
+    target_map: TargetMap
     tensors: Sequence[TensorMeta]
     modules: Mapping[str, Modules]
-    """Adapter → the factors of each module, without memory."""
+    """Adapter → the factors of each module, on the meta device."""
     unplaced: Sequence[str]
-    """Projections that no module here has a place for."""
+    """Projections that belong to no module of this worker."""
     stacks: Sequence[tuple[str, Tensor]]
-    """Of each target, its adapter and the tensor whose slots it is one of."""
-    again: Sequence[tuple[_Place, _Place]]
-    """Parts of targets that are the same factor: it comes once, and is copied from the first to the second."""
+    """The adapter of each target, and the tensor of all slots that the target is one slot of."""
+    duplicates: Sequence[tuple[_SlotView, _SlotView]]
+    """Parts of targets that hold the same factor. It is received once, and copied from the first part to the
+    second."""
     filled: dict[int, str] = field(default_factory=dict)
-    """Slot → the adapter that it held last, by this route: all else in it is zero, and flags are set."""
+    """Slot → the adapter that this target map last put into it. All other memory of the slot is zero."""
 
 
-def record_adapter_route(manager: Any, tensors: Sequence[TensorMeta]) -> AdapterRoute:
-    """Return the route of ``manager``'s modules for ``tensors``, whole ones. Nothing changes.
+def record_adapter_targets(manager: Any, tensors: Sequence[TensorMeta]) -> AdapterTargetMap:
+    """Record the target map of ``manager``'s modules for ``tensors`` (whole tensors). Nothing changes.
 
-    Raises Unroutable for what is not copied as it is, WeightSyncError for factors that the engine has no place for.
+    Raises ReshardUnsupported if a module changes a factor before it copies it, WeightSyncError for factors that do not
+    fit the engine.
     """
     factors = {meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in tensors}
-    recording = _Recording(tensors, {_storage(factor): number for number, factor in enumerate(factors.values())})
+    recording = _TargetRecorder(tensors, {_storage(factor): number for number, factor in enumerate(factors.values())})
     modules: dict[str, Modules] = {}
     unplaced: list[str] = []
-    with _Copies(dry=True) as copies:
+    with _CopyRecorder(dry=True) as copies:
         for adapter, pairs in pairs_of(factors).items():
             modules[adapter], left = modules_of(manager, pairs)
             unplaced += left
@@ -195,7 +206,7 @@ def record_adapter_route(manager: Any, tensors: Sequence[TensorMeta]) -> Adapter
                     copies.found.clear()
                     fill_slot({name: module}, 0, modules[adapter])
                     recording.take(adapter, name, module, copies)
-    return AdapterRoute(recording.route(), tensors, modules, unplaced, recording.stacks, recording.again)
+    return AdapterTargetMap(recording.target_map(), tensors, modules, unplaced, recording.stacks, recording.duplicates)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -203,49 +214,51 @@ def _storage(tensor: Tensor) -> int:
 
 
 @dataclass(slots=True)
-class _Recording:
+class _TargetRecorder:
     tensors: Sequence[TensorMeta]
     numbers: Mapping[int, int]
-    """Storage of a factor → number of its tensor."""
-    targets: list[FilledTensor] = field(default_factory=list)
+    """Storage of a factor → index of its tensor."""
+    targets: list[TargetTensor] = field(default_factory=list)
     stacks: list[tuple[str, Tensor]] = field(default_factory=list)
-    again: list[tuple[_Place, _Place]] = field(default_factory=list)
+    duplicates: list[tuple[_SlotView, _SlotView]] = field(default_factory=list)
     known: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    places: dict[Region, _Place] = field(default_factory=dict)
-    """Where each part of a factor goes first."""
+    places: dict[Region, _SlotView] = field(default_factory=dict)
+    """The first target of each part of a factor."""
 
-    def take(self, adapter: str, path: str, module: torch.nn.Module, copies: _Copies) -> None:
-        """Take the copies that a module makes into its first slot."""
+    def take(self, adapter: str, path: str, module: torch.nn.Module, copies: _CopyRecorder) -> None:
+        """Record the copies that a module makes into its first slot."""
         stacks = _stacks(module)
         zeros = {_storage(each) for each in copies.zeros}
         for into, part in copies.found:
             if _storage(part) in zeros:
                 continue
             if _storage(part) not in self.numbers or part.dtype != self._meta(part).torch_dtype:
-                raise Unroutable(f"{path} does not copy a factor as it is")
+                raise ReshardUnsupported(f"{path} changes a factor before it copies it")
             if _storage(into) not in stacks:
-                raise Unroutable(f"{path} copies a factor to where no slot is")
+                raise ReshardUnsupported(f"{path} copies a factor to memory outside of its slots")
             name, stack = stacks[_storage(into)]
             target = self._target(adapter, path, name, stack)
             for region, place in self._parts(target, stack, into, part.broadcast_to(into.shape)):
                 first = self.places.setdefault(region, place)
                 if first is not place:
-                    self.again.append((first, place))
+                    self.duplicates.append((first, place))
 
-    def route(self) -> Route:
+    def target_map(self) -> TargetMap:
         """Return what comes from trainer ranks."""
         rows: list[tuple[int, ...]] = []
-        found: dict[tuple[int, int], list[Rectangle]] = {}  # by (tensor, target)
+        found: dict[tuple[int, int], list[StridedCopy]] = {}  # by (tensor, target)
         for (tensor, shape, strides, offset), place in self.places.items():
             width = width_of(self.tensors[tensor].shape)
             try:
-                each = rectangles(shape, (strides, offset), (place.strides, place.offset), width)
+                each = strided_copies(shape, (strides, offset), (place.strides, place.offset), width)
             except ValueError as error:
-                raise Unroutable(f"{self.tensors[tensor].name}: {error}") from error
+                raise ReshardUnsupported(f"{self.tensors[tensor].name}: {error}") from error
             found.setdefault((tensor, place.target), []).extend(each)
         for pair, several in found.items():
-            rows += [(*pair, *each) for each in merged(sorted(several, key=lambda part: (part.column, part.row)))]
-        return Route.of(self.targets, rows)
+            rows += [
+                (*pair, *each) for each in merge_copies(sorted(several, key=lambda part: (part.column, part.row)))
+            ]
+        return TargetMap.of(self.targets, rows)
 
     def _meta(self, part: Tensor) -> TensorMeta:
         return self.tensors[self.numbers[_storage(part)]]
@@ -258,8 +271,9 @@ class _Recording:
             self.stacks.append((adapter, stack))
         return self.known[adapter, path, name]
 
-    def _parts(self, target: int, stack: Tensor, into: Tensor, part: Tensor) -> Iterator[tuple[Region, _Place]]:
-        """Yield the parts of a factor that are copied, and where to: one after the other what is copied repeatedly."""
+    def _parts(self, target: int, stack: Tensor, into: Tensor, part: Tensor) -> Iterator[tuple[Region, _SlotView]]:
+        """Yield the parts of a factor that are copied, with their targets. A broadcast copy yields one part for each
+        repetition."""
         repeated = [dim for dim, (size, step) in enumerate(zip(part.shape, part.stride(), strict=True)) if not step]
         for index in itertools.product(*(range(part.shape[dim]) for dim in repeated)):
             one, to = part, into
@@ -270,12 +284,12 @@ class _Recording:
             strides = tuple(0 if dim in repeated else step for dim, step in enumerate(one.stride()))
             yield (
                 (number, one.shape, strides, int(one.storage_offset())),
-                _Place(target, to.shape, tuple(to.stride()), offset),
+                _SlotView(target, to.shape, tuple(to.stride()), offset),
             )
 
 
 def _stacks(module: torch.nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """Return the tensors of a module that hold all slots, [slots, …], and their names, by storage."""
+    """Return storage → (name, tensor) of the tensors of a module that hold all slots, [slots, …]."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, value in vars(module).items():
         if not name.endswith("_stacked"):
@@ -288,68 +302,68 @@ def _stacks(module: torch.nn.Module) -> dict[int, tuple[str, Tensor]]:
 
 
 class SlotTargets:
-    """The memory of a free slot for each of some adapters (``parcel_receiver.Targets``). ``slots``: adapter → slot."""
+    """Free slots as targets for some adapters (``point_to_point.Targets``). ``slots``: adapter → slot."""
 
-    def __init__(self, manager: Any, route: AdapterRoute, slots: Mapping[str, int]) -> None:
-        self.route, self.slots = route, slots
-        with torch.no_grad(), _Copies(dry=False):
+    def __init__(self, manager: Any, target_map: AdapterTargetMap, slots: Mapping[str, int]) -> None:
+        self.target_map, self.slots = target_map, slots
+        with torch.no_grad(), _CopyRecorder(dry=False):
             for adapter, slot in slots.items():
-                if route.filled.get(slot) != adapter:
-                    fill_slot(manager.modules, slot, route.modules[adapter])
-                    route.filled[slot] = adapter
+                if target_map.filled.get(slot) != adapter:
+                    fill_slot(manager.modules, slot, target_map.modules[adapter])
+                    target_map.filled[slot] = adapter
 
     def memory(self, target: int) -> Tensor:
-        adapter, stack = self.route.stacks[target]
+        adapter, stack = self.target_map.stacks[target]
         return stack[self.slots[adapter]].view(-1)
 
     def complete(self, target: int) -> None:
-        """Do nothing: what was copied is where kernels read it."""
+        """Do nothing: kernels read the slot's memory directly."""
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Copy what modules share to where it is needed again."""
-        for first, other in self.route.again:
-            if self.route.stacks[other.target][0] in self.slots:
+        """Copy the factors that several targets share."""
+        for first, other in self.target_map.duplicates:
+            if self.target_map.stacks[other.target][0] in self.slots:
                 source, copy = first.of(self.memory(first.target)), other.of(self.memory(other.target))
                 copy.copy_(source)
                 if not torch.equal(copy, source):
-                    path, name, *_ = self.route.route.targets[other.target]
-                    raise WeightSyncError(f"{path}.{name} is not what was copied to it")
+                    path, name, *_ = self.target_map.target_map.targets[other.target]
+                    raise WeightSyncError(f"{path}.{name} differs from what was copied to it")
 
 
 class AdapterExtension:
-    """Methods of a worker that hold adapters; ``compat.WorkerExtension`` mixes them in."""
+    """Methods of a worker that receive and activate adapters; ``compat.WorkerExtension`` mixes them in."""
 
     weight_transfer_engine: Any
     model_runner: Any
     skyrl_slots: Mapping[str, int] = {}
-    """Adapter → the slot that it was received into, and not activated."""
-    skyrl_route: AdapterRoute | None = None
-    """What :meth:`skyrl_record_adapter_route` found."""
-    skyrl_travelling: Sequence[str] = ()
-    """The adapters of the last update by routes."""
+    """Adapter → the slot that it was received into and that is not active yet."""
+    skyrl_targets: AdapterTargetMap | None = None
+    """The target map of :meth:`skyrl_record_adapter_targets`."""
+    skyrl_sent_adapters: Sequence[str] = ()
+    """The adapters of the last update with a reshard plan."""
 
-    def skyrl_record_adapter_route(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
-        """Return the worker's route for ``tensors``, fields of :class:`TensorMeta`, or why it has none."""
+    def skyrl_record_adapter_targets(self, tensors: list[list[Any]]) -> tuple[list[TargetTensor], bytes] | str:
+        """Return the worker's target map for ``tensors`` (fields of :class:`TensorMeta`), or why it has none."""
         metadata = [metadata_of(*item) for item in tensors]
         try:
-            self.skyrl_route = record_adapter_route(self._manager(), metadata)
-        except Unroutable as error:
+            self.skyrl_targets = record_adapter_targets(self._manager(), metadata)
+        except ReshardUnsupported as error:
             return str(error)
-        self.weight_transfer_engine.take_route(self.skyrl_route.route, metadata)
-        return self.skyrl_route.route.plain
+        self.weight_transfer_engine.set_targets(self.skyrl_targets.target_map, metadata)
+        return self.skyrl_targets.target_map.wire
 
     def skyrl_stage_adapters(self, senders: list[list[list[Any]]] | None) -> tuple[list[list[int]], Sequence[str]]:
-        """Receive adapters into free slots. ``senders``: as in ``vllm_backend.UpdateInfo``; by routes, one list of all
-        that travels.
+        """Receive adapters into free slots. ``senders``: as in ``vllm_backend.UpdateInfo``; with a reshard plan, one
+        list of all tensors.
 
-        Returns the checksums of the buckets, per sender, and the projections that no module here has a place for.
-        Raises WeightSyncError for an adapter that the engine was not started for.
+        Returns the checksums of the buckets, per sender, and the projections that belong to no module of this worker.
+        Raises WeightSyncError for an adapter that does not fit the engine.
         """
         self.skyrl_slots = {}
         try:
-            routed = isinstance(self.weight_transfer_engine.receiver, ParcelReceiver)
-            self.skyrl_slots, sums, left = self._by_routes(senders) if routed else self._by_buckets(senders)
+            routed = isinstance(self.weight_transfer_engine.receiver, SliceReceiver)
+            self.skyrl_slots, sums, left = self._by_plan(senders) if routed else self._by_buckets(senders)
         except BaseException:
             self.weight_transfer_engine.shutdown()
             raise
@@ -365,39 +379,39 @@ class AdapterExtension:
         manager, left = self._manager(), []
         adapters = pairs_of(tensors)
         slots = self._free_slots(list(adapters))
-        self.skyrl_route = None  # it knows what was in slots
+        self.skyrl_targets = None  # its record of the slots' contents is stale
         for name, pairs in adapters.items():
             modules, unplaced = modules_of(manager, pairs)
             fill_slot(manager.modules, slots[name], modules)
             left += unplaced
         return slots, receiver.checksums, left
 
-    def _by_routes(
-        self, senders: list[list[list[Any]]] | None
-    ) -> tuple[dict[str, int], list[list[int]], Sequence[str]]:
+    def _by_plan(self, senders: list[list[list[Any]]] | None) -> tuple[dict[str, int], list[list[int]], Sequence[str]]:
         if senders is not None:
             named = (FactorName.parse(name).adapter for sender in senders for name, *_ in sender)
-            self.skyrl_travelling = list(dict.fromkeys(named))
-        receiver, route = self.weight_transfer_engine.receiver, self.skyrl_route
-        assert route is not None, "a worker without a route has no parcels"
-        slots = self._free_slots(self.skyrl_travelling)
-        targets = SlotTargets(self._manager(), route, slots)
-        device.mark()()  # what is received is written by a stream of its own
-        of_tensor = [meta.adapter in slots for meta in route.tensors]
-        receiver.receive(targets, [n for n, row in enumerate(receiver.parcels.buckets) if of_tensor[row[5]]])
+            self.skyrl_sent_adapters = list(dict.fromkeys(named))
+        receiver, target_map = self.weight_transfer_engine.receiver, self.skyrl_targets
+        assert target_map is not None, "a worker without a target map has no receive list"
+        slots = self._free_slots(self.skyrl_sent_adapters)
+        targets = SlotTargets(self._manager(), target_map, slots)
+        device.mark()()  # received data are written on another stream
+        of_tensor = [meta.adapter in slots for meta in target_map.tensors]
+        receiver.receive(targets, [n for n, row in enumerate(receiver.transfers.buckets) if of_tensor[row[5]]])
         targets.finish()
-        return slots, receiver.checksums, route.unplaced
+        return slots, receiver.checksums, target_map.unplaced
 
     def _free_slots(self, names: Sequence[str]) -> dict[str, int]:
         held = self._manager().lora_index_to_id
         free = [slot for slot, number in enumerate(held) if number is None]
         if len(free) < len(names):
-            raise WeightSyncError(f"no slots are free for {len(names)} adapters: {held} are held")
+            raise WeightSyncError(
+                f"{len(names)} adapters need free slots, but {len(free)} are free: slots hold {held}"
+            )
         return dict(zip(names, free, strict=False))
 
     def skyrl_activate_adapters(self, numbers: dict[str, int]) -> list[int]:
-        """Let the slots that adapters were received into last, by name, be these numbers; return all that are held.
-        Those that requests use stay."""
+        """Register the last received adapters, by name, under these ids; return the ids of all adapters in slots.
+        Adapters that requests use are kept."""
         slots, self.skyrl_slots = self.skyrl_slots, {}
         if missing := [name or "the adapter" for name in numbers if name not in slots]:
             raise WeightSyncError(f"{', '.join(missing)} was not received")
@@ -409,7 +423,7 @@ class AdapterExtension:
         return self._active()
 
     def skyrl_keep_adapters(self, numbers: list[int]) -> list[int]:
-        """Drop what was received and not activated, and all adapters but ``numbers``; return those that are held."""
+        """Drop received adapters that are not active, and all adapters except ``numbers``; return the ids in slots."""
         self.skyrl_slots = {}
         manager = self._manager()
         for number in list(manager.list_adapters()):

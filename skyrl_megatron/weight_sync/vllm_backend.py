@@ -1,6 +1,6 @@
-"""The worker's end of a weight sync in vLLM 0.32: the weight-transfer backend, and the layers that draft tokens.
+"""The worker's side of a weight sync in vLLM 0.32: the weight-transfer backend, and models with draft layers.
 
-Importing it registers the backend.
+Importing this module registers the backend.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.buckets import TensorMeta, WeightReceiver
-from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
-from skyrl_megatron.weight_sync.slices import FilledTensor, Parcels, Route, Unroutable, check_parcels
+from skyrl_megatron.weight_sync.point_to_point import SliceReceiver
+from skyrl_megatron.weight_sync.slices import (
+    ReshardUnsupported,
+    TargetMap,
+    TargetTensor,
+    TransferList,
+    check_transfers,
+)
 from skyrl_megatron.weight_sync.tensors import as_on_disk, metadata_of
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
@@ -42,13 +48,13 @@ from skyrl_megatron.weight_sync.transport import (
     measure,
     open_transport,
 )
-from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_route
+from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_targets
 
 _EMBEDDING = "model.embed_tokens.weight"
 
 
 class DraftedModel(torch.nn.Module):
-    """Both models as one that weights are loaded into: ``modules()`` has what they share once."""
+    """A target model and its draft model as one model to load: ``modules()`` yields shared modules once."""
 
     def __init__(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
         super().__init__()
@@ -56,16 +62,16 @@ class DraftedModel(torch.nn.Module):
         self.draft: Any = draft
 
     def takes(self, name: str) -> bool:
-        """Tell whether a tensor, by its HF name, belongs to the draft layer."""
+        """Return whether a tensor, by its HF name, belongs to the draft layer."""
         return get_spec_layer_idx_from_weight_name(self.draft.config, name) is not None
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load (HF name, tensor), each by the loaders of the model that it belongs to."""
+        """Load (HF name, tensor) pairs, each with the loaders of the model that it belongs to."""
         self.target.load_weights(self._of_target(tensors))
 
     def _of_target(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the target's tensors, and load the others, each before the next is asked for."""
-        # the last of several pipeline stages drafts with an embedding of its own (_maybe_share_embeddings)
+        """Yield the target's tensors, and load the draft's tensors on the way."""
+        # with pipeline parallelism, the last stage drafts with a separate embedding (_maybe_share_embeddings)
         apart = self.draft.model.embed_tokens is not getattr(self.target.model, "embed_tokens", None)
         for name, tensor in tensors:
             of_draft = self.takes(name)
@@ -76,8 +82,7 @@ class DraftedModel(torch.nn.Module):
 
 
 def drafted_model(worker: Any) -> DraftedModel | None:
-    """Return a worker's model with what it drafts with; None where that is none of the folder's layers, or none at
-    all."""
+    """Return a worker's model with its draft model; None if it does not draft with layers of the model's folder."""
     own, speculative = worker.vllm_config.model_config, worker.vllm_config.speculative_config
     if speculative is None or speculative.method != "mtp" or speculative.draft_model_config.model != own.model:
         return None
@@ -91,7 +96,8 @@ BACKEND = "skyrl_megatron"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where the senders listen: ``(host, port)`` each. ``rank_offset``: rank of this engine's first worker."""
+    """How to join the senders' groups. ``senders``: ``(host, port)`` of each; ``rank_offset``: rank of this engine's
+    first worker."""
 
     senders: list[tuple[str, int]] = field(default_factory=list)
     rank_offset: int = 1
@@ -99,41 +105,41 @@ class InitInfo(WeightTransferInitInfo):
     transport: str | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
-    parcels: list[list[Any]] | None = None
-    """Of each worker of this engine, where each gets its own part: its :class:`Parcels`, its place in the group of
-    those that send them (fields of ``transport.GroupMember``), and rank → the member that sends its buckets. None:
-    buckets for all."""
+    transfers: list[list[Any]] | None = None
+    """With a reshard plan, for each worker of this engine: its :class:`TransferList`, its member of the group (fields
+    of ``transport.GroupMember``), and rank → the member that sends its buckets. None: every worker gets all
+    buckets."""
     sizes: tuple[int, ...] = ()
     """Sizes of buckets that the group measures (``transport.measure``)."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Metadata of each sender: lists of :class:`TensorMeta` fields. None: the same as in the update before."""
+    """Metadata of each sender: lists of :class:`TensorMeta` fields. None: the same as in the previous update."""
 
     senders: list[list[list[Any]]] | None = None
 
 
 class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Weights of trainer ranks for vLLM's layerwise reload, with a checksum for each bucket: broadcast, and loaded by
-    the model's loaders, or each worker's own, copied to where those would have.
+    """Receives weights of trainer ranks for vLLM's layerwise reload, with a checksum per bucket.
 
-    What goes wrong is kept for :meth:`WeightExtension.skyrl_checksums` and :meth:`WeightExtension.skyrl_connected`:
-    ``inference/vllm/requests.py`` says why.
+    Either all weights are broadcast and loaded by the model's loaders, or each worker gets its own slices, which are
+    copied to where the loaders would copy them. Errors are kept for :meth:`WeightExtension.skyrl_checksums` and
+    :meth:`WeightExtension.skyrl_connected`; ``inference/vllm/requests.py`` says why.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    receiver: WeightReceiver | ParcelReceiver | None = None
+    receiver: WeightReceiver | SliceReceiver | None = None
     failure: Exception | None = None
     drafted: DraftedModel | None = None
-    """The model with what it drafts with, see :func:`drafted_model`."""
-    route: Route
-    """What :meth:`record` found."""
-    routed: torch.nn.Module
-    """The model that it is of."""
+    """The model with its draft model, see :func:`drafted_model`."""
+    target_map: TargetMap
+    """The worker's target map, from :meth:`record`."""
+    target_model: torch.nn.Module
+    """The model of :attr:`target_map`."""
     dtypes: list[torch.dtype]
-    """Of the tensors that it numbers."""
+    """The dtypes of the tensors of :attr:`target_map`."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -146,8 +152,8 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _connect(self, init_info: InitInfo) -> None:
         config = self.parallel_config
         worker = config.data_parallel_index * config.world_size + config.rank
-        if init_info.parcels is not None:
-            self._join(init_info, *init_info.parcels[worker])
+        if init_info.transfers is not None:
+            self._join(init_info, *init_info.transfers[worker])
             return
         rank = init_info.rank_offset + worker
         transports = [
@@ -161,8 +167,8 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _join(
         self, info: InitInfo, buckets: bytes, copies: bytes, place: Sequence[Any], numbers: list[tuple[int, int]]
     ) -> None:
-        parcels, device = Parcels.of_plain(buckets, copies), torch.device(self.device)
-        check_parcels(parcels, self.route)
+        transfers, device = TransferList.from_wire(buckets, copies), torch.device(self.device)
+        check_transfers(transfers, self.target_map)
         (host, port), number, senders, size = place
         member = GroupMember((host, port), number, senders, size)
         name = info.transport or default_transport()
@@ -173,44 +179,44 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             transport.close()
             raise
-        self.receiver = ParcelReceiver(parcels, transport, dict(numbers), self.dtypes, info.bucket_bytes, device)
+        self.receiver = SliceReceiver(transfers, transport, dict(numbers), self.dtypes, info.bucket_bytes, device)
 
-    def record(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
-        """Return the route of the worker's model for ``tensors``, fields of :class:`TensorMeta`, or why it has
+    def record(self, tensors: list[list[Any]]) -> tuple[list[TargetTensor], bytes] | str:
+        """Return the target map of the worker's model for ``tensors`` (fields of :class:`TensorMeta`), or why it has
         none."""
         metadata = [metadata_of(*item) for item in tensors]
-        self.routed = self.loading(meta.name for meta in metadata)
-        name_loaders(self.routed)
+        self.target_model = self.loading(meta.name for meta in metadata)
+        name_loaders(self.target_model)
         try:
-            self.take_route(record_route(self.routed, metadata, torch.device(self.device)), metadata)
-        except Unroutable as error:
+            self.set_targets(record_targets(self.target_model, metadata, torch.device(self.device)), metadata)
+        except ReshardUnsupported as error:
             return str(error)
-        except Exception as error:  # of a loader that a stand-in for a tensor was given to; the model is as it was
+        except Exception as error:  # a loader rejects recorder tensors; the model is unchanged
             return f"{type(error).__name__} while its loaders were recorded: {first_line(error)}"
-        return self.route.plain
+        return self.target_map.wire
 
-    def take_route(self, route: Route, tensors: Iterable[TensorMeta]) -> None:
-        """Go by a route of this worker in the next connection."""
-        self.route, self.dtypes = route, [meta.torch_dtype for meta in tensors]
+    def set_targets(self, target_map: TargetMap, tensors: Iterable[TensorMeta]) -> None:
+        """Use a target map of this worker for the next connection."""
+        self.target_map, self.dtypes = target_map, [meta.torch_dtype for meta in tensors]
 
     def loading(self, names: Iterable[str]) -> Any:
-        """Return what loads tensors of these names: the model, with what it drafts with if some are for that."""
+        """Return the model that loads tensors of these names: with its draft model if some are for that."""
         return self.model if self.drafted is None or not any(map(self.drafted.takes, names)) else self.drafted
 
     def start_weight_update(self) -> None:
         self._begin(self.model)
 
     def _begin(self, model: torch.nn.Module) -> None:
-        """Let modules wait for weights; those that do already are left as they are."""
+        """Prepare modules for a reload. Modules that are already prepared do not change."""
         name_loaders(model)
         initialize_layerwise_reload(model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self.failure = None
         try:
-            if isinstance(self.receiver, ParcelReceiver):
-                self._begin(self.routed)
-                self.receiver.receive(ModelTargets(self.routed, self.route))
+            if isinstance(self.receiver, SliceReceiver):
+                self._begin(self.target_model)
+                self.receiver.receive(ModelTargets(self.target_model, self.target_map))
                 return
             receiver = self.prepared(update_info.senders)
             model = self.loading(meta.name for sender in receiver.senders for meta in sender)
@@ -218,12 +224,12 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             tensors = as_on_disk(receiver.tensors(), receiver.senders)
             model.load_weights(without_sinks(self.model, tensors))
             receiver.finish()
-        except Exception as error:  # wrong weights are left, and skyrl_abort_update ends the update
+        except Exception as error:  # the weights are wrong now; skyrl_abort_update ends the update
             self.shutdown()
             self.failure = error
 
     def prepared(self, senders: list[list[list[Any]]] | None) -> WeightReceiver:
-        """Return the receiver, once it knows what comes. ``senders``: as in :class:`UpdateInfo`."""
+        """Return the receiver with its metadata set. ``senders``: as in :class:`UpdateInfo`."""
         if not isinstance(self.receiver, WeightReceiver):
             raise WeightSyncError("no trainer is connected")
         if senders is not None:
@@ -234,7 +240,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.drafted or self.model, self.model_config)
         if current_platform.is_cpu() and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             pack_output_layer(self.model)
-        device.mark()()  # what a module kept of a bucket until now may be used again
+        device.mark()()  # buckets that modules referred to until now may be reused
 
     def shutdown(self) -> None:
         if self.receiver is not None:
@@ -243,37 +249,37 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WeightExtension:
-    """Methods of a worker that ask for its weights; ``compat.WorkerExtension`` mixes them in."""
+    """Methods of a worker for weight syncs; ``compat.WorkerExtension`` mixes them in."""
 
     weight_transfer_engine: BroadcastTransferEngine
     _weight_update_active: bool
     finish_weight_update: Callable[[], None]
 
     def skyrl_connected(self) -> None:
-        """Find what the worker drafts with, and raise what kept it from joining the trainer's groups."""
+        """Find the worker's draft model, and raise the error that kept it from joining the trainer's groups."""
         self.weight_transfer_engine.drafted = drafted_model(self)
         if self.weight_transfer_engine.failure is not None:
             raise self.weight_transfer_engine.failure
 
     def skyrl_checksums(self) -> list[list[int]]:
-        """Return the checksums of the last update's buckets, per sender. Raises what went wrong in it."""
+        """Return the checksums of the last update's buckets, per sender. Raises the error of that update."""
         self.skyrl_connected()
         receiver = self.weight_transfer_engine.receiver
         return [] if receiver is None else receiver.checksums
 
-    def skyrl_record_route(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
-        """Return the worker's route, see :meth:`BroadcastTransferEngine.record`."""
+    def skyrl_record_targets(self, tensors: list[list[Any]]) -> tuple[list[TargetTensor], bytes] | str:
+        """Return the worker's target map, see :meth:`BroadcastTransferEngine.record`."""
         self.weight_transfer_engine.drafted = drafted_model(self)
         return self.weight_transfer_engine.record(tensors)
 
     def skyrl_abort_update(self) -> None:
-        """Leave an update that was started and not finished. The weights are wrong until the next whole update."""
+        """End an update that was started and not finished. The weights are wrong until the next complete update."""
         if self._weight_update_active:
             self.finish_weight_update()
 
 
 def name_loaders(model: torch.nn.Module) -> None:
-    """Name loaders that are partial functions (MiniMax's norms): a reload asks every loader for its name."""
+    """Name loaders that are partial functions (MiniMax's norms), because a reload reads every loader's name."""
     for parameter in model.parameters():
         loader: Any = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial):
@@ -283,8 +289,11 @@ def name_loaders(model: torch.nn.Module) -> None:
 def without_sinks(
     model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load attention sinks, [heads], and yield the other tensors. vLLM's gpt-oss copies them straight into the
-    parameter, which during a reload is not there: its loader is what a reload listens to."""
+    """Load attention sinks, [heads], and yield the other tensors.
+
+    vLLM's gpt-oss copies sinks straight into the parameter, which has no memory during a reload. A reload only sees
+    what goes through the parameter's loader.
+    """
     parameters = dict(model.named_parameters())
     for name, tensor in tensors:
         if not name.endswith(".sinks"):
@@ -297,8 +306,8 @@ def without_sinks(
 
 
 def pack_output_layer(model: torch.nn.Module) -> None:
-    """Pack the output layer's weight again: on CPU, vLLM computes with a packed copy of it. A layer that is tied to
-    the embedding is sent no weight of its own, and after a reload of the embedding its copy is still the old one."""
+    """Pack the output layer's weight again. On CPU, vLLM computes with a packed copy of it, which is stale after a
+    reload if the layer is tied to the embedding."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)

@@ -1,13 +1,13 @@
-"""The reshard plan's end in vLLM 0.32: which part of which tensor its loaders copy where, recorded without weights.
+"""The receiving side of the reshard plan in vLLM 0.32: target maps are recorded from loaders, then filled.
 
-A module's parameters are made anew and packed by vLLM, as after any load, when the last copy is made. The experts of
-vLLM's CPU kernel are packed one by one instead, each out of memory that the next one uses, straight into the tensors
-that the kernel has: all of a module's at once cost three more passes over it, and its size twice. What packing leaves
-is read back in the order of the weight, and compared with what was packed.
+:func:`record_targets` runs the model's ``load_weights`` once on parameters without memory. vLLM's recorder for tensors
+that are fetched by slice (vllm/distributed/weight_transfer/sharded_rdt_fake.py) replaces the weights. The recording
+fails if a loader does anything other than copy slices, or copies outside of a parameter's loader.
 
-vLLM's own recorder for tensors that are fetched by slice (vllm/distributed/weight_transfer/sharded_rdt_fake.py) stands
-in for the weights in one run of the model's ``load_weights`` on parameters without memory. Whatever a loader does that
-is no copy of a slice ends the recording, as does a copy that nothing says the parameter of.
+:class:`ModelTargets` allocates a module's parameters again, and vLLM packs them after the last copy, as after any
+load. The experts of vLLM's CPU kernel are packed one by one instead, from memory that the next expert reuses, straight
+into the kernel's tensors. Packing a whole module at once takes three more passes over it and twice its memory. Packed
+experts are read back in the order of the weight and compared with the source.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.slices import (
-    FilledTensor,
-    Rectangle,
-    Route,
-    Unroutable,
-    in_parts,
-    merged,
-    rectangles,
+    ReshardUnsupported,
+    StridedCopy,
+    TargetMap,
+    TargetTensor,
+    merge_copies,
+    split_by_part,
+    strided_copies,
     width_of,
 )
 from skyrl_megatron.weight_sync.tensors import dtype_name
 
 ROWS = 16
-"""Of a weight, those that its packing lays side by side."""
+"""Rows of a weight that packing interleaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
-    """What packs each expert of a module by itself: ``CPUUnquantizedExperts.process_weights_after_loading``, whose
-    kernel (``prepack_moe_weight``) goes expert by expert and writes where it is told to."""
+    """Packs the experts of a module one by one, as ``CPUUnquantizedExperts.process_weights_after_loading`` does with
+    ``prepack_moe_weight``."""
 
     path: str
-    """Of the module, for messages."""
+    """Name of the module, for messages."""
     packed: dict[str, Tensor]
-    """Parameters as the kernel has them, [experts, …]."""
+    """The kernel's tensors, [experts, …]."""
     isa: str
     word: type[np.integer[Any]]
-    """What packing moves as a whole, see :func:`unpacked`."""
+    """The unit that packing moves, see :func:`unpacked`."""
 
     @classmethod
     def of(cls, layer: torch.nn.Module, path: str) -> ExpertPacking | None:
-        """Return a module's; None where nothing says that its experts can be packed alone, or how packing is undone.
-        The module is between ``initialize_layerwise_reload`` and ``finalize_layerwise_reload``."""
+        """Return the packing of a module between ``initialize_layerwise_reload`` and ``finalize_layerwise_reload``;
+        None if its experts cannot be packed alone, or the packing cannot be reversed."""
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(kernel, "fused_experts", None)
         kept = get_layerwise_info(layer).kernel_tensors
@@ -83,30 +83,30 @@ class ExpertPacking:
         if any(
             packed[name].shape != tensor.shape or packed[name].dtype != tensor.dtype for name, tensor in loaded.items()
         ):
-            return None  # it is padded for the kernel
+            return None  # padded for the kernel
         word = word_of(packed["w2_weight"].dtype, experts.isa)
         return None if word is None else cls(path, packed, experts.isa, word)
 
     def pack(self, name: str, part: int, expert: Tensor) -> None:
-        """Pack one expert of a parameter. ``expert``: its elements, [n]. Raises WeightSyncError unless the kernel's
-        memory is then that expert's, packed."""
+        """Pack one expert of a parameter. ``expert``: its elements, [n]. Raises WeightSyncError if the kernel's memory
+        does not hold that expert afterwards."""
         into = self.packed[name][part : part + 1]
         prepack(expert.view(into.shape), into, self.isa)
         if not np.array_equal(unpacked(into[0], self.word), _in_words(expert.view(into.shape[1:]), self.word)):
             raise WeightSyncError(
-                f"{self.path}.{name}[{part}] is not in its place in the memory of vLLM's kernel after it was packed"
+                f"{self.path}.{name}[{part}] is wrong in the memory of vLLM's kernel after it was packed"
             )
 
 
 def prepack(expert: Tensor, into: Tensor, isa: str) -> None:
-    """Pack ``expert`` [1, rows, columns] for the kernel that computes with ``isa``."""
+    """Pack ``expert`` [1, rows, columns] for the kernel of ``isa``."""
     torch.ops._C.prepack_moe_weight(expert, into, isa)
 
 
 def unpacked(packed: Tensor, word: type[np.integer[Any]]) -> NDArray[Any]:
-    """View a packed weight [rows, columns] in the order that it had before, [rows / 16, 16, columns in words].
+    """View a packed weight [rows, columns] in its original order, [rows / 16, 16, columns in words].
 
-    ``prepack_moe_weight`` lays 16 rows side by side, a word of each in turn: an element, or two bfloat16 for AMX.
+    ``prepack_moe_weight`` interleaves 16 rows word by word. A word is one element, or two bfloat16 for AMX.
     """
     words = packed.view(torch.uint8).numpy().view(word)
     rows, columns = words.shape
@@ -120,7 +120,7 @@ def _in_words(weight: Tensor, word: type[np.integer[Any]]) -> NDArray[Any]:
 
 @cache
 def word_of(dtype: torch.dtype, isa: str) -> type[np.integer[Any]] | None:
-    """Find the word that undoes the packing of ``dtype`` for ``isa``, by trying; None: it is another packing."""
+    """Find by trial the word size that reverses the packing of ``dtype`` for ``isa``; None for another packing."""
     numbers = torch.arange(2 * ROWS * 64, dtype={2: torch.int16, 4: torch.int32}[dtype.itemsize])
     weight = numbers.view(dtype).view(1, 2 * ROWS, 64)
     packed = torch.empty_like(weight)
@@ -132,43 +132,43 @@ def word_of(dtype: torch.dtype, isa: str) -> type[np.integer[Any]] | None:
 
 
 class ModelTargets:
-    """The parameters that ``route`` fills, of a model between ``initialize_layerwise_reload`` and
-    ``finalize_layerwise_reload`` (``parcel_receiver.Targets``)."""
+    """The parameters that ``target_map`` fills, of a model between ``initialize_layerwise_reload`` and
+    ``finalize_layerwise_reload`` (``point_to_point.Targets``)."""
 
-    def __init__(self, model: torch.nn.Module, route: Route) -> None:
-        self.route = route
-        self.layers = [model.get_submodule(path) for path, *_ in route.targets]
+    def __init__(self, model: torch.nn.Module, target_map: TargetMap) -> None:
+        self.target_map = target_map
+        self.layers = [model.get_submodule(path) for path, *_ in target_map.targets]
         self.own: defaultdict[torch.nn.Module, list[int]] = defaultdict(list)
         for number, layer in enumerate(self.layers):
             self.own[layer].append(number)
         self.left = {layer: len(own) for layer, own in self.own.items()}
-        covered = route.covered().tolist()
-        self.padded = {n for n, target in enumerate(route.targets) if covered[n] < target[3]}
-        """Targets that are not filled everywhere."""
-        paths = {layer: path for layer, (path, *_) in zip(self.layers, route.targets, strict=True)}
+        covered = target_map.covered().tolist()
+        self.padded = {n for n, target in enumerate(target_map.targets) if covered[n] < target[3]}
+        """Targets with elements that no copy fills."""
+        paths = {layer: path for layer, (path, *_) in zip(self.layers, target_map.targets, strict=True)}
         self.packing = {layer: ExpertPacking.of(layer, path) for layer, path in paths.items()}
         self.made: dict[int, Tensor] = {}
-        """Memory of targets that something was asked for and not all is there."""
+        """Memory of targets that are requested and not yet complete."""
         self.free: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        """Memory of experts that were packed, by dtype and elements."""
+        """Memory of packed experts for reuse, by dtype and number of elements."""
 
     @torch.no_grad()
     def memory(self, target: int) -> Tensor:
         if target not in self.made:
-            *_, dtype, size, part = self.route.targets[target]
+            *_, dtype, size, part = self.target_map.targets[target]
             if part >= 0:
                 free = self.free[dtype, size]
                 tensor = free.pop() if free else torch.empty(size, dtype=getattr(torch, dtype))
                 self.made[target] = tensor.zero_() if target in self.padded else tensor
-            elif self.packing[self.layers[target]] is not None:  # it keeps its memory during a reload
-                self.made[target] = getattr(self.layers[target], self.route.targets[target][1]).data
+            elif self.packing[self.layers[target]] is not None:  # keeps its memory during a reload
+                self.made[target] = getattr(self.layers[target], self.target_map.targets[target][1]).data
             else:
                 self._make(self.layers[target])
         return self.made[target]
 
     def _make(self, layer: torch.nn.Module) -> None:
-        """Make all of a module's parameters."""
-        own = {n: self.route.targets[n][1] for n in self.own[layer]}
+        """Allocate all parameters of a module."""
+        own = {n: self.target_map.targets[n][1] for n in self.own[layer]}
         empty = [name for n, name in own.items() if n in self.padded and getattr(layer, name).is_meta]
         materialize_layer(layer, get_layerwise_info(layer))
         self.made |= {n: getattr(layer, name).data for n, name in own.items()}
@@ -177,7 +177,7 @@ class ModelTargets:
 
     @torch.no_grad()
     def complete(self, target: int) -> None:
-        layer, (_, name, dtype, size, part) = self.layers[target], self.route.targets[target]
+        layer, (_, name, dtype, size, part) = self.layers[target], self.target_map.targets[target]
         tensor, packing = self.made.pop(target), self.packing[layer]
         self.left[layer] -= 1
         if packing is not None:
@@ -193,7 +193,7 @@ class ModelTargets:
 
 
 class _Sink(BakeSink):
-    """Takes the copies of one recording."""
+    """Collects the copies of one recording."""
 
     copying = False
     unnamed: str = ""
@@ -210,9 +210,9 @@ class _Sink(BakeSink):
             self.copying = False
 
 
-class _Watch(TorchDispatchMode):
-    """Sees what loaders write besides the recorded copies: zeros, which is what is left of what nothing is copied to,
-    or something else."""
+class _WriteWatcher(TorchDispatchMode):
+    """Watches what loaders write in addition to the recorded copies. Zeros are allowed, because elements that no copy
+    fills are zero; the first other write is noted in ``other``."""
 
     def __init__(self, sink: _Sink) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -229,13 +229,13 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record_route(model: torch.nn.Module, tensors: Sequence[TensorMeta], device: torch.device) -> Route:
-    """Record what ``model`` loads of ``tensors`` (whole ones, in the order in which they are loaded).
+def record_targets(model: torch.nn.Module, tensors: Sequence[TensorMeta], device: torch.device) -> TargetMap:
+    """Record which slices of ``tensors`` (whole tensors, in load order) the loaders of ``model`` copy where.
 
-    The model is the same afterwards. Raises Unroutable with what the recording failed at.
+    The model is unchanged. Raises ReshardUnsupported, which says why the recording failed.
     """
     sink = _Sink()
-    watch = _Watch(sink)
+    watch = _WriteWatcher(sink)
     recorder: Any = ShardedRDTWeightTransferEngine
     loaded: Any = model
     fakes = [
@@ -248,52 +248,54 @@ def record_route(model: torch.nn.Module, tensors: Sequence[TensorMeta], device: 
         try:
             with watch:
                 loaded.load_weights(iter(fakes))
-            return _route_of(model, sink, watch, {meta.name: meta for meta in tensors})
+            return _target_map(model, sink, watch, {meta.name: meta for meta in tensors})
         except NotImplementedError as error:
-            raise Unroutable(str(error).splitlines()[0]) from error
+            raise ReshardUnsupported(str(error).splitlines()[0]) from error
         finally:
             recorder._restore_after_dry_run(None, model)
 
 
-def _route_of(model: torch.nn.Module, sink: _Sink, watch: _Watch, tensors: dict[str, TensorMeta]) -> Route:
+def _target_map(
+    model: torch.nn.Module, sink: _Sink, watch: _WriteWatcher, tensors: dict[str, TensorMeta]
+) -> TargetMap:
     if sink.unnamed:
-        raise Unroutable(f"{sink.unnamed} is copied by no parameter's loader")
+        raise ReshardUnsupported(f"{sink.unnamed} is copied outside of any parameter's loader")
     if watch.other:
-        raise Unroutable(f"a loader does more than copy: {watch.other}")
+        raise ReshardUnsupported(f"a loader does more than copy: {watch.other}")
     paths = {module: path for path, module in model.named_modules()}
     numbers = {name: number for number, name in enumerate(tensors)}
-    targets: list[FilledTensor] = []
-    found: dict[tuple[int, int], list[Rectangle]] = {}  # by (tensor, target)
+    targets: list[TargetTensor] = []
+    found: dict[tuple[int, int], list[StridedCopy]] = {}  # by (tensor, target)
     for layer, copies in sink.copies_by_layer.items():
         path = paths[layer]
         if is_deferred_attention_layer(layer):
-            raise Unroutable(f"{path} is loaded together with what it attends to")
+            raise ReshardUnsupported(f"{path} is an attention layer that vLLM processes after the load")
         packing = ExpertPacking.of(layer, path)
         known: dict[tuple[str, int], int] = {}
         for copy in copies:
             name, meta, parameter = copy.param_name, tensors[copy.src[0]], getattr(layer, copy.param_name)
             if name in layer._non_persistent_buffers_set:
-                raise Unroutable(f"{path}.{name} is a buffer that belongs to no checkpoint")
-            one_by_one = packing is not None and name in packing.packed  # not so the router's bias, which it has too
+                raise ReshardUnsupported(f"{path}.{name} is a non-persistent buffer")
+            one_by_one = packing is not None and name in packing.packed  # not the router's bias, which it also has
             size = parameter.numel() // (len(parameter) if one_by_one else 1)
-            for each in _rectangles_of(copy, meta):
-                for part, inside in in_parts(each, size) if one_by_one else [(-1, each)]:
+            for each in _strided_copies_of(copy, meta):
+                for part, inside in split_by_part(each, size) if one_by_one else [(-1, each)]:
                     if (name, part) not in known:
                         known[name, part] = len(targets)
                         targets.append((path, name, dtype_name(parameter), size, part))
                     found.setdefault((numbers[meta.name], known[name, part]), []).append(inside)
         if packing and sum(part >= 0 for _, part in known) != sum(len(each) for each in packing.packed.values()):
-            raise Unroutable(f"no tensor fills some experts of {path}")
+            raise ReshardUnsupported(f"no tensor is loaded into some experts of {path}")
     rows = [
         (*pair, *each)
         for pair, several in found.items()
-        for each in merged(sorted(several, key=lambda part: (part.column, part.row)))
+        for each in merge_copies(sorted(several, key=lambda part: (part.column, part.row)))
     ]
-    return Route.of(targets, rows)
+    return TargetMap.of(targets, rows)
 
 
-def _rectangles_of(copy: Any, meta: TensorMeta) -> list[Rectangle]:
-    """Return a recorded copy's rectangles of its source tensor."""
+def _strided_copies_of(copy: Any, meta: TensorMeta) -> list[StridedCopy]:
+    """Return a recorded copy as strided copies of its source tensor."""
     whole = torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta")
     part = whole
     try:
@@ -302,12 +304,12 @@ def _rectangles_of(copy: Any, meta: TensorMeta) -> list[Rectangle]:
                 part = getattr(part, operation)(*arguments, **dict(keywords))
         part = part.broadcast_to(copy.shape)
     except RuntimeError as error:
-        raise Unroutable(f"{meta.name}: {str(error).splitlines()[0]}") from error
+        raise ReshardUnsupported(f"{meta.name}: {str(error).splitlines()[0]}") from error
     if part.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.dtype != whole.dtype:
-        raise Unroutable(f"{meta.name} is not copied as it is: {copy.src[1]}")
+        raise ReshardUnsupported(f"{meta.name} is changed before it is copied: {copy.src[1]}")
     try:
-        return rectangles(
+        return strided_copies(
             copy.shape, (part.stride(), int(part.storage_offset())), (copy.stride, copy.offset), width_of(meta.shape)
         )
     except ValueError as error:
-        raise Unroutable(f"{meta.name}: {error}") from error
+        raise ReshardUnsupported(f"{meta.name}: {error}") from error

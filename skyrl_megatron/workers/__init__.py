@@ -1,9 +1,8 @@
-"""Ray actors and what they stand on.
+"""Ray actors of a run.
 
-Ray reads its authentication mode, and whether it may listen on loopback alone, when it is first imported, so both are
-chosen here, before any module of this package imports it: a token that only this process and its children know, and
-loopback. Where Ray was imported before, or a cluster is to be joined, or the user chose otherwise, nothing is set: Ray
-then starts with its own token, or takes the cluster's.
+Ray reads its authentication mode, and whether it may listen only on loopback, when it is first imported. So both are
+set here, before any module of this package imports Ray: a token that only this process and its children know, and
+loopback. Nothing is set if Ray is already imported, if the run joins a cluster, or if the user has set the mode.
 """
 
 import os as _os

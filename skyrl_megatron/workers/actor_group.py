@@ -1,4 +1,4 @@
-"""A role's rank actors as one thing to call: every rank gets the call, and the call ends for all or fails for all."""
+"""Calls to all rank actors of a role. A call returns the results of all ranks, or fails for all."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError, SkyRLMegatronWarning
 
 ACTOR_LOST = (RayActorError, OutOfMemoryError)
-"""What a call to an actor raises whose process is gone: Ray's memory monitor ends it with an error of its own."""
+"""Errors of a call to an actor whose process died. OutOfMemoryError: Ray's memory monitor killed it."""
 GRACE_S = 5.0
-"""Seconds that the other ranks get to end by themselves once one has failed."""
+"""Seconds that the other ranks get to finish after one has failed."""
 POLL_S = 5.0
 ALIVE_S = 10.0
-"""Seconds in which a process that is not stopped says so, whatever it is busy with."""
+"""Deadline in seconds of a rank's health check, which it answers also while it is busy."""
 LEAVE_S = 60.0
-"""Seconds that a rank gets to leave groups of which another one is gone."""
+"""Seconds that a rank gets to leave process groups with a lost rank."""
 WATCH = "watch"
-"""Concurrency group of ranks that may be replaced: its calls are answered while others are under way."""
+"""Concurrency group of replaceable ranks: its calls are answered while others are running."""
 
 
 @dataclass(slots=True)
 class PendingCall:
-    """Calls that the ranks of a group are busy with and that need each other."""
+    """A running call of several ranks, which wait for each other."""
 
     references: list[Any]
     ranks: Sequence[int]
-    """Whom each is of."""
+    """Rank of each reference."""
     names: list[str]
-    """How each rank is named in messages."""
+    """Name of each rank in messages."""
     phase: str
     timeout_s: float
     group: ActorGroup
     started: float = field(default_factory=time.monotonic)
 
     def results(self) -> list[Any]:
-        """Return what the actors returned, in the order of the calls. Raises as :meth:`ActorGroup.call` does."""
+        """Return the results in the order of the calls. Raises as :meth:`ActorGroup.call`."""
         waiting = dict(zip(self.references, self.ranks, strict=True))
         failures: dict[int, Exception] = {}
         deadline = self.started + self.timeout_s
@@ -64,7 +64,7 @@ class PendingCall:
         return results
 
     def _fail(self, failures: dict[int, Exception]) -> None:
-        """Raise the failure that explains the others: a process that died or was stopped, else the first error."""
+        """Raise the failure that explains the others: a dead or stopped process, else the first error."""
         died = [rank for rank, error in failures.items() if isinstance(error, ACTOR_LOST)]
         if died and self.group.replaceable:
             raise self._lost(died, f"the process died ({lost_because(failures[died[0]])})") from failures[died[0]]
@@ -72,20 +72,20 @@ class PendingCall:
             raise self._lost(lost, "the process does not answer")
         rank = died[0] if died else min(failures)
         try:
-            raise_as_told(failures[rank], self.names[rank], self.phase)
+            raise_rank_error(failures[rank], self.names[rank], self.phase)
         except Exception as error:
             if died or len(failures) < len(self.references):
-                self.group.kill(error)  # the others wait in a collective for one that will not come
+                self.group.kill(error)  # the others wait in a collective for a rank that never joins
             raise
 
     def _fail_stuck(self, stuck: list[int]) -> None:
-        noted = self.group.look()
+        details = self.group.look()
         if self.group.replaceable and (lost := self.group.lost()):
-            raise self._lost(lost, f"no answer within {self.timeout_s:g} s (trainer.phase_timeout_s){noted}")
+            raise self._lost(lost, f"no answer within {self.timeout_s:g} s (trainer.phase_timeout_s){details}")
         names = ", ".join(self.names[rank] for rank in stuck)
         error = DistributedError(
             f"phase {self.phase}: no answer within {self.timeout_s:g} s (trainer.phase_timeout_s) from {names}; "
-            f"{len(self.references) - len(stuck)} of {len(self.references)} had finished{noted}"
+            f"{len(self.references) - len(stuck)} of {len(self.references)} had finished{details}"
         )
         self.group.kill(error)
         raise error
@@ -94,8 +94,8 @@ class PendingCall:
         return RankLostError(f"{self.names[lost[0]]}, phase {self.phase}: {why}", self.group.role)
 
 
-def raise_as_told(error: Exception, rank: str, phase: str) -> NoReturn:
-    """Raise what a call to a rank failed with, as :meth:`ActorGroup.call` does."""
+def raise_rank_error(error: Exception, rank: str, phase: str) -> NoReturn:
+    """Raise the error of a call to a rank, as described in :meth:`ActorGroup.call`."""
     if isinstance(error, ACTOR_LOST):
         raise DistributedError(f"{rank}, phase {phase}: the process died ({lost_because(error)})") from error
     cause = error.cause if isinstance(error, RayTaskError) else error
@@ -104,26 +104,26 @@ def raise_as_told(error: Exception, rank: str, phase: str) -> NoReturn:
     if isinstance(cause, ValueError):
         raise DistributedError(f"{rank}, phase {phase}: {cause}") from error
     if device.is_out_of_memory(cause):
-        said = (str(cause).splitlines() or [type(cause).__name__])[0]
+        first_line = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise DistributedError(
-            f"{rank}, phase {phase}: out of memory ({said}); make trainer.max_tokens_per_microbatch smaller, set "
-            "trainer.gradient_checkpointing=true, or spread the model over more ranks; --check behind the same "
-            "command shows what a rank needs"
+            f"{rank}, phase {phase}: out of memory ({first_line}); lower trainer.max_tokens_per_microbatch, set "
+            "trainer.gradient_checkpointing=true, or use more ranks; add --check to the command to see how much a "
+            "rank needs"
         ) from error
     raise error
 
 
 class ActorGroup:
-    """Rank actors of one role, by rank. ``names``: how ranks are called in messages, with pid and node once known."""
+    """The rank actors of one role. ``names``: the ranks' names in messages, with pid and node once known."""
 
     def __init__(self, role: str, actors: Sequence[Any], timeout_s: float) -> None:
         self.role, self.actors, self.timeout_s = role, list(actors), timeout_s
         self.names = [f"{role} rank {rank}" for rank in range(len(self.actors))]
         self.look: Callable[[], str] = lambda: ""
-        """Called when ranks outlive their deadline, before they are ended; returns what the message says of it."""
+        """Called when ranks exceed a deadline, before they are killed. Returns a text for the error message."""
         self.replaceable = False
-        """Whether those that die are told of with a RankLostError while the others live on."""
-        self._ended = ""  # why there are no ranks any more
+        """Whether lost ranks are reported by RankLostError and the others stay alive."""
+        self._ended = ""  # why the ranks were ended
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -137,9 +137,9 @@ class ActorGroup:
         timeout_s: float | None = None,
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
-        """Call ``method`` on all ranks, or ``ranks`` alone, without waiting. ``each``: further arguments of each.
+        """Call ``method`` on all ranks or on ``ranks``, without waiting. ``each``: further arguments per rank.
 
-        Raises DistributedError when the group has been ended.
+        Raises DistributedError if the group has been ended.
         """
         if not self.actors:
             raise DistributedError(f"the {self.role} ranks have been ended{self._ended}: start the run again")
@@ -151,23 +151,22 @@ class ActorGroup:
         return PendingCall(references, called, list(self.names), phase or method, timeout_s or self.timeout_s, self)
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Return the results of ``method`` on the ranks, by rank; ``options`` as for :meth:`start`.
+        """Return the results of ``method`` by rank. ``options`` as for :meth:`start`.
 
-        A rank's error is raised for all: a SkyRLMegatronError as it is, a ValueError as DistributedError naming
-        role, rank, process and phase, a lack of memory so too, anything else with its traceback. When ranks are left
-        waiting for a failed one, or the deadline passes, all actors of the group are killed first.
+        A rank's error is raised for all. A SkyRLMegatronError is raised unchanged. A ValueError and a lack of memory
+        become a DistributedError with role, rank, process and phase. Other errors keep their traceback. If ranks wait
+        for a failed one, or the deadline passes, all actors of the group are killed first.
         """
         return self.start(method, *args, **options).results()
 
     def repeat_warnings(self) -> None:
-        """Give the warnings that ranks gave since the last call here, where the user sees them; one that several ranks
-        gave once."""
+        """Repeat the ranks' warnings since the last call in this process, each text once."""
         for text in dict.fromkeys(text for texts in self.call("take_warnings") for text in texts):
             warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)
 
     def lost(self, *, stopped: bool = True) -> list[int]:
-        """Return the ranks of a replaceable group whose process is gone; with ``stopped`` also those that do not say
-        within :data:`ALIVE_S` that they are there."""
+        """Return the ranks of a replaceable group whose process died. ``stopped``: include those that do not answer
+        within :data:`ALIVE_S`."""
         if not self.replaceable or not self.actors:
             return []
         asked = [actor.alive.options(concurrency_group=WATCH).remote() for actor in self.actors]
@@ -175,8 +174,10 @@ class ActorGroup:
         return [rank for rank, each in enumerate(asked) if (_gone(each) if each in answered else stopped)]
 
     def replace(self, lost: Sequence[int], make: Callable[[int], Any]) -> list[int]:
-        """Give each ``lost`` rank a new actor, which ``make`` returns for its number, and let all others leave what
-        they were in; one that does not within :data:`LEAVE_S` is replaced too. Returns the ranks that are new."""
+        """Replace each ``lost`` rank by the actor ``make(rank)``, and let the others leave their process groups.
+
+        A rank that does not leave within :data:`LEAVE_S` is replaced too. Returns the replaced ranks.
+        """
         for rank in lost:
             ray.kill(self.actors[rank])
         new = {rank: make(rank) for rank in lost}
@@ -190,12 +191,12 @@ class ActorGroup:
         return sorted(new)
 
     def end_waiting(self, error: Exception) -> None:
-        """End all ranks, as some wait for one that failed with ``error``, unless any is lost and may be replaced."""
+        """End all ranks after ``error``, because some wait for the failed one, unless lost ranks can be replaced."""
         if not self.lost():
             self.kill(error)
 
     def kill(self, error: Exception | None = None) -> None:
-        """End all ranks. ``error``: why; further calls say so."""
+        """End all ranks. ``error``: the reason, for the message of later calls."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
@@ -225,13 +226,13 @@ def _in_a_line(error: Exception) -> str:
 
 
 def lost_because(error: Exception) -> str:
-    """Return in a line why a process is gone, from what a call to it raised (:data:`ACTOR_LOST`)."""
+    """Return in one line why a process died. ``error``: one of :data:`ACTOR_LOST`."""
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"was ([\d.]+ ?[GMT]i?B / [\d.]+ ?[GMT]i?B)", str(error))
         return (
-            f"Ray ended it because its node runs out of memory{f': {used[1]} in use' if used else ''}; make "
-            "trainer.max_tokens_per_microbatch or generator.inference_engine.max_num_seqs smaller, use fewer engines "
-            "or ranks on that node, or end other processes there"
+            f"Ray killed it because its node ran out of memory{f': {used[1]} in use' if used else ''}; lower "
+            "trainer.max_tokens_per_microbatch or generator.inference_engine.max_num_seqs, use fewer engines or ranks "
+            "on that node, or end other processes there"
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [

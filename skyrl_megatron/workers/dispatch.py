@@ -1,11 +1,11 @@
-"""A batch split over the data-parallel replicas of a role, sent once per replica, and results in its order."""
+"""Split a batch over the data-parallel replicas of a role, and collect results in the order of the batch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -16,27 +16,24 @@ from skyrl_megatron.data.packing import rows_by_adapter, split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import TrainingBatch
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where a rank stands in its role's layout, and where it runs."""
+    """The position of a rank in its role's layout, and its process."""
 
     dp_rank: int
     dp_size: int
     collects: bool
-    """Its results are those of its replica: tp 0, cp 0, last pipeline stage."""
+    """Whether it returns the results of its replica: tp 0, cp 0, last pipeline stage."""
     pid: int
     node: str
     layers: str = ""
-    """Whose layers its model is built from, on a GPU; empty on CPU, where there is no choice."""
+    """On a GPU, the library of its model's layers; empty on CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedBatch:
-    """Chunks in the object store, one a replica, whichever number of ranks reads it; may be used several times."""
+    """The chunks of a batch in Ray's object store, one per replica. It may be used for several calls."""
 
     rows: list[np.ndarray]
     """Rows of the batch in each chunk."""
@@ -64,22 +61,22 @@ class ShardedBatch:
     def collect_recorded(
         self, ranks: Sequence[RankInfo], results: Sequence[Mapping[str, Mapping[int, np.ndarray]] | None]
     ) -> list[dict[str, np.ndarray]]:
-        """Return what was recorded of each row of the batch, by name, from the ranks of all pipeline stages."""
+        """Return the recorded values of each row by name, from the ranks of all pipeline stages."""
         found: list[dict[str, np.ndarray]] = [{} for _ in range(self.size)]
         for rank, result in zip(ranks, results, strict=True):
             mine = self.rows[rank.dp_rank]
             for name, by_row in (result or {}).items():
                 for row, value in by_row.items():
-                    if row < len(mine):  # the others are blank
+                    if row < len(mine):  # the rest is padding
                         found[mine[row]][name] = value
         return found
 
 
 def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:
-    """Cut ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
+    """Split ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
 
-    The rows of each adapter are cut as if there were no others. Where they are fewer than replicas they are filled up
-    with blank rows, which weigh nothing.
+    The rows of each adapter are split separately. If there are fewer rows than replicas, blank rows without weight are
+    added.
     """
     size, names = len(batch), list(dict.fromkeys(batch.adapters)) or [""]
     for name, own in rows_by_adapter(batch, names).items():
@@ -95,7 +92,7 @@ def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBa
 
 
 def _filled(batch: TrainingBatch, rows: int, adapter: str) -> TrainingBatch:
-    """Add blank rows of an adapter, behind the others."""
+    """Append blank rows of an adapter."""
     blank = batch.blank_row()
     blank.adapters = [adapter] if batch.adapters else []
     fields: dict[str, Any] = {}
@@ -116,7 +113,7 @@ def to_arrays(batch: TrainingBatch) -> dict[str, Any]:
 
 
 def from_arrays(arrays: dict[str, Any]) -> TrainingBatch:
-    """Return the batch of :func:`to_arrays`, with memory of its own."""
+    """Return the batch of :func:`to_arrays`, with copied tensors."""
     fields: dict[str, Any] = {
         name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
         for name, value in arrays.items()

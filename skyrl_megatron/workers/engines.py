@@ -1,4 +1,4 @@
-"""The inference engines of a run as Ray actors, and the client that samples from them."""
+"""The inference engines of a run as Ray actors, and the client that starts them and samples from them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.config.rules.training_rules import samples_repeatably
+from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.errors import EngineGoneError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
-from skyrl_megatron.inference.fleet import Fleet, wanted
+from skyrl_megatron.inference.fleet import Fleet, engine_requirements
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
-from skyrl_megatron.inference.vllm.processes import own_temporary_folder
+from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.plugins import ENGINES
@@ -43,42 +43,42 @@ if TYPE_CHECKING:
 
 
 _SAMPLING = frozenset({"generate", "generate_batch", "score"})
-"""Calls that end in the actor, too, when nobody waits for their answer."""
+"""Calls that are cancelled in the actor when their caller is cancelled."""
 KILL_TIMEOUT_S = 20
-"""For killing an engine's processes on another host."""
+"""Deadline for killing an engine's processes on another host."""
 
 
 def engine_actor(kind: type[InferenceEngine]) -> Any:
-    """Make a Ray actor class of an engine class, whose methods are then the actor's."""
+    """Return a Ray actor class with the methods of an engine class."""
 
     class EngineActor(kind):  # type: ignore[misc, valid-type]
-        """``environment``: variables of this engine's processes, set before anything looks for a GPU."""
+        """``environment``: variables of this engine's processes, set before any GPU is used."""
 
         def __init__(self, settings: EngineSettings, environment: Mapping[str, str]) -> None:
             os.environ.update(environment)
-            _start_tracker(own_temporary_folder())
+            _start_tracker(use_private_temporary_folder())
             super().__init__(settings)
 
         async def start(self) -> None:
             await super().start()
             gc.collect()
-            gc.freeze()  # the garbage of requests is not looked for among what the engine keeps
+            gc.freeze()  # keep permanent objects out of the garbage collections during requests
 
         def process_ids(self) -> list[int]:
-            """List the actor's process, and those that the engine says it started."""
+            """List the ids of the actor's process and the engine's processes."""
             return [os.getpid(), *getattr(super(), "process_ids", list)()]
 
         def node_id(self) -> str:
-            """Return Ray's name of the host."""
+            """Return Ray's id of the node."""
             return str(ray.get_runtime_context().get_node_id())
 
     return ray.remote(num_cpus=1, max_concurrency=4096)(EngineActor)
 
 
 class RayEngine:
-    """The ``InferenceEngine`` of an actor, as the client and the weight sync call it: every method is the actor's.
+    """The ``InferenceEngine`` that forwards every method to an actor.
 
-    A lost actor becomes EngineGoneError; an error inside keeps its type, without the actor's traceback around it.
+    A lost actor raises EngineGoneError. An error of this package inside the actor keeps its type.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class RayEngine:
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """``kind``: engine class, made of ``settings``. ``environment``: variables of the engine's processes.
-        ``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
+        """``kind``: engine class. ``environment``: variables of the engine's processes. ``options``: Ray options of
+        the actor, such as ``num_cpus`` or ``scheduling_strategy``."""
         options = {"runtime_env": runtime_environment({}, serving=True)} | options
         self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
         self._node = ""
@@ -116,7 +116,7 @@ class RayEngine:
                 async for piece in answer:
                     yield await piece
         except (asyncio.CancelledError, GeneratorExit):
-            _cancel(answer)  # nobody waits for the rest
+            _cancel(answer)  # the rest is not needed
             raise
 
     async def shutdown(self) -> None:
@@ -124,8 +124,7 @@ class RayEngine:
         ray.kill(self.actor)
 
     async def kill(self) -> None:
-        """Kill the actor and the engine's processes, on the host where they are: a stopped one (SIGSTOP) does not
-        notice that its parent is gone."""
+        """Kill the actor and the engine's processes. A stopped one (SIGSTOP) would not end with its parent."""
         if self._node == ray.get_runtime_context().get_node_id():
             _kill(self._processes)
         elif self._processes:
@@ -161,9 +160,11 @@ async def _kill_on(node: str, processes: Sequence[int]) -> None:
 
 
 def _start_tracker(folder: str | None) -> None:
-    """Start what takes away the shared memory and semaphores of processes that were killed, multiprocessing's resource
-    tracker, as nobody's child: Ray kills the children of an actor that it ends, and the memory would stay. With the
-    last process that has the tracker it removes ``folder`` too."""
+    """Start multiprocessing's resource tracker as a detached process, which also removes ``folder`` at its end.
+
+    The tracker frees shared memory and semaphores of killed processes. Ray kills an actor's child processes, so a
+    tracker that is a child would not free them.
+    """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         return
@@ -181,7 +182,7 @@ def _start_tracker(folder: str | None) -> None:
         raise
     finally:
         os.close(reader)
-    tracker._fd = writer  # as in a process that multiprocessing spawns, whose tracker is its parent's
+    tracker._fd = writer  # as in a spawned process, which uses its parent's tracker
 
 
 @contextlib.contextmanager
@@ -189,7 +190,7 @@ def _lost_actors() -> Iterator[None]:
     try:
         yield
     except ACTOR_LOST as error:
-        raise EngineGoneError(f"the engine's actor is gone: {lost_because(error)}") from error
+        raise EngineGoneError(f"the engine's actor died: {lost_because(error)}") from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SkyRLMegatronError):
             raise error.cause from None
@@ -201,23 +202,23 @@ log = logging.getLogger(__name__)
 
 
 class InferenceEngineClient(InferenceClient):
-    """The client of a run's engines, which it starts and stops. Coroutines belong to one event loop; :meth:`stop` may
-    run anywhere.
+    """The client of a run's engines, which it starts and stops.
 
-    ``allocation``: where engines are started; None when ``run_engines_locally`` is off.
+    Its coroutines must run on one event loop; :meth:`stop` may run in any thread. ``allocation``: where engines run;
+    None if ``run_engines_locally`` is off.
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, allocation: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
         made = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
         pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
-        super().__init__(pool, deterministic=samples_repeatably(cfg))
+        super().__init__(pool, deterministic=is_reproducible(cfg))
         self._endpoint: HttpServer | None = None
         self._registry: HttpServer | None = None
         self.fleet: Fleet | None = None
-        """Engines that join while the run goes; None where none may."""
+        """Engines that join during the run; None if none may."""
         self.say: Callable[[str], None] = log.warning
-        """Prints a line about engines that come and go."""
+        """Prints a line about engines that join or leave."""
 
     @property
     def dtype(self) -> str:
@@ -226,14 +227,13 @@ class InferenceEngineClient(InferenceClient):
 
     @property
     def endpoint_url(self) -> str | None:
-        """``http://host:port`` of the HTTP endpoint; None when there is none."""
+        """``http://host:port`` of the HTTP endpoint; None if it is off."""
         return None if self._endpoint is None else self._endpoint.url
 
     async def start(self) -> None:
-        """Start all engines, the HTTP endpoint and the registry if they are configured, and wait for the engines that
-        must have joined.
+        """Start all engines, and if configured, the HTTP endpoint and the registry. Wait for required joined engines.
 
-        Raises EngineError that quotes the engine that failed, LaunchError when a port is taken or engines are missing.
+        Raises EngineError with the error of an engine, and LaunchError if a port is in use or engines are missing.
         """
         await self.pool.start()
         if self.cfg.generator.inference_engine.enable_http_endpoint:
@@ -242,8 +242,7 @@ class InferenceEngineClient(InferenceClient):
             await self._open_registry()
 
     async def watch(self, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
-        """Restart engines that die or hang, and bring those that join up to date, from now on; see
-        :class:`HealthMonitor` and :class:`Fleet`."""
+        """Start the :class:`HealthMonitor`, and let the :class:`Fleet` send weights to engines that join."""
         health_monitor(self.cfg, self.pool, sync_engine).start()
         if self.fleet is not None:
             self.fleet.sync_engine = sync_engine
@@ -282,7 +281,7 @@ class InferenceEngineClient(InferenceClient):
         path = Path(engine.registry_token_path or run_folder(self.cfg) / "registry_token").expanduser()
         self.fleet = Fleet(
             self.pool,
-            wanted(settings),
+            engine_requirements(settings),
             silence_s=engine.registry_silence_s,
             drain_s=engine.registry_drain_s,
             timeout_s=self.cfg.trainer.phase_timeout_s,
@@ -303,16 +302,16 @@ class InferenceEngineClient(InferenceClient):
             raise LaunchError(
                 f"generator.inference_engine.registry_min_engines={engine.registry_min_engines}: {joined} joined at "
                 f"{self._registry.url} within {self.cfg.trainer.phase_timeout_s:g} s (trainer.phase_timeout_s): start "
-                "them (skyrl-megatron serve-engine), or lower it"
+                "more (skyrl-megatron serve-engine), or lower it"
             ) from None
 
 
 def health_monitor(
     cfg: SkyRLTrainConfig, pool: EnginePool, sync_engine: Callable[[EngineSlot], Awaitable[None]]
 ) -> HealthMonitor:
-    """Make what looks after the engines of a run."""
-    often = cfg.generator.inference_engine.restarts_per_hour
-    return HealthMonitor(pool, restarts_per_hour=often, sync_engine=sync_engine)
+    """Return the health monitor of a run's engines."""
+    limit = cfg.generator.inference_engine.restarts_per_hour
+    return HealthMonitor(pool, restarts_per_hour=limit, sync_engine=sync_engine)
 
 
 def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
@@ -330,7 +329,7 @@ def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callab
 
 
 def _elsewhere(cfg: SkyRLTrainConfig) -> list[Callable[[], InferenceEngine]]:
-    """List the servers named by URL. A proxy alone stands for one server."""
+    """List the configured remote servers. A proxy without servers counts as one server."""
     engine = cfg.generator.inference_engine
     proxy = engine.external_proxy_url
     urls = engine.external_server_urls or engine.remote_urls or ([proxy] if proxy else [])

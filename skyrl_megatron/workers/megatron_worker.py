@@ -32,26 +32,24 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.registry import RegistryVersions
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.progress import Span
-    from skyrl_megatron.runtime.engine import RoleName
     from skyrl_megatron.runtime.flops import ModelFlops
-    from skyrl_megatron.runtime.offload import Part
+    from skyrl_megatron.runtime.trained_model import RoleName
+    from skyrl_megatron.types import Part
     from skyrl_megatron.weight_sync.buckets import TensorMeta
-    from skyrl_megatron.weight_sync.point_to_point import Exchange
-    from skyrl_megatron.weight_sync.slices import Holdings
+    from skyrl_megatron.weight_sync.point_to_point import ExchangeSchedule
+    from skyrl_megatron.weight_sync.slices import SourceMap
     from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.dispatch import RankInfo
 
 type Arrays = dict[str, Any]
-
-
 OWN_SECONDS = "own_seconds"
-"""Metric of one rank alone: its time in a mini-batch, without what it waited for others."""
+"""Metric of a single rank: its time in a mini-batch, without the waits for other ranks."""
 
 
 class RankProcess:
-    """One rank of a role's model. Every method but :meth:`address` and :meth:`alive` is called on all ranks at once.
+    """One rank of a role's model. All methods except :meth:`address` and :meth:`alive` are called on every rank.
 
-    Megatron is imported by the methods, so that a driver that only handles actors does not pay for it.
+    The methods import Megatron, so that the driver, which only holds actor handles, does not.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -61,20 +59,20 @@ class RankProcess:
         self._keep_warnings()
 
     def address(self) -> tuple[str, int]:
-        """Return where rank 0 of the process group will listen: a port that is held until then."""
+        """Return host and port for rank 0 of the process group. The port is reserved until :meth:`build`."""
         host = ray.util.get_node_ip_address()
         self._port = take_port(host)
         return host, self._port.getsockname()[1]
 
     def load(self, cfg: SkyRLTrainConfig, role: RoleName, log_folder: str | None = None) -> None:
-        """Import what :meth:`build` needs, without a word to other ranks. Output goes to ``log_folder``, if given."""
+        """Import what :meth:`build` needs, without communication. Output goes to ``log_folder``, if given."""
         if log_folder is not None:
             _redirect_output(Path(log_folder) / f"{role}_rank{self.rank}.log")
         from skyrl_megatron import device
 
-        if not device.has_cuda():  # nothing is compiled there (runtime/cpu), and the compiler is slow to import
+        if not device.has_cuda():  # nothing is compiled on CPU, and the compiler is slow to import
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        importlib.import_module("skyrl_megatron.runtime.critic")  # and with it the engine of all roles
+        importlib.import_module("skyrl_megatron.runtime.critic")  # it imports the engine of all roles
         load_plugins(cfg.trainer.plugins)
 
     def build(
@@ -85,7 +83,7 @@ class RankProcess:
         total_steps: int | None = None,
         log_folder: str | None = None,
     ) -> RankInfo:
-        """Join the process group, build the model and load its weights, behind :meth:`load`."""
+        """Call :meth:`load`, join the process group, build the model and load its weights."""
         self.load(cfg, role, log_folder)
         import torch
         import torch.distributed as dist
@@ -98,14 +96,14 @@ class RankProcess:
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
-        device.set_local_device(0)  # Ray shows each actor its own device only
+        device.set_local_device(0)  # Ray shows each actor only its own device
         timeout = datetime.timedelta(seconds=cfg.trainer.phase_timeout_s)
         held = None if self._port is None else self._port.detach()
         store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout, master_listen_fd=held)
         dist.init_process_group(
             device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
-        waits.count()
+        waits.start_wait_timer()
         self.cfg, self.role = cfg, role
         self.engine: MegatronEngine = (
             CriticEngine(cfg, total_steps=total_steps)
@@ -121,124 +119,15 @@ class RankProcess:
             self.engine.model.layer_kind if device.has_cuda() else "",
         )
 
-    # ------------------------------------------------------------------ when another rank is lost
-    def alive(self) -> int:
-        """Return the process's id, at once where the actor is a :data:`ReplaceableWorker`."""
-        return os.getpid()
-
-    @timed
-    def keep_state(self, distance: int) -> int:
-        """Copy this rank's state and give it to the rank ``distance`` behind; returns the bytes of host memory that
-        copies hold (``runtime/peer_checkpoint.py``)."""
-        from skyrl_megatron.runtime.peer_checkpoint import RankCopies
-
-        if not hasattr(self, "copies"):
-            self.copies = RankCopies()
-        return self.copies.keep(self.engine, distance)
-
-    @timed
-    def roll_back(self, holders: Mapping[int, int]) -> None:
-        """Go back to the copied state; ``holders``: rank that is new → the rank that has its copy."""
-        from skyrl_megatron.runtime.peer_checkpoint import RankCopies
-
-        if not hasattr(self, "copies"):
-            self.copies = RankCopies()
-        self.copies.roll_back(self.engine, holders)
-
-    def leave(self) -> None:
-        """Give the model and its groups up, of which a rank is gone; :meth:`build` makes them anew. Copies stay."""
-        from skyrl_megatron import device
-        from skyrl_megatron.runtime.parallel_state import end_groups
-
-        if hasattr(self, "sender"):
-            self.sender.close()
-        for name in ("sender", "source", "_rounds", "_taker", "engine"):
-            self.__dict__.pop(name, None)
-        gc.collect()
-        end_groups(world=True)
-        device.empty_cache()
-
-    # ------------------------------------------------------------------ computing
-    def flops(self) -> ModelFlops:
-        """Return what sequences cost: the measure that batches are balanced by."""
-        return self.engine.flops
-
-    def peak_flops(self) -> float | None:
-        """Return the FLOP/s that MFU relates to; None where they are not known."""
-        from skyrl_megatron.runtime.flops import peak_flops
-
-        return peak_flops(self.engine.cfg.trainer.peak_flops_per_rank)
-
-    @timed
-    def compute_logprobs(self, adapters: bool, chunk: Arrays) -> np.ndarray | None:
-        """Return [rows, T] float32, nats, of this replica's rows on the rank that collects, None elsewhere.
-
-        An array: Megatron changes how tensors are pickled, and a driver that reads one imports all of Megatron first.
-        """
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
-        return logprobs.numpy() if self.engine.is_collection_rank else None
-
-    @timed
-    def compute_recorded(
-        self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
-    ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
-        """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica what
-        its layers chose and, with ``layers``, gave (``runtime/profiling.py``), by the rows of the chunk.
-
-        ``perturbation``: relative change of every embedding first (``runtime/forward_step.py``)."""
-        from skyrl_megatron.runtime.profiling import Recorder
-        from skyrl_megatron.runtime.scoring import perturbed_embeddings
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        engine = self.engine
-        perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
-        with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
-            logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, recorder=recorder)
-        first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
-        return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None
-
-    def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
-        """Return what this rank gathers of the tensors of a layer, by HF's names, as float32; None: of all that no
-        layer has. Of one that all experts share, each expert's as ``<name>.<expert>``."""
-        from skyrl_megatron.runtime.hf_weights import stream_hf
-
-        engine, found = self.engine, {}
-        for piece in stream_hf(engine.model, engine.groups):
-            if layer_of(piece.name) == layer:
-                name = piece.name if piece.index is None else f"{piece.name}.{piece.index}"
-                found[name] = piece.tensor.float().cpu().numpy()
-        return found
-
-    @timed
-    def compute_values(self, chunk: Arrays) -> np.ndarray | None:
-        """Return a critic's values, [rows, T] float32, of this replica's rows on the rank that collects."""
-        from skyrl_megatron.runtime.critic import CriticEngine
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        assert isinstance(self.engine, CriticEngine)
-        values = self.engine.compute_values(from_arrays(chunk))
-        return values.numpy() if self.engine.is_collection_rank else None
-
-    @timed
-    def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
-        """Return what a teacher says of this replica's rows, [rows, T, 1 + 2k] float32 (``runtime/critic.py``), on
-        the rank that collects."""
-        from skyrl_megatron.runtime.critic import score_responses
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        scores = score_responses(self.engine, from_arrays(chunk), k)
-        return scores.numpy() if self.engine.is_collection_rank else None
-
+    # ------------------------------------------------------------------ training
     @timed
     def train_mini_batch(
         self, registry: RegistryVersions, algorithm: Mapping[str, Any], more_follow: bool, chunk: Arrays
     ) -> dict[str, float]:
-        """Take an optimizer step on a mini-batch; all metrics but those of a rank's own speed are equal on all ranks.
+        """Take an optimizer step on a mini-batch. All ranks return the same metrics, except those of their own speed.
 
-        ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
-        ``more_follow``: another mini-batch comes before anything else reads the weights.
+        ``algorithm``: fields of ``trainer.algorithm`` that this step overrides. ``more_follow``: another mini-batch
+        comes before anything else reads the weights.
         """
         from skyrl_megatron import device
         from skyrl_megatron.algorithms.registry import ensure_registry_versions
@@ -253,7 +142,7 @@ class RankProcess:
 
     @timed
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
-        """Step on the gradients added since the last one."""
+        """Take an optimizer step with the gradients since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
         return {
@@ -263,44 +152,82 @@ class RankProcess:
         }
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
-        """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
+        """Restart the learning-rate schedule: as configured, or constant at ``lr``."""
         self.engine.restart_schedule(lr, total_steps)
 
-    def _keep_warnings(self) -> None:
-        """Keep the texts of our warnings for the run's console: here they are printed into the rank's log alone."""
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, SkyRLMegatronWarning):
-                self._warned.append(str(message))
-            usual(message, category, *place, **more)
-
-        warnings.showwarning = show
-
-    def take_warnings(self) -> list[str]:
-        """Return the texts of our warnings since the last call."""
-        taken, self._warned = self._warned, []
-        return taken
-
-    def take_spans(self) -> list[Span]:
-        """Return what this process was busy with since the last call, and when."""
-        return spans.take()
-
     def take_expert_load(self) -> dict[int, list[int]] | None:
-        """Return on rank 0 the tokens that each expert was trained with since the last call, by layer; None
+        """Return on rank 0 the tokens that each expert got in training since the last call, by layer; None
         elsewhere."""
         load = self.engine.take_expert_load()
         return load if self.rank == 0 else None
 
-    def memory_bytes(self) -> int:
-        """Return the peak of this process so far."""
-        from skyrl_megatron import device
+    # ------------------------------------------------------------------ scoring
+    @timed
+    def compute_logprobs(self, adapters: bool, chunk: Arrays) -> np.ndarray | None:
+        """Return log-probs, [rows, T] float32 in nats, on the collection rank of the replica; None elsewhere.
 
-        return device.peak_memory_bytes()
+        The result is an array: Megatron changes how tensors are pickled, so unpickling one would import all of
+        Megatron in the driver.
+        """
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
+        return logprobs.numpy() if self.engine.is_collection_rank else None
+
+    @timed
+    def compute_values(self, chunk: Arrays) -> np.ndarray | None:
+        """Return a critic's values, [rows, T] float32, on the collection rank of the replica; None elsewhere."""
+        from skyrl_megatron.runtime.critic import CriticEngine
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        assert isinstance(self.engine, CriticEngine)
+        values = self.engine.compute_values(from_arrays(chunk))
+        return values.numpy() if self.engine.is_collection_rank else None
+
+    @timed
+    def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
+        """Return a teacher's scores, [rows, T, 1 + 2k] float32 (``runtime/critic.py``), on the collection rank of the
+        replica; None elsewhere."""
+        from skyrl_megatron.runtime.critic import score_responses
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        scores = score_responses(self.engine, from_arrays(chunk), k)
+        return scores.numpy() if self.engine.is_collection_rank else None
+
+    @timed
+    def compute_recorded(
+        self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
+    ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
+        """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica the
+        experts and, with ``layers``, the outputs of its layers (``runtime/profiling.py``), by row of the chunk.
+
+        ``perturbation``: relative change of every embedding before the pass (``runtime/scoring.py``)."""
+        from skyrl_megatron.runtime.profiling import Recorder
+        from skyrl_megatron.runtime.scoring import perturbed_embeddings
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        engine = self.engine
+        perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
+        with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
+            logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, recorder=recorder)
+        first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
+        return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None
+
+    def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
+        """Return the tensors of a layer that this rank gathers, by HF name, as float32. ``layer=None``: the tensors
+        outside of the layers. A stacked expert tensor is returned per expert, as ``<name>.<expert>``."""
+        from skyrl_megatron.runtime.hf_weights import stream_hf
+
+        engine, found = self.engine, {}
+        for piece in stream_hf(engine.model, engine.groups):
+            if layer_of(piece.name) == layer:
+                name = piece.name if piece.index is None else f"{piece.name}.{piece.index}"
+                found[name] = piece.tensor.float().cpu().numpy()
+        return found
 
     # ------------------------------------------------------------------ weights for the engines
     def weight_metadata(self) -> list[TensorMeta]:
-        """List what this rank sends to the engines, in order."""
+        """List the tensors that this rank sends to the engines, in order."""
         from skyrl_megatron.config.hf_model import engines_quantise
         from skyrl_megatron.config.roles import weight_bucket_sizes, weight_transport
         from skyrl_megatron.weight_sync.adapter_source import weight_source
@@ -308,7 +235,7 @@ class RankProcess:
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
-        engine.onload("weights")  # they have left for an engine that starts on this GPU, and are looked into here
+        engine.onload("weights")  # they are offloaded if an engine starts on this GPU, and are read here
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
         adapters = engine.every_adapter()
         self.source = weight_source(engine.model, adapters, engine.groups, adapters_alone=alone, quantised=quantised)
@@ -317,32 +244,32 @@ class RankProcess:
         return list(self.sender.metadata())
 
     def listen_for_engines(self) -> tuple[str, int]:
-        """Take an address for this rank's group of engine workers."""
+        """Return an address for this rank's process group with the engine workers."""
         self._address = self.sender.listen(ray.util.get_node_ip_address())
         return self._address
 
     def connect_engines(self, receivers: int, timeout_s: float) -> None:
-        """Open a group at that address and wait for the engines' workers."""
+        """Open the process group at that address and wait for the engine workers."""
         self.sender.connect(*self._address, receivers, timeout_s)
 
     def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
-        """Join a group of ranks and engine workers; return the bytes per second in buckets of these sizes."""
+        """Join a group of ranks and engine workers; return the bandwidth with each bucket size, bytes per second."""
         return self.sender.join(member, timeout_s, sizes)
 
-    def weight_holdings(self) -> Holdings | str:
-        """List what this rank holds for the engines, or why it cannot travel by routes."""
+    def weight_source_map(self) -> SourceMap | str:
+        """List the weights that this rank holds, or return why they cannot be resharded."""
         self.engine.onload("weights")
-        return self.sender.holdings()
+        return self.sender.source_map()
 
-    def take_route(
-        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    def set_transfers(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: ExchangeSchedule | None = None
     ) -> None:
-        """Send by this plan from now on."""
-        self.sender.take_route(buckets, copies, ranks_of, exchange)
+        """Send by this reshard plan from now on."""
+        self.sender.set_transfers(buckets, copies, ranks_of, exchange)
 
     @timed
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
-        """Send this rank's tensors, or those of some adapters; returns the checksum of each bucket."""
+        """Send this rank's tensors, or those of ``adapters``; return the checksum of each bucket."""
         from skyrl_megatron.weight_sync.adapter_source import AdapterSource
 
         self.engine.onload("weights")
@@ -353,7 +280,7 @@ class RankProcess:
 
     @timed
     def score(self, token_ids: Sequence[int], perturbation: float, adapter: str = "") -> list[float] | None:
-        """Score tokens, see ``runtime/forward_step.py``."""
+        """Score tokens for the probe, see ``runtime/scoring.py``."""
         from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
@@ -361,54 +288,35 @@ class RankProcess:
     # ------------------------------------------------------------------ weights for another role
     @timed
     def next_weights(self, first: bool) -> list[Any] | None:
-        """Return a reference to this rank's part of the ``first``, or the next, round of its weights; None when there
-        are no more. The bytes stay with this process until somebody asks for them."""
-        from skyrl_megatron.runtime.offload import rounds
+        """Return a Ray reference to this rank's part of the ``first``, or the next, bucket of its weights; None after
+        the last one. The bytes stay in this process until they are fetched."""
+        from skyrl_megatron.runtime.offload import weight_buckets
 
         if first:
             self.engine.onload("weights")
-            self._rounds: Iterator[Any] = rounds(self.engine.model, self.engine.groups)
-        given = next(self._rounds, None)
+            self._buckets: Iterator[Any] = weight_buckets(self.engine.model, self.engine.groups)
+        given = next(self._buckets, None)
         return None if given is None else [ray.put(given)]
 
     @timed
     def take_weights(self, first: bool, given: Sequence[Any]) -> None:
-        """Take this rank's share of the ``first``, or a later, round that ``given`` refers to. An empty one is the
-        last: raises WeightSyncError when a weight never came."""
-        from skyrl_megatron.runtime.offload import Taker
+        """Copy this rank's shards from the ``first``, or a later, bucket that ``given`` refers to. An empty ``given``
+        ends the transfer. Raises WeightSyncError if a weight is missing then."""
+        from skyrl_megatron.runtime.offload import ShardReceiver
 
         if first:
             self.engine.onload("weights")
-            self._taker = Taker(self.engine.model, self.engine.groups)
+            self._shards = ShardReceiver(self.engine.model, self.engine.groups)
         for reference in given:
-            self._taker.take(ray.get(reference, timeout=self.cfg.trainer.phase_timeout_s))
+            self._shards.take(ray.get(reference, timeout=self.cfg.trainer.phase_timeout_s))
         if not given:
-            self._taker.finish()
-
-    # ------------------------------------------------------------------ memory
-    @timed
-    def offload(self, parts: Sequence[Part]) -> None:
-        """Free the GPU memory of ``parts`` for others on the same GPU, until they are needed."""
-        self.engine.offload(*parts)
-
-    @timed
-    def onload(self, parts: Sequence[Part]) -> None:
-        """Bring ``parts`` back ahead of their use."""
-        self.engine.onload(*parts)
-
-    def device_bytes(self) -> int:
-        """Return what the role's state holds on this rank's device now."""
-        return self.engine.device_bytes()
-
-    def away(self) -> tuple[Part, ...]:
-        """Return the parts that are offloaded."""
-        return self.engine.away()
+            self._shards.finish()
 
     # ------------------------------------------------------------------ checkpoints
     @timed
     def save_checkpoint(self, adapter: str, folder: str, step: int, background: bool) -> None:
-        """Write this rank's share of the role, or of one of its named adapters, into ``folder``; with ``background``,
-        return once it has been copied."""
+        """Write this rank's part of the role, or of one of its named adapters, into ``folder``. With ``background``,
+        return once the state is copied."""
         from skyrl_megatron.runtime.checkpoint.rank_files import RankWriter
 
         if not hasattr(self, "writers"):
@@ -417,13 +325,13 @@ class RankProcess:
         self.writers[adapter].write(folder, part, step, self._state(adapter), background=background)
 
     def wait_checkpoint(self, adapter: str, timeout_s: float) -> None:
-        """Wait until the background write has ended."""
+        """Wait for the background write."""
         if hasattr(self, "writers"):
             self.writers[adapter].wait(timeout_s)
 
     @timed
     def load_checkpoint(self, adapter: str, folder: str) -> int:
-        """Fill weights, moments, schedule and random states; returns the step they are of."""
+        """Load weights, moments, schedule and random states; return their step."""
         from skyrl_megatron.runtime.checkpoint.rank_files import read_rank
 
         part = role_part(self.role, adapter)
@@ -431,8 +339,8 @@ class RankProcess:
 
     @timed
     def export_hf(self, folder: str) -> None:
-        """Write the model as a HF folder, with the adapter in its weights; it goes to ``adapter`` beside it as well.
-        Named adapters go to ``adapters/<name>`` beside the folder alone, which then is not written."""
+        """Write the model as a HF folder. An unnamed adapter is merged into the weights, and also saved in ``adapter``
+        next to the folder. Named adapters are only saved in ``adapters/<name>`` next to it."""
         from skyrl_megatron.runtime.hf_weights import save_hf
         from skyrl_megatron.runtime.lora.folder import save_adapter
 
@@ -449,7 +357,7 @@ class RankProcess:
             save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapter", engine.base)
 
     def state_hashes(self) -> dict[str, str]:
-        """SHA-256 of every saved block of this rank (weights, moments) and of its random states."""
+        """Return the SHA-256 of every saved block of this rank (weights, moments) and of its random states."""
         import hashlib
 
         import torch
@@ -474,20 +382,114 @@ class RankProcess:
         engine.set_adapter(adapter)
         return RankState(list(engine.chunks), engine.groups, engine.optimizer, engine.lr_schedule, engine.base)
 
+    # ------------------------------------------------------------------ recovery of a lost rank
+    def alive(self) -> int:
+        """Return the process id. A :data:`ReplaceableWorker` answers while other calls run."""
+        return os.getpid()
+
+    @timed
+    def keep_state(self, distance: int) -> int:
+        """Save a peer checkpoint: copy this rank's state and send it to the rank ``distance`` after this one. Returns
+        the host memory of the copies in bytes (``runtime/peer_checkpoint.py``)."""
+        from skyrl_megatron.runtime.peer_checkpoint import PeerCheckpoints
+
+        if not hasattr(self, "copies"):
+            self.copies = PeerCheckpoints()
+        return self.copies.keep(self.engine, distance)
+
+    @timed
+    def roll_back(self, holders: Mapping[int, int]) -> None:
+        """Restore the peer checkpoint. ``holders``: new rank → the rank that has its copy."""
+        from skyrl_megatron.runtime.peer_checkpoint import PeerCheckpoints
+
+        if not hasattr(self, "copies"):
+            self.copies = PeerCheckpoints()
+        self.copies.roll_back(self.engine, holders)
+
+    def leave(self) -> None:
+        """Drop the model and its process groups after a rank was lost; :meth:`build` creates them again. Peer
+        checkpoints stay."""
+        from skyrl_megatron import device
+        from skyrl_megatron.runtime.parallel_state import end_groups
+
+        if hasattr(self, "sender"):
+            self.sender.close()
+        for name in ("sender", "source", "_buckets", "_shards", "engine"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        end_groups(world=True)
+        device.empty_cache()
+
+    # ------------------------------------------------------------------ memory
+    @timed
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Free the GPU memory of ``parts``, until they are needed."""
+        self.engine.offload(*parts)
+
+    @timed
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Load ``parts`` to the GPU before they are needed."""
+        self.engine.onload(*parts)
+
+    def device_bytes(self) -> int:
+        """Return the bytes of the role's state on this rank's device."""
+        return self.engine.device_bytes()
+
+    def away(self) -> tuple[Part, ...]:
+        """Return the parts that are offloaded."""
+        return self.engine.away()
+
+    def memory_bytes(self) -> int:
+        """Return the peak device memory of this process, in bytes."""
+        from skyrl_megatron import device
+
+        return device.peak_memory_bytes()
+
+    # ------------------------------------------------------------------ measurements and warnings
+    def flops(self) -> ModelFlops:
+        """Return the FLOP model of a sequence, which balances batches over the replicas."""
+        return self.engine.flops
+
+    def peak_flops(self) -> float | None:
+        """Return the peak FLOP/s of the device, for MFU; None if unknown."""
+        from skyrl_megatron.runtime.flops import peak_flops
+
+        return peak_flops(self.engine.cfg.trainer.peak_flops_per_rank)
+
+    def take_spans(self) -> list[Span]:
+        """Return the spans of this process since the last call."""
+        return spans.take()
+
+    def take_warnings(self) -> list[str]:
+        """Return the package's warnings since the last call."""
+        taken, self._warned = self._warned, []
+        return taken
+
+    def _keep_warnings(self) -> None:
+        """Collect the package's warnings for the run's console, as this process shows them only in the rank's log."""
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, SkyRLMegatronWarning):
+                self._warned.append(str(message))
+            usual(message, category, *place, **more)
+
+        warnings.showwarning = show
+
 
 MegatronWorker = ray.remote(RankProcess)
 ReplaceableWorker = ray.remote(concurrency_groups={WATCH: 1})(RankProcess)
-"""One that says that it is there whatever it is busy with."""
+"""A worker that answers :meth:`RankProcess.alive` while it is busy."""
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer of a tensor by its HF name; None of one outside of the layers."""
+    """Return the layer number in a tensor's HF name; None for a tensor outside of the layers."""
     found = re.search(r"\.layers\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 def _redirect_output(path: Path) -> None:
-    """Send what this process prints from now on, libraries included, to a file."""
+    """Redirect stdout and stderr of this process, libraries included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

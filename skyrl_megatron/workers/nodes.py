@@ -1,12 +1,8 @@
-"""The nodes of a cluster: GPUs, equal packages and versions, shared folders, models fetched before the start.
+"""Checks of a cluster's nodes before a run: equal packages and versions, shared folders, and fetched models.
 
-Order: what was written and synced first must be seen first. A checkpoint's last file says that the others are whole; a
-shared file system that shows it earlier (prime-rl #2391) gives other nodes half a checkpoint, which the hashes of its
-manifest would refuse.
-
-It is asked before anything is placed on them.
-
-A process of its own: whoever asks stays free of Ray, and of a connection. Exit code 1 and a message when none answers.
+Shared folders must show files in the order in which they were written and synced. A checkpoint's last file marks it
+complete. If another node sees that file first (prime-rl #2391), it reads an incomplete checkpoint, which fails the
+hashes of its manifest.
 """
 
 from __future__ import annotations
@@ -41,22 +37,22 @@ if TYPE_CHECKING:
 
 PROBE_BYTES = 16 << 20
 SEEN_S = 45.0
-"""How long a node may take to see a file: NFS believes in what it knows of a folder for up to half a minute."""
+"""How long a node may take to see a file: NFS caches directories for up to half a minute."""
 SLOW = 50e6
-"""Bytes per second below which a folder is worth a warning: 400 GB, a 30B model's checkpoint, take two hours."""
+"""Bytes/s below which a folder gets a warning. At this speed the 400 GB checkpoint of a 30B model takes two hours."""
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What a node has seen. ``missing``: folders without the asker's token; ``speed``: bytes per second by folder."""
+    """A node's view of the folders. ``missing``: folders without the token file. ``speed``: bytes/s by folder."""
 
     host: str
     missing: Sequence[str] = ()
     speed: Mapping[str, float] = field(default_factory=dict)
 
 
-def begin_trial(folders: Sequence[str], token: str) -> None:
-    """Leave the token in every folder, made if needed. Raises LaunchError where that cannot be."""
+def write_probe_files(folders: Sequence[str], token: str) -> None:
+    """Create a token file in every folder, and the folder if needed. Raises LaunchError if that fails."""
     for folder in folders:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -65,9 +61,11 @@ def begin_trial(folders: Sequence[str], token: str) -> None:
             raise LaunchError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
 
 
-def look_at_folders(folders: Sequence[str], token: str) -> FolderReport:
-    """Look for the token in every folder, leave a file with this host's name beside it, and measure the writing: 16
-    MiB, synced, once for each file system."""
+def probe_folders(folders: Sequence[str], token: str) -> FolderReport:
+    """Look for the token file in every folder, and create a file with this host's name next to it.
+
+    Measures the write speed with 16 MiB, synced, once per file system.
+    """
     host, missing = platform.node(), []
     speed: dict[str, float] = {}
     measured: set[int] = set()
@@ -84,8 +82,8 @@ def look_at_folders(folders: Sequence[str], token: str) -> FolderReport:
     return FolderReport(host, missing, speed)
 
 
-def show_order(folders: Sequence[str], token: str) -> None:
-    """Write data, sync it and its folder, and only then the file that says that the data is whole."""
+def write_in_order(folders: Sequence[str], token: str) -> None:
+    """Write and sync a data file, and then a marker file with its checksum."""
     data = os.urandom(PROBE_BYTES)
     for folder in folders:
         write_durably(Path(folder, f"{token}.data"), data)
@@ -93,20 +91,22 @@ def show_order(folders: Sequence[str], token: str) -> None:
 
 
 def out_of_order(folders: Sequence[str], token: str, within_s: float = SEEN_S) -> list[str]:
-    """Return the folders whose last file is seen here before what was written earlier, or not in time. To be called
-    right after :func:`show_in_order`, and not before: a name that was looked for in vain may stay unknown for long."""
+    """Return the folders that show the marker file before the data file, or not in time.
+
+    Call it after :func:`write_in_order`, not before: NFS caches that a name does not exist.
+    """
     return [folder for folder in folders if not _whole(Path(folder), token, time.monotonic() + within_s)]
 
 
-def end_trial(folders: Sequence[str], token: str) -> None:
-    """Remove all files of the check."""
+def remove_probe_files(folders: Sequence[str], token: str) -> None:
+    """Remove all probe files."""
     for folder in folders:
         for file in Path(folder).glob(f"{token}*"):
             file.unlink(missing_ok=True)
 
 
 def write_durably(file: Path, content: bytes) -> None:
-    """Write a file so that it survives a crash: its bytes, then its folder's entry."""
+    """Write a file and sync it and its directory entry."""
     with file.open("wb") as opened:
         opened.write(content)
         opened.flush()
@@ -152,14 +152,14 @@ PACKAGES = (
     "ray",
     "transformers",
 )
-"""Distributions whose versions decide what a run computes or whether its processes understand each other."""
+"""Distributions that must have the same version on all nodes."""
 DRIVER = "CUDA driver"
 HERE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says of itself. ``versions``: name → version. ``folders``: how it sees those of the run."""
+    """The report of a node. ``versions``: name → version. ``folders``: its view of the run's folders."""
 
     host: str
     python: str
@@ -169,14 +169,13 @@ class NodeReport:
 
 
 def report(folders: Sequence[str] = (), token: str = "") -> NodeReport:
-    """Describe this node. ``folders``: shared ones, each with a file of the name ``token`` if they really are shared;
-    the node leaves one of its own beside it."""
-    seen = look_at_folders(folders, token)
+    """Describe this node. ``folders``: folders to probe for the file ``token`` (:func:`probe_folders`)."""
+    seen = probe_folders(folders, token)
     return NodeReport(platform.node(), sys.executable, str(HERE), versions(), seen)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of what is installed, of CUDA's driver, and the commit of this checkout."""
+    """Return the versions of Python, installed packages and the CUDA driver, and the commit of this checkout."""
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -195,19 +194,18 @@ def versions() -> dict[str, str]:
 
 
 def check_nodes(folders: Iterable[str]) -> str:
-    """Ask every node of the cluster; returns what there is to say of them.
+    """Check every node of the cluster, and return a summary for the console.
 
-    ``folders``: those that the run writes; more than one node must share them.
-
-    Raises LaunchError for a node that does not import this package from the same path, that has other versions, or
-    that does not see one of the folders. Warns of a folder that is slow, or whose files are not seen in order.
+    ``folders``: folders that the run writes, which all nodes must share. Raises LaunchError for a node that imports
+    this package from another path, has other versions, or does not see a folder. Warns about a slow folder, and about
+    a folder that shows files out of order.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     shared = sorted({str(Path(folder).absolute()) for folder in folders if "://" not in folder})
     shared = shared if len(nodes) > 1 else []
     token = f".shared-{secrets.token_hex(8)}"
     try:
-        begin_trial(shared, token)
+        write_probe_files(shared, token)
         reports: dict[str, NodeReport] = _on_all(nodes, report, shared, token)
         own = versions()
         problems = [each for address, found in reports.items() for each in differences(address, found, own)]
@@ -215,15 +213,15 @@ def check_nodes(folders: Iterable[str]) -> str:
         if problems:
             raise LaunchError("\n".join(problems))
         if shared:
-            show_order(shared, token)
+            write_in_order(shared, token)
             _warn_of_order(_on_all(nodes, out_of_order, shared, token))
     finally:
-        end_trial(shared, token)
-    return _told(reports)
+        remove_probe_files(shared, token)
+    return _summary(reports)
 
 
 def start_on_nodes(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Begin ``work`` on each node; returns the references of what it will return, by address."""
+    """Start ``work`` on each node. Return address → Ray reference of its result."""
     task = ray.remote(num_cpus=0)(work)
     return {
         node["NodeManagerAddress"]: task.options(
@@ -234,15 +232,15 @@ def start_on_nodes(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any],
 
 
 def _on_all(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return what ``work`` returns on each node, by address. Raises LaunchError for a node that cannot run it."""
+    """Run ``work`` on each node. Return address → result. Raises LaunchError for a node that cannot run it."""
     answers = {}
     for address, reference in start_on_nodes(nodes, work, *arguments).items():
         try:
             answers[address] = ray.get(reference, timeout=NODE_CHECK_S)
         except Exception as error:
             raise LaunchError(
-                f"node {address}: skyrl_megatron cannot be imported there ({_last_words(error)}); install this "
-                f"environment at {sys.prefix} on every node, or put it on a shared file system, and start Ray with it"
+                f"node {address}: skyrl_megatron cannot be imported ({_summary_line(error)}); install this "
+                f"environment at {sys.prefix} on every node, or put it on a shared file system, and start Ray from it"
             ) from error
     return answers
 
@@ -251,15 +249,16 @@ def _warn_of_order(answers: Mapping[str, Sequence[str]]) -> None:
     for address, folders in answers.items():
         for folder in folders:
             warnings.warn(
-                f"node {address}: {folder} shows a file before those that were written and synced earlier: a node may "
-                "find half a checkpoint; mount it without caches of names (NFS: lookupcache=none), or choose another",
+                f"node {address}: {folder} shows a file before files that were written and synced earlier, so a node "
+                "may read an incomplete checkpoint; mount it without name caching (NFS: lookupcache=none), or choose "
+                "another folder",
                 SkyRLMegatronWarning,
                 stacklevel=4,
             )
 
 
-def _told(reports: Mapping[str, NodeReport]) -> str:
-    """Say how many nodes there are and how fast the slowest writes; warn where that is slow."""
+def _summary(reports: Mapping[str, NodeReport]) -> str:
+    """Return the number of nodes and the slowest write speed. Warn if it is slow."""
     number = f"{len(reports)} {'node' if len(reports) == 1 else 'nodes'}"
     measured = [
         (speed, address, folder) for address, found in reports.items() for folder, speed in found.folders.speed.items()
@@ -269,7 +268,7 @@ def _told(reports: Mapping[str, NodeReport]) -> str:
     speed, address, folder = min(measured)
     if speed < SLOW:
         warnings.warn(
-            f"node {address} writes {folder} at {speed / 1e6:.0f} MB/s: checkpoints will take long",
+            f"node {address} writes {folder} at {speed / 1e6:.0f} MB/s: checkpoints will be slow",
             SkyRLMegatronWarning,
             stacklevel=3,
         )
@@ -277,68 +276,68 @@ def _told(reports: Mapping[str, NodeReport]) -> str:
 
 
 def differences(address: str, found: NodeReport, own: Mapping[str, str] | None = None) -> list[str]:
-    """List what a node has otherwise than this process. ``own``: versions here, unless those of this installation."""
+    """List differences between a node and this process. ``own``: this process's versions, if known."""
     if Path(found.package) != HERE:
         return [
-            f"node {address}: {found.python} imports skyrl_megatron from {found.package}, this process from {HERE}; "
-            f"start Ray on that node from the environment at {sys.prefix}"
+            f"node {address}: {found.python} imports skyrl_megatron from {found.package}, but this process imports it "
+            f"from {HERE}; start Ray on that node from the environment at {sys.prefix}"
         ]
     own = versions() if own is None else own
     names = {*own, *found.versions}
     if not (DRIVER in own and DRIVER in found.versions):
         names.discard(DRIVER)  # a head without GPUs has none
     other = [
-        f"{name} {found.versions.get(name, 'is missing')}, here {own.get(name, 'it is missing')}"
+        f"{name} {found.versions.get(name, 'is missing')}, but here {own.get(name, 'it is missing')}"
         for name in sorted(names)
         if own.get(name) != found.versions.get(name)
     ]
     if not other:
         return []
-    fix = "run launch/setup.sh there from the same commit, or share one checkout among the nodes"
+    fix = "run launch/setup.sh on that node from the same commit, or share one checkout among the nodes"
     return [f"node {address} ({found.host}): {'; '.join(other)}; {fix}"]
 
 
 def _not_seen(address: str, found: NodeReport, folders: Sequence[str], token: str) -> list[str]:
     here = [folder for folder in folders if Path(folder, f"{token}.{found.host}").exists()]
     return [
-        f"node {address} ({found.host}): {folder} is not the same folder as here; put it on a file system that all "
-        "nodes share (trainer.ckpt_path, trainer.export_path, trainer.log_path)"
+        f"node {address} ({found.host}): {folder} is not the same folder as on this node; choose a folder on a file "
+        "system that all nodes share (trainer.ckpt_path, trainer.export_path, trainer.log_path)"
         for folder in folders
         if folder in found.folders.missing or folder not in here
     ]
 
 
-def _last_words(error: BaseException) -> str:
+def _summary_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1 if "Traceback" in str(error) else 0]
 
 
 POLL_S = 1.0
 ANSWER_S = 120.0
-"""Longest time that a node may take to start a process, or to answer it."""
+"""Deadline for a node's fetch process to start and to answer."""
 
 
 class NodeFetch:
-    """The actor of a node. :meth:`lines` is called while :meth:`fetch` goes on."""
+    """An actor that fetches models on a node. :meth:`lines` is called while :meth:`fetch` runs."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque()
 
     def fetch(self, cfg: SkyRLTrainConfig, roles: Sequence[str]) -> None:
-        """Bring the models of ``roles`` to this node's cache. Raises ConfigError."""
+        """Fetch the models of ``roles`` to this node's cache. Raises ConfigError."""
         for role in roles:
             hub.model_folder(cfg, role, say=self._lines.append)
 
     def lines(self) -> list[str]:
-        """Return what was said since the last call."""
+        """Return the progress lines since the last call."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
 
 def fetch_models(
     cfg: SkyRLTrainConfig, roles: Sequence[str], placement: Placement, say: Callable[[str], None]
 ) -> None:
-    """Fetch the models of ``roles`` to every node of ``placement``; those that have them need not ask the hub.
+    """Fetch the models of ``roles`` to every node of ``placement``. A node that has them does not contact the hub.
 
-    Raises ConfigError of the first node that cannot have one, naming it; DistributedError when a node does not answer.
+    Raises ConfigError with the node's address if a node cannot fetch one, and DistributedError if it does not answer.
     """
     roles = [role for role in (*roles, hub.ADAPTER) if hub.model_repo(cfg, role) is not None]
     if not roles:
@@ -370,7 +369,7 @@ def fetch_models(
 
 
 def _answer(reference: Any, node: str) -> Any:
-    """Return what the actor of ``node`` answers. Raises its ConfigError, or DistributedError when it is gone."""
+    """Return the result of the actor on ``node``. Raises its ConfigError, or DistributedError if it died."""
     try:
         return ray.get(reference, timeout=ANSWER_S)
     except ray.exceptions.RayTaskError as error:
@@ -379,10 +378,10 @@ def _answer(reference: Any, node: str) -> Any:
             raise ConfigError(there) from None
         raise
     except (*ACTOR_LOST, ray.exceptions.GetTimeoutError) as error:
-        raise DistributedError(f"node {node}: no answer from the process that fetches models there") from error
+        raise DistributedError(f"node {node}: the process that fetches models does not answer") from error
 
 
 def _nodes(placement: Placement) -> list[str]:
-    """Return the ids of the nodes that ranks and engines lie on."""
+    """Return the ids of the nodes with ranks or engines."""
     tables = [placement_group_table(each.group) for each in placement.allocations.values()]
     return list(dict.fromkeys(node for table in tables for node in table["bundles_to_node_id"].values()))

@@ -1,7 +1,7 @@
-"""Where ranks and engines run: placement groups, shared devices, and which rank keeps a copy of whose state.
+"""Where ranks and engines run: placement groups, shared GPUs, and the peers that hold ranks' checkpoints in memory.
 
-Whether there are GPUs is asked of the cluster: the process that places a run may be on a node without any, and Ray
-shows none to an actor that asked for none.
+The cluster's resources tell whether there are GPUs. The process that places a run may have none, because its node has
+none or because Ray hides them from an actor that has not requested any.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
-"""Seconds after which a group that found no place is given up."""
+"""Deadline in seconds for the reservation of a placement group."""
 PROCESSES, RAY = "mp", "ray"
 """vLLM's executors (``distributed_executor_backend``): processes of one node, actors on any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of the cluster: its node, and its id there (what ``CUDA_VISIBLE_DEVICES`` lists)."""
+    """A GPU of the cluster: its node, and its id in ``CUDA_VISIBLE_DEVICES``."""
 
     node: str
     id: str
@@ -42,10 +42,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class BundleAllocation:
-    """The bundles of a role's actors, one an actor, and the share of a bundle that an actor asks for.
+    """The bundles of a role's actors, one per actor, and the share of a bundle that an actor requests.
 
-    An engine on several GPUs has a bundle of all of them, or one-GPU bundles behind its own: where others use these
-    too, and where it lies on several nodes.
+    An engine on several GPUs has one bundle with all of them. If it shares the GPUs with other roles or spans several
+    nodes, it has consecutive one-GPU bundles instead.
     """
 
     group: PlacementGroup
@@ -55,58 +55,57 @@ class BundleAllocation:
     """The GPUs of the engines' one-GPU bundles, in order."""
     on_gpus: bool = False
     executor: str = PROCESSES
-    """What may start the workers of an engine: with ``ray`` it may lie on several nodes."""
+    """vLLM's executor. With ``ray``, an engine may span several nodes."""
 
     def options(self, number: int, devices: int = 1) -> dict[str, Any]:
-        """Return ``.options`` of actor ``number``, which takes ``devices`` GPUs (none on a CPU machine).
+        """Return the Ray options of actor ``number``, which uses ``devices`` GPUs (none on a CPU machine).
 
-        An engine on several nodes takes none itself: its workers do, which are actors of their own.
+        The actor of an engine on several nodes requests no GPUs, because the engine's workers are separate actors.
         """
-        asked: dict[str, Any] = {"num_cpus": self.share}
+        options: dict[str, Any] = {"num_cpus": self.share}
         if self.on_gpus:
-            asked["num_gpus"] = self.share * (1 if self.gpus else devices)
+            options["num_gpus"] = self.share * (1 if self.gpus else devices)
             if self.over_nodes(number, devices):
-                asked["num_gpus"] = 0
+                options["num_gpus"] = 0
         strategy = PlacementGroupSchedulingStrategy(self.group, self.bundles[number])
-        return asked | {"scheduling_strategy": strategy}
+        return options | {"scheduling_strategy": strategy}
 
     def over_nodes(self, number: int, devices: int) -> bool:
-        """Return whether engine ``number`` of ``devices`` GPUs lies on more than one node."""
+        """Return whether engine ``number`` with ``devices`` GPUs spans several nodes."""
         return len({gpu.node for gpu in self._own(number, devices)}) > 1
 
     def engine_executor(self, number: int, devices: int) -> str:
-        """Return what starts the workers of engine ``number``: processes on one node, Ray actors on several."""
+        """Return the executor of engine ``number``: processes on one node, Ray actors on several."""
         return RAY if self.over_nodes(number, devices) else PROCESSES
 
     def visible_gpus(self, number: int, devices: int) -> list[str] | None:
-        """Return ids of the GPUs that engine ``number`` of ``devices`` GPUs should see; None: those that Ray shows it.
+        """Return ids of the GPUs that engine ``number`` with ``devices`` GPUs must see; None: those that Ray sets.
 
-        Its own come first, then the others of its node, whose weights it reads (``weight_sync/transport.py``).
-
-        Raises LaunchError for an engine that would lie on two nodes and cannot.
+        Its own GPUs come first, then the others of its node, whose weights it reads (``weight_sync/transport.py``).
+        Raises LaunchError if the engine would span two nodes without the Ray executor.
         """
         if not self.gpus:
             return None
         own = self._own(number, devices)
         if self.over_nodes(number, devices) and self.executor != RAY:
             raise LaunchError(
-                f"engine {number} would lie on two nodes: each node must have room for whole engines, of {devices} "
-                "GPUs (tp · pp · dp) each; or set generator.inference_engine.distributed_executor_backend=ray"
+                f"engine {number} would span two nodes: each node must fit whole engines of {devices} GPUs (tp · pp · "
+                "dp); or set generator.inference_engine.distributed_executor_backend=ray"
             )
         here = own[0].node
         others = [gpu for gpu in self.gpus if gpu not in own]
         return [gpu.id for gpu in (*own, *others) if gpu.node == here]
 
     def engine_environment(self, number: int, devices: int) -> dict[str, str]:
-        """Return the variables that engine ``number`` of ``devices`` GPUs is to find before it imports vLLM.
+        """Return the environment variables of engine ``number`` with ``devices`` GPUs, to be set before vLLM's import.
 
-        Raises LaunchError as :meth:`visible_gpus` does.
+        Raises LaunchError as :meth:`visible_gpus`.
         """
         visible = self.visible_gpus(number, devices)
         if visible is None:
             return {}
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
-        if self.share < 1:  # memory that sleeps is vLLM's own, which torch's expandable segments exclude
+        if self.share < 1:  # vLLM's sleep mode does not work with torch's expandable segments
             environment |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "")
         if self.over_nodes(number, devices):  # vllm/v1/executor/ray_executor_v2.py
             environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(gpu.bundle) for gpu in self._own(number, devices))
@@ -127,22 +126,22 @@ class Placement:
         return self.allocations[who]
 
     def remove(self) -> None:
-        """Give all devices back; the actors on them end. A Ray head that hangs is not waited for twice: what is left
-        ends with the run."""
+        """Release all devices, which ends their actors. If Ray does not answer, the end of the run releases the
+        rest."""
         groups = {allocation.group.id: allocation.group for allocation in self.allocations.values()}.values()
         self.allocations.clear()
         try:
             for group in groups:
                 remove_placement_group(group)
         except ray.exceptions.RayError as error:
-            log.warning("the places of this run were not given back before its end: %s", str(error).splitlines()[0])
+            log.warning("the placement groups of this run were not removed: %s", str(error).splitlines()[0])
 
 
 def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S, *, training: bool = True) -> Placement:
-    """Reserve devices for every role and the engines of ``cfg``; where it trains nothing, for the engines alone.
+    """Reserve devices for every role and the engines of ``cfg``. ``training`` false: for the engines only.
 
-    ``colocate_all``: one group that all share; ``colocate_policy_ref``: policy and reference share. Raises LaunchError
-    after ``timeout_s`` naming what is missing.
+    With ``colocate_all`` all share one group, with ``colocate_policy_ref`` policy and reference. Raises LaunchError
+    with the missing resources after ``timeout_s``.
     """
     settings, engine = cfg.trainer.placement, cfg.generator.inference_engine
     roles = role_configs(cfg) if training else {}
@@ -156,12 +155,12 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S, 
     placement = Placement()
 
     def allocate(who: str, group: PlacementGroup, share: float, *, step: int = 1, ask: bool = False) -> None:
-        """Give ``who`` an actor on every ``step``-th bundle. ``ask``: which GPU lies behind each of them."""
+        """Allocate every ``step``-th bundle to ``who``. ``ask``: determine the GPU of each bundle."""
         order = _by_node(group)
         made = BundleAllocation(
             group, order[::step], share, on_gpus=on_gpus, executor=engine.distributed_executor_backend
         )
-        placement.allocations[who] = made  # given back also when its GPUs do not answer
+        placement.allocations[who] = made  # recorded first, so that it is released if asking for GPUs fails
         if ask:
             placement.allocations[who] = replace(made, gpus=_gpus(group, order, share))
 
@@ -176,7 +175,7 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S, 
             if who in together:
                 continue
             devices = ranks if who == "engines" else 1
-            if on_gpus and devices > largest:  # an engine over several nodes
+            if on_gpus and devices > largest:  # an engine spans several nodes
                 group = reserve(who, [_bundle(1, on_gpus)] * count * devices, timeout_s)
                 allocate(who, group, 1.0, step=devices, ask=True)
             else:
@@ -188,29 +187,29 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S, 
 
 
 def node_gpus() -> list[int]:
-    """Return how many GPUs each node of the cluster has, of those that have any."""
+    """Return the number of GPUs of each node that has any."""
     found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return [count for count in found if count]
 
 
 def cores_per_gpu() -> int:
-    """Return how many CPU cores a node has for each of its GPUs: the fewest of all nodes, and at least 1."""
+    """Return the number of CPU cores per GPU: the smallest of all nodes, at least 1."""
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     shares = [int(each.get("CPU", 0) // each["GPU"]) for each in resources if each.get("GPU")]
     return max(min(shares, default=1), 1)
 
 
 def reserve(who: str, bundles: list[dict[str, float]], timeout_s: float = READY_TIMEOUT_S) -> PlacementGroup:
-    """Return a placement group that is ready. Raises LaunchError after ``timeout_s`` naming what the cluster lacks."""
+    """Return a ready placement group. Raises LaunchError with the missing resources after ``timeout_s``."""
     group = placement_group(bundles, strategy="PACK")
     if group.wait(timeout_s):
         return group
     remove_placement_group(group)
-    raise LaunchError(f"no place for {who} within {timeout_s:.0f} s: {shortage(bundles)}")
+    raise LaunchError(f"no resources for {who} within {timeout_s:.0f} s: {shortage(bundles)}")
 
 
 def shortage(bundles: list[dict[str, float]]) -> str:
-    """Say what ``bundles`` need against what the cluster has."""
+    """Describe what ``bundles`` need and what the cluster has."""
     needed: Counter[str] = Counter()
     for bundle in bundles:
         needed.update(bundle)
@@ -221,8 +220,8 @@ def shortage(bundles: list[dict[str, float]]) -> str:
         if amount > free.get(name, 0)
     ]
     if not parts:
-        parts = [f"{len(bundles)} bundles of {bundles[0]} do not fit on its nodes though the totals suffice"]
-    return "; ".join(parts) + "; take fewer (trainer.placement.*, num_engines), or join a larger cluster (RAY_ADDRESS)"
+        parts = [f"{len(bundles)} bundles of {bundles[0]} do not fit on its nodes, although the totals suffice"]
+    return "; ".join(parts) + "; use fewer (trainer.placement.*, num_engines), or join a larger cluster (RAY_ADDRESS)"
 
 
 def _bundle(devices: int, on_gpus: bool) -> dict[str, float]:
@@ -230,13 +229,13 @@ def _bundle(devices: int, on_gpus: bool) -> dict[str, float]:
 
 
 def _by_node(group: PlacementGroup) -> tuple[int, ...]:
-    """Return the bundles ordered by node, so that neighbouring ranks share one (tp groups lie inside nodes)."""
+    """Return the bundles ordered by node, so that consecutive ranks (tp groups) are on the same node."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return tuple(sorted(range(group.bundle_count), key=lambda bundle: (nodes[bundle], bundle)))
 
 
 def _gpus(group: PlacementGroup, bundles: Sequence[int], share: float) -> tuple[Gpu, ...]:
-    """Return the GPU behind each bundle, which a task there reports. Raises LaunchError."""
+    """Return the GPU of each bundle, which a task in the bundle reports. Raises LaunchError."""
     asked = [
         _own_gpu.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for bundle in bundles
@@ -244,9 +243,9 @@ def _gpus(group: PlacementGroup, bundles: Sequence[int], share: float) -> tuple[
     try:
         found = ray.get(asked, timeout=READY_TIMEOUT_S)
     except ray.exceptions.RayError as error:
-        said = str(error).strip().splitlines()[0]
+        first_line = str(error).strip().splitlines()[0]
         raise LaunchError(
-            f"the {len(bundles)} GPUs reserved for the run do not answer: {said}; see ray status"
+            f"the {len(bundles)} GPUs reserved for the run do not answer: {first_line}; run ray status"
         ) from error
     return tuple(Gpu(node, gpu, bundle) for bundle, (node, gpu) in zip(bundles, found, strict=True))
 
@@ -257,9 +256,11 @@ def _own_gpu() -> tuple[str, str]:
     return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
 
 
-def distance_to_neighbour(nodes: Sequence[str]) -> int:
-    """Return how far behind each rank its neighbour is; ``nodes``: where the ranks are. The smallest distance with the
-    most pairs on two nodes; 0 for one rank, which has no neighbour."""
+def peer_distance(nodes: Sequence[str]) -> int:
+    """Return the distance from each rank to its peer: the smallest one with the most pairs on different nodes.
+
+    ``nodes``: node of each rank. 0 for a single rank, which has no peer.
+    """
     count = len(nodes)
 
     def apart(distance: int) -> int:
@@ -268,7 +269,7 @@ def distance_to_neighbour(nodes: Sequence[str]) -> int:
     return max(range(1, count), key=lambda distance: (apart(distance), -distance), default=0)
 
 
-def holders(new: Sequence[int], distance: int, count: int) -> dict[int, int] | None:
-    """Return which rank has the copy of each ``new`` one of ``count``; None where such a rank is new itself."""
+def find_peer_holders(new: Sequence[int], distance: int, count: int) -> dict[int, int] | None:
+    """Return new rank → rank that holds its checkpoint; None if one of these is new itself. ``count``: all ranks."""
     found = {rank: (rank + distance) % count for rank in new}
     return None if set(found.values()) & set(new) else found

@@ -1,4 +1,4 @@
-"""The weight sync of a run: its ranks are Ray actors."""
+"""Policy ranks that are Ray actors, for the weight sync of a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from skyrl_megatron.config.roles import ranks_exchange_weights, trains_draft, we
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
-from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, raise_as_told
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, raise_rank_error
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.runtime.offload import Part
+    from skyrl_megatron.types import Part
     from skyrl_megatron.weight_sync.buckets import TensorMeta
-    from skyrl_megatron.weight_sync.point_to_point import Exchange
-    from skyrl_megatron.weight_sync.slices import Holdings
+    from skyrl_megatron.weight_sync.point_to_point import ExchangeSchedule
+    from skyrl_megatron.weight_sync.slices import SourceMap
     from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
@@ -31,9 +31,10 @@ PHASE = "sync weights"
 def weight_synchronizer(
     cfg: SkyRLTrainConfig, policy: WorkerGroup, pool: EnginePool, *, dtype: str
 ) -> WeightSynchronizer:
-    """Make what syncs the weights of ``policy`` to ``pool``. ``dtype``: of the engines' weights that have not 8 bits.
+    """Return the synchronizer that sends the weights of ``policy`` to ``pool``.
 
-    Await its ``sync(version)`` on the event loop that the engines were started on.
+    ``dtype``: dtype of the engines' weights that are not quantized to 8 bits. Await ``sync(version)`` on the event
+    loop that started the engines.
     """
     hf = read_hf_config(cfg) or {}
     return WeightSynchronizer(
@@ -49,7 +50,7 @@ def weight_synchronizer(
         transport=weight_transport(cfg),
         bucket_sizes=weight_bucket_sizes(cfg),
         exchange=cfg.trainer.placement.policy_num_gpus_per_node if ranks_exchange_weights(cfg) else 0,
-        routes=cfg.generator.inference_engine.weight_sync_routes,
+        reshard=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
         look=lambda: policy.group.look(),
@@ -58,7 +59,7 @@ def weight_synchronizer(
 
 
 def policy_ranks(policy: WorkerGroup) -> list[PolicyRank]:
-    """Return the ranks of ``policy`` as they are now."""
+    """Return the current ranks of ``policy``."""
     return [PolicyRank(actor, policy, rank) for rank, actor in enumerate(policy.group.actors)]
 
 
@@ -83,14 +84,14 @@ class PolicyRank:
         rates: list[float] = await self._call("join_engines", member, timeout_s, sizes)
         return rates
 
-    async def weight_holdings(self) -> Holdings | str:
-        holdings: Holdings | str = await self._call("weight_holdings")
-        return holdings
+    async def weight_source_map(self) -> SourceMap | str:
+        source_map: SourceMap | str = await self._call("weight_source_map")
+        return source_map
 
-    async def take_route(
-        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    async def set_transfers(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: ExchangeSchedule | None = None
     ) -> None:
-        await self._call("take_route", buckets, copies, ranks_of, exchange)
+        await self._call("set_transfers", buckets, copies, ranks_of, exchange)
 
     async def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         sums: list[Any] = await self._call("send_weights", adapters)
@@ -106,8 +107,7 @@ class PolicyRank:
         await self._call("offload", parts)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call the actor. Raises what the rank did as other calls to its group do, or RankLostError when its process
-        is gone."""
+        """Call the actor. Raises a rank's error as :meth:`ActorGroup.call`, and RankLostError if its process died."""
         name = self.policy.group.names[self.rank]
         try:
             return await getattr(self.actor, method).remote(*args)
@@ -115,4 +115,4 @@ class PolicyRank:
             why = lost_because(error)
             raise RankLostError(f"{name}, phase {PHASE}: the process died ({why})", self.policy.group.role) from error
         except ray.exceptions.RayTaskError as error:
-            raise_as_told(error, name, PHASE)
+            raise_rank_error(error, name, PHASE)

@@ -1,7 +1,7 @@
-"""Ray's agents end with the process that started Ray, also when that was killed.
+"""End Ray's agents when the process that started Ray ends or is killed.
 
-Left alone they stay for another minute, waiting to report to a server that is gone. The watch is a program of its own,
-alive when all else has been killed, and imports nothing of this package.
+Otherwise they would run for another minute. A separate program watches the processes. It survives when all others are
+killed, and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import subprocess
 import sys
 
 AGENTS = ("RuntimeEnvAgent", "DashboardAgent", "runtime_env/agent/main.py", "dashboard/agent.py")
-"""What the command lines of Ray's agents contain: after they have named themselves, and before."""
+"""Parts of the command lines of Ray's agents, after and before they set their process titles."""
 
 
 def guard_agents() -> None:
-    """Watch the agents of the Ray that this process has started, until they or this process have ended."""
+    """Start the program that watches the agents of the Ray that this process has started."""
     import psutil
 
     processes = [os.getpid()]
@@ -26,7 +26,7 @@ def guard_agents() -> None:
             if any(name in " ".join(child.cmdline()) for name in AGENTS):
                 processes.append(child.pid)
         except psutil.Error:
-            continue  # it ended meanwhile
+            continue  # it has ended
     handles = [os.pidfd_open(process) for process in processes]
     try:
         command = [sys.executable, "-I", "-S", __file__, *map(str, handles)]
@@ -37,7 +37,7 @@ def guard_agents() -> None:
 
 
 def _watch(starter: int, agents: set[int]) -> None:
-    """Wait for the end of ``starter`` and end what is left of ``agents``; both are handles of ``pidfd_open``."""
+    """Wait for the end of ``starter``, then kill the remaining ``agents``. All are handles of ``pidfd_open``."""
     waiting = select.poll()
     for handle in (starter, *agents):
         waiting.register(handle, select.POLLIN)
@@ -53,6 +53,6 @@ def _watch(starter: int, agents: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # the starter goes on at once and has no child to wait for
+    if os.fork() == 0:  # the starter continues immediately and has no child to wait for
         os.setsid()
         _watch(int(sys.argv[1]), {int(handle) for handle in sys.argv[2:]})

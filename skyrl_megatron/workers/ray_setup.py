@@ -1,7 +1,8 @@
-"""Starting Ray or joining it.
+"""Start a local Ray, or join a cluster.
 
-On one machine Ray is ours: bound to loopback, with a token that only its own processes know, gone when the run is.
-With ``RAY_ADDRESS`` set (``auto``: a cluster that this machine belongs to) the run joins that cluster.
+A local Ray listens on loopback, has a token that only its processes know, and ends with the run. If ``RAY_ADDRESS`` is
+set (``auto``: the cluster of this machine), the run joins that cluster. As a program, this module prints the nodes of
+the cluster at the given address as JSON, so that the caller needs no connection to Ray.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SPARE_SLOTS = 4
-"""Logical CPUs beyond those of ranks and engines: for entry points and environments that ask for one."""
+"""Additional logical CPUs for entry points and environments that request one."""
 CPU_STORE_BYTES = 1 << 30
 START_ATTEMPTS = 2
-"""Ray waits 30 s for its own processes, which a busy machine may take longer to start."""
+"""Ray's own start timeout is 30 s, which is too short on a busy machine."""
 CONNECT_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 30.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
 def rank_environment(cfg: SkyRLTrainConfig, role: str, threads: int = 1) -> dict[str, str]:
-    """Return the variables of a role's ranks on GPUs beside those of every actor. ``threads``: a rank's share of its
-    node's cores, for Adam on the host; what the user set wins.
+    """Return additional environment variables of a role's ranks on GPUs.
 
-    Megatron overlaps communication with computation only when the device runs kernels in the order of their launch
-    (CUDA_DEVICE_MAX_CONNECTIONS=1, megatron/training/arguments.py). Engines do without: it takes their streams away.
+    ``threads``: a rank's share of its node's cores, for Adam on the host. The user's variables take precedence.
+    Megatron overlaps communication with computation only with CUDA_DEVICE_MAX_CONNECTIONS=1
+    (megatron/training/arguments.py). Engines do not get it, because it would serialize their streams.
     """
     variables = {}
     if not user_sets_threads():
@@ -70,7 +71,7 @@ def _orders_kernels(megatron: MegatronConfig) -> bool:
 
 
 def logical_slots(cfg: SkyRLTrainConfig) -> int:
-    """Return how many CPUs a Ray of our own offers: a slot for each rank and engine process, and some to spare."""
+    """Return the number of logical CPUs of a local Ray: one per rank and engine process, plus :data:`SPARE_SLOTS`."""
     ranks = sum(role_world_size(cfg.trainer.placement, role) for role in active_roles(cfg))
     engine = cfg.generator.inference_engine
     engines = engine.num_engines * engine_ranks(cfg) if engine.run_engines_locally else 0
@@ -78,34 +79,31 @@ def logical_slots(cfg: SkyRLTrainConfig) -> int:
 
 
 def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> str:
-    """Join the cluster that RAY_ADDRESS names, else start Ray here; then exchange registered functions. Returns which
-    Ray it is, in words.
+    """Join the cluster at RAY_ADDRESS or start Ray locally, and exchange registered functions.
 
-    ``cfg``: valid, as ``validate_cfg`` leaves it. ``log_to_driver``: what actors and tasks print is shown here too;
-    ranks print into files of their own.
-
-    Raises LaunchError when Ray does not start or answer, or a node cannot run this environment. Does nothing but the
-    exchange when Ray is up already.
+    If Ray is initialized already, only exchange the functions. ``cfg``: a validated configuration. ``log_to_driver``:
+    print the output of actors and tasks here too; ranks print to log files. Returns a description of the Ray for the
+    console. Raises LaunchError if Ray does not start or answer, or if a node cannot run this environment.
     """
-    told = "there already"
+    description = "already initialized"
     if not ray.is_initialized():
         cfg = typed_config(cfg)
         if address := os.environ.get("RAY_ADDRESS"):
             join(address, joined_environment(), show_output=log_to_driver)
             nodes = check_nodes([cfg.trainer.ckpt_path, cfg.trainer.export_path, cfg.trainer.log_path])
-            told = f"joined {address}, {nodes}"
+            description = f"joined {address}, {nodes}"
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             environment, store = {"env_vars": worker_environment()}, None if device.has_cuda() else CPU_STORE_BYTES
             _start(slots, environment, store, show_output=log_to_driver)
-            told = "local, loopback, token"
+            description = "local, loopback, token"
     exchange_changes()
-    return told
+    return description
 
 
 @contextlib.contextmanager
 def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[None]:
-    """Run a Ray of our own with ``slots`` logical CPUs; its processes end with the block."""
+    """Run a local Ray with ``slots`` logical CPUs during the block."""
     environment = {"env_vars": worker_environment() | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}}
     _start(slots, environment, object_store_bytes, show_output=bool(os.environ.get("SKYRL_WORKER_LOGS")))
     try:
@@ -115,8 +113,11 @@ def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[No
 
 
 def end_ray() -> None:
-    """End our Ray, or leave the one that was joined. Ray waits for its processes for as long as they hang: of ours
-    those that are stopped (SIGSTOP) go on then, and else its head is killed; the head of others is left alone."""
+    """Shut a local Ray down, or leave the joined cluster.
+
+    Ray waits for its processes without a timeout. After :data:`END_TIMEOUT_S`, stopped processes (SIGSTOP) of a local
+    Ray are resumed; if there are none, its GCS is killed.
+    """
     ending = threading.Thread(target=ray.shutdown, daemon=True, name="end of ray")
     ending.start()
     ending.join(END_TIMEOUT_S)
@@ -125,20 +126,20 @@ def end_ray() -> None:
     ours = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
     stopped = [child for child in ours if child.status() == psutil.STATUS_STOPPED]
     names = ", ".join(child.name() for child in stopped)
-    log.warning("Ray did not end within %g s%s", END_TIMEOUT_S, f": {names} stood still" if names else "")
+    log.warning("Ray did not shut down within %g s%s", END_TIMEOUT_S, f": {names} was stopped" if names else "")
     for child in stopped:
         child.resume()
     for child in [] if stopped else [child for child in ours if child.name() == "gcs_server"]:
         child.kill()
     ending.join(END_TIMEOUT_S)
     if ending.is_alive():
-        log.warning("Ray's head does not answer: the run ends without it")
+        log.warning("Ray's head does not answer: the run exits without shutting Ray down")
         error = sys.exception()
         atexit.register(_exit, 0 if error is None else getattr(error, "exit_code", 1))
 
 
 def _exit(code: int) -> None:
-    """End the process as it would end, but for Ray, which would wait again."""
+    """Exit without Ray's exit handlers, which would wait again."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -146,9 +147,9 @@ def _exit(code: int) -> None:
 
 def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, show_output: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # ranks and engines are the work, not helpers of it
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # they would have none of a job's variables
-    os.environ.update(device.compiler_environment())  # which Ray's processes inherit, and all actors from them
+    os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority of workers
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # such workers would lack the job's variables
+    os.environ.update(device.compiler_environment())  # inherited by Ray's processes and actors
     for attempt in range(START_ATTEMPTS):
         try:
             with hangups_blocked(), _sigterm_kept():
@@ -172,22 +173,22 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep the handler of SIGTERM that a command has set. ``ray.init`` sets its own in a main thread
-    (ray/_private/worker.py), which exits with code 15."""
-    given = ray_utils.set_sigterm_handler
+    """Keep the command's SIGTERM handler. ``ray.init`` in the main thread would replace it by one that exits with
+    code 15 (ray/_private/worker.py)."""
+    original = ray_utils.set_sigterm_handler
     if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
         ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        ray_utils.set_sigterm_handler = given
+        ray_utils.set_sigterm_handler = original
 
 
 def join(address: str, environment: dict[str, Any] | None = None, *, show_output: bool = False) -> None:
-    """Join the cluster at ``address``. Raises LaunchError when none answers there, or not to this token."""
-    told = f"RAY_ADDRESS={address}"
-    if address == "auto" and (named := _current_cluster()):
-        address, told = named, f"RAY_ADDRESS=auto, which {CURRENT_CLUSTER} says is {named}"
+    """Join the cluster at ``address``. Raises LaunchError if no cluster answers or it rejects the token."""
+    setting = f"RAY_ADDRESS={address}"
+    if address == "auto" and (current := _current_cluster()):
+        address, setting = current, f"RAY_ADDRESS=auto ({current} in {CURRENT_CLUSTER})"
     try:
         _require_listener(address)
         with _sigterm_kept():
@@ -196,18 +197,18 @@ def join(address: str, environment: dict[str, Any] | None = None, *, show_output
         ray.shutdown()
         if any(word in repr(error).lower() for word in ("token", "authenticat")):
             raise LaunchError(
-                f"{told}: the cluster does not accept this token ({_first_line(error)}); set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN to its own"
+                f"{setting}: the cluster does not accept this token ({_first_line(error)}); set RAY_AUTH_MODE=token, "
+                "and RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN to the cluster's token"
             ) from error
-        unset = f"remove {CURRENT_CLUSTER}" if "auto" in told else "unset RAY_ADDRESS"
+        unset = f"remove {CURRENT_CLUSTER}" if "auto" in setting else "unset RAY_ADDRESS"
         raise LaunchError(
-            f"{told}: no Ray cluster answers there ({_first_line(error)}); start one with 'ray start --head', give "
+            f"{setting}: no Ray cluster answers ({_first_line(error)}); start one with 'ray start --head', set "
             f"address and token (RAY_AUTH_TOKEN) of the right one, or {unset} to start Ray on this machine"
         ) from error
 
 
 def _current_cluster() -> str | None:
-    """Return the address that the last ``ray start`` of this machine left, which may have ended since."""
+    """Return the address that the last ``ray start`` on this machine wrote. That cluster may have ended."""
     try:
         return CURRENT_CLUSTER.read_text().strip() or None
     except OSError:
@@ -215,7 +216,7 @@ def _current_cluster() -> str | None:
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError when nobody listens at ``host:port``, where Ray itself would end the process."""
+    """Raise OSError if ``host:port`` does not accept connections. Ray itself would exit the process."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
@@ -226,11 +227,11 @@ def _first_line(error: BaseException) -> str:
 
 
 SIZES_S = 30.0
-"""Seconds that nodes have to tell sizes: the start of a worker process. Those that do not are not known."""
+"""Deadline in seconds for the sizes of all nodes, which includes the start of a worker process."""
 
 
 def _sizes(nodes: Sequence[str]) -> list[dict[str, Any]]:
-    """Ask each node for the sizes of its GPUs, its memory and what may be locked; empty for one that does not tell."""
+    """Return the GPU memory, host memory and lockable memory of each node; empty for a node that does not answer."""
     ask: Any = ray.remote(num_cpus=0, max_retries=0)(_own_sizes)
     where = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
     answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in where]
@@ -241,18 +242,18 @@ def _sizes(nodes: Sequence[str]) -> list[dict[str, Any]]:
 def _answered(answer: Any) -> dict[str, Any]:
     try:
         sizes: dict[str, Any] = ray.get(answer, timeout=0)
-    except ray.exceptions.RayError:  # lost, late, or a node without this package
+    except ray.exceptions.RayError:  # the node is lost or late, or lacks this package
         return {}
     return sizes
 
 
 def _own_sizes() -> dict[str, Any]:
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from a task that takes none
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from a task that requests none
     return {"gpu_bytes": device.driver_gpu_bytes(), "host_bytes": own_memory(), "lockable_bytes": lockable_bytes()}
 
 
 def print_nodes(address: str) -> int:
-    """Print what the cluster at ``address`` says of its living nodes; returns the exit code."""
+    """Print the sizes of the alive nodes of the cluster at ``address`` as JSON. Return the exit code."""
     try:
         join(address)
     except LaunchError as error:

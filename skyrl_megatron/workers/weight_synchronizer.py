@@ -1,26 +1,24 @@
-"""The weight sync: all engines get the trainer's weights, prove it, and only then generate with them.
+"""The weight sync: every engine gets the trainer's weights, is verified, and only then generates with them.
 
-    pause all and hear from each process → connect (once, and after engines changed) → start → send ‖ receive →
-    compare checksums of every worker → finish → trainer and engines score the same tokens → publish the version →
+    pause all engines and check their processes → connect (once, and after engines changed) → start → send ‖ receive →
+    compare the checksums of every worker → finish → trainer and engines score the same tokens → publish the version →
     resume
 
-Ranks and engines are called concurrently (``sync_calls.py``). An engine that fails is restarted and the sync is made
-anew for all, or it is dropped while others are left, as is one that had joined from elsewhere. Until the version is
-published nothing is delivered from the new weights, and a failed sync leaves engines paused.
+Ranks and engines are called concurrently (``sync_calls.py``). An engine that fails is restarted and the sync is
+repeated for all engines. It is dropped instead if it fails again while others are left, or if it is a remote engine.
+Nothing is delivered from the new weights before the version is published. A failed sync leaves the engines paused.
 
-Where engines hold the base and get adapters, each lies beside the one that serves until all engines were verified with
-all of them, and after a failed sync they serve on with the old ones. Those that have not changed stay where they are.
+If engines hold the base model and receive adapters, they store each new adapter separately from the one that serves
+until all engines are verified. After a failed sync they continue to serve the old adapters. Adapters that have not
+changed are not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.errors import EngineError, WeightSyncError
@@ -33,7 +31,6 @@ from skyrl_megatron.weight_sync.adapter_tensors import Pairs, check_adapters, of
 from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.probe import (
     EPSILON,
-    LogprobDiff,
     is_due,
     limit_of,
     logprob_diff,
@@ -45,72 +42,47 @@ from skyrl_megatron.workers.sync_calls import (
     AttemptFailed,
     EnginesDisagree,
     EnginesLost,
-    RoutePlanner,
+    ReshardPlanner,
     SyncCalls,
+    SyncReport,
     TrainerRank,
-    WorkerRoutes,
-    compare_parcels,
-    connect_routes,
+    WorkerPlan,
+    compare_buckets,
+    compare_checksums,
+    connect_workers,
 )
 
 if TYPE_CHECKING:
-    from skyrl_megatron.runtime.offload import Part
+    from skyrl_megatron.types import Part
 
 log = logging.getLogger(__name__)
 NEARLY = 0.95
-"""Bandwidth, relative to the best, that makes smaller buckets the better ones."""
+"""Smaller buckets are chosen if they reach this fraction of the best bandwidth."""
 RESTARTS = 2
-"""Restarts of one engine within one sync."""
+"""Restarts of one engine in one sync."""
 ENGINE_FRACTION = 0.8
-"""The longest wait of a rank for engines, as a fraction of a phase. Ranks wait for one another longer, so that those
-which are not to blame do not give up first."""
+"""The longest wait of a rank for engines, as a fraction of a phase. Ranks wait longer for one another, so that a rank
+that waits for the failed one does not time out first."""
 
 
 class NoEngineLeft(WeightSyncError):
-    """Every engine is gone, so that nobody could be given the weights."""
-
-
-@dataclass(slots=True)
-class SyncReport:
-    """Cost and outcome of a sync."""
-
-    version: str
-    nbytes: int
-    engines: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall clock of each phase; of the last attempt, if engines failed."""
-    logprob_diffs: dict[str, LogprobDiff] = field(default_factory=dict)
-    """Per engine, if the probe was due; of named adapters ``engine 0, math``."""
-    adapters: tuple[str, ...] | None = None
-    """The adapters that travelled; None: weights did."""
-    failures: list[str] = field(default_factory=list)
-    """Failures that were recovered from on the way."""
-
-    @property
-    def total_seconds(self) -> float:
-        """Seconds from the first pause to the last resume, of the last attempt."""
-        return sum(self.seconds.values())
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """Bytes sent per second of transfer, in 10⁹; each engine received as many, by routes all together."""
-        return self.nbytes / self.seconds["transfer"] / 1e9
+    """No engine is alive to receive the weights."""
 
 
 class WeightSynchronizer:
-    """Gives the weights of ``ranks`` to the engines of a pool; owns nothing but the order of the calls.
+    """Sends the weights of ``ranks`` to the engines of a pool. It only orders the calls.
 
-    ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
-    one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
-    ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``probe_limit``: nats; None:
-    what rounding explains. ``bucket_sizes``: bytes, ascending; the first sync measures them and chooses one where
-    ranks and workers send point to point over a network, else the last one counts. ``shared_gpus``: trainer and
-    engines take turns on the same GPUs, and engines sleep while the trainer works. ``exchange``: ranks of a node,
-    where ranks give one another what is for the workers on their GPUs (``weight_sync/point_to_point.py``); else 0.
-    ``adapters``: projections of those that travel alone, by their names, to engines that hold the base; None: all
-    weights travel. ``routes``: each worker gets its own bytes alone, where that can be planned (``weight_routes.py``).
-    ``draft``: the ranks train the layer of multi-token prediction, which goes to engines with the rest. ``look``,
-    ``end_waiting``: as for :class:`SyncCalls`.
+    ``hf_config``: of the model, to check that all weights are sent. ``dtype``: of the engines' weights.
+    ``deadline_s``: for one sync, restarts included; ``phase_s``: for each phase, and the longest wait of a rank or
+    worker. ``probe_interval``: syncs between two probes (``weight_sync_probe_interval``). ``probe_limit``: nats; None
+    for what rounding explains. ``bucket_sizes``: bytes, ascending. If ranks and workers send point to point over a
+    network, the first sync measures them and chooses one; otherwise the last one is used. ``shared_gpus``: trainer and
+    engines share GPUs, and engines sleep while the trainer works. ``exchange``: the number of ranks on a node, if
+    ranks exchange the weights for the workers on their GPUs (``weight_sync/point_to_point.py``); else 0. ``adapters``:
+    projections of each adapter by its name, if only adapters are sent to engines that hold the base model; None to
+    send all weights. ``reshard``: send each worker only its own slices, if that can be planned (``sync_calls.py``).
+    ``draft``: the ranks train the multi-token prediction layer, which is sent as well. ``look``, ``end_waiting``: see
+    :class:`SyncCalls`.
     """
 
     def __init__(
@@ -129,7 +101,7 @@ class WeightSynchronizer:
         shared_gpus: bool = False,
         exchange: int = 0,
         adapters: Pairs | None = None,
-        routes: bool = False,
+        reshard: bool = False,
         draft: bool = False,
         look: Callable[[], str] = lambda: "",
         end_waiting: Callable[[Exception], None] = lambda error: None,
@@ -145,31 +117,31 @@ class WeightSynchronizer:
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft, self.exchange = adapters, draft, exchange
         own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
-        self.routed = routes and self.options["transport"] in own
-        self.planner = RoutePlanner(self.calls, bucket_sizes[-1])
+        self.reshard = reshard and self.options["transport"] in own
+        self.planner = ReshardPlanner(self.calls, bucket_sizes[-1])
         over_network = not exchange and self.options["transport"] in TRANSPORTS.built_in
         self._unmeasured = tuple(bucket_sizes) if over_network and len(bucket_sizes) > 1 else ()
-        """Sizes of buckets that the next connection measures."""
+        """Bucket sizes that the next connection measures."""
         self.versions: dict[str, str] = {}
-        """Adapter → the version that its weights changed last in, as of the sync under way."""
+        """Adapter → the last version that changed its weights, including the current sync."""
         self.syncs = 0
         self.training = True
-        """Whether the trainer may have moved on from the weights of the last sync."""
+        """Whether the trainer may have changed the weights since the last sync."""
         self._metadata: list[list[TensorMeta]] = []
-        self.plan: WorkerRoutes | None = None
-        """Of the last sync; None: every worker got all buckets."""
-        self._connected: list[InferenceEngine] = []  # engines that the ranks' groups were made for
-        self._changed: set[str] = set(adapters or ())  # adapters that not all engines have as they are
-        self._whole: list[InferenceEngine] = []  # engines that have all others
+        self.plan: WorkerPlan | None = None
+        """The reshard plan of the last sync; None if every worker got all buckets."""
+        self._connected: list[InferenceEngine] = []  # engines of the current process groups
+        self._changed: set[str] = set(adapters or ())  # adapters that not all engines have
+        self._whole: list[InferenceEngine] = []  # engines that have all other adapters
 
     async def sync(self, version: str, changed: Collection[str] | None = None) -> SyncReport:
-        """Give every engine the trainer's weights as ``version``. Requests in flight are frozen meanwhile.
+        """Send the trainer's weights to every engine as ``version``. Requests in flight are frozen during the sync.
 
-        ``changed``: the adapters that were trained since the last sync; None: all.
+        ``changed``: the adapters that were trained since the last sync; None for all.
 
-        Raises WeightSyncError when no engine could be verified, or a trainer rank does not answer: none generates
-        then, the version is not published, and the trainer's state is untouched. Errors of trainer ranks come through
-        as they are.
+        Raises WeightSyncError if no engine could be verified or a trainer rank does not answer. Then no engine
+        generates, the version is not published, and the trainer's state is unchanged. Errors of trainer ranks are
+        raised unchanged.
         """
         ends = time.monotonic() + self.deadline_s
         while True:
@@ -189,16 +161,102 @@ class WeightSynchronizer:
                 for slot in slots:
                     slot.version = version
                 self.pool.publish(version)
-                with _timed(report, "resume"):
+                with report.timed("resume"):
                     await self.calls.on_engines(slots, "resume", lambda engine: engine.resume())
                 self.syncs += 1
                 self.training = False
                 return report
 
-    async def begin_training(self) -> None:
-        """Wait until no sync is under way and engines on the same GPUs sleep.
+    async def _until_verified(self, version: str) -> SyncReport:
+        """Attempt the sync until the engines that are left are verified; restart or drop those that fail."""
+        failures: list[str] = []
+        restarts: dict[EngineSlot, list[str]] = {}
+        repeated = False
+        await self._offload("gradients", "optimizer")
+        while True:
+            if self.pool.dead():  # a restarted engine needs its GPUs as empty as at the start of the run
+                await self._offload("weights")
+            await self._restart_dead(restarts, failures)
+            slots = self.pool.alive()
+            if not slots:
+                raise NoEngineLeft(self._none_left(version, failures))
+            report = SyncReport(version, 0, len(slots), failures=failures)
+            try:
+                await self._update(slots, version, report)
+                return report
+            except EnginesDisagree as error:
+                why, lost = str(error), error.causes
+                if len(lost) == len(slots) and not all(slot.joined and not slot.verified for slot in slots):
+                    await self._leave_update(slots)
+                    raise WeightSyncError(
+                        f"{self._unpublished(version)}: {next(iter(lost.values()))}. All bytes arrived unchanged, so "
+                        "trainer and engine interpret the weights differently"
+                    ) from error
+            except EnginesLost as error:
+                why, lost = str(error), error.causes
+            except AttemptFailed as error:
+                if repeated:
+                    await self._leave_update(slots)
+                    raise WeightSyncError(f"{self._unpublished(version)}: {error}") from error
+                why, lost = str(error), {}
+                repeated = True
+            except BaseException:
+                await self._leave_update(slots)
+                raise
+            log.warning("version %s: %s", version, why)
+            if not any(same_failure(why, known) for known in failures):
+                failures.append(why)
+            for slot, cause in lost.items():
+                await self.pool.mark_dead(slot, cause)
+            await self._leave_update([slot for slot in slots if slot not in lost])
 
-        The trainer may then use its ranks and change its weights; until the next sync :meth:`sync_engine` refuses.
+    async def _update(self, slots: list[EngineSlot], version: str, report: SyncReport) -> None:
+        """Run all phases for these engines. Raises EnginesLost, AttemptFailed, or the error of a trainer rank."""
+        with report.timed("pause"):
+            for slot in slots:
+                self.pool.pause(slot)
+            await self.calls.on_engines(slots, "pause", _pause, SILENT_S)
+            if self.shared_gpus:
+                await self.calls.on_engines(slots, "wake weights", lambda engine: engine.wake(["weights"]))
+        with report.timed("connect"):
+            await self._connect(slots)
+        report.adapters = names = self._adapters_to_send(slots)
+        chosen = () if names is None or names == ("",) else (names,)
+        connected = [sender for sender in self._metadata if sender]
+        plan = self.plan if self.plan is None or names is None else self.plan.of(names)
+        if plan is not None:  # workers know all except which adapters are sent
+            connected = [] if names is None else [list(plan.tensors)]
+        metadata = connected if names is None else [of_adapters(sender, names) for sender in connected]
+        report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender) if plan is None else plan.nbytes
+        with report.timed("start"):
+            await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
+        with report.timed("transfer"):
+            received, sent = await self.calls.together(
+                slots,
+                "transfer",
+                lambda engine: engine.receive_weights(metadata),
+                lambda _, rank: rank.send_weights(*chosen),
+            )
+        if plan is not None:
+            compare_checksums(plan, slots, received, sent)
+        else:
+            compare_buckets(
+                slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender]
+            )
+        versions = () if names is None else ({name: self.versions[name] for name in names},)
+        with report.timed("finish"):
+            await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version, *versions))
+        with report.timed("probe"):
+            await self._probe(slots, report)
+        if names is not None:
+            with report.timed("switch"):
+                await self.calls.on_engines(slots, "switch", lambda engine: engine.set_version(version))
+
+    # ------------------------------------------------------------------ training and single engines
+    async def begin_training(self) -> None:
+        """Wait until no sync is running and engines on the same GPUs sleep.
+
+        The trainer may then use its ranks and change its weights. Until the next sync :meth:`sync_engine` raises.
         """
         async with self.pool.changing:
             self.training = True
@@ -206,16 +264,18 @@ class WeightSynchronizer:
                 await self.pool.sleep(self.phase_s)
 
     async def replace_ranks(self, ranks: Sequence[TrainerRank]) -> None:
-        """Go on with ``ranks``, some of which took the places of lost ones: the next sync connects anew."""
+        """Use ``ranks`` from now on, some of which replace lost ones. The next sync connects again."""
         async with self.pool.changing:
             self.calls.ranks, self._connected, self.training = list(ranks), [], True
 
     async def sync_engine(self, slot: EngineSlot) -> None:
-        """Give an engine that was restarted or joined the published version, while the trainer still has just these
-        weights: until :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError; errors of
-        trainer ranks come through as they are, and the engine can be given them again."""
+        """Send the published version to an engine that restarted or joined. Possible until :meth:`begin_training`,
+        while the trainer still has these weights. The caller holds the pool's lock. Raises WeightSyncError. Errors of
+        trainer ranks are raised unchanged; the engine can then be synced again."""
         if self.training:
-            raise WeightSyncError(f"the trainer is past version {self.pool.published}; the next version is for it too")
+            raise WeightSyncError(
+                f"the trainer no longer has version {self.pool.published}; the engine gets the next one"
+            )
         self.calls.ends = time.monotonic() + self.deadline_s
         version = self.pool.published
         try:
@@ -231,91 +291,9 @@ class WeightSynchronizer:
         self._whole.append(slot.engine)
         self.pool.serve(slot, version)
 
-    async def _until_verified(self, version: str) -> SyncReport:
-        failures: list[str] = []
-        restarts: dict[EngineSlot, list[str]] = {}
-        again = False
-        await self._offload("gradients", "optimizer")
-        while True:
-            if self.pool.dead():  # an engine starts on GPUs that are as empty as they were when the run started
-                await self._offload("weights")
-            await self._restart_dead(restarts, failures)
-            slots = self.pool.alive()
-            if not slots:
-                raise NoEngineLeft(self._none_left(version, failures))
-            report = SyncReport(version, 0, len(slots), failures=failures)
-            try:
-                await self._update(slots, version, report)
-                return report
-            except EnginesDisagree as error:
-                why, lost = str(error), error.causes
-                if len(lost) == len(slots) and not all(slot.joined and not slot.verified for slot in slots):
-                    await self._leave_update(slots)
-                    raise WeightSyncError(
-                        f"{self._unpublished(version)}: {next(iter(lost.values()))}. The bytes arrived as they were "
-                        "sent: trainer and engine disagree about what they mean"
-                    ) from error
-            except EnginesLost as error:
-                why, lost = str(error), error.causes
-            except AttemptFailed as error:
-                if again:
-                    await self._leave_update(slots)
-                    raise WeightSyncError(f"{self._unpublished(version)}: {error}") from error
-                why, lost = str(error), {}
-                again = True
-            except BaseException:
-                await self._leave_update(slots)
-                raise
-            log.warning("version %s: %s", version, why)
-            if not any(same_failure(why, told) for told in failures):
-                failures.append(why)
-            for slot, cause in lost.items():
-                await self.pool.mark_dead(slot, cause)
-            await self._leave_update([slot for slot in slots if slot not in lost])
-
-    # ------------------------------------------------------------------ one attempt
-    async def _update(self, slots: list[EngineSlot], version: str, report: SyncReport) -> None:
-        """Run all phases for these engines. Raises EnginesLost, AttemptFailed, or what a trainer rank raised."""
-        with _timed(report, "pause"):
-            for slot in slots:
-                self.pool.pause(slot)
-            await self.calls.on_engines(slots, "pause", _pause, SILENT_S)
-            if self.shared_gpus:
-                await self.calls.on_engines(slots, "wake weights", lambda engine: engine.wake(["weights"]))
-        with _timed(report, "connect"):
-            await self._connect(slots)
-        report.adapters = names = self._travelling(slots)
-        chosen = () if names is None or names == ("",) else (names,)
-        connected = [sender for sender in self._metadata if sender]
-        plan = self.plan if self.plan is None or names is None else self.plan.of(names)
-        if plan is not None:  # workers know all but which of the adapters come
-            connected = [] if names is None else [list(plan.tensors)]
-        metadata = connected if names is None else [of_adapters(sender, names) for sender in connected]
-        report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender) if plan is None else plan.nbytes
-        with _timed(report, "start"):
-            await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
-        with _timed(report, "transfer"):
-            received, sent = await self.calls.together(
-                slots,
-                "transfer",
-                lambda engine: engine.receive_weights(metadata),
-                lambda _, rank: rank.send_weights(*chosen),
-            )
-        if plan is not None:
-            compare_parcels(plan, slots, received, sent)
-        else:
-            _compare(slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender])
-        versions = () if names is None else ({name: self.versions[name] for name in names},)
-        with _timed(report, "finish"):
-            await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version, *versions))
-        with _timed(report, "probe"):
-            await self._probe(slots, report)
-        if names is not None:
-            with _timed(report, "switch"):
-                await self.calls.on_engines(slots, "switch", lambda engine: engine.set_version(version))
-
-    def _travelling(self, slots: Sequence[EngineSlot]) -> tuple[str, ...] | None:
-        """Return the adapters that these engines need: those that have changed, all where one of them is new."""
+    # ------------------------------------------------------------------ the phases
+    def _adapters_to_send(self, slots: Sequence[EngineSlot]) -> tuple[str, ...] | None:
+        """Return the adapters that these engines need: those that changed, or all if one of the engines is new."""
         if self.adapters is None:
             return None
         know = all(slot.engine in self._whole for slot in slots)
@@ -331,54 +309,54 @@ class WeightSynchronizer:
             check_metadata(self._metadata, self.hf_config, draft=self.draft)
         else:
             check_adapters(self._metadata, self.adapters)
-        self.plan = await self._planned(slots) if self.routed else None
+        self.plan = await self._planned(slots) if self.reshard else None
         if self.plan is not None:
-            rates = await connect_routes(self.calls, slots, self.plan, self._routed_options, self._unmeasured)
-            if rates and self._choose(rates):
+            rates = await connect_workers(self.calls, slots, self.plan, self._reshard_options, self._unmeasured)
+            if rates and self._choose_bucket_size(rates):
                 self.plan = await self._planned(slots)
                 assert self.plan is not None, "there was a plan for other buckets"
-                await connect_routes(self.calls, slots, self.plan, self._routed_options)
+                await connect_workers(self.calls, slots, self.plan, self._reshard_options)
         else:
             await self._connect_all(slots)
         self._connected = engines
 
-    def _choose(self, rates: Mapping[int, float]) -> bool:
-        """Take the smallest buckets that are nearly as fast as the fastest; return whether the plan has others."""
+    def _choose_bucket_size(self, rates: Mapping[int, float]) -> bool:
+        """Choose the smallest buckets that are nearly as fast as the fastest; return whether the plan has others."""
         self._unmeasured = ()
         fast = NEARLY * max(rates.values())
         chosen = next(size for size, rate in rates.items() if rate >= fast)
         measured = ", ".join(f"{size >> 20} MiB: {rate / 1e9:.2f} GB/s" for size, rate in rates.items())
-        log.info("weights travel in buckets of %d MiB (%s)", chosen >> 20, measured)
+        log.info("weights are sent in buckets of %d MiB (%s)", chosen >> 20, measured)
         planned, self.planner.bucket_bytes = self.planner.bucket_bytes, chosen
         return planned != chosen
 
     @property
-    def _routed_options(self) -> dict[str, Any]:
+    def _reshard_options(self) -> dict[str, Any]:
         return self.options | {"bucket_bytes": self.planner.bucket_bytes}
 
-    async def _planned(self, slots: list[EngineSlot]) -> WorkerRoutes | None:
-        """Return a plan of routes; None, and a line in the log, where there is none. Raises WeightSyncError where
-        ranks exchange weights, which only a plan tells them how to."""
+    async def _planned(self, slots: list[EngineSlot]) -> WorkerPlan | None:
+        """Return a reshard plan; None, and a line in the log, if none exists. Raises WeightSyncError if none exists
+        and ranks exchange weights."""
         planned = await (
-            self.planner.plan(slots, self._rank_beside, self.exchange) if self.exchange else self.planner.plan(slots)
+            self.planner.plan(slots, self._rank_on_gpu, self.exchange) if self.exchange else self.planner.plan(slots)
         )
         if isinstance(planned, str):
             if self.exchange:
                 raise WeightSyncError(
-                    f"weights cannot be planned: {planned}. An engine worker opens the memory of the rank on its own "
-                    "GPU alone, and NCCL takes one process of a GPU: set trainer.placement.colocate_all=false"
+                    f"no reshard plan is possible: {planned}. An engine worker only opens memory of the rank on "
+                    "its own GPU, and NCCL allows one process per GPU: set trainer.placement.colocate_all=false"
                 )
-            log.info("every engine worker gets all weights, not its own alone: %s", planned)
+            log.info("every engine worker gets all weights, not only its own slices: %s", planned)
             return None
         return planned
 
-    def _rank_beside(self, slot: EngineSlot, number: int) -> int:
-        """Return the rank on the GPU of an engine's worker: engine after engine has as many of the policy's GPUs as it
-        has workers (``workers/placement.py``)."""
+    def _rank_on_gpu(self, slot: EngineSlot, number: int) -> int:
+        """Return the rank on the GPU of an engine's worker: the engines take the policy's GPUs in order, one for each
+        worker (``workers/placement.py``)."""
         return self.pool.slots.index(slot) * (len(self.calls.ranks) // len(self.pool.slots)) + number
 
     async def _connect_all(self, slots: list[EngineSlot]) -> None:
-        """Let every worker join the group of every rank that sends."""
+        """Connect every worker to the process group of every rank that sends."""
         sends = [bool(sender) for sender in self._metadata]
         workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -398,10 +376,9 @@ class WeightSynchronizer:
         )
 
     async def _probe(self, slots: list[EngineSlot], report: SyncReport) -> None:
-        """Let trainer and engines score the same tokens, if it is due.
+        """Score the same tokens with the trainer and the engines, if the probe is due.
 
-        Frozen requests go on for as long as that takes: their tokens are delivered once the version is published, or
-        never.
+        Frozen requests continue during the probe. Their tokens are delivered only if the version is published.
         """
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), report.version)
         due = is_due(self.syncs, self.probe_interval) or not all(slot.verified for slot in slots)
@@ -433,7 +410,7 @@ class WeightSynchronizer:
             raise EnginesDisagree("probe", wrong)
 
     async def _expected(self, tokens: list[int], adapter: str) -> tuple[list[float], float]:
-        """Return the trainer's scores, and how far an engine's may be from them on average."""
+        """Return the trainer's scores, and the largest mean difference that an engine's may have."""
         named = {"adapter": adapter} if adapter else {}
 
         async def score(perturbation: float) -> list[float]:
@@ -447,19 +424,19 @@ class WeightSynchronizer:
         return trainer, self.probe_limit or limit_of(self.dtype, logprob_diff(trainer, perturbed))
 
     async def _offload(self, *parts: Part) -> None:
-        """Let parts of the trainer leave GPUs that it shares."""
+        """Offload parts of the trainer from shared GPUs."""
         if self.shared_gpus:
             await self.calls.on_ranks("offload", lambda rank: rank.offload(parts))
 
     # ------------------------------------------------------------------ failures
     async def _restart_dead(self, restarts: dict[EngineSlot, list[str]], failures: list[str]) -> None:
-        """Restart engines that are dead, within the deadline; drop one that does not come up, that fails the same way
-        again, or too often. ``restarts``: engine → what each restart of it in this sync was for."""
+        """Restart dead engines within the deadline. Drop an engine that does not start, fails the same way again, or
+        fails too often. ``restarts``: engine → the cause of each of its restarts in this sync."""
         for slot in self.pool.dead():
             causes = restarts.setdefault(slot, [])
             try:
                 if any(same_failure(slot.why, cause) for cause in causes):
-                    raise EngineError("a restart changes nothing")
+                    raise EngineError("it failed the same way after a restart")
                 if len(causes) >= RESTARTS:
                     raise EngineError(f"failed again after {RESTARTS} restarts")
                 causes.append(slot.why)
@@ -474,12 +451,12 @@ class WeightSynchronizer:
     def _none_left(self, version: str, failures: Sequence[str]) -> str:
         text = f"version {version} is not published, no engine is left: {'; '.join(failures)}"
         if not self.syncs:
-            return f"{text}. Nothing was trained: mend the cause and start again"
-        return f"{text}. The trainer's state is whole: the same command continues from its last checkpoint, if any"
+            return f"{text}. Nothing was trained: fix the cause and start again"
+        return f"{text}. The trainer's state is intact: the same command continues from its last checkpoint"
 
     async def _leave_update(self, slots: Sequence[EngineSlot]) -> None:
-        """Bring engines out of a sync that will not be finished; the next one starts with new groups. Those that still
-        hold the published adapter serve on."""
+        """Abort a sync on these engines. The next sync creates new process groups. Engines that still have the
+        published adapters resume."""
         self._connected = []
         for slot in slots:
             try:
@@ -492,45 +469,21 @@ class WeightSynchronizer:
 
     @property
     def _old_serves(self) -> bool:
-        """Whether engines can serve after a failed sync: none changes the base, and nobody else has their memory."""
+        """Whether engines can serve after a failed sync: the base model is unchanged and they are not asleep."""
         return self.adapters is not None and self.pool.published != INITIAL_VERSION and not self.pool.asleep
 
     def _unpublished(self, version: str) -> str:
-        rest = f"engines serve on with version {self.pool.published}" if self._old_serves else "no engine generates"
+        rest = (
+            f"engines continue to serve version {self.pool.published}" if self._old_serves else "no engine generates"
+        )
         return f"version {version} is not published, {rest}"
 
 
 async def _pause(engine: InferenceEngine) -> None:
-    """Pause, and see that no process has stopped: the phases that follow have the time that weights may take."""
+    """Pause, and check that no process has stopped, as the next phases have long timeouts."""
     await engine.pause("keep")
     await engine.health()
 
 
 def _scores(tokens: list[int], adapter: str) -> Callable[[InferenceEngine], Awaitable[list[float]]]:
     return lambda engine: engine.score(tokens, adapter) if adapter else engine.score(tokens)
-
-
-def _compare(slots: Sequence[EngineSlot], received: Sequence[list[list[list[int]]]], sent: list[list[int]]) -> None:
-    """Raise AttemptFailed unless every worker of every engine got every bucket as it was sent."""
-    wrong: list[str] = []
-    nothing: list[int] = []
-    for slot, workers in zip(slots, received, strict=True):
-        for worker, sums in enumerate(workers):
-            for sender, (got, want) in enumerate(zip_longest(sums, sent, fillvalue=nothing)):
-                if got != want:
-                    first = next(n for n, pair in enumerate(zip_longest(got, want)) if pair[0] != pair[1])
-                    wrong.append(
-                        f"{slot.name}, worker {worker}: bucket {first} of {len(want)} from sender {sender} is not "
-                        "what was sent (checksums differ)"
-                    )
-    if wrong:
-        raise AttemptFailed("; ".join(wrong[:4]))
-
-
-@contextlib.contextmanager
-def _timed(report: SyncReport, phase: str) -> Iterator[None]:
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        report.seconds[phase] = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""``launch/ray_cluster.sh``: start, show or end a Ray cluster, or run one command in it."""
+"""``launch/ray_cluster.sh``: start, show or stop a Ray cluster, or run one command in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_megatron_tools.cluster.hosts import (
     running,
     start_member,
 )
-from skyrl_megatron_tools.cluster.member import Place, collected_signals, run_asked_to_end, take_part
+from skyrl_megatron_tools.cluster.member import HostConfig, collected_signals, run_member, run_until_signalled
 
 DEFAULT_FOLDER = Path("runs/cluster")
 
@@ -39,27 +39,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch/ray_cluster.sh", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{up,down,status,run}")
     place = argparse.ArgumentParser(add_help=False)
-    place.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder of the cluster, shared by all hosts")
+    place.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="cluster folder, shared by all hosts")
     start = argparse.ArgumentParser(add_help=False)
-    start.add_argument("--port", type=int, help=f"first of the 1000 ports of the cluster (default {FIRST_PORT})")
-    start.add_argument("--interface", help="network interface of every host (default: that of the host's name)")
+    start.add_argument("--port", type=int, help=f"first of the cluster's 1000 ports (default {FIRST_PORT})")
+    start.add_argument("--interface", help="network interface on every host (default: that of the host name)")
     start.add_argument(
         "--rails", metavar="NAMES", help="InfiniBand devices for NCCL: mlx5_0,mlx5_1 (default: NCCL's choice)"
     )
-    start.add_argument("--within", type=float, default=300.0, metavar="S", help="deadline for all hosts to be there")
-    start.add_argument("--ray", action="append", default=[], metavar="OPTION", help="an option of 'ray start'")
+    start.add_argument(
+        "--within", type=float, default=300.0, metavar="S", help="deadline for all hosts to join, in seconds"
+    )
+    start.add_argument(
+        "--ray", action="append", default=[], metavar="OPTION", help="option for 'ray start', may be repeated"
+    )
     hosts = argparse.ArgumentParser(add_help=False)
-    hosts.add_argument("--hosts", type=Path, metavar="FILE", help="hosts by ssh, one a line (default: this one)")
+    hosts.add_argument(
+        "--hosts", type=Path, metavar="FILE", help="file of ssh hosts, one per line (default: this host)"
+    )
     up = commands.add_parser("up", parents=[place, start, hosts], help="start Ray on every host")
     up.set_defaults(work=_up)
-    run = commands.add_parser("run", parents=[place, start, hosts], help="start Ray, run a command with it, end Ray")
+    run = commands.add_parser("run", parents=[place, start, hosts], help="start Ray, run a command, stop Ray")
     run.add_argument("command", nargs=argparse.REMAINDER)
     run.set_defaults(work=_up_run_down)
-    down = commands.add_parser("down", parents=[place], help="end the processes that 'up' started, and no others")
+    down = commands.add_parser("down", parents=[place], help="stop the processes that 'up' started")
     down.set_defaults(work=_down)
-    status = commands.add_parser("status", parents=[place], help="who takes part")
+    status = commands.add_parser("status", parents=[place], help="list the hosts of the cluster")
     status.set_defaults(work=_status)
-    member = commands.add_parser("member", parents=[place, start], help="one host's part, as SLURM starts it")
+    member = commands.add_parser("member", parents=[place, start], help="run one host of the cluster, for SLURM")
     member.add_argument("--number", type=int, default=os.environ.get("SLURM_PROCID", 0))
     member.add_argument("--of", type=int, default=os.environ.get("SLURM_NTASKS", 1))
     member.add_argument("command", nargs=argparse.REMAINDER)
@@ -68,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _member(options: argparse.Namespace) -> int:
-    place = Place(
+    place = HostConfig(
         options.number,
         options.of,
         options.dir.absolute(),
@@ -78,13 +84,13 @@ def _member(options: argparse.Namespace) -> int:
         tuple(options.ray),
         tuple(filter(None, (options.rails or "").split(","))),
     )
-    return take_part(place, [word for word in options.command if word != "--"])
+    return run_member(place, [word for word in options.command if word != "--"])
 
 
 def _ports(options: argparse.Namespace) -> Ports:
     if options.port is not None:
         if not 1024 <= options.port <= 64535:
-            raise LaunchError(f"--port {options.port}: give one from 1024 to 64535")
+            raise LaunchError(f"--port {options.port}: give a port from 1024 to 64535")
         return Ports(options.port)
     return Ports.of_job(int(os.environ.get("SLURM_JOB_ID", 0)))
 
@@ -99,41 +105,41 @@ def _up(options: argparse.Namespace) -> int:
 def _up_run_down(options: argparse.Namespace) -> int:
     command = [word for number, word in enumerate(options.command) if number or word != "--"]
     if not command:
-        raise LaunchError("run: give a command after --, such as launch/run_moe.sh key=value")
+        raise LaunchError("run: give a command after --, for example: run -- launch/run_moe.sh key=value")
     folder = _bring_up(options)
     try:
-        with collected_signals() as asked:
-            environment = folder.environment() | start_times.passed_on("cluster")
-            return run_asked_to_end(command, environment, lambda: len(asked))
+        with collected_signals() as signals:
+            environment = folder.environment() | start_times.marks_for_command("cluster")
+            return run_until_signalled(command, environment, lambda: len(signals))
     finally:
         end_cluster(folder)
 
 
 def _bring_up(options: argparse.Namespace) -> ClusterFolder:
-    """Start every host's part and wait for all. Raises LaunchError, after ending what was started."""
+    """Start the cluster on every host and wait until all have joined. On an error, stop all and raise LaunchError."""
     hosts = read_hosts(options.hosts) if options.hosts else ["localhost"]
     folder = ClusterFolder.make(options.dir.absolute())
-    given = [f"--dir={folder.path}", f"--port={_ports(options).first}", f"--within={options.within}"]
-    given += [f"--interface={options.interface}"] if options.interface else []
-    given += [f"--rails={options.rails}"] if options.rails else []
-    given += [f"--ray={option}" for option in options.ray]
+    arguments = [f"--dir={folder.path}", f"--port={_ports(options).first}", f"--within={options.within}"]
+    arguments += [f"--interface={options.interface}"] if options.interface else []
+    arguments += [f"--rails={options.rails}"] if options.rails else []
+    arguments += [f"--ray={option}" for option in options.ray]
     logs = [folder.path / f"member-{number}.log" for number in range(len(hosts))]
     started = [
-        start_member(host, [*given, f"--number={number}", f"--of={len(hosts)}"], log)
+        start_member(host, [*arguments, f"--number={number}", f"--of={len(hosts)}"], log)
         for number, (host, log) in enumerate(zip(hosts, logs, strict=True))
     ]
-    begun = told = time.monotonic()
+    begun = printed = time.monotonic()
     try:
         while len(folder.ready()) < len(hosts):
             for host, process, log in zip(hosts, started, logs, strict=True):
                 if process.poll() is not None:
-                    raise LaunchError(f"{host}: no Ray there: {last_line(log)}")
+                    raise LaunchError(f"{host}: Ray did not start: {last_line(log)}")
             now = time.monotonic()
             if now - begun > options.within + 10:
-                raise LaunchError(f"not all hosts were there within {options.within:g} s; see {folder.path}")
-            if now - told > 20:
-                told = now
-                print(f"… {len(folder.ready())} of {len(hosts)} hosts are there", file=sys.stderr, flush=True)
+                raise LaunchError(f"not all hosts joined within {options.within:g} s; see the logs in {folder.path}")
+            if now - printed > 20:
+                printed = now
+                print(f"… {len(folder.ready())} of {len(hosts)} hosts have joined", file=sys.stderr, flush=True)
             time.sleep(0.3)
     except BaseException:
         end_cluster(folder)
@@ -145,10 +151,10 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
 def _down(options: argparse.Namespace) -> int:
     folder = ClusterFolder(options.dir.absolute())
     if not (folder.path / "token").exists():
-        raise LaunchError(f"{folder.path}: no cluster was started there; give its folder with --dir")
+        raise LaunchError(f"{folder.path}: no cluster was started in this folder; give its folder with --dir")
     if left := end_cluster(folder):
-        raise LaunchError(f"still there: {', '.join(f'{each.host} (process {each.process})' for each in left)}")
-    print("cluster: ended")
+        raise LaunchError(f"still running: {', '.join(f'{each.host} (process {each.process})' for each in left)}")
+    print("cluster: stopped")
     return 0
 
 
@@ -161,7 +167,7 @@ def _status(options: argparse.Namespace) -> int:
     print(f"head: {head.host} at {head.ray_address}")
     for member in folder.members():
         gone = is_here(member.host) and running(member) is None
-        state = "gone" if gone else f"process {member.process}"
+        state = "dead" if gone else f"process {member.process}"
         print(f"  {member.number}  {member.host}  {member.address}  {state}")
     for why in folder.failures():
         print(f"  {why}")

@@ -1,12 +1,13 @@
-"""The hosts of a cluster: the folder they share, their addresses and ports, and how to reach them by ssh.
+"""The hosts of a cluster: their shared folder, their addresses and ports, and ssh.
 
-token               the cluster's secret, mode 0600
-head.json           where the head listens; written once it does
-members/NUMBER.json a host's processes, while they run
-members/NUMBER.failed  why a host could not take part
-save                the command is asked to save and end
-ended               the cluster is over: members go
-NUMBER.log          what Ray's processes of that host print
+Files in the shared folder:
+token                  the cluster's secret, mode 0600
+head.json              address of the head, written when it listens
+members/NUMBER.json    a host's process, while it runs
+members/NUMBER.failed  why a host could not join
+save                   asks the command to save and end
+ended                  asks all hosts to stop
+NUMBER.log             output of a host's Ray processes
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers.processes import LOOPBACK
 
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0, Ray believes in a loopback address, on any system; else it puts the machine's own in its place."""
-OF_ANOTHER_RAY = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", LOOPBACK_ALONE)
-"""Variables of a Ray on this host alone (``workers/__init__.py``), which a cluster's processes must not see."""
+"""With 0, Ray keeps a loopback address on any system. Otherwise it replaces it with the machine's own address."""
+LOCAL_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", LOOPBACK_ALONE)
+"""Variables of a local Ray (``workers/__init__.py``), which a cluster's processes must not inherit."""
 
 
 @dataclass(frozen=True)
 class HeadAddress:
-    """Where the head listens, and which Ray session is the cluster's."""
+    """The address of the head, and its host name."""
 
     address: str
     port: int
@@ -47,14 +48,16 @@ class HeadAddress:
 
     @property
     def ray_address(self) -> str:
-        """What RAY_ADDRESS is set to."""
+        """The value for RAY_ADDRESS."""
         return f"{self.address}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Member:
-    """A host's part of the cluster. ``created``: start time of ``process``, so that its number is never another's.
-    ``ready``: its Ray has started."""
+    """A host of the cluster.
+
+    ``created``: start time of ``process``, in case its pid is reused. ``ready``: its Ray has started.
+    """
 
     number: int
     host: str
@@ -65,25 +68,25 @@ class Member:
 
 
 class ClusterFolder:
-    """The files of one cluster."""
+    """The shared folder of one cluster."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def make(cls, path: Path) -> ClusterFolder:
-        """Make the folder with a fresh token. Raises LaunchError when a cluster is there that did not end."""
+        """Create the folder with a new token. Raises LaunchError if a running cluster uses it."""
         folder = cls(path)
         try:
             (path / "members").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"{path}: cannot be made ({error.strerror}); give a folder of yours with --dir"
+                f"{path}: cannot be created ({error.strerror}); give a writable folder with --dir"
             ) from error
         if folder.head() is not None and not folder.ended:
             raise LaunchError(
-                f"{path}: a cluster is there already ({folder.head()}); end it with 'launch/ray_cluster.sh down --dir "
-                f"{path}', or give this one another folder with --dir"
+                f"{path}: a cluster already uses this folder ({folder.head()}); stop it with 'launch/ray_cluster.sh "
+                f"down --dir {path}', or give another folder with --dir"
             )
         folder.clear()
         token = os.open(path / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -92,7 +95,7 @@ class ClusterFolder:
         return folder
 
     def clear(self) -> None:
-        """Remove what an earlier cluster left here."""
+        """Remove the files of an earlier cluster."""
         for name in ("token", "head.json", "save", "ended"):
             (self.path / name).unlink(missing_ok=True)
         for file in self._members("*"):
@@ -101,65 +104,67 @@ class ClusterFolder:
     def _members(self, pattern: str) -> list[Path]:
         return sorted((self.path / "members").glob(pattern))
 
-    # ------------------------------------------------------------------ what is written
+    # ------------------------------------------------------------------ writing
     def announce(self, head: HeadAddress) -> None:
-        """Tell the other hosts where the head is."""
-        write_whole(self.path / "head.json", asdict(head))
+        """Publish the address of the head."""
+        write_json_atomically(self.path / "head.json", asdict(head))
 
     def join(self, member: Member) -> None:
-        """Record a host's processes."""
-        write_whole(self.path / "members" / f"{member.number}.json", asdict(member))
+        """Record a host's process."""
+        write_json_atomically(self.path / "members" / f"{member.number}.json", asdict(member))
 
     def leave(self, number: int) -> None:
-        """Take the record of a host back: its processes have ended."""
+        """Remove the record of a host whose processes have ended."""
         (self.path / "members" / f"{number}.json").unlink(missing_ok=True)
 
     def fail(self, number: int, why: str) -> None:
-        """Tell the others why a host cannot take part."""
-        write_whole(self.path / "members" / f"{number}.failed", {"why": why})
+        """Record why a host cannot join."""
+        write_json_atomically(self.path / "members" / f"{number}.failed", {"why": why})
 
     def end(self) -> None:
-        """Ask every member to go."""
+        """Ask every host to stop."""
         (self.path / "ended").touch()
 
-    # ------------------------------------------------------------------ what is read
+    # ------------------------------------------------------------------ reading
     @property
     def asked_to_save(self) -> bool:
-        """Whether the command is asked to save and end; SLURM's own signals would reach Ray's processes too."""
+        """Whether the command must save and end. A signal from SLURM would reach Ray's processes too."""
         return (self.path / "save").exists()
 
     @property
     def ended(self) -> bool:
-        """Whether members are asked to go."""
+        """Whether all hosts must stop."""
         return (self.path / "ended").exists()
 
     def head(self) -> HeadAddress | None:
-        """Return where the head is, None before it listens."""
+        """Return the address of the head, None before it listens."""
         try:
             return HeadAddress(**json.loads((self.path / "head.json").read_text()))
         except FileNotFoundError:
             return None
 
     def members(self) -> list[Member]:
-        """List the hosts that take part or are about to, in order."""
+        """List the hosts that have joined or are joining, by number."""
         found = [Member(**json.loads(file.read_text())) for file in self._members("*.json")]
         return sorted(found, key=lambda member: member.number)
 
     def ready(self) -> list[Member]:
-        """List the hosts whose Ray has started, in order."""
+        """List the hosts whose Ray has started, by number."""
         return [member for member in self.members() if member.ready]
 
     def failures(self) -> list[str]:
-        """List why hosts could not take part."""
+        """List why hosts could not join."""
         return [json.loads(file.read_text())["why"] for file in self._members("*.failed")]
 
     def log(self, number: int) -> Path:
-        """Return the file of what Ray's processes of a host print."""
+        """Return the log file of a host's Ray processes."""
         return self.path / f"{number}.log"
 
     def variables(self) -> dict[str, str]:
-        """Return the variables with which a process finds the cluster and shows its token. RAY_AUTH_TOKEN, which Ray
-        would heed first, must not be set beside them."""
+        """Return the environment variables for a process that connects to the cluster with its token.
+
+        RAY_AUTH_TOKEN must not be set as well: Ray would prefer it.
+        """
         head = self.head()
         found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.path / "token")}
         if head is not None:
@@ -170,11 +175,13 @@ class ClusterFolder:
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment with :meth:`variables`."""
-        return {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_RAY} | self.variables()
+        return {
+            name: value for name, value in os.environ.items() if name not in LOCAL_RAY_VARIABLES
+        } | self.variables()
 
 
-def write_whole(file: Path, content: dict[str, Any]) -> None:
-    """Write JSON so that a reader on any host sees all of it or nothing."""
+def write_json_atomically(file: Path, content: dict[str, Any]) -> None:
+    """Write JSON atomically, also for readers on other hosts."""
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as part:
         json.dump(content, part)
         part.flush()
@@ -183,7 +190,7 @@ def write_whole(file: Path, content: dict[str, Any]) -> None:
 
 
 FIRST_PORT, WINDOW, WINDOWS = 10000, 1000, 22
-"""Ports of a cluster are a window of its own below 32768, where Linux begins to give ports to clients."""
+"""Each cluster uses a window of 1000 ports below 32768, where Linux's range for clients starts."""
 
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -191,14 +198,13 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of a cluster, the same on every host: ``first`` is the head's, the next nine are Ray's helpers', and the
-    other 990 the workers'."""
+    """Ports of a cluster, the same on every host: ``first`` for the head, 9 for Ray's services, 990 for workers."""
 
     first: int
 
     @classmethod
     def of_job(cls, job: int) -> Ports:
-        """Return the window of a SLURM job: jobs that share a host do not meet, unless 22 job numbers lie between."""
+        """Return the window of a SLURM job. Jobs whose ids differ by a multiple of 22 have the same window."""
         return cls(FIRST_PORT + job % WINDOWS * WINDOW)
 
     def options(self, *, head: bool) -> list[str]:
@@ -209,7 +215,7 @@ class Ports:
             "dashboard-agent-grpc-port",
             "dashboard-agent-listen-port",
         ]
-        # the client server runs on the head alone, but every node refuses ports that meet its default, 10001
+        # only the head runs the client server, but every node rejects ports that overlap its default, 10001
         names += ["runtime-env-agent-port", "metrics-export-port", "ray-client-server-port"]
         names += ["dashboard-port"] if head else []
         ports = [f"--{name}={self.first + 1 + number}" for number, name in enumerate(names)]
@@ -217,7 +223,7 @@ class Ports:
         return ports + workers + ([f"--port={self.first}"] if head else [])
 
     def require_free(self, address: str) -> None:
-        """Raise LaunchError when somebody listens on a port that Ray needs on ``address``."""
+        """Raise LaunchError if a port that Ray needs on ``address`` is in use."""
         for port in range(self.first, self.first + 10):
             with socket.socket() as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -225,15 +231,15 @@ class Ports:
                     listener.bind((address, port))
                 except OSError as error:
                     raise LaunchError(
-                        f"{socket.gethostname()}: port {port} of {address} is in use ({error.strerror}), by a Ray "
-                        f"perhaps (ss -ltnp 'sport = :{port}'); end it, or give this cluster other ports with --port"
+                        f"{socket.gethostname()}: port {port} of {address} is in use ({error.strerror}), perhaps by "
+                        f"another Ray (ss -ltnp 'sport = :{port}'); end it, or give other ports with --port"
                     ) from error
 
 
 def address_of(interface: str | None) -> str:
-    """Return this host's IPv4 address: that of ``interface``, else the one its own name stands for.
+    """Return this host's IPv4 address: that of ``interface``, else the one that its host name resolves to.
 
-    Raises LaunchError when there is none that other hosts can reach.
+    Raises LaunchError if other hosts cannot reach it.
     """
     host = socket.gethostname()
     known: dict[str, str] = {
@@ -244,7 +250,9 @@ def address_of(interface: str | None) -> str:
     }
     if interface is not None:
         if interface not in known:
-            raise LaunchError(f"{host}: no interface {interface} with an IPv4 address; there are {_listed(known)}")
+            raise LaunchError(
+                f"{host}: no interface {interface} with an IPv4 address; choose one with --interface: {_listed(known)}"
+            )
         return known[interface]
     try:
         address = socket.gethostbyname(host)
@@ -252,14 +260,14 @@ def address_of(interface: str | None) -> str:
         address = "127.0.0.1"
     if address.startswith("127."):
         raise LaunchError(
-            f"{host}: the host's name stands for {address}, which other hosts cannot reach; choose an interface with "
+            f"{host}: the host name resolves to {address}, which other hosts cannot reach; choose an interface with "
             f"--interface: {_listed(known)}"
         )
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has ``address``, which gloo and NCCL are to use."""
+    """Return the interface that has ``address``, for gloo and NCCL."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return str(name)
@@ -267,13 +275,13 @@ def interface_of(address: str) -> str | None:
 
 
 def require_rails(names: Sequence[str], listed: Path = INFINIBAND) -> None:
-    """Raise LaunchError for an InfiniBand device (``mlx5_0``, or a port of it, ``mlx5_0:1``) that this host lacks."""
+    """Raise LaunchError if this host lacks an InfiniBand device (``mlx5_0``, or with its port, ``mlx5_0:1``)."""
     there = sorted(each.name for each in listed.iterdir()) if listed.is_dir() else []
     for name in names:
         if name.partition(":")[0] not in there:
             raise LaunchError(
-                f"{socket.gethostname()}: no InfiniBand device {name}; there are {', '.join(there) or 'none'}: choose "
-                "among them with --rails"
+                f"{socket.gethostname()}: no InfiniBand device {name}; choose with --rails from: "
+                f"{', '.join(there) or 'none'}"
             )
 
 
@@ -286,26 +294,26 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def read_hosts(file: Path) -> list[str]:
-    """Return the hosts of a file: one a line, ``#`` begins a comment. Raises LaunchError when there are none."""
+    """Return the hosts of a file: one per line, ``#`` starts a comment. Raises LaunchError if there are none."""
     try:
         lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
     except OSError as error:
-        raise LaunchError(f"--hosts {file}: {error.strerror}; give a file with a host name a line") from error
+        raise LaunchError(f"--hosts {file}: {error.strerror}; give a file with one host name per line") from error
     hosts = [line for line in lines if line]
     if not hosts:
-        raise LaunchError(f"--hosts {file}: names no host; write one a line")
+        raise LaunchError(f"--hosts {file}: the file contains no host; write one per line")
     if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
-        raise LaunchError(f"--hosts {file}: {', '.join(twice)} is named twice; a host has one Ray")
+        raise LaunchError(f"--hosts {file}: {', '.join(twice)} is listed more than once; list each host once")
     return hosts
 
 
 def is_here(host: str) -> bool:
-    """Return whether ``host`` is this one."""
+    """Return whether ``host`` is this host."""
     return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0])
 
 
 def on_host(host: str, command: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` on ``host``, from this folder, in this checkout."""
+    """Return the command line that runs ``command`` on ``host`` in the current working directory."""
     if is_here(host):
         return list(command)
     words = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
@@ -313,7 +321,7 @@ def on_host(host: str, command: Sequence[str]) -> list[str]:
 
 
 def start_member(host: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a host's part in the background; it outlives this process. ``log``: what it prints."""
+    """Start a host of the cluster in the background. It outlives this process and prints to ``log``."""
     command = [str(REPOSITORY / "launch/ray_cluster.sh"), "member", *arguments]
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -322,13 +330,13 @@ def start_member(host: str, arguments: Sequence[str], log: Path) -> subprocess.P
 
 
 def end_cluster(folder: ClusterFolder, within_s: float = 60.0) -> list[Member]:
-    """Ask every member to end its processes; those on this host that do not are killed. Returns who is left."""
+    """Ask every host to stop. After the deadline, kill processes on this host. Return the remaining members."""
     folder.end()
     ends = time.monotonic() + within_s
     while folder.members() and time.monotonic() < ends:
         for member in folder.members():
             if is_here(member.host) and running(member) is None:
-                folder.leave(member.number)  # it was killed: Ray's processes ended with it
+                folder.leave(member.number)  # it was killed, and Ray's processes ended with it
         time.sleep(0.3)
     for member in folder.members():
         if is_here(member.host) and (process := running(member)):
@@ -340,7 +348,7 @@ def end_cluster(folder: ClusterFolder, within_s: float = 60.0) -> list[Member]:
 
 
 def await_end(started: Sequence[subprocess.Popen[bytes]], within_s: float = 60.0) -> None:
-    """Wait for hosts' parts that had not joined yet: they find the cluster ended, and go. Kill those that do not."""
+    """Wait until started hosts that have not joined see ``ended`` and stop. Kill them at the deadline."""
     ends = time.monotonic() + within_s
     for process in started:
         try:
@@ -351,7 +359,7 @@ def await_end(started: Sequence[subprocess.Popen[bytes]], within_s: float = 60.0
 
 
 def running(member: Member) -> psutil.Process | None:
-    """Return the process of a member of this host, None when it has ended; its number may be another's by then."""
+    """Return the process of a member on this host, None if it has ended (also if its pid was reused)."""
     try:
         process = psutil.Process(member.process)
         return process if abs(process.create_time() - member.created) < 1.0 else None
@@ -362,4 +370,4 @@ def running(member: Member) -> psutil.Process | None:
 def last_line(log: Path) -> str:
     """Return the last line of a log."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else f"nothing was printed ({sys.executable})"
+    return lines[-1] if lines else f"no output ({sys.executable})"

@@ -1,4 +1,4 @@
-"""What works on this machine: ``launch/doctor.sh``."""
+"""Check whether this machine can run a training: ``launch/doctor.sh``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["ok", "--", "warn", "FAIL"]
-"""``--``: not there and not needed. ``warn``: a run starts and is worse for it. ``FAIL``: it could not start."""
+"""``--``: missing but not required. ``warn``: a run starts, but works less well. ``FAIL``: a run cannot start."""
 NAME_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, how it is, and what to do about it."""
+    """The result of one check: its name, its state, what was found, and how to fix it."""
 
     name: str
     state: State

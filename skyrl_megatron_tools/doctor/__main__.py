@@ -1,4 +1,4 @@
-"""``launch/doctor.sh``: one screen of what works on this machine. Each finding says how to fix it."""
+"""``launch/doctor.sh``: check what a run needs from this machine. Each problem is printed with its fix."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from skyrl_megatron_tools.doctor.self_test import self_test
 from skyrl_megatron_tools.doctor.software import Imported, import_all, packages, software
 
 EPILOG = """\
-ok: works · --: not there and not needed · warn: a run starts and is worse for it · FAIL: a run could not start
-Exit code 1 when anything says FAIL. On a machine with GPUs a run on them is judged, and a self-test of about a minute
-follows: an all-reduce, a layer against fp32, weights from one process to another, an engine that samples."""
+ok: works · --: missing but not required · warn: a run starts, but works less well · FAIL: a run cannot start
+The exit code is 1 if any check is FAIL. On a machine with GPUs, the checks are those of a GPU run, and a self-test of
+about a minute follows: an all-reduce, a layer compared with fp32, a weight sync between two processes, and an engine
+that samples."""
 
 
 def findings(cfg: SkyRLTrainConfig, *, gpu: bool, test: bool) -> Iterator[Finding]:
-    """Look at everything a run of ``cfg`` needs from this machine, GPU or CPU, and yield what is found as it is."""
+    """Check everything that a run of ``cfg`` needs from this machine, and yield each finding immediately."""
     imported = import_all(packages(gpu=gpu))
     yield from software(imported, gpu=gpu)
     devices = imported["torch"].facts.get("devices", [])
@@ -57,7 +58,7 @@ def findings(cfg: SkyRLTrainConfig, *, gpu: bool, test: bool) -> Iterator[Findin
 def attention(
     imported: dict[str, Imported], devices: Sequence[object], *, deterministic: bool = False
 ) -> Iterator[Finding]:
-    """Name the attention kernels that Transformer Engine would choose here, of a deterministic run or another."""
+    """Report the attention kernels that Transformer Engine chooses here."""
     if not (imported["Transformer Engine"].works and devices):
         return
     from skyrl_megatron.runtime.model.attention_kernels import CASES, attention_kernels
@@ -67,12 +68,12 @@ def attention(
         if kernels:
             yield Finding("attention", "ok", f"{name}: {kernels[0]}")
         else:
-            fix = "a GPU of compute capability 8.0 or later, cuDNN as locked (launch/setup.sh gpu)"
+            fix = "use a GPU of compute capability 8.0 or later, and the locked cuDNN version (launch/setup.sh gpu)"
             yield Finding("attention", "FAIL", f"{name}: Transformer Engine has no kernel", fix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the screen. Exit code 0, 1 when a run could not start, 2 for a wrong argument."""
+    """Print all findings. Return the exit code: 0, 1 if a run cannot start, 2 for a wrong argument."""
     parser = argparse.ArgumentParser(
         prog="launch/doctor.sh",
         description=__doc__,
@@ -80,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--cpu", action="store_true", help="judge a CPU run, GPUs or not")
-    kind.add_argument("--gpu", action="store_true", help="judge a GPU run, also where no GPU is seen")
+    kind.add_argument("--cpu", action="store_true", help="check for a CPU run, even if there are GPUs")
+    kind.add_argument("--gpu", action="store_true", help="check for a GPU run, even if no GPU is visible")
     tests = parser.add_mutually_exclusive_group()
-    tests.add_argument("--self-test", action="store_true", help="also on CPU, where gloo and our own layers are used")
-    tests.add_argument("--no-self-test", action="store_true", help="look at things and run nothing")
-    parser.add_argument("--config", help="YAML file of the run: its checkpoint folder and ports are looked at")
+    tests.add_argument("--self-test", action="store_true", help="run the self-test also for a CPU run")
+    tests.add_argument("--no-self-test", action="store_true", help="skip the self-test")
+    parser.add_argument("--config", help="YAML file of the run, for its checkpoint folder and ports")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run")
     args = parser.parse_args(argv)
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(finding, flush=True)
             failed += finding.state == "FAIL"
         if failed:
-            print(f"{failed} thing(s) to mend before a run can start", flush=True)
+            print(f"{failed} problem(s) to fix before a run can start", flush=True)
         return 1 if failed else 0
 
     return run_command(work)

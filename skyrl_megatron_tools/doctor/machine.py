@@ -14,18 +14,18 @@ from typing import Any
 
 from skyrl_megatron.config.hardware import UNLOCK, lockable_bytes, rdma_cards
 from skyrl_megatron.errors import LaunchError
-from skyrl_megatron.preflight.machine_checks import LEAST_LOCKED
+from skyrl_megatron.preflight.machine_checks import MIN_LOCKED_BYTES
 from skyrl_megatron.workers.processes import LOOPBACK, free_port
 from skyrl_megatron_tools.doctor import Finding
 
 LARGEST_SKEW_S = 1.0
-"""Logs of several nodes are read by time, and tokens of file systems and registries expire by it."""
-ASKED = 5
+"""Logs of several nodes are merged by time, and access tokens expire by the local clock."""
+CLOCK_SAMPLES = 5
 ANSWER_S = 60.0
 
 
 def cluster() -> Iterator[Finding]:
-    """Join the cluster that RAY_ADDRESS names, judge its nodes, and leave it, unless it was joined before."""
+    """Join the Ray cluster at RAY_ADDRESS and check its nodes. Leave it again, unless it was joined before."""
     import ray
 
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -43,14 +43,14 @@ def cluster() -> Iterator[Finding]:
         yield gpus_of_nodes({node["NodeManagerAddress"]: int(node["Resources"].get("GPU", 0)) for node in nodes})
         yield clocks({node["NodeManagerAddress"]: _skew(node["NodeID"]) for node in nodes})
     except (ray.exceptions.RayError, TimeoutError) as error:
-        yield Finding("Ray cluster", "FAIL", str(error).splitlines()[0], "look at ray status")
+        yield Finding("Ray cluster", "FAIL", str(error).splitlines()[0], "run ray status")
     finally:
         if not joined_before:
             ray.shutdown()
 
 
 def _skew(node: str) -> tuple[float, float]:
-    """Return (seconds that a node's clock is ahead of this one's, uncertainty), from the quickest of a few answers."""
+    """Return (seconds that a node's clock is ahead of the local one, uncertainty), from the fastest call."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -58,11 +58,11 @@ def _skew(node: str) -> tuple[float, float]:
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
     )
     answers = []
-    for _ in range(ASKED):
-        asked = time.time()
-        theirs = ray.get(clock.remote(), timeout=ANSWER_S)
-        answered = time.time()
-        answers.append(((answered - asked) / 2, theirs - (asked + answered) / 2))
+    for _ in range(CLOCK_SAMPLES):
+        sent = time.time()
+        remote = ray.get(clock.remote(), timeout=ANSWER_S)
+        received = time.time()
+        answers.append(((received - sent) / 2, remote - (sent + received) / 2))
     uncertainty, ahead = min(answers)
     return ahead, uncertainty
 
@@ -72,20 +72,20 @@ def _now() -> float:
 
 
 def gpus_of_nodes(counts: Mapping[str, int]) -> Finding:
-    """Judge whether all nodes with GPUs have the same number of them."""
+    """Check that all nodes with GPUs have the same number of GPUs."""
     with_gpus = {address: count for address, count in counts.items() if count}
     text = f"{len(counts)} nodes, GPUs: " + (", ".join(f"{a} {c}" for a, c in with_gpus.items()) or "none")
     if len(set(with_gpus.values())) > 1:
-        fix = "start Ray with the smallest node's --num-gpus, or without the others: ranks fill whole nodes"
+        fix = "start Ray on every node with the --num-gpus of the smallest one, or leave nodes out: ranks fill nodes"
         return Finding("Ray cluster", "warn", text, fix)
     return Finding("Ray cluster", "ok", text)
 
 
 def clocks(skews: Mapping[str, tuple[float, float]]) -> Finding:
-    """Judge the clocks of nodes: seconds ahead of this machine's, with the uncertainty of the measurement."""
+    """Check the clocks of the nodes. ``skews``: address → (seconds ahead of the local clock, uncertainty)."""
     worst = max(skews, key=lambda address: abs(skews[address][0]))
     ahead, uncertainty = skews[worst]
-    text = f"at most {abs(ahead):.3f} s apart, of {worst} (± {uncertainty:.3f} s)"
+    text = f"differ by at most {abs(ahead):.3f} s, at {worst} (± {uncertainty:.3f} s)"
     if abs(ahead) - uncertainty > LARGEST_SKEW_S:
         return Finding("clocks", "warn", text, "run chrony or systemd-timesyncd on every node")
     return Finding("clocks", "ok", text)
@@ -93,20 +93,20 @@ def clocks(skews: Mapping[str, tuple[float, float]]) -> Finding:
 
 SHARED_MEMORY = "/dev/shm"
 LEAST_SHARED = {False: 1 << 30, True: 8 << 30}
-"""Bytes of shared memory that a CPU and a GPU run need: Ray's object store, NCCL and vLLM have theirs there."""
+"""GPU run or not → bytes of shared memory that it needs for Ray's object store, NCCL and vLLM."""
 WRITE_BYTES = 256 << 20
 SLOW_WRITE = 200e6
-"""Bytes a second below which checkpoints are slow: the 366 GB of a 30-billion model's optimizer take half an hour."""
+"""Bytes/s. At this speed the 366 GB optimizer state of a 30B model takes half an hour."""
 FEWEST_PORTS = 2000
 
 
 def gpus(devices: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Judge this node's GPUs (as ``torch_facts`` lists them) and how they are linked, as ``nvidia-smi`` says."""
+    """Check this node's GPUs (as ``torch_facts`` lists them) and the links between them."""
     kinds = sorted({device["name"] for device in devices})
     least = min(device["bytes"] for device in devices)
     text = f"{len(devices)} · {' and '.join(kinds)}, {least / 1e9:.0f} GB"
     if len(kinds) > 1:
-        fix = "choose those of one kind with CUDA_VISIBLE_DEVICES: ranks wait for the slowest"
+        fix = "set CUDA_VISIBLE_DEVICES to GPUs of one type: ranks wait for the slowest GPU"
         yield Finding("GPUs", "warn", text, fix)
     elif min(tuple(device["capability"]) for device in devices) < (8, 0):
         yield Finding(
@@ -119,16 +119,14 @@ def gpus(devices: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def links(count: int) -> Finding:
-    """Judge how ``count`` GPUs are linked: by NVLink, or over PCIe and the processors' bus."""
+    """Check with ``nvidia-smi topo -m`` whether NVLink connects all ``count`` GPUs."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Finding("GPU links", "warn", "not known: there is no nvidia-smi", "install the driver's tools")
+        return Finding("GPU links", "warn", "unknown: nvidia-smi is missing", "install the tools of the NVIDIA driver")
     try:
         run = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
-        return Finding(
-            "GPU links", "warn", "nvidia-smi topo -m does not return", "look at dmesg: a GPU may have failed"
-        )
+        return Finding("GPU links", "warn", "nvidia-smi topo -m does not return", "check dmesg: a GPU may have failed")
     kinds = set()
     for line in run.stdout.splitlines():
         row = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
@@ -136,22 +134,24 @@ def links(count: int) -> Finding:
         if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in cells:  # the header has no X
             kinds |= {cell for cell in cells if cell != "X"}
     if not kinds:
-        return Finding("GPU links", "warn", "not known: nvidia-smi topo -m shows none", "look at nvidia-smi topo -m")
+        return Finding("GPU links", "warn", "unknown: nvidia-smi topo -m lists no links", "run nvidia-smi topo -m")
     if all(kind.startswith("NV") for kind in kinds):
         return Finding("GPU links", "ok", f"NVLink between all ({', '.join(sorted(kinds))})")
-    fix = "keep tensor_model_parallel_size and expert_model_parallel_size within GPUs that NVLink joins"
-    return Finding("GPU links", "warn", f"not all by NVLink: {', '.join(sorted(kinds))} (nvidia-smi topo -m)", fix)
+    fix = "keep tensor_model_parallel_size and expert_model_parallel_size within GPUs that NVLink connects"
+    return Finding("GPU links", "warn", f"not all NVLink: {', '.join(sorted(kinds))} (nvidia-smi topo -m)", fix)
 
 
 def shared_memory(*, gpu: bool) -> Finding:
-    """Judge the free space of :data:`SHARED_MEMORY`."""
+    """Check the free space in :data:`SHARED_MEMORY`."""
     try:
         state = os.statvfs(SHARED_MEMORY)
     except OSError as error:
-        return Finding("shared memory", "FAIL", f"{SHARED_MEMORY}: {error.strerror}", "mount a tmpfs there")
+        return Finding(
+            "shared memory", "FAIL", f"{SHARED_MEMORY}: {error.strerror}", f"mount a tmpfs at {SHARED_MEMORY}"
+        )
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
     text = f"{SHARED_MEMORY}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-    fix = "docker run --shm-size=64g (or --ipc=host), mount -o remount,size=64g /dev/shm; old files there can go"
+    fix = "docker run --shm-size=64g (or --ipc=host), or mount -o remount,size=64g /dev/shm; remove old files there"
     if free < LEAST_SHARED[False]:
         return Finding("shared memory", "FAIL", text, fix)
     return (
@@ -167,30 +167,30 @@ def locked_memory(
     infiniband: Path = Path("/sys/class/infiniband"),
     status: Path = Path("/proc/self/status"),
 ) -> Finding:
-    """Judge the limit of locked memory for a run over ``nodes``: RDMA network cards register buffers under it."""
+    """Check the limit of locked memory for a run on ``nodes`` nodes. Buffers that RDMA network cards use count."""
     cards = rdma_cards(infiniband)
     if not cards:
-        return Finding("locked memory", "ok", "no RDMA network card needs any; CUDA's pinned memory is not limited")
+        return Finding("locked memory", "ok", "not needed: no RDMA network card (CUDA's pinned memory has no limit)")
     limit = lockable_bytes(infiniband, status)
     if limit is None:
-        return Finding("locked memory", "ok", f"nothing limits what NCCL registers with {', '.join(cards)}")
+        return Finding("locked memory", "ok", f"unlimited: NCCL registers its buffers with {', '.join(cards)}")
     text = f"at most {limit / 1e6:.0f} MB: NCCL registers its buffers with {', '.join(cards)}"
-    too_small = limit < LEAST_LOCKED
+    too_small = limit < MIN_LOCKED_BYTES
     return Finding("locked memory", "FAIL" if too_small and nodes > 1 else "warn", text, UNLOCK)
 
 
 def ports(http_port: int = 0) -> Finding:
-    """Look for a free port, for enough of them, and for that of the HTTP endpoint (0: any)."""
+    """Check that ports are free, that there are enough, and that the HTTP endpoint's port is free (0: any port)."""
     try:
         free_port(LOOPBACK)
         free_port(socket_host())
     except LaunchError as error:
         return Finding("ports", "FAIL", str(error), "see above")
     if http_port:
-        from skyrl_megatron.inference.http_endpoint import ENDPOINT_PORT, bound
+        from skyrl_megatron.inference.http_endpoint import ENDPOINT_PORT, listening_socket
 
         try:
-            bound(LOOPBACK, http_port, ENDPOINT_PORT).close()
+            listening_socket(LOOPBACK, http_port, ENDPOINT_PORT).close()
         except LaunchError as error:
             return Finding("ports", "FAIL", *str(error).rsplit("; ", 1))
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -202,7 +202,7 @@ def ports(http_port: int = 0) -> Finding:
 
 
 def socket_host() -> str:
-    """Return the address that this machine's name stands for, else loopback."""
+    """Return the address that this machine's host name resolves to, else loopback."""
     import socket
 
     try:
@@ -212,27 +212,27 @@ def socket_host() -> str:
 
 
 def ray_token(environment: Mapping[str, str], home: Path) -> Finding:
-    """Judge how the Ray that a run starts or joins is protected."""
+    """Check that the Ray cluster that a run starts or joins requires a token."""
     address = environment.get("RAY_ADDRESS")
     if not address:
-        return Finding("Ray token", "ok", "Ray will be started here, on loopback, with a token of its own")
+        return Finding("Ray token", "ok", "a run starts Ray on loopback, with a new token")
     if environment.get("RAY_AUTH_MODE") != "token":
-        text = f"RAY_ADDRESS={address} is joined without one: whoever reaches its ports can run code"
-        return Finding("Ray token", "warn", text, "RAY_AUTH_MODE=token with the same RAY_AUTH_TOKEN on all nodes")
+        text = f"none for RAY_ADDRESS={address}: anyone who reaches its ports can run code"
+        return Finding("Ray token", "warn", text, "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on all nodes")
     given = environment.get("RAY_AUTH_TOKEN")
     path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
     if given or path.is_file():
         return Finding("Ray token", "ok", "in RAY_AUTH_TOKEN" if given else f"in {path}")
-    text = f"RAY_AUTH_MODE=token, and neither RAY_AUTH_TOKEN nor {path}"
-    return Finding("Ray token", "FAIL", text, "give the cluster's token in RAY_AUTH_TOKEN")
+    text = f"RAY_AUTH_MODE=token is set, but neither RAY_AUTH_TOKEN nor {path} exists"
+    return Finding("Ray token", "FAIL", text, "set RAY_AUTH_TOKEN to the cluster's token")
 
 
 def checkpoint_folder(folder: Path, *, gpu: bool, size: int = WRITE_BYTES) -> Finding:
-    """Write ``size`` bytes into ``folder``, or where it would be made, and judge space and, of a GPU run, speed."""
+    """Write ``size`` bytes into ``folder``, or into its nearest existing parent, and check space and speed."""
     where = folder.expanduser().absolute()
     while not where.exists() and where != where.parent:
         where = where.parent
-    fix = "trainer.ckpt_path=… on a large, fast file system that all nodes share"
+    fix = "set trainer.ckpt_path to a folder on a large, fast file system that all nodes share"
     block = os.urandom(1 << 22)
     started = time.perf_counter()
     try:

@@ -1,9 +1,9 @@
-"""The self-test: each part of a run does something small, and its result is compared with the right one.
+"""The self-test: small checks of the parts of a run, each compared with a known result.
 
-    python -m skyrl_megatron.entrypoints.doctor.self_test RUNG
+    python -m skyrl_megatron_tools.doctor.self_test NAME
 
-runs one of :data:`RUNGS` in this process; the doctor gives each a process and a deadline. On CPU the same bodies run
-over gloo, with our layers.
+runs one of :data:`CHECKS` in this process. The doctor runs each in a subprocess with a deadline. On CPU, the same
+checks run over gloo and with the local layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONFIG = {
     "intermediate_size": 512,
     "moe_intermediate_size": 128,
     "num_experts": 4,
-    "num_experts_per_tok": 4,  # all: rounding then changes no choice of experts
+    "num_experts_per_tok": 4,  # all experts, so that rounding cannot change the routing
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -57,11 +57,11 @@ CONFIG = {
 }
 LENGTHS = (37, 64, 27)
 LARGEST_ERROR = 0.03
-"""Relative, in the Euclidean norm; bf16 has 8 bits, and comes to 0.01."""
+"""Relative error in the Euclidean norm. bf16 has 8 bits; 0.01 is usual."""
 
 
 def layer() -> str:
-    """Compare logits and the gradient of every weight."""
+    """Compare logits and all gradients of one bf16 layer with those of an fp32 layer."""
     import torch
     import torch.distributed as dist
 
@@ -87,13 +87,13 @@ def layer() -> str:
     dist.destroy_process_group()
     if not errors[worst] <= LARGEST_ERROR:  # NaN too
         raise RuntimeError(
-            f"{tested.layer_kind}: {worst} is {errors[worst]:.2g} off in bf16, at most {LARGEST_ERROR} is usual"
+            f"{tested.layer_kind}: the relative error of {worst} in bf16 is {errors[worst]:.2g}, above {LARGEST_ERROR}"
         )
     return f"{tested.layer_kind}, forward and backward within {errors[worst]:.1%} of fp32"
 
 
 def _same_weights(exact: ModelChunks, tested: ModelChunks, groups: ProcessGroups) -> None:
-    """Give both models the same weights, of which bf16 loses nothing."""
+    """Give both models the same weights, which bf16 represents exactly."""
     import torch
 
     from skyrl_megatron.runtime.model.local_weights import local_weights
@@ -109,7 +109,7 @@ def _same_weights(exact: ModelChunks, tested: ModelChunks, groups: ProcessGroups
 
 
 def _step(model: ModelChunks, groups: ProcessGroups) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (logits, gradient by name) of a sum of logits with fixed factors."""
+    """Return the logits, and the gradients of a weighted sum of the logits by weight name."""
     import torch
 
     from skyrl_megatron.runtime.model.local_weights import local_weights
@@ -146,7 +146,7 @@ TOKENS = 20
 
 # ---------------------------------------------------------------------- all-reduce
 def all_reduce() -> str:
-    """Add up over all GPUs of this node, over two processes on CPU."""
+    """All-reduce over all GPUs of this node, or over two processes on CPU."""
     import torch
 
     world = torch.cuda.device_count() if device.has_cuda() else 2
@@ -154,7 +154,7 @@ def all_reduce() -> str:
     with tempfile.TemporaryDirectory() as folder:
         spawn(_all_reduce_rank, (world, free_port(), folder), nprocs=world)
         speed = float((Path(folder) / "speed").read_text())
-    return f"{world} ranks, {speed / 1e9:.1f} GB/s each way"
+    return f"{world} ranks, {speed / 1e9:.1f} GB/s per direction"
 
 
 def _all_reduce_rank(rank: int, world: int, port: int, folder: str) -> None:
@@ -185,7 +185,7 @@ def _all_reduce_rank(rank: int, world: int, port: int, folder: str) -> None:
 
 # ---------------------------------------------------------------------- weights
 class Tensors:
-    """Weights to send: what a rank has whole."""
+    """A source of weights to send: one rank has every tensor in full."""
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -196,14 +196,14 @@ class Tensors:
         self.tensors = {name: tensor.to(device.device(), torch.bfloat16) for name, tensor in made.items()}
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """List what is sent."""
+        """List the tensors to send."""
         from skyrl_megatron.weight_sync.buckets import TensorMeta
         from skyrl_megatron.weight_sync.tensors import dtype_name
 
         return [TensorMeta(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
     def shards(self) -> Sequence[TensorShard]:
-        """Return each tensor whole."""
+        """Return each tensor as one shard."""
         from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, as_rows
 
         rows = [as_rows(name, tensor) for name, tensor in self.tensors.items()]
@@ -212,19 +212,19 @@ class Tensors:
             for meta, local in zip(self.metadata(), rows, strict=True)
         ]
 
-    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
-        """Return each tensor whole, and that it has one owner."""
+    def local_shards(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """Return each tensor as one shard, and its number of further owners."""
         shards = self.shards()
         return shards, [0] * len(shards)
 
-    def travels(self, adapter: str) -> bool:
+    def sends_adapter(self, adapter: str) -> bool:
         return True
 
     def refresh(self) -> None:
-        """Do nothing: what is sent does not change."""
+        """Do nothing: the tensors do not change."""
 
     def addresses(self) -> list[int]:
-        """Return where the tensors lie."""
+        """Return the memory addresses of the tensors."""
         return [tensor.data_ptr() for tensor in self.tensors.values()]
 
 
@@ -238,7 +238,7 @@ def transports() -> list[tuple[str, int]]:
 
 
 def weight_sync() -> str:
-    """Send weights from one process to another by every transport, twice, and compare each with what was sent."""
+    """Send weights twice to another process over each transport, and compare them with the original."""
     import torch
 
     spawn: Any = torch.multiprocessing.spawn
@@ -250,7 +250,7 @@ def weight_sync() -> str:
 
 
 def _sync_end(end: int, transport: str, receiver_gpu: int, port: int) -> None:
-    """Be the sender (0) or the receiver (1)."""
+    """Run the sender (``end`` 0) or the receiver (``end`` 1)."""
     import torch
 
     from skyrl_megatron.weight_sync.buckets import WeightReceiver
@@ -271,13 +271,13 @@ def _sync_end(end: int, transport: str, receiver_gpu: int, port: int) -> None:
     for _ in range(2):
         for name, tensor in receiver.tensors():
             if not torch.equal(tensor, source.tensors[name]):
-                raise RuntimeError(f"weight sync over {transport}: {name} is not what was sent")
+                raise RuntimeError(f"weight sync over {transport}: the received {name} differs from the sent one")
         receiver.finish()
     receiver.close()
 
 
 def _opened(open_transport: Callable[..., Any], name: str, port: int) -> Any:
-    """Join as soon as the sender listens."""
+    """Open the transport, with retries until the sender listens."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -319,38 +319,38 @@ def engine() -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokens = asyncio.run(sample(Path(folder)))
     if len(tokens) != TOKENS or not all(0 <= token < VOCAB_SIZE for token in tokens):
-        raise RuntimeError(f"engine: asked for {TOKENS} tokens below {VOCAB_SIZE}, got {tokens}")
+        raise RuntimeError(f"engine: expected {TOKENS} tokens below {VOCAB_SIZE}, got {tokens}")
     return f"{len(tokens)} tokens"
 
 
-BODIES: dict[str, Callable[[], str]] = {
+CHECKS: dict[str, Callable[[], str]] = {
     "all-reduce": all_reduce,
     "layer": layer,
     "weight sync": weight_sync,
     "engine": engine,
 }
-"""Rung → body."""
+"""Name → check. It returns what it measured, or raises."""
 
 
-RUNGS = {"all-reduce": 90.0, "layer": 90.0, "weight sync": 90.0, "engine": 300.0}
-"""Name → deadline in seconds. An engine's first start on a machine compiles kernels."""
+DEADLINES = {"all-reduce": 90.0, "layer": 90.0, "weight sync": 90.0, "engine": 300.0}
+"""Name → deadline in seconds. The first start of an engine on a machine compiles kernels."""
 ADVICE = {
-    "all-reduce": "NCCL_DEBUG=INFO launch/doctor.sh shows where it stops, NCCL_P2P_DISABLE=1 or "
-    "NCCL_IB_DISABLE=1 which link does not work",
-    "layer": "launch/setup.sh gpu builds Transformer Engine anew after removing .venv",
-    "weight sync": "docker run --ipc=host for CUDA IPC; NCCL_DEBUG=INFO for NCCL",
-    "engine": "read the lines above it; launch/setup.sh gpu on this machine",
+    "all-reduce": "find where it stops with NCCL_DEBUG=INFO launch/doctor.sh, and the broken link with "
+    "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1",
+    "layer": "rebuild Transformer Engine: remove .venv and run launch/setup.sh gpu",
+    "weight sync": "for CUDA IPC, docker run --ipc=host; for NCCL, look at the output with NCCL_DEBUG=INFO",
+    "engine": "read the lines above; run launch/setup.sh gpu on this machine",
 }
 
 
 def self_test(*, gpu: bool) -> Iterator[Finding]:
-    """Run every rung in a process of its own, one after the other."""
-    for name, deadline in RUNGS.items():
-        yield run_rung(name, deadline, gpu=gpu)
+    """Run each check in its own subprocess, one after another."""
+    for name, deadline in DEADLINES.items():
+        yield run_check(name, deadline, gpu=gpu)
 
 
-def run_rung(name: str, deadline_s: float, *, gpu: bool) -> Finding:
-    """Run one rung; what it leaves behind is ended with it."""
+def run_check(name: str, deadline_s: float, *, gpu: bool) -> Finding:
+    """Run one check in a subprocess, and kill all its processes afterwards."""
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, name]
     environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     started = time.monotonic()
@@ -362,12 +362,12 @@ def run_rung(name: str, deadline_s: float, *, gpu: bool) -> Finding:
     except subprocess.TimeoutExpired:
         _end(process.pid)
         process.communicate()
-        return Finding(name, "FAIL", f"not done within {deadline_s:g} s", ADVICE[name])
+        return Finding(name, "FAIL", f"did not finish within {deadline_s:g} s", ADVICE[name])
     _end(process.pid)
     if process.returncode:
         lines = [line for line in err.strip().splitlines() if line.strip() and not line.startswith(" ")]
-        said = lines[-1][:300] if lines else f"ended with code {process.returncode}"
-        return Finding(name, "FAIL", said, ADVICE[name])
+        reason = lines[-1][:300] if lines else f"exit code {process.returncode}"
+        return Finding(name, "FAIL", reason, ADVICE[name])
     result = out.strip().splitlines()[-1]
     return Finding(name, "ok", f"{result} ({time.monotonic() - started:.0f} s)")
 
@@ -378,8 +378,8 @@ def _end(group: int) -> None:
 
 
 def main(name: str) -> None:
-    """Run a rung and print what it measured; it raises where something is wrong."""
-    print(BODIES[name]())
+    """Run one check in this process and print what it measured. It raises if something is wrong."""
+    print(CHECKS[name]())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Check Python and packages: whether they import, each in a process of its own, and whether their versions match.
+"""Check Python and the packages: whether they import in a subprocess, and whether their versions match.
 
-    python -m skyrl_megatron.entrypoints.doctor.imports PACKAGE …
+    python -m skyrl_megatron_tools.doctor.software PACKAGE …
 
-prints ``> PACKAGE`` before each import and a JSON object after it.
+imports each package. It prints ``> PACKAGE`` before each import and a JSON object after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyrl_megatron_tools.doctor import Finding
 
 DEADLINE_S = 240.0
 TIMED_OUT = "did not return"
-"""How the error of a package begins whose import was ended."""
+"""Start of the error of a package whose import was killed at the deadline."""
 MODULES = {
     "torch": ("torch", "torch"),
     "megatron-core": ("megatron.core", "megatron-core"),
@@ -39,24 +39,25 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What became of an import."""
+    """The result of importing one package."""
 
     installed: bool = False
     version: str = ""
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of torch: see :func:`torch_facts`."""
+    """For torch only: see :func:`torch_facts`."""
 
     @property
     def works(self) -> bool:
-        """Whether it was imported."""
+        """Whether the import succeeded."""
         return self.installed and not self.error
 
 
 def import_all(names: Sequence[str], deadline_s: float = DEADLINE_S) -> dict[str, Imported]:
-    """Import each of ``names`` (keys of :data:`MODULES`) in one other process; returns what became of each.
+    """Import each of ``names`` (keys of :data:`MODULES`) in one subprocess, and return the results by name.
 
-    Where the process dies or does not return, the package it was at has the error and the rest go on without it.
+    If the subprocess dies or hangs, the package that it was importing gets the error, and a new subprocess imports the
+    remaining packages.
     """
     found: dict[str, Imported] = {}
     while left := [name for name in names if name not in found]:
@@ -115,7 +116,7 @@ def _has(distribution: str) -> bool:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return what torch says of CUDA: versions as (major, minor), or None; the devices; why there are none."""
+    """Return what torch reports about CUDA: versions as [major, minor], the devices, and why there are none."""
     import torch
 
     driver = _driver_version()
@@ -140,7 +141,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def _driver_version() -> int:
-    """Return the CUDA version of the driver as it counts: 13000 is 13.0; 0 without a driver."""
+    """Return the CUDA version of the driver, 13000 for 13.0; 0 without a driver."""
     import ctypes
 
     version = ctypes.c_int(0)
@@ -152,7 +153,7 @@ def _driver_version() -> int:
 
 
 def main(names: Sequence[str]) -> None:
-    """Import each and print what became of it."""
+    """Import each package and print its result."""
     import dataclasses
 
     warnings.simplefilter("ignore")
@@ -168,14 +169,14 @@ if __name__ == "__main__":
 SET_UP = "launch/setup.sh"
 PYTHONS = ((3, 12), (3, 13))
 OPTIONAL = {
-    "flash-attn": "Transformer Engine takes cuDNN's attention without it",
+    "flash-attn": "without it, Transformer Engine uses cuDNN's attention",
     "apex": "Transformer Engine has the same fused kernels",
     "DeepEP": "needed for moe_token_dispatcher_type=flex",
 }
 
 
 def packages(*, gpu: bool) -> list[str]:
-    """Return what to import, in an order in which a failure is blamed on its cause."""
+    """Return the packages to import. A package comes after those that it depends on, so that the cause fails first."""
     if not gpu:
         return ["torch", "megatron-core", "Ray", "vLLM"]
     return [
@@ -185,7 +186,7 @@ def packages(*, gpu: bool) -> list[str]:
 
 
 def software(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]:
-    """Judge what :func:`import_all` found for a GPU or CPU run."""
+    """Check the results of :func:`import_all` for a GPU or CPU run."""
     yield python(sys.version_info[:2])
     yield requirements()
     for name in packages(gpu=gpu):
@@ -194,7 +195,9 @@ def software(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding
             yield _optional(name, found)
         elif name == "vLLM kernels":
             if not found.works:
-                yield Finding(name, "FAIL", found.error, f"{SET_UP} gpu on this machine; the driver must be there")
+                yield Finding(
+                    name, "FAIL", found.error, f"run {SET_UP} gpu on this machine, with the driver installed"
+                )
         else:
             yield _needed(name, found, gpu=gpu)
         if name == "torch" and gpu and found.works:
@@ -202,7 +205,7 @@ def software(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding
 
 
 def python(version: tuple[int, int]) -> Finding:
-    """Judge the interpreter's version."""
+    """Check the interpreter's version."""
     text = ".".join(map(str, version))
     if version in PYTHONS:
         return Finding("Python", "ok", text)
@@ -210,7 +213,7 @@ def python(version: tuple[int, int]) -> Finding:
 
 
 def requirements() -> Finding:
-    """Compare installed versions with those that this package asks for."""
+    """Compare installed versions with those that this package requires."""
     from packaging.requirements import Requirement
 
     wrong = []
@@ -224,10 +227,10 @@ def requirements() -> Finding:
             wrong.append(f"{requirement.name} is missing")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} is {version}, needed is {requirement.specifier}")
+            wrong.append(f"{requirement.name} is {version}, but {requirement.specifier} is required")
     if wrong:
         return Finding(
-            "packages", "FAIL", "; ".join(wrong), f"{SET_UP} in this checkout, and no pip install beside it"
+            "packages", "FAIL", "; ".join(wrong), f"run {SET_UP} in this checkout, and pip install nothing else"
         )
     return Finding("packages", "ok", "versions as required")
 
@@ -239,7 +242,7 @@ def _needed(name: str, found: Imported, *, gpu: bool) -> Finding:
     if not found.installed:
         return Finding(name, "FAIL", "not installed", fix)
     if found.error.startswith(TIMED_OUT):
-        fix = f"run this again when the machine is less busy (load {os.getloadavg()[0]:.0f}); if it still hangs, {fix}"
+        fix = f"try again when the machine is less busy (load {os.getloadavg()[0]:.0f}); if it still hangs, {fix}"
     elif name == "Transformer Engine":
         fix += ", which builds it with this environment's torch"
     return Finding(name, "FAIL", f"{found.version} does not import: {found.error}".lstrip(), fix)
@@ -259,27 +262,27 @@ def _optional(name: str, found: Imported) -> Finding:
 
 
 def cuda(torch: Imported) -> Iterator[Finding]:
-    """Judge driver, runtime and NCCL by what torch said of them."""
+    """Check driver, runtime and NCCL from :func:`torch_facts`."""
     (runtime, release), (driver, minor) = torch.facts["runtime"], torch.facts["driver"]
-    theirs = f"driver's CUDA {driver}.{minor}" if driver else "no driver"
-    text = f"{theirs}, torch's {runtime}.{release}"
+    installed = f"driver's CUDA {driver}.{minor}" if driver else "no driver"
+    text = f"{installed}, torch's {runtime}.{release}"
     if not runtime:
         yield Finding("CUDA", "FAIL", "this torch is built without CUDA", f"{SET_UP} gpu")
     elif driver < runtime:
         yield Finding(
-            "CUDA", "FAIL", text, f"install a driver of CUDA {runtime}.{release} or later (nvidia-smi shows it)"
+            "CUDA", "FAIL", text, f"install a driver for CUDA {runtime}.{release} or later (nvidia-smi shows it)"
         )
     elif torch.facts["reason"] or not torch.facts["devices"]:
         reason = torch.facts["reason"] or "no device is visible"
         yield Finding(
-            "CUDA", "FAIL", f"{text}: {reason}", "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPUs"
+            "CUDA", "FAIL", f"{text}: {reason}", "check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPUs"
         )
     elif (driver, minor) < (runtime, release):
-        fix = f"update the driver to CUDA {runtime}.{release}: kernels compiled during a run may not load"
+        fix = f"update the driver to CUDA {runtime}.{release}: kernels that are compiled during a run may not load"
         yield Finding("CUDA", "warn", text, fix)
     else:
         yield Finding("CUDA", "ok", text)
     if torch.facts["collectives"]:
         yield Finding("NCCL", "ok", torch.facts["collectives"])
     else:
-        yield Finding("NCCL", "FAIL", "this torch has none", f"{SET_UP} gpu")
+        yield Finding("NCCL", "FAIL", "this torch is built without NCCL", f"{SET_UP} gpu")

@@ -1,3 +1,3 @@
-"""Explain differences between the log-probs of trainer and engine."""
+"""Find the cause of a log-prob mismatch between trainer and engine."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure a step's log-prob mismatch, one experiment after the other, until a cause is named."""
+"""Measure the log-prob mismatch of a step until the cause is known."""
 
 from __future__ import annotations
 
@@ -8,61 +8,62 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_megatron.config.rules.rollout_rules import support_travels
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.data.batch import PREFIX, recorded_layers, routes_of
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 from skyrl_megatron.weight_sync.probe import EPSILON, LogprobDiff, limit_of
 from skyrl_megatron_tools.logprob_mismatch.diagnosis import (
+    ComputeMode,
     Evidence,
-    Gap,
-    Layers,
+    LayerDifferences,
+    LogprobMismatch,
     RouteDiff,
     Routes,
     Verdict,
-    Way,
     diagnose,
     relative,
 )
 from skyrl_megatron_tools.logprob_mismatch.recorded import RecordedStep
-from skyrl_megatron_tools.logprob_mismatch.replay import Hidden, Replay, altered, rows_of
+from skyrl_megatron_tools.logprob_mismatch.replay import Hidden, Replay, differing_tensors, rows_of
 
 VERSIONS = 8
-"""How many other versions are tried."""
+"""Largest number of other versions to try."""
 
 
 @dataclasses.dataclass(slots=True)
-class Explained:
-    """A step's verdict, and what a reader wants to see of it."""
+class MismatchReport:
+    """The cause of a step's mismatch, the measurements, and the replayed samples."""
 
     step: int
     evidence: Evidence
     verdict: Verdict
     samples: int
-    """Samples of the step; ``uids`` are those that were replayed on both sides."""
+    """Number of samples of the step."""
     uids: list[str]
+    """The samples that both sides replayed."""
     tokens: list[list[int]]
-    """Of each of those, prompt and response."""
+    """Prompt and response of each replayed sample."""
     responses: list[int]
-    """How many tokens of each are the response."""
+    """Response length of each replayed sample."""
 
 
-class Hearing:
-    """Hears the witnesses of one step. ``keep``: how many of its samples, those with the largest gaps."""
+class MismatchMeasurement:
+    """Measures the mismatch of one step. ``keep``: how many samples to replay, those with the largest mismatch."""
 
     def __init__(self, replay: Replay, recorded: RecordedStep, folders: Mapping[int, str], keep: int) -> None:
         self.replay, self.recorded, self.folders, self.keep = replay, recorded, folders, keep
         batch = recorded.batch
         routes = "recorded" if replay.replays and batch.rollout_routes else "natural"
-        self.used = Way(routes, "recorded" if batch.rollout_support else "whole")
+        self.used = ComputeMode(routes, "recorded" if batch.rollout_support else "whole")
         self.initial: np.ndarray | None = None
-        """[B, T] log-probs of the run's way with the weights of the model's folder, while they are there."""
+        """[B, T] log-probs computed as in the run, with the initial weights."""
 
-    def hear_initial(self) -> None:
-        """Hear the trainer before any checkpoint is loaded."""
+    def measure_initial(self) -> None:
+        """Compute the trainer's log-probs with the initial weights, before a checkpoint is loaded."""
         self.initial, _ = self._trainer(self.recorded.batch, self.used)
 
-    def explain(self) -> Explained:
-        """Load, replay, compare, and name the cause."""
+    def explain(self) -> MismatchReport:
+        """Load the weights, replay the samples, compare, and determine the cause."""
         replay, recorded, loaded = self.replay, self.recorded, self._load()
         every, _ = self._trainer(recorded.batch, self.used)
         self.rows = self._worst(every)
@@ -70,9 +71,9 @@ class Hearing:
         self.masks = self.batch.loss_mask.numpy()
         probe = replay.sync()
         scores, self.routes, hidden = replay.engine(self.batch, watched=0)
-        missing = not self.batch.rollout_support and support_travels(replay.cfg)
+        missing = not self.batch.rollout_support and returns_sampling_support(replay.cfg)
         self.support = replay.engine_support(self.batch) if missing else []
-        replay.leave_to_trainer()
+        replay.offload_engine()
         known = self._evidence(loaded, probe, scores, hidden)
         verdict = diagnose(known)
         if verdict.asks == "versions":
@@ -83,7 +84,7 @@ class Hearing:
             verdict = diagnose(known)
         uids = self.batch.uids or [str(row) for row in self.rows]
         responses = [int(count) for count in self.batch.response_mask.sum(1).tolist()]
-        return Explained(recorded.step, known, verdict, len(every), uids, rows_of(self.batch), responses)
+        return MismatchReport(recorded.step, known, verdict, len(every), uids, rows_of(self.batch), responses)
 
     # ------------------------------------------------------------------ the trainer
     def _load(self) -> int:
@@ -94,8 +95,8 @@ class Hearing:
             self.replay.load(nearest, self.folders[nearest])
         return nearest
 
-    def _trainer(self, batch: TrainingBatch, way: Way, **options: Any) -> tuple[np.ndarray, list[Hidden]]:
-        """Return (log-probs [B, T], what was recorded of each row) when the trainer computes in a certain way."""
+    def _trainer(self, batch: TrainingBatch, way: ComputeMode, **options: Any) -> tuple[np.ndarray, list[Hidden]]:
+        """Return (log-probs [B, T], recorded values of each row) of the trainer in a mode."""
         routes: dict[str, Routes] = {"natural": [], "recorded": batch.rollout_routes}
         support: dict[str, list[TokenSupport]] = {"whole": [], "recorded": batch.rollout_support}
         if way.routes == "engine":
@@ -108,27 +109,27 @@ class Hearing:
         return self.replay.trainer(changed, **options)
 
     def _worst(self, every: np.ndarray) -> np.ndarray:
-        """Return the rows with the largest gaps in the run's way, the largest first."""
+        """Return the rows with the largest mismatch, the largest first."""
         batch = self.recorded.batch
         assert batch.rollout_logprobs is not None
         apart = np.abs(every - batch.rollout_logprobs.numpy()) * batch.loss_mask.numpy()
         order = np.argsort(-np.nan_to_num(apart, nan=np.inf).max(1), kind="stable")
         return order[: self.keep]
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ evidence
     def _evidence(self, loaded: int, probe: str | None, scores: np.ndarray, hidden: Hidden) -> Evidence:
         batch, used = self.batch, self.used
         assert batch.rollout_logprobs is not None
         record = batch.rollout_logprobs.numpy()
         experts = "engine" if any(routes is not None for routes in self.routes) else "natural"
         ways = {way: self._trainer(batch, way)[0] for way in self._ways(experts)}
-        same = Way(experts, "whole")
+        same = ComputeMode(experts, "whole")
         engine_dtype, trainer_dtype = self.replay.dtypes
         coarse = max((engine_dtype, trainer_dtype), key=EPSILON.__getitem__)
         plain, found = self._trainer(batch, same, temperature=1.0, layers=True)
         bent, moved = self._trainer(batch, same, temperature=1.0, layers=True, perturbation=EPSILON[coarse])
         _, as_used = self._trainer(batch, used, layers=True)
-        own = self._trainer(batch, Way("natural", "whole"))[1]
+        own = self._trainer(batch, ComputeMode("natural", "whole"))[1]
         limits = {
             name: max(float(relative(found[0][name], moved[0][name]).max()), EPSILON[coarse])
             for name in found[0]
@@ -136,7 +137,7 @@ class Hearing:
         }
         layers = recorded_layers(own[0])
         mine = [routes_of(each, max(layers, default=0) + 1) for each in own]
-        moves = Gap.of(plain, bent, self.masks)
+        moves = LogprobMismatch.of(plain, bent, self.masks)
         rounding, finest = (
             limit_of(coarse, LogprobDiff(moves.largest, moves.mean)),
             EPSILON["float32"] / EPSILON[coarse],
@@ -150,50 +151,52 @@ class Hearing:
             rounding=rounding,
             finest=finest,
             used=used,
-            ways={way: Gap.of(record, logprobs, self.masks) for way, logprobs in ways.items()},
-            now=Gap.of(scores, plain, self.masks),
-            layers_used=Layers.of(as_used[0], hidden, limits),
-            layers_same=Layers.of(found[0], hidden, limits),
+            ways={way: LogprobMismatch.of(record, logprobs, self.masks) for way, logprobs in ways.items()},
+            now=LogprobMismatch.of(scores, plain, self.masks),
+            layers_used=LayerDifferences.of(as_used[0], hidden, limits),
+            layers_same=LayerDifferences.of(found[0], hidden, limits),
             sampled_by=self._sampled_by(),
             recorded_routes=RouteDiff.of(batch.rollout_routes or [None] * len(batch), self.routes, layers),
             natural_routes=RouteDiff.of(mine, self.routes, layers) if layers else None,
             probe=probe,
         )
 
-    def _ways(self, experts: str) -> list[Way]:
-        """List the ways that the trainer can compute in: the run's, and what else there is."""
+    def _ways(self, experts: str) -> list[ComputeMode]:
+        """List the modes that the trainer can compute in."""
         batch = self.batch
         routes = ["natural", *(["recorded"] if batch.rollout_routes and self.replay.routed else []), experts]
         support = ["whole", *(["recorded"] if batch.rollout_support else []), *(["engine"] if self.support else [])]
-        return [Way(r, s) for r in dict.fromkeys([self.used.routes, *routes]) for s in support]
+        return [ComputeMode(r, s) for r in dict.fromkeys([self.used.routes, *routes]) for s in support]
 
     def _sampled_by(self) -> list[str]:
         spans = self.recorded.sampled_by
         return sorted({str(span[0]) for row in self.rows if row < len(spans) for span in spans[row]})
 
-    # ------------------------------------------------------------------ what is asked for
-    def _versions(self, loaded: int) -> dict[str, Gap]:
-        """Return how far other versions' weights are from the record, the initial ones and those next to the step."""
+    # ------------------------------------------------------------------ further measurements
+    def _versions(self, loaded: int) -> dict[str, LogprobMismatch]:
+        """Return the mismatch of the record with other versions: the initial weights and the nearest checkpoints."""
         batch, found = self.batch, {}
         assert batch.rollout_logprobs is not None
         record = batch.rollout_logprobs.numpy()
         if self.initial is not None:
-            found["0"] = Gap.of(record, self.initial[self.rows], self.masks)
+            found["0"] = LogprobMismatch.of(record, self.initial[self.rows], self.masks)
         near = sorted(self.folders, key=lambda version: abs(version - self.recorded.version))[:VERSIONS]
         for version in near:
             if version != loaded:
                 self.replay.load(version, self.folders[version])
-                found[str(version)] = Gap.of(record, self._trainer(batch, self.used)[0], self.masks)
+                found[str(version)] = LogprobMismatch.of(record, self._trainer(batch, self.used)[0], self.masks)
         return found
 
     def _tensors(self, verdict: Verdict) -> list[str]:
-        """Compare the tensors of the layer where the two part, and of the layer before its input."""
+        """Compare the tensors of the first layer that differs."""
         place = verdict.place
         assert place is not None
         trainer = self.replay.policy.layer_weights(place.layer)
         workers = self.replay.engine_weights(place.layer)
         where = "outside of the layers" if place.layer is None else f"in layer {place.layer}"
         if len(workers) > 1:
-            return [f"tensors {where} were not compared: the engine holds them in {len(workers)} parts"]
-        found = altered(trainer, workers[0], self.replay.dtype)
-        return found or [f"all {len(trainer)} tensors {where} are the trainer's, bit for bit: the kernels differ"]
+            return [f"tensors {where} were not compared: the engine splits them over {len(workers)} workers"]
+        found = differing_tensors(trainer, workers[0], self.replay.dtype)
+        return found or [
+            f"all {len(trainer)} tensors {where} are bitwise equal to the trainer's: the kernels compute differently"
+        ]

@@ -1,4 +1,4 @@
-"""Replay recorded samples on the run's policy and on one eager engine, and compare layers and weights."""
+"""Replay recorded samples on the run's policy and on one eager engine, and compare their weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_megatron.inference.vllm.compat import unpacked
 from skyrl_megatron.inference.vllm.engine import VLLMEngine
 from skyrl_megatron.inference.vllm.requests import sampling_parameters
 from skyrl_megatron.inference.vllm.settings import engine_settings
-from skyrl_megatron.progress import under_way
+from skyrl_megatron.progress import current_task
 from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.types import TokenSupport, TrainingBatch
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 EXPERT = re.compile(r"experts\.(\d+)\.|experts\..*\.(\d+)$")
 
 
-def altered(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray], dtype: str) -> list[str]:
-    """Return a line for each tensor of ``trainer`` (HF's names) that ``engine`` (vLLM's) does not hold as it is.
+def differing_tensors(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray], dtype: str) -> list[str]:
+    """Return a line for each tensor of ``trainer`` (HF names) whose values ``engine`` (vLLM names) does not contain.
 
-    Engines put several tensors into one, so that a matrix is looked for row by row, and a vector as a stretch of
-    another. Experts that a kernel has packed are looked for value by value among those of the same expert.
-    ``dtype``: of the engine's weights, in which both are compared.
+    vLLM fuses tensors. So a matrix is searched for row by row, and a vector as a part of another vector. Experts that
+    a kernel has packed are compared value by value with the same expert. ``dtype``: the engine's weight dtype, in
+    which both are compared.
     """
     rows = {row.tobytes() for tensor in engine.values() for row in _matrix(tensor)}
     vectors = [tensor.tobytes() for tensor in engine.values() if tensor.ndim == 1]
@@ -53,7 +53,7 @@ def altered(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray],
         forms = [plain, rounded(plain, dtype)]  # an engine may keep some tensors, such as a router, in fp32
         if plain.ndim == 1:
             if not any(form.tobytes() in vector for form in forms for vector in vectors):
-                found.append(f"{name} is another: the engine holds no such vector")
+                found.append(f"{name} differs: the engine has no such vector")
             continue
         missing, count, what = min((_missing(form, rows) for form in forms), key=lambda each: each[0])
         if missing and (expert := EXPERT.search(name)) and packed:
@@ -61,12 +61,12 @@ def altered(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray],
             values = [tensor[number] for tensor in packed if number < len(tensor)]
             missing, count, what = min(_missing_values(form, each) for form in forms for each in values)
         if missing:
-            found.append(f"{name} is another: {missing} of its {count} {what} are not in the engine")
+            found.append(f"{name} differs: {missing} of its {count} {what} are not in the engine")
     return found
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return fp32 values as they are after a stay in another type."""
+    """Round fp32 values to another dtype and back."""
     return torch.from_numpy(values.copy()).to(getattr(torch, dtype)).float().numpy()
 
 
@@ -83,14 +83,17 @@ def _missing_values(tensor: np.ndarray, among: np.ndarray) -> tuple[int, int, st
     return int((~np.isin(tensor, among)).sum()), tensor.size, "values"
 
 
-class WatchedEngine(VLLMEngine):
-    """An eager engine that is asked for one thing at a time."""
+class ReplayEngine(VLLMEngine):
+    """An eager engine that replays one sample at a time and records its layers."""
 
     async def replay(
         self, token_ids: Sequence[int], *, layers: bool = False
     ) -> tuple[list[float], np.ndarray | None, dict[str, np.ndarray]]:
-        """Return log-probs of tokens 1 … n−1 at temperature 1 over the whole vocabulary, nats; experts [n, L, K] of
-        every token, where the engine returns them; and with ``layers`` what these give, [n, H] by name."""
+        """Return log-probs of tokens 1 … n−1 in nats, experts [n, L, K], and layer outputs [n, H] by name.
+
+        The log-probs are at temperature 1 over the whole vocabulary. The experts are None if the engine does not
+        return them. The layer outputs are empty without ``layers``.
+        """
         from skyrl_megatron.inference.vllm import compat
 
         await self.reset_prefix_cache()
@@ -106,21 +109,21 @@ class WatchedEngine(VLLMEngine):
         return [at[token].logprob for token, at in scored], final.outputs[0].routed_experts, outputs
 
     async def layer_weights(self, layer: int | None) -> list[dict[str, np.ndarray]]:
-        """Return each worker's tensors of a layer, by vLLM's names, as float32; None: those of no layer."""
+        """Return each worker's float32 tensors of a layer by vLLM's names. None: tensors outside of the layers."""
         from skyrl_megatron.inference.vllm import compat
 
         return [unpacked(each) for each in await compat.on_every_worker(self._llm, "skyrl_layer_weights", layer)]
 
 
 Hidden = dict[str, np.ndarray]
-"""Name of a place (``runtime/profiling.py``) → [n, H] of one sample."""
+"""Place (``runtime/profiling.py``) → hidden states [n, H] of one sample."""
 
 
 class Replay:
-    """Both sides of a run, for the time of ``with``; Ray must be up. ``logs``: a folder for their output.
+    """The policy and the engine of a run, as a context manager. Ray must be initialized.
 
-    ``cfg``: of :func:`run_config`. The model's routers can be told where to go where it has experts, and the engine
-    says where it went, unless its layout keeps it from that.
+    ``cfg``: from :func:`run_config`. ``logs``: a folder for the output of ranks and engine. For a MoE model, the
+    trainer replays routes and the engine returns them, if layout and router fusion permit it.
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, logs: Path, say: Callable[[str], None]) -> None:
@@ -128,7 +131,7 @@ class Replay:
         dims = model_dimensions(read_hf_config(cfg) or {})
         engine, megatron = cfg.generator.inference_engine, cfg.trainer.policy.megatron_config
         self.replays = megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "rollout"
-        """Whether the run's trainer takes the routes that came with its samples."""
+        """Whether the run's trainer replays the routes of its samples."""
         if dims is not None and dims.num_experts:
             fused = megatron.transformer_config_kwargs.get("moe_router_fusion")
             megatron.moe_enable_routing_replay = not fused
@@ -142,7 +145,7 @@ class Replay:
         self.loop.__enter__()
         self.closing.append(self.loop.__exit__)
         try:
-            with under_way("start ranks and engine"):
+            with current_task("start ranks and engine"):
                 self._start(self.cfg)
         except BaseException:
             self.__exit__()
@@ -159,11 +162,11 @@ class Replay:
         settings = dataclasses.replace(
             settings, distributed_executor_backend=place.engine_executor(0, settings.workers)
         )
-        make: Any = partial(RayEngine, settings, kind=WatchedEngine, environment=environment, **options)
+        make: Any = partial(RayEngine, settings, kind=ReplayEngine, environment=environment, **options)
         self.pool, self.dtype = EnginePool([make], wait_s=cfg.trainer.phase_timeout_s), settings.dtype
         half = cfg.trainer.bf16 and placement["policy"].on_gpus
         self.dtypes = (settings.dtype, "bfloat16" if half else "float32")
-        """Of the engine's weights and of the trainer's."""
+        """The engine's and the trainer's weight dtypes."""
         self.client = InferenceClient(self.pool)
         self.policy = WorkerGroup(cfg, "policy", placement["policy"])
         self.closing += [lambda: self._run(self.pool.shutdown()), self.policy.stop]
@@ -185,24 +188,26 @@ class Replay:
             try:
                 close()
             except Exception as error:
-                self.say(f"not closed well: {error}")
+                self.say(f"error during shutdown: {error}")
         self.closing = []
 
     @property
     def routed(self) -> bool:
-        """Whether the trainer's routers can be told where to go."""
+        """Whether the trainer can replay routes."""
         return bool(self.cfg.trainer.policy.megatron_config.moe_enable_routing_replay)
 
     # ------------------------------------------------------------------ weights
     def load(self, version: int, folder: str) -> None:
-        """Give the trainer the weights of a checkpoint."""
+        """Load the weights of a checkpoint into the trainer."""
         if version != self.version:
             self.checkpoints.load("from_path", folder)
             self.version = version
 
     def sync(self) -> str | None:
-        """Give the engine the trainer's weights; return what is wrong where its probe does not agree. The engine has
-        them all the same, and answers."""
+        """Sync the trainer's weights to the engine. Return the message of the probe if it fails, else None.
+
+        After a failed probe the engine has the new weights and is resumed.
+        """
         self._run(self.weights.begin_training())
         try:
             self._run(self.weights.sync(str(self.version)))
@@ -213,21 +218,21 @@ class Replay:
             return str(next(iter(error.__cause__.causes.values())))
         return None
 
-    def leave_to_trainer(self) -> None:
-        """Let the engine leave GPUs that both are on."""
+    def offload_engine(self) -> None:
+        """Offload the engine if it shares the trainer's GPUs."""
         if self.cfg.trainer.placement.colocate_all:
             self._run(self.weights.begin_training())
 
     # ------------------------------------------------------------------ the trainer
     def trainer(self, batch: TrainingBatch, **options: Any) -> tuple[np.ndarray, list[Hidden]]:
-        """Return log-probs [B, T], and what was recorded of each row (``WorkerGroup.compute_recorded``)."""
+        """Return log-probs [B, T] and the recorded values of each row (``WorkerGroup.compute_recorded``)."""
         logprobs, found = self.policy.compute_recorded(batch, **options)
         return logprobs.numpy(), found
 
     # ------------------------------------------------------------------ the engine
     def engine(self, batch: TrainingBatch, watched: int) -> tuple[np.ndarray, list[np.ndarray | None], Hidden]:
-        """Return log-probs [B, T] over the whole vocabulary at temperature 1, the experts of each row, and what the
-        layers give for the row ``watched``."""
+        """Return log-probs [B, T] over the whole vocabulary at temperature 1, the experts of each row, and the layer
+        outputs of the row ``watched``."""
         scores, hidden = np.zeros(batch.response_mask.shape, np.float32), Hidden()
         routes: list[np.ndarray | None] = []
         for row, tokens in enumerate(rows_of(batch)):
@@ -239,8 +244,7 @@ class Replay:
         return scores, routes, hidden
 
     def engine_support(self, batch: TrainingBatch) -> list[TokenSupport]:
-        """Return what the engine samples each response token from, as the run does: it is asked for one token after
-        every beginning of a response."""
+        """Return the support of each response token. The engine samples one token after each prefix."""
         sampling = engine_sampling(self.cfg.generator.sampling_params) | {"max_tokens": 1}
         found = []
         for row, tokens in enumerate(rows_of(batch)):
@@ -251,7 +255,7 @@ class Replay:
         return found
 
     def engine_weights(self, layer: int | None) -> list[dict[str, np.ndarray]]:
-        """Return what the engine's workers hold of a layer; None: of no layer."""
+        """Return each engine worker's tensors of a layer. None: tensors outside of the layers."""
         if self.cfg.trainer.placement.colocate_all:
             self.sync()
         held: list[dict[str, np.ndarray]] = self._run(self._engine.layer_weights(layer))

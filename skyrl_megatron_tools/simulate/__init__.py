@@ -1,3 +1,3 @@
-"""Predict step times, utilisation and staleness."""
+"""Simulate a run to predict its step time, utilisation and staleness."""
 
 from __future__ import annotations

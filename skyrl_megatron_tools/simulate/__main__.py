@@ -1,7 +1,7 @@
 """``skyrl-megatron simulate``: predict step times, utilisation and staleness of an asynchronous run.
 
-Example: ``python -m skyrl_megatron.trainer.simulate --run logs/skyrl/run --staleness 2``, or without a run, with
-``--engines 62 --slots 256 --decode 1:0.01,256:0.03 --groups 512 --samples 16 --tokens 4000:3000 --train 60 --sync 5``.
+Examples: ``skyrl-megatron simulate --run logs/skyrl/run --staleness 2``, or without a run, ``skyrl-megatron simulate
+--engines 62 --slots 256 --decode 1:0.01,256:0.03 --groups 512 --samples 16 --tokens 4000:3000 --train 60 --sync 5``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from skyrl_megatron.errors import ConfigError, DataError, Problem, SkyRLMegatron
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 from skyrl_megatron_tools.simulate.simulation import MODES, DecodeCurve, Distribution, Prediction, RunPlan, simulate
 
-_Z90 = 1.2815515655446004  # of the normal distribution
+_Z90 = 1.2815515655446004  # 0.9 quantile of the standard normal distribution
 
 
 def run_plan(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return (arguments of ``RunPlan``, what was measured by its name in ``metrics.jsonl``).
+    """Return (arguments of ``RunPlan``, medians of the metrics in ``metrics.jsonl``).
 
-    How fast an engine decodes is known at one load alone, that of the run: give a curve for a plan with another load.
-    It is taken to be so fast that a synchronous run samples a batch in the time that this one took. In a run that
-    trained at the same time, which does not say that, a token takes what the engines took of trajectories over their
-    tokens.
-    Raises ConfigError for a folder without the two files, DataError for metrics that lack a time.
+    A run measures the decoding speed of an engine only at its own load. To simulate another load, give a decode curve.
+    For a synchronous run, the speed is fitted so that the simulation takes the measured time to sample a batch. For an
+    asynchronous run, it is the engine time of a trajectory divided by its tokens.
+
+    Raises ConfigError if ``config.yaml`` or ``metrics.jsonl`` is missing, and DataError if a needed metric is missing.
     """
     from omegaconf import OmegaConf
 
@@ -50,7 +50,7 @@ def run_plan(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     slots = engine.get("max_num_seqs") or running * samples
     tokens = measured["generate/avg_assistant_tokens"]
     turns = max(round(measured.get("generate/avg_turns", 1.0)), 1)
-    if generator.get("step_wise_trajectories"):  # whose rows are turns
+    if generator.get("step_wise_trajectories"):  # each row is one turn
         tokens *= turns
     load = min(slots, max(running * samples // engines, 1))
     env = measured.get("generate/trajectory_time_env_mean", 0.0)
@@ -80,7 +80,7 @@ def run_plan(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _as_fast_as(plan: dict[str, Any], seconds: float) -> DecodeCurve:
-    """Return the pace at which a batch is sampled in so many seconds, which grow with it."""
+    """Return the decode curve with which a batch takes ``seconds`` to sample, by bisection."""
     ((load, least),) = plan["decode"].points
     alone = plan | {"train": 0.0, "sync": 0.0, "mode": "sync", "steps": 1, "warmup": 0}
     low, high = least / 1000, least * 10
@@ -109,12 +109,12 @@ def _medians(path: Path) -> dict[str, float]:
         "generate/trajectory_time_llm_mean",
     )
     if missing := [name for name in needed if name not in found]:
-        raise DataError(f"{path} has no {missing[0]}: it needs at least one whole step of a run")
+        raise DataError(f"{path} has no {missing[0]}: let the run complete at least one step")
     return {name: float(np.median(values)) for name, values in found.items()}
 
 
 def _from_p90(mean: float, p90: float) -> Distribution:
-    """Return the log-normal distribution of a mean and a quantile of 0.9; a constant where the latter is no larger."""
+    """Return the log-normal distribution with a mean and a 0.9 quantile; a constant if ``p90`` ≤ ``mean``."""
     if mean <= 0 or p90 <= mean:
         return Distribution(mean)
     sigma = _Z90 - math.sqrt(max(_Z90**2 - 2 * math.log(p90 / mean), 0.0))  # ln p90 = ln mean - s²/2 + z s
@@ -123,17 +123,17 @@ def _from_p90(mean: float, p90: float) -> Distribution:
 
 _NEEDED = ("engines", "slots", "decode", "groups", "samples", "tokens", "train", "sync")
 _NUMBERS = {
-    "engines": "engines",
-    "slots": "sequences that an engine decodes at the same time",
-    "groups": "prompts of a step",
-    "samples": "of a prompt",
-    "turns": "of a trajectory",
-    "workers": "groups sampled at the same time in async; 0: as many as the bound lets",
-    "steps": "to simulate",
-    "warmup": "first steps that are left out of the means",
-    "engine_gpus": "GPUs of an engine",
+    "engines": "number of engines",
+    "slots": "sequences that an engine decodes concurrently",
+    "groups": "prompts per step",
+    "samples": "samples per prompt",
+    "turns": "turns per trajectory",
+    "workers": "async: groups that are sampled concurrently; 0: as many as the staleness bound allows",
+    "steps": "steps to simulate",
+    "warmup": "first steps to exclude from the means",
+    "engine_gpus": "GPUs per engine",
     "trainer_gpus": "GPUs of the trainer",
-    "seed": "of lengths and times",
+    "seed": "seed of lengths and times",
 }
 
 
@@ -144,13 +144,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is predicted of each mode; returns the exit code."""
+    """Print the prediction for each mode. Return the exit code."""
     options = vars(_parser().parse_args(arguments))
     try:
         plan, measured = run_plan(options["run"]) if options["run"] else ({}, {})
-        plan |= _given(options, plan)
+        plan |= _overrides(options, plan)
         if missing := [name for name in _NEEDED if name not in plan]:
-            raise ConfigError([Problem(f"--{missing[0]}", None, "is needed where no --run gives it")])
+            raise ConfigError([Problem(f"--{missing[0]}", None, "is required without --run")])
         plans = [RunPlan(mode=mode, **plan) for mode in options["mode"] or MODES]
         predictions = [simulate(each) for each in plans]
     except ConfigError as error:
@@ -170,36 +170,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="skyrl-megatron simulate",
-        description="Predict step time, utilisation and staleness of runs that sample and train at the same time.",
-        epilog="Without --run, " + ", ".join(f"--{name}" for name in _NEEDED) + " are needed. Times are in seconds.",
+        description="Predict step time, utilisation and staleness of synchronous and asynchronous runs.",
+        epilog="Without --run, " + ", ".join(f"--{name}" for name in _NEEDED) + " are required. Times are in seconds.",
         allow_abbrev=False,
     )
-    parser.add_argument("--run", type=Path, help="folder of a run: what is not given below is taken from it")
+    parser.add_argument("--run", type=Path, help="folder of a run: the defaults of the options below")
     for name, text in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
-    parser.add_argument("--decode", type=_curve, metavar="N:S,…", help="seconds a token with N sequences in an engine")
     parser.add_argument(
-        "--tokens", type=_distribution, metavar="MEAN[:STD]", help="sampled of a trajectory (log-normal)"
+        "--decode", type=_curve, metavar="N:S,…", help="seconds per token with N sequences in an engine"
     )
-    parser.add_argument("--tokens-file", type=_values, metavar="FILE", help="JSON list of such lengths, drawn from")
-    parser.add_argument("--max-tokens", type=float, help="no trajectory has more")
-    parser.add_argument("--env", type=_distribution, metavar="MEAN[:STD]", help="of the environment, a trajectory")
+    parser.add_argument(
+        "--tokens", type=_distribution, metavar="MEAN[:STD]", help="sampled tokens per trajectory (log-normal)"
+    )
+    parser.add_argument(
+        "--tokens-file", type=_values, metavar="FILE", help="JSON list of lengths to draw from, instead of --tokens"
+    )
+    parser.add_argument("--max-tokens", type=float, help="most tokens of a trajectory")
+    parser.add_argument("--env", type=_distribution, metavar="MEAN[:STD]", help="environment time per trajectory")
     for name in ("token", "env"):
         parser.add_argument(
-            f"--{name}-stragglers", type=_pair, metavar="SHARE:FACTOR", help="some take so much longer"
+            f"--{name}-stragglers", type=_pair, metavar="SHARE:FACTOR", help="this share takes FACTOR times as long"
         )
-    parser.add_argument("--train", type=float, help="of a step, beside sampling and sync")
-    parser.add_argument("--sync", type=float, help="pause, new weights, resume")
-    parser.add_argument("--staleness", type=int, help="bound of async, in steps")
+    parser.add_argument("--train", type=float, help="time of a step without sampling and sync")
+    parser.add_argument("--sync", type=float, help="time to pause the engines, load new weights, and resume")
+    parser.add_argument("--staleness", type=int, help="staleness bound of async, in steps")
     parser.add_argument(
-        "--mode", choices=MODES, action="append", help="may be given several times; all of them if not"
+        "--mode", choices=MODES, action="append", help="mode to simulate, may be repeated (default: all)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _given(options: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``RunPlan`` that options name."""
+def _overrides(options: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``RunPlan`` that the command line sets."""
     direct = (*_NUMBERS, "decode", "tokens", "env", "train", "sync", "staleness")
     found = {name: options[name] for name in direct if options[name] is not None}
     if options["tokens_file"]:
@@ -235,18 +239,18 @@ def _values(text: str) -> Distribution:
     except (OSError, TypeError) as error:
         raise ValueError(str(error)) from error
     if not values or min(values) < 0:
-        raise ValueError("no lengths")
+        raise ValueError("expected a list of lengths")
     return Distribution(sum(values) / len(values), values=values)
 
 
 def _print_table(plan: RunPlan, predictions: Sequence[Prediction], measured: dict[str, float]) -> None:
     print(
         f"{plan.gpus} GPUs: {plan.engines} engines x {plan.engine_gpus}, trainer {plan.trainer_gpus};"
-        f" {plan.groups} prompts x {plan.samples} samples a step"
+        f" {plan.groups} prompts x {plan.samples} samples per step"
     )
     for row in (
         ("", "step", "speed", "trainer", "engines", "GPUs", "sync", "stale", "tokens/s"),
-        ("", "s", "", "busy", "busy", "busy", "", "mean / max", "a GPU"),
+        ("", "s", "", "busy", "busy", "busy", "", "mean / max", "per GPU"),
     ):
         print("{:14}{:>10}{:>8}{:>9}{:>9}{:>7}{:>7}{:>12}{:>11}".format(*row))
     base = predictions[0].step_seconds

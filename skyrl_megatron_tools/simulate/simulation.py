@@ -1,4 +1,4 @@
-"""A run in simulated time: groups are sampled, batches are trained, weights are synced."""
+"""Discrete-event simulation of a run: engines sample groups, the trainer trains batches, and weights are synced."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ MODES: tuple[Mode, ...] = ("sync", "one-step-off", "async")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Lengths or times: constant (``std`` 0), log-normal, or drawn from ``values``; of these a ``straggler_share`` is
-    ``straggler_factor`` times as large."""
+    """A distribution of lengths or times: constant (``std`` 0), log-normal, or drawn from ``values``.
+
+    A ``straggler_share`` of the drawn values is multiplied by ``straggler_factor``.
+    """
 
     mean: float
     std: float = 0.0
@@ -27,10 +29,10 @@ class Distribution:
     straggler_share: float = 0.0
     straggler_factor: float = 1.0
     most: float = float("inf")
-    """Larger ones are cut to it."""
+    """Upper limit: larger values are clipped."""
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Return ``count`` of them, [count] float64."""
+        """Draw values [count] float64."""
         drawn: np.ndarray
         if self.values:
             drawn = rng.choice(np.asarray(self.values), count)
@@ -47,14 +49,16 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
-    """Seconds that a token of each sequence takes, by how many an engine decodes at the same time: linear between the
-    measured points, constant before the first one, and after the last one on as between the last two."""
+    """Seconds per token of each sequence, by the number of sequences that an engine decodes concurrently.
+
+    Linear between measured points, constant below the first one, and extrapolated above the last one.
+    """
 
     points: tuple[tuple[float, float], ...]
-    """(sequences at the same time, seconds a token), by the former."""
+    """(concurrent sequences, seconds per token), sorted."""
 
     def table(self, most: int) -> list[float]:
-        """Return the seconds at 0 … ``most`` sequences."""
+        """Return the seconds per token at 0 … ``most`` sequences."""
         at, seconds = np.asarray(self.points, np.float64).T
         counts = np.arange(most + 1)
         found = np.interp(counts, at, seconds)
@@ -70,29 +74,30 @@ class RunPlan:
 
     engines: int
     slots: int
-    """Sequences that an engine decodes at the same time."""
+    """Sequences that an engine decodes concurrently."""
     decode: DecodeCurve
     groups: int
-    """Prompts of a step."""
+    """Prompts per step."""
     samples: int
-    """Of a prompt."""
+    """Samples per prompt."""
     tokens: Distribution
-    """That are sampled of a trajectory, over all its turns."""
+    """Sampled tokens of a trajectory, over all its turns."""
     train: float
-    """All that a step takes beside sampling and sync: log-probs, advantages, optimizer steps, saving."""
+    """Time of a step without sampling and sync: log-probs, advantages, optimizer steps, saving."""
     sync: float
-    """Pause of the engines, new weights, and resume."""
+    """Time to pause the engines, load new weights, and resume."""
     turns: int = 1
     env: Distribution = Distribution(0.0)
-    """What the environment takes of a trajectory, over all its turns."""
+    """Environment time of a trajectory, over all its turns."""
     mode: Mode = "async"
     staleness: int = 1
-    """Bound of ``async``: how many steps a group may be older than the version that it is trained on."""
+    """For ``async``: the largest number of steps from the version that sampled a group to the version that it trains.
+    """
     workers: int = 0
-    """Groups that are sampled at the same time, in ``async``; 0: as many as the bound lets."""
+    """For ``async``: groups that are sampled concurrently; 0: as many as the staleness bound allows."""
     steps: int = 20
     warmup: int = 4
-    """First steps that are left out of what is measured."""
+    """First steps to exclude from the prediction."""
     engine_gpus: int = 1
     trainer_gpus: int = 1
     seed: int = 0
@@ -103,12 +108,12 @@ class RunPlan:
 
     @property
     def bound(self) -> int:
-        """Steps that a group may be behind."""
+        """Largest staleness of a group, in steps."""
         return {"sync": 0, "one-step-off": 1, "async": self.staleness}[self.mode]
 
     @property
     def gpus(self) -> int:
-        """All GPUs."""
+        """Number of all GPUs."""
         return self.engines * self.engine_gpus + self.trainer_gpus
 
     def _problems(self) -> Sequence[Problem]:
@@ -119,24 +124,24 @@ class RunPlan:
             if not getattr(self, name) >= 0:
                 found.append(Problem(name, getattr(self, name), "must be 0 or more"))
         if self.mode not in MODES:
-            found.append(Problem("mode", self.mode, f"one of {', '.join(MODES)}"))
+            found.append(Problem("mode", self.mode, f"must be one of {', '.join(MODES)}"))
         if self.warmup >= self.steps:
             found.append(Problem("warmup", self.warmup, f"must be below steps={self.steps}"))
         if not self.decode.points or min(min(point) for point in self.decode.points) < 0:
-            found.append(Problem("decode", self.decode.points, "needs points of sequences and seconds, 0 or more"))
+            found.append(Problem("decode", self.decode.points, "needs points N:S of sequences and seconds, 0 or more"))
         for name in ("tokens", "env"):
             one: Distribution = getattr(self, name)
             if not (one.mean >= 0 and one.std >= 0 and 0 <= one.straggler_share <= 1 and one.straggler_factor > 0):
-                found.append(Problem(name, one, "needs mean and deviation of 0 or more, and a share within 0 and 1"))
+                found.append(Problem(name, one, "needs a mean and deviation of 0 or more, and a share in [0, 1]"))
         return found
 
 
 _NEAR = 1e-9
-"""Tokens: ends that are as near as this are the same moment."""
+"""Tokens. Sequences whose ends are closer than this end at the same time."""
 
 
 class Clock:
-    """The simulated time, in seconds, and what is to happen."""
+    """The simulated time in seconds, and the event queue."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -144,12 +149,12 @@ class Clock:
         self._count = 0
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Let something happen at a time."""
+        """Schedule an action."""
         self._count += 1
         heapq.heappush(self._events, (time, self._count, action))
 
     def next(self) -> bool:
-        """Let the next thing happen; whether there was one."""
+        """Run the next action. Return whether there was one."""
         if not self._events:
             return False
         self.now, _, action = heapq.heappop(self._events)
@@ -158,7 +163,7 @@ class Clock:
 
 
 class _Engine:
-    """``done`` counts the tokens that each sequence here would have had, had it been here from the start."""
+    """``done``: tokens that a sequence would have if this engine had decoded it from the start."""
 
     __slots__ = ("busy", "done", "ends", "held", "since", "stamp", "tokens")
 
@@ -170,7 +175,7 @@ class _Engine:
 
 
 class SimulatedEngines:
-    """All engines, and the requests that wait for a free slot, first come first served by the least loaded."""
+    """All engines, and a FIFO queue of requests. The least loaded engine with a free slot takes the next request."""
 
     def __init__(self, plan: RunPlan, clock: Clock) -> None:
         self._clock, self._slots = clock, plan.slots
@@ -183,22 +188,22 @@ class SimulatedEngines:
         self.paused = False
 
     def submit(self, tokens: float, done: Callable[[], None]) -> None:
-        """Decode a sequence; ``done`` is called when it ends."""
+        """Queue a sequence of ``tokens`` tokens. ``done`` is called at its end."""
         self._waiting.append((tokens, done))
 
     def pause(self) -> None:
-        """Stop all engines where they are."""
+        """Pause all engines."""
         self._advance_all()
         self.paused = True
 
     def resume(self) -> None:
-        """Go on."""
+        """Resume all engines."""
         self._advance_all()
         self.paused = False
         self._changed.update(range(len(self._engines)))
 
     def settle(self) -> None:
-        """Give waiting requests to engines and plan what happens next; to be called after every event."""
+        """Assign queued requests to engines and schedule the next events. Call this after every event."""
         while self._waiting and (place := self._least_loaded()) is not None:
             tokens, done = self._waiting.popleft()
             engine = self._engines[place]
@@ -213,8 +218,7 @@ class SimulatedEngines:
             self._changed.clear()
 
     def measure(self) -> tuple[float, float, float]:
-        """Return (seconds with anything to decode, seconds of all slots in use, tokens) of all engines since the last
-        call."""
+        """Return (busy seconds, slot seconds, tokens), summed over all engines since the last call."""
         self._advance_all()
         total = [sum(getattr(engine, name) for engine in self._engines) for name in ("busy", "held", "tokens")]
         for engine in self._engines:
@@ -229,7 +233,7 @@ class SimulatedEngines:
                     return None
                 heapq.heappop(self._loads)
                 return place
-            heapq.heappop(self._loads)  # it has changed since, and is there once more
+            heapq.heappop(self._loads)  # an outdated entry: the engine has a newer one
         return None
 
     def _advance(self, engine: _Engine) -> None:
@@ -270,37 +274,37 @@ class SimulatedEngines:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What came out. Shares and means are those of the steps after the warm-up."""
+    """The result of a simulation. Shares and means exclude the warm-up steps."""
 
     mode: str
     step_seconds: float
-    """Mean."""
+    """Mean time of a step."""
     steps: tuple[float, ...]
-    """Seconds of each step, the warm-up's included."""
+    """Seconds of each step, including the warm-up."""
     trainer_busy: float
     """Share of the time in which the trainer trains."""
     engines_busy: float
-    """Share of the time in which an engine decodes anything, mean of all."""
+    """Share of the time in which an engine decodes, mean over engines."""
     slots_used: float
-    """Share of all slots that decode."""
+    """Mean share of slots that decode."""
     gpus_busy: float
-    """Of ``trainer_busy`` and ``engines_busy``, weighed by GPUs."""
+    """Mean of ``trainer_busy`` and ``engines_busy``, weighted by GPUs."""
     sync_share: float
-    """Of the time, in which engines stand still for new weights."""
+    """Share of the time in which engines are paused for new weights."""
     staleness_mean: float
     staleness_max: int
     staleness: dict[int, int]
-    """Steps that a group is behind → groups."""
+    """Staleness in steps → number of groups."""
     tokens_per_second: float
     tokens_per_second_per_gpu: float
     started: int
-    """Groups of the whole run: begun, trained, finished and not trained, and still being sampled."""
+    """Groups of the whole run: started, trained, finished but not trained, and still being sampled."""
     trained: int
     waiting: int
     running: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it by name."""
+        """Return all fields by name."""
         return asdict(self)
 
 
@@ -326,13 +330,13 @@ class _Run:
         self.staleness: list[list[int]] = []
 
     def run(self) -> tuple[float, tuple[float, float, float]]:
-        """Take all steps; returns (when the measured ones begin, what the fleet did since)."""
+        """Simulate all steps. Return (end of the warm-up, :meth:`SimulatedEngines.measure` since then)."""
         begin, measured = 0.0, self.plan.warmup == 0
         self.fill()
         self.engines.settle()
         while self.version < self.plan.steps:
             alive = self.clock.next()
-            assert alive, "nothing is left to happen"
+            assert alive, "no event is left"
             self.engines.settle()
             if not measured and self.version >= self.plan.warmup:
                 begin, measured = self.clock.now, True
@@ -340,7 +344,7 @@ class _Run:
         return begin, self.engines.measure()
 
     def fill(self) -> None:
-        """Begin as many groups as workers and bound let."""
+        """Start as many groups as workers and staleness bound allow."""
         limit = (self.version + self.plan.bound + 1) * self.plan.groups
         while len(self.running) < self.workers and self.started < limit and not self.engines.paused:
             group = _Group(self.started, self.version, self.plan.samples)
@@ -352,7 +356,7 @@ class _Run:
                 self.decode(group, length, seconds, self.plan.turns)
 
     def decode(self, group: _Group, tokens: float, env: float, turns: int) -> None:
-        """Sample the turns of a trajectory that are left."""
+        """Sample the remaining ``turns`` of a trajectory."""
 
         def answered() -> None:
             if turns > 1:
@@ -380,21 +384,21 @@ class _Run:
             self.sync()
 
     def train(self) -> None:
-        """Begin a step, once there is a batch of which what it leaves can all be trained before it is too old."""
+        """Start a step if there is a batch that lets all other groups train before they are too stale."""
         if self.busy or len(self.finished) < self.plan.groups:
             return
         self.finished.sort(key=lambda group: (group.version, group.number))
         batch, left = self.finished[: self.plan.groups], self.finished[self.plan.groups :]
-        if self.too_many_of_an_age([*left, *self.running]):
+        if self.exceeds_staleness([*left, *self.running]):
             return
         self.busy, self.finished = True, left
         self.staleness.append([self.version - group.version for group in batch])
         self.fill()
         self.clock.at(self.clock.now + self.plan.train, self.trained)
 
-    def too_many_of_an_age(self, left: Sequence[_Group]) -> bool:
-        """Whether later steps could not train all groups in time: of those that are too old after ``k`` more steps,
-        there may be no more than these steps take."""
+    def exceeds_staleness(self, left: Sequence[_Group]) -> bool:
+        """Return whether later steps cannot train all groups in time: whether, for some ``k``, more groups expire
+        after ``k`` further steps than ``k`` steps can train."""
         versions = np.sort([group.version for group in left])
         last = self.version - self.plan.bound + np.arange(self.plan.bound + 1)
         return bool(np.any(np.searchsorted(versions, last, "right") > self.plan.groups * np.arange(len(last))))
@@ -421,7 +425,7 @@ class _Run:
 
 
 def simulate(plan: RunPlan) -> Prediction:
-    """Return what a run of the plan would do. The same plan gives the same answer."""
+    """Simulate a run. The result is deterministic."""
     run = _Run(plan)
     begin, (busy, held, tokens) = run.run()
     seconds = run.ends[-1] - begin

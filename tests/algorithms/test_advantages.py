@@ -288,7 +288,7 @@ def test_a_lambda_outside_0_to_1_is_named(lambd):
     from skyrl_megatron.algorithms.advantages import gae
 
     rewards, mask, values = random_case(3, 5)
-    with pytest.raises(ValueError, match=rf"trainer.algorithm.lambd={lambd}: must lie between 0 and 1"):
+    with pytest.raises(ValueError, match=rf"trainer.algorithm.lambd={lambd}: must be between 0 and 1"):
         gae(rewards, mask, values, 1.0, lambd)
 
 
@@ -370,7 +370,7 @@ def test_stepwise_trajectories_share_the_last_advantage():
     advantages, returns = compute_advantages_and_returns(rewards, mask, uids, "grpo", config, **arguments)
     expected = torch.tensor([-1.0, -1.0, 1.0, 5.0, 5.0, 5.0], dtype=torch.float64)[:, None] * mask
     assert torch.equal(advantages, expected) and torch.equal(returns, expected)
-    with pytest.raises(ValueError, match="gae carries reward through time"):
+    with pytest.raises(ValueError, match="gae propagates reward through time"):
         compute_advantages_and_returns(rewards, mask, uids, "gae", config, values=rewards, is_last_step=last)
     with pytest.raises(ValueError, match=r"is_last_step must be \[B\] = \[6\]"):
         compute_advantages_and_returns(rewards, mask, uids, "grpo", config, is_last_step=~last)
@@ -379,17 +379,17 @@ def test_stepwise_trajectories_share_the_last_advantage():
 def test_zero_variance_filter():
     import torch
 
-    from skyrl_megatron.algorithms.advantages import varied_rows
+    from skyrl_megatron.algorithms.advantages import rows_with_variance
 
     scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 3.0, 2.0, 2.0 + 1e-7, 5.0])
     uids = ["equal", "equal", "varied", "varied", "one", "near", "near", "one more"]
-    assert varied_rows(scores, uids).tolist() == [False, False, True, True, True, False, False, True]
+    assert rows_with_variance(scores, uids).tolist() == [False, False, True, True, True, False, False, True]
     mask = torch.ones(8, 2)
     mask[2] = 0  # the response that made the difference is not trained on: one is left, which decides nothing
-    assert varied_rows(scores, uids, mask).tolist() == [False, False, True, True, True, False, False, True]
+    assert rows_with_variance(scores, uids, mask).tolist() == [False, False, True, True, True, False, False, True]
     three = torch.tensor([0.0, 1.0, 1.0])
-    assert varied_rows(three, ["a"] * 3).all()
-    assert not varied_rows(three, ["a"] * 3, torch.tensor([[0.0], [1.0], [1.0]])).any()
+    assert rows_with_variance(three, ["a"] * 3).all()
+    assert not rows_with_variance(three, ["a"] * 3, torch.tensor([[0.0], [1.0], [1.0]])).any()
 
 
 def test_samples_that_are_not_finite():

@@ -181,7 +181,7 @@ def test_built_in_names_change_everywhere(ray, workers, losses):
 
 def test_two_processes_cannot_share_a_name(ray, workers, losses):
     ray.get(workers[0].register.remote("taken", "by worker 0"))
-    with pytest.raises(ValueError, match=r"already registered with another function by another process: .*'taken'"):
+    with pytest.raises(ValueError, match=r"another process has already registered another function as .*'taken'"):
         losses.register("taken", lambda: "by the driver")
     assert losses.get("taken")() == "by worker 0"
     with pytest.raises(ValueError, match=r"'nowhere' is not registered\. Registered: .*taken"):

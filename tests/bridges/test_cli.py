@@ -130,10 +130,19 @@ def written(folder):
         return []
 
 
-def test_bridges_md_is_fresh():
-    from bridges.catalog import FILE, document
+def test_the_page_of_families_has_every_row():
+    """docs/families.md: a section for each family with all its tensor names, and the layouts that tests check."""
+    from bridges.catalog import document, layouts
+    from bridges.families import SUPPORTED, get_family
 
-    assert FILE.read_text() == document(), "run: python -m bridges.catalog"
+    text = document()
+    sections = {part.splitlines()[0]: part for part in text.split("\n## ")[2:]}
+    assert list(sections) == list(SUPPORTED)
+    for name in SUPPORTED:
+        family = get_family(name)
+        assert f"| {family.architecture} | {layouts(name)} |" in text
+        for row in (*family.embedding, *family.layer, *family.dense, *family.moe, *family.head):
+            assert all(f"`{each}`" in sections[name] for each in (row.megatron, *row.hf_names)), row
 
 
 def test_no_family_file_is_long():

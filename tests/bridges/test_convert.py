@@ -205,7 +205,7 @@ def sharded_state(folder, tp, tp_rank, keep, make):
     """
     from bridges.hf_io import HfFolder
     from bridges.plan import Plan
-    from bridges.rules import checkpoint_place, shard
+    from bridges.rules import checkpoint_location, shard
 
     hf = HfFolder(folder / "hf")
     plan = Plan.of(hf.config)
@@ -213,7 +213,7 @@ def sharded_state(folder, tp, tp_rank, keep, make):
     for entry in plan.entries:
         if not keep(plan, entry):
             continue
-        place = checkpoint_place(entry, plan.shape)
+        place = checkpoint_location(entry, plan.shape)
         whole = entry.to_megatron([hf.read(piece.name, piece.index) for piece in entry.hf])
         split = entry.split.dim is not None and not entry.is_expert
         size, rank = (tp, tp_rank) if split else (1, 0)

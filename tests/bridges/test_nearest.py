@@ -30,14 +30,14 @@ def unknown(tmp_path_factory):
 def test_the_nearest_family_tensor_by_tensor(unknown, capsys):
     code, out, err = cli(capsys, "inspect", unknown)
     assert code == 2 and err.startswith("error: model_type='gated_moe' is not supported")
-    assert out.startswith("nearest family: qwen3_moe, which has 14 of 15 tensors and 1 that are not here")
+    assert out.startswith("nearest family: qwen3_moe, which has 14 of 15 tensors and 1 that are missing here")
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  model.")}
     assert lines[GATE].endswith("[96, 48]          has no row")
     assert (
         "→ decoder.layers.{layer}.self_attention.linear_qkv.weight, Qkv"
         in lines[GATE.replace("output_gate", "v_proj")]
     )
-    assert lines["model.layers.{layer}.self_attn.k_norm.weight"].endswith("not here")
+    assert lines["model.layers.{layer}.self_attn.k_norm.weight"].endswith("missing")
 
 
 def test_the_table_to_start_from_is_a_family(unknown, capsys):
@@ -111,7 +111,7 @@ def bridge_folder(folder, *, missing=""):
 def test_what_megatron_bridge_has_of_it(unknown, capsys, tmp_path):
     code, out, _ = cli(capsys, "inspect", unknown, "--megatron-bridge", bridge_folder(tmp_path))
     assert code == 2 and "Megatron-Bridge 0.3.1 converts GatedMoeForCausalLM: GatedMoeBridge in" in out
-    assert "spells out 4 of 15 tensors" in out
+    assert "names 4 of 15 tensors" in out
     assert f"  {GATE} → decoder.layers.*.self_attention.gate.weight" in out.splitlines()
     assert f"  {GATE.replace('output_gate', 'v_proj')} → decoder.layers.*.self_attention.linear_qkv.weight" in out
 
@@ -125,10 +125,10 @@ def test_another_interface_and_another_folder_are_refused(unknown, capsys, tmp_p
 
 def test_without_it_the_conflict_is_named(unknown, capsys):
     """Or, where it is installed, its interface is the one that was read."""
-    from bridges.nearest import located
+    from bridges.nearest import find_megatron_bridge
 
     _, out, _ = cli(capsys, "inspect", unknown)
-    if located(None) is None:
+    if find_megatron_bridge(None) is None:
         assert "asks for megatron-core<0.17 (here: 0." in out and "transformers<5 (here: 5." in out
     else:
         assert "does not convert GatedMoeForCausalLM either" in out

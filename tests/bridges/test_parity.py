@@ -1,6 +1,6 @@
 """Every family built in Megatron: names equal the table, logits and gradients equal transformers'.
 
-The layouts are those of ``bridges.catalog``, which ``python -m bridges list`` and BRIDGES.md print.
+The layouts are those of ``bridges.catalog``, which ``python -m bridges list`` and docs/families.md print.
 """
 
 import json
@@ -160,7 +160,7 @@ def test_experts_with_biases_are_not_split(ranks, models):
     from tests.support.rank_pool import RankFailure
 
     folder, reference = models("gpt_oss", True)
-    with pytest.raises(RankFailure, match=r"expert_tensor_parallel_size=2: experts with biases are not split"):
+    with pytest.raises(RankFailure, match=r"expert_tensor_parallel_size=2: experts with biases cannot be split"):
         ranks(2, parity.compare, folder, reference, dict(tp=2, etp=2))
 
 

@@ -114,7 +114,14 @@ def test_shards_make_the_whole(form):
     """Rows and columns are split where they are no multiple of a block; a rank has its rows in an order of its own."""
     import torch
 
-    from bridges.quantized import add_largest, as_sent, no_largest, quantise, quantised_rows, scales_of
+    from bridges.quantized import (
+        block_scales,
+        engine_scales,
+        new_block_max,
+        quantise,
+        quantised_rows,
+        update_block_max,
+    )
 
     form = form_of(FORMS[form])
     weight = torch.randn(203, 352, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -124,10 +131,10 @@ def test_shards_make_the_whole(form):
     shards = [(rows, columns) for rows in order.split(51) for columns in torch.arange(352).split(88)]
     largest = []
     for rows, columns in shards:
-        largest.append(no_largest(form, weight.shape))
-        add_largest(form, largest[-1], weight[rows][:, columns], rows, int(columns[0]))
-    scales = scales_of(form, torch.stack(largest).amax(0))
-    assert same_bits(as_sent(form, scales), grid)
+        largest.append(new_block_max(form, weight.shape))
+        update_block_max(form, largest[-1], weight[rows][:, columns], rows, int(columns[0]))
+    scales = block_scales(form, torch.stack(largest).amax(0))
+    assert same_bits(engine_scales(form, scales), grid)
     found = torch.empty(weight.shape, dtype=torch.uint8)
     for rows, columns in shards:
         part = quantised_rows(form, weight[rows][:, columns], scales, rows, int(columns[0]))

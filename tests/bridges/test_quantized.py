@@ -58,12 +58,12 @@ def test_fp8_is_dequantised_as_by_transformers(pair):
 def test_shares_of_columns_begin_inside_of_blocks(size):
     import torch
 
-    from bridges.quantized import of_blocks
+    from bridges.quantized import matrix_of_blocks
 
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (40, 48), generator=generator, dtype=torch.int8)
     scales = torch.rand(3, 3, generator=generator)
-    matrix = of_blocks(values, scales, (16, 20))
+    matrix = matrix_of_blocks(values, scales, (16, 20))
     every = scales.double().repeat_interleave(16, 0)[:40].repeat_interleave(20, 1)[:, :48]
     whole = (values.float() * every.float()).bfloat16()
     assert torch.equal(matrix.dequantized(), whole)

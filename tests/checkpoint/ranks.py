@@ -40,9 +40,9 @@ class GroupRanks:
 
     def run(self, method, *arguments):
         """This rank's part of a call; a rank's failure is raised on all."""
-        from skyrl_megatron.runtime.checkpoint.rank_files import agree
+        from skyrl_megatron.runtime.checkpoint.rank_files import run_on_all_ranks
 
-        return agree(lambda: getattr(self, f"_{method}")(*arguments))[0]
+        return run_on_all_ranks(lambda: getattr(self, f"_{method}")(*arguments))[0]
 
     def _write(self, folder, step, background):
         self.writer.write(folder, self.role, step, self.state, background=background)

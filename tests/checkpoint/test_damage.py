@@ -249,7 +249,7 @@ def test_damage(ranks, folder, tmp_path):
     for name in POINTER:
         step, messages, same = results[name]
         assert (step, same) == (2, True), (name, step, messages)
-    for name, words in {"pointer to a missing step": "step 7", "pointer empty": "does not hold a step"}.items():
+    for name, words in {"pointer to a missing step": "step 7", "pointer empty": "does not contain a step"}.items():
         assert any(words in message for message in results[name][1])
     assert "can be loaded" in results["all damaged"][0] and "resume_mode=none" in results["all damaged"][0]
     assert results["nothing there"][0] is None

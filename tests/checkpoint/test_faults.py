@@ -298,7 +298,7 @@ def loses_a_writer(folder, root, pipe):
     half.wait(WAIT_S)
     checkpointer.roles["policy"].writer = RankWriter()
     began = time.monotonic()
-    checkpointer.driven.give_up({"policy": [0]})
+    checkpointer.driven.drop_lost_ranks({"policy": [0]})
     sent = [checkpointer.driven.saved_step, newest(checkpointer.store).step, time.monotonic() - began < WAIT_S / 2]
     checkpointer.save(3)
     checkpointer.finish()
@@ -391,7 +391,7 @@ def test_two_jobs_in_one_folder(children, tmp_path):
     process.kill()
     process.join(WAIT_S)
     assert store.begin(1, {"policy": 1})
-    with pytest.raises(CheckpointError, match="by this process already"):
+    with pytest.raises(CheckpointError, match="already being written by this process"):
         CheckpointStore(tmp_path).begin(1, {"policy": 1})
     store.close()
     again = CheckpointStore(tmp_path)

@@ -21,12 +21,12 @@ def cut(bits):
 def test_halves_are_those_of_the_kernel():
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.rank_state import joined, remainder
+    from skyrl_megatron.runtime.checkpoint.rank_state import join_master, remainder
 
     bits = masters()
     upper, lower = cut(bits)
     weight, master = torch.from_numpy(upper).view(torch.bfloat16), torch.from_numpy(bits.view(np.float32))
-    assert np.array_equal(joined(weight, torch.from_numpy(lower)).numpy().view(np.uint32), bits)
+    assert np.array_equal(join_master(weight, torch.from_numpy(lower)).numpy().view(np.uint32), bits)
     assert np.array_equal(remainder(weight, master).numpy(), lower)
 
 
@@ -34,12 +34,12 @@ def test_weights_that_torch_rounded():
     """To even, half-way between two: such a master has no lower half, and the nearest is one unit away."""
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.rank_state import joined, remainder
+    from skyrl_megatron.runtime.checkpoint.rank_state import join_master, remainder
 
     bits = masters()
     master = torch.from_numpy(bits.view(np.float32))
     weight = master.bfloat16()
-    found = joined(weight, remainder(weight, master)).numpy().view(np.uint32)
+    found = join_master(weight, remainder(weight, master)).numpy().view(np.uint32)
     off = np.flatnonzero(found != bits)
     assert np.array_equal(found[off], bits[off] - 1) and np.all(bits[off] & 0xFFFF == 0x8000)
     down = np.array([0x3F808000, 0x8000, 0x7F008000], dtype=np.uint32)

@@ -26,8 +26,9 @@ def body(folder, root, options, way):
 
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.rank_state import parts
-    from skyrl_megatron.runtime.offload import PARTS, Offload, optimizer_tensors
+    from skyrl_megatron.runtime.checkpoint.rank_state import inner_optimizers
+    from skyrl_megatron.runtime.offload import Offload, optimizer_tensors
+    from skyrl_megatron.types import PARTS
     from tests.checkpoint.ranks import RankCheckpointer
     from tests.support.fake_gpu import fake_gpu
 
@@ -58,7 +59,7 @@ def body(folder, root, options, way):
             checkpoint.save(2)
         checkpoint.close()
         engine = types.SimpleNamespace(chunks=state.model_chunks, groups=state.groups, optimizer=state.optimizer)
-        moved = [p for part in parts(state.optimizer) for p in part.optimizer.gpu_params_map_cpu_copy]
+        moved = [p for part in inner_optimizers(state.optimizer) for p in part.optimizer.gpu_params_map_cpu_copy]
         return (
             training.global_digests(engine),
             len(moved),

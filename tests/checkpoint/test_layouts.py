@@ -63,7 +63,7 @@ def check(ranks, folder, saved, source, target):
     for (loss, norm), (expected_loss, expected_norm) in zip(losses, following, strict=True):
         assert loss == pytest.approx(expected_loss, rel=2e-6, abs=2e-6)
         assert norm == pytest.approx(expected_norm, rel=2e-5)
-    assert any("random states start anew from seed 42 and step 2" in message for message in messages)
+    assert any("new random states are derived from seed 42 and step 2" in message for message in messages)
 
 
 @pytest.mark.parametrize("target", PLAIN)

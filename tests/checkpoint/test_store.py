@@ -206,7 +206,7 @@ def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path):
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(tmp_path)
-    with pytest.warns(SkyRLMegatronWarning, match="step 3 was not finite: no checkpoint"):
+    with pytest.warns(SkyRLMegatronWarning, match="step 3 was not finite: it is not saved"):
         assert store.begin(3, {"policy": 1}, last_step_finite=False) is None
     assert store.steps() == []
 
@@ -224,7 +224,7 @@ def test_failed_and_late_ranks_are_named(tmp_path):
     _note_failure(store.storage, f"{folder}/policy", 1, "rank 1 cannot write")
     with pytest.raises(CheckpointError, match="rank 1 cannot write"):
         store.commit(2, {"policy": 2}, {}, timeout_s=60)
-    with pytest.raises(CheckpointError, match=r"data.json can hold plain JSON values only"):
+    with pytest.raises(CheckpointError, match=r"data.json can only hold plain JSON values"):
         json_files(data={"cursor": object()})
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step_1"]
     store.close()
@@ -256,7 +256,7 @@ def test_object_store(tmp_path, scheme):
     """No renames there: a prefix is a checkpoint once it has its manifest. Addresses are never taken for paths."""
     import fsspec
 
-    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, choose
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, resume_candidates
 
     root = f"memory://bucket{tmp_path}" if scheme == "memory" else f"file://{tmp_path}/run"
     store = CheckpointStore(root, keep=2)
@@ -271,7 +271,7 @@ def test_object_store(tmp_path, scheme):
     files.rm(f"{place}/MANIFEST.json")
     with pytest.warns(SkyRLMegatronWarning, match=r"global_step_3 has no MANIFEST.json.*skipped"):
         assert newest(store).step == 2
-    found = next(choose(store, "from_path", f"{root}/global_step_2"))
+    found = next(resume_candidates(store, "from_path", f"{root}/global_step_2"))
     assert found.folder == f"{root}/global_step_2" and same(read(store, found), expected(2))
 
 

@@ -81,11 +81,11 @@ def test_up_join_and_down(tmp_path):
         second = run("up", "--dir", tmp_path / "d", "--port", str(window))
         assert second.returncode == 1 and f"port {window} of 127.0.0.1 is in use" in second.stderr
         again = run("up", "--dir", tmp_path / "c")
-        assert again.returncode == 1 and "a cluster is there already" in again.stderr
+        assert again.returncode == 1 and "a cluster already uses this folder" in again.stderr
         assert run("status", "--dir", tmp_path / "c").stdout.count("127.0.0.1") == 2
     finally:
         down = run("down", "--dir", tmp_path / "c")
-    assert down.returncode == 0 and down.stdout == "cluster: ended\n", down.stderr
+    assert down.returncode == 0 and down.stdout == "cluster: stopped\n", down.stderr
     _, left = psutil.wait_procs(processes, 20)
     assert not left, left
     assert run("status", "--dir", tmp_path / "c").returncode == 1
@@ -105,10 +105,10 @@ def test_a_command_has_the_cluster_for_its_time(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["member", "--dir", "/nonexistent/c", "--number=1", "--of=2"], "/nonexistent/c is not there; hosts of a"),
-        (["down", "--dir", "nothing"], "no cluster was started there"),
+        (["member", "--dir", "/nonexistent/c", "--number=1", "--of=2"], "/nonexistent/c does not exist on this"),
+        (["down", "--dir", "nothing"], "no cluster was started in this folder"),
         (["up", "--hosts", "nowhere"], "--hosts nowhere: No such file"),
-        (["up", "--port", "80"], "--port 80: give one from 1024"),
+        (["up", "--port", "80"], "--port 80: give a port from 1024"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -135,6 +135,6 @@ def test_a_cluster_whose_head_stands_still_is_left(tmp_path):
             head.resume()
             assert (left.returncode, left.stdout) == ((1, "") if error else (0, "done\n")), left.stderr
             said = left.stderr.splitlines()
-            assert "the run ends without it" in said[-2 if error else -1] and (not error or said[-1] == error)
+            assert "exits without shutting Ray down" in said[-2 if error else -1] and (not error or said[-1] == error)
     finally:
         run("down", "--dir", folder)

@@ -70,7 +70,9 @@ def test_what_is_lost_is_replaced(hosts, model, undisturbed, tmp_path, whole):
         run.kill()
         out.close()
     said = (tmp_path / "out.txt").read_text()
-    assert said.count("healed: policy rank ") == 1 and f"(pid {victim.pid} on {hosts.addresses[host]})" in said, said
+    assert said.count("recovered: policy rank ") == 1 and f"(pid {victim.pid} on {hosts.addresses[host]})" in said, (
+        said
+    )
     healed = metrics(folder)
     assert sum(line["trainer/healings"] for line in healed.values()) == 1
     for line in healed.values():

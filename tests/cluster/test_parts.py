@@ -20,7 +20,7 @@ from skyrl_megatron_tools.cluster.hosts import (
     read_hosts,
     require_rails,
 )
-from skyrl_megatron_tools.cluster.member import last_words, network_variables
+from skyrl_megatron_tools.cluster.member import last_errors, network_variables
 
 
 def numbers(options):
@@ -52,7 +52,7 @@ def test_interfaces():
     assert (
         address_of("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.9") is None
     )
-    with pytest.raises(LaunchError, match=r"no interface ib7 with an IPv4 address; there are .*lo \(127.0.0.1\)"):
+    with pytest.raises(LaunchError, match=r"no interface ib7 with an IPv4 address; choose .*lo \(127.0.0.1\)"):
         address_of("ib7")
 
 
@@ -60,9 +60,9 @@ def test_rails(tmp_path, monkeypatch):
     for name in ("mlx5_0", "mlx5_1"):  # no such card here: a folder like the kernel's
         (tmp_path / name).mkdir()
     require_rails(["mlx5_0", "mlx5_1:1"], tmp_path)
-    with pytest.raises(LaunchError, match=r"no InfiniBand device mlx5_7; there are mlx5_0, mlx5_1: .*--rails"):
+    with pytest.raises(LaunchError, match=r"no InfiniBand device mlx5_7; choose with --rails from: mlx5_0, mlx5_1"):
         require_rails(["mlx5_7"], tmp_path)
-    with pytest.raises(LaunchError, match="mlx5_0; there are none"):
+    with pytest.raises(LaunchError, match="mlx5_0; choose with --rails from: none"):
         require_rails(["mlx5_0"], tmp_path / "none")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"):
         monkeypatch.delenv(name, raising=False)
@@ -82,7 +82,7 @@ def usable(entry):
 
 def test_a_name_that_stands_for_loopback_asks_for_an_interface(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    with pytest.raises(LaunchError, match=r"stands for 127.0.0.1, .*--interface: lo \(127.0.0.1\)"):
+    with pytest.raises(LaunchError, match=r"resolves to 127.0.0.1, .*--interface: lo \(127.0.0.1\)"):
         address_of(None)
 
 
@@ -95,7 +95,7 @@ def test_the_folder_of_a_cluster(tmp_path):
     for number in (10, 2):
         folder.join(Member(number, f"h{number}", "10.0.0.2", 7, 1.5))
     assert [member.number for member in folder.members()] == [2, 10]
-    with pytest.raises(LaunchError, match=r"a cluster is there already .* down --dir"):
+    with pytest.raises(LaunchError, match=r"a cluster already uses this folder .* down --dir"):
         ClusterFolder.make(folder.path)
     folder.fail(2, "no disk")
     assert folder.failures() == ["no disk"]
@@ -120,10 +120,10 @@ def test_files_of_hosts(tmp_path):
     file.write_text("# two\nn1  # first\n\n n2\n")
     assert read_hosts(file) == ["n1", "n2"]
     file.write_text("n1\nn1\n")
-    with pytest.raises(LaunchError, match="n1 is named twice"):
+    with pytest.raises(LaunchError, match="n1 is listed more than once"):
         read_hosts(file)
     file.write_text("\n# nobody\n")
-    with pytest.raises(LaunchError, match="names no host"):
+    with pytest.raises(LaunchError, match="the file contains no host"):
         read_hosts(file)
     with pytest.raises(LaunchError, match="No such file"):
         read_hosts(tmp_path / "none")
@@ -146,7 +146,7 @@ def test_what_a_node_has_otherwise_is_named(tmp_path):
     assert differences("10.0.0.2", same) == []
     other = NodeReport("n2", "/usr/bin/python", str(HERE), own | {"torch": "2.0.0"})
     (told,) = differences("10.0.0.2", other)
-    assert told.startswith(f"node 10.0.0.2 (n2): torch 2.0.0, here {own['torch']}; run launch/setup.sh there")
+    assert told.startswith(f"node 10.0.0.2 (n2): torch 2.0.0, but here {own['torch']}; run launch/setup.sh on")
     less = NodeReport("n2", "python", str(HERE), {name: value for name, value in own.items() if name != "ray"})
     assert "ray is missing" in differences("10.0.0.2", less)[0]
     moved = NodeReport("n2", "/opt/python", "/opt/skyrl_megatron", own)
@@ -161,16 +161,16 @@ def test_a_folder_that_is_not_shared_is_missing(tmp_path):
     from skyrl_megatron.workers.nodes import report
 
     shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
-    shared_folders.begin_trial([shared], ".token")
+    shared_folders.write_probe_files([shared], ".token")
     found = report([shared, own], ".token").folders
     assert found.missing == [own] and found.speed.keys() == {shared} and found.speed[shared] > 0
     assert (tmp_path / "shared" / f".token.{found.host}").exists()
-    shared_folders.end_trial([shared], ".token")
+    shared_folders.remove_probe_files([shared], ".token")
     assert list((tmp_path / "shared").iterdir()) == []
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(LaunchError, match=r"file/sub: cannot be written \(.*; choose another folder"):
-        shared_folders.begin_trial([str(file / "sub")], ".token")
+        shared_folders.write_probe_files([str(file / "sub")], ".token")
 
 
 def test_the_order_of_what_is_seen(tmp_path):
@@ -179,8 +179,8 @@ def test_the_order_of_what_is_seen(tmp_path):
 
     good, torn, late, unseen = (str(tmp_path / name) for name in ("good", "torn", "late", "unseen"))
     folders = [good, torn, late, unseen]
-    shared_folders.begin_trial(folders, ".t")
-    shared_folders.show_order(folders, ".t")
+    shared_folders.write_probe_files(folders, ".t")
+    shared_folders.write_in_order(folders, ".t")
     with (tmp_path / "torn" / ".t.data").open("r+b") as file:
         file.truncate(shared_folders.PROBE_BYTES // 2)
     (tmp_path / "late" / ".t.data").unlink()
@@ -189,17 +189,17 @@ def test_the_order_of_what_is_seen(tmp_path):
 
 
 def test_json_of_a_member_is_whole(tmp_path):
-    from skyrl_megatron_tools.cluster.hosts import write_whole
+    from skyrl_megatron_tools.cluster.hosts import write_json_atomically
 
-    write_whole(tmp_path / "a.json", {"a": 1})
-    write_whole(tmp_path / "a.json", {"a": 2})
+    write_json_atomically(tmp_path / "a.json", {"a": 1})
+    write_json_atomically(tmp_path / "a.json", {"a": 2})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_ended_ray_is_told_by_its_errors_not_its_warnings():
     warning = "[2026-11-24 02:07:56,986 W 8819 8819] network_util.cc:330: Failed to determine local IP via 8.8.8.8:53"
     ended = "2026-11-24 02:12:11,489 INFO node.py:748 -- Local node finished draining; shutting down."
-    assert last_words(f"{warning}\n{ended}\n\n") == ended
+    assert last_errors(f"{warning}\n{ended}\n\n") == ended
     error = "[2026-11-24 02:07:56,990 E 8819 8819] gcs_client.cc:12: Failed to connect to GCS"
     slow = "Exception: The current node timed out during startup; the raylet failed."
-    assert last_words(f"{warning}\n{error}\n{slow}\n{ended}") == f"{error} {slow}"
+    assert last_errors(f"{warning}\n{error}\n{slow}\n{ended}") == f"{error} {slow}"

@@ -27,7 +27,7 @@ def submit(hosts, *words):
     return hosts.submit(BATCH, *words, options=BOTH, SKYRL_WITHIN=str(WAIT_S))
 
 
-def nothing_left(hosts):
+def report_if_finished(hosts):
     left = [process for host in ("n1", "n2") for process in hosts.processes(host)]
     return not [process for process in left if process.name() not in ("slurmd", "slurmstepd", "sleep")]
 
@@ -38,7 +38,7 @@ def test_a_mistake_inside_salloc(hosts):
     done = hosts.run("ctl", "salloc", *BOTH, *words, timeout=WAIT_S, SKYRL_WITHIN=str(WAIT_S))
     assert "cluster: 2 hosts: n1 (10.77.41.11), n2 (10.77.41.12)" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 2 and "trainer.epochs" in done.stderr, done.stderr
-    assert nothing_left(hosts)
+    assert report_if_finished(hosts)
 
 
 def test_a_job_over_two_hosts_and_its_requeue(hosts, model, undisturbed, tmp_path):
@@ -61,7 +61,7 @@ def test_a_job_over_two_hosts_and_its_requeue(hosts, model, undisturbed, tmp_pat
     assert {"timing/start/queue", "timing/start/cluster", "timing/start/launch", "timing/start/ray"} <= parts.keys()
     assert first["timing/to_first_step"] == pytest.approx(sum(parts.values()))
     assert {"policy_rank0.log", "policy_rank1.log", "engine_0.log"} <= {each.name for each in folder.rglob("*.log")}
-    assert nothing_left(hosts)
+    assert report_if_finished(hosts)
 
 
 def test_the_embedded_job_over_two_hosts_reaches_its_score(hosts, tmp_path):
@@ -71,7 +71,7 @@ def test_the_embedded_job_over_two_hosts_reaches_its_score(hosts, tmp_path):
     hosts.await_state(job, "COMPLETED", within_s=3000)
     score = re.search(r"score: (\S+) before · (\S+) after", hosts.output(job))
     assert score and float(score[2]) >= 0.8, hosts.output(job)[-3000:]
-    assert nothing_left(hosts)
+    assert report_if_finished(hosts)
 
 
 def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
@@ -82,7 +82,7 @@ def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
     output = hosts.output(job)
     assert f"stopped after step {saved(tmp_path)}; the same command continues from there" in output
     assert saved(tmp_path) >= 2 and max(metrics(tmp_path)) == saved(tmp_path)
-    assert nothing_left(hosts)
+    assert report_if_finished(hosts)
 
 
 def test_a_host_that_is_cut_off_is_named(hosts, model, tmp_path):
@@ -95,4 +95,4 @@ def test_a_host_that_is_cut_off_is_named(hosts, model, tmp_path):
         hosts.cut_off("n2", "up")
     hosts.await_state(job, "FAILED", "NODE_FAIL", "CANCELLED", within_s=300)
     assert saved(tmp_path) >= 1, "the same command continues from there"
-    assert nothing_left(hosts)
+    assert report_if_finished(hosts)

@@ -130,7 +130,7 @@ def test_an_environment_by_an_id_of_ours_is_one_problem_with_its_fix(tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["--check", "trainer.plugins=[taken]"]) == 2
     told = capsys.readouterr().err
-    assert "1 problem" in told and "environment 'multiply' comes with the package" in told
+    assert "1 problem" in told and "environment 'multiply' is built in" in told
     assert "register('multiply', ..., override=True)" in told and "Traceback" not in told
 
 

@@ -53,7 +53,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.preflight.memory_activations import Kernels, LayerActivations, Recompute, kept_in_flight
+    from skyrl_megatron.preflight.memory_activations import Kernels, LayerActivations, Recompute, activations_in_flight
     from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.engine_settings import attach_adapters
@@ -91,7 +91,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     assert output.requires_grad
     kernels = Kernels(4 if dtype == "float32" else 2, fused=False, on_cpu=True)
     layers = LayerActivations(table, parallel, kernels, longest=TOKENS, adapters=adapters)
-    predicted = kept_in_flight(layers, TOKENS // parallel.cp, groups.pp.rank(), Recompute.of(recompute), 1)
+    predicted = activations_in_flight(layers, TOKENS // parallel.cp, groups.pp.rank(), Recompute.of(recompute), 1)
     end_layout()
     return measured, predicted
 

@@ -44,9 +44,8 @@ def test_report(run_args, capsys):
     layout += ["trainer.placement.policy_num_gpus_per_node=4", "generator.inference_engine.num_engines=4"]
     assert check.run([*run_args, *layout], Hardware(8, 1)) == 0
     out = capsys.readouterr().out
+    assert out.startswith("it can run on this machine: 8 GPUs per node, 1 node(s)\n")
     for line in (
-        "expert_model_parallel_size: 2",
-        "8 GPUs per node, 1 node(s)",
         "the run takes 4 GPUs: policy 4",
         "layout: 4 ranks = tp 1 · pp 2 · cp 1 · dp 2; experts etp 1 · ep 2 · edp 1",
         "4 of 4 layers with 4 experts",
@@ -66,15 +65,43 @@ def test_report(run_args, capsys):
     ]
 
 
+def test_the_configuration_is_printed_when_it_is_asked_for(run_args, capsys):
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.preflight import check
+
+    args = [*run_args, "trainer.logger=console"]
+    assert check.run(args, Hardware(1, 1)) == 0
+    short = capsys.readouterr().out
+    assert check.run(["--show-config", *args], Hardware(1, 1)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(short) and "resolved configuration" not in short and len(short.splitlines()) < 80
+    assert "weight_sync_backend: " in out.partition("# resolved configuration")[2]
+
+
+def test_what_does_not_fit_is_shown_after_the_problems(run_args, capsys):
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.preflight import check
+
+    assert check.run([*run_args, "trainer.logger=console", "--gpu", "1GiB"], Hardware(1, 1)) == 2
+    out, err = capsys.readouterr()
+    assert "in the configuration:" in err and "GPU memory=" in err and "it can run" not in out
+    assert "# memory" in out and "# one step" in out
+
+
+@pytest.mark.process
+def test_options_of_the_check_alone_are_refused_without_it(run_args):
+    code, out, err = command(*run_args, "--show-config")
+    assert code == 2 and out == "" and "--show-config=: this option needs --check" in err
+
+
 @pytest.mark.process
 def test_check_starts_neither_ray_nor_cuda(run_args):
     code = (
         "import sys; from skyrl_megatron.entrypoints.main_base import main; code = main(sys.argv[1:]); import torch; "
         "assert 'ray' not in sys.modules and not torch.cuda.is_initialized(); sys.exit(code)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, "--check", *run_args, "trainer.logger=console"], capture_output=True, text=True
-    )
+    args = ["--check", "--show-config", *run_args, "trainer.logger=console"]
+    run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     said = [line for line in run.stderr.splitlines() if not line.startswith("…")]  # of a wait on a busy machine
     assert "weight_sync_backend: " in run.stdout and said == []

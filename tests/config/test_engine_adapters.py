@@ -26,7 +26,7 @@ def problems_of(tmp_path, model_type, *args, rank=8):
 @pytest.mark.parametrize(
     "model_type, args, rank, key, fix",
     [
-        ("qwen3_moe", [], 1024, f"{LORA}rank", "at most 512"),
+        ("qwen3_moe", [], 1024, f"{LORA}rank", "up to 512"),
         ("qwen3_moe", [f"{LORA}train_unembed=true"], 8, f"{LORA}target_modules", "exclude lm_head"),
         (
             "qwen3_moe",
@@ -102,8 +102,8 @@ def test_names_are_read_as_they_are_written():
     [
         ({"m.q.lora_A": (4, 8)}, "1 factors are missing: m.q.lora_B"),
         ({"m.q.lora_A": (4, 8), "m.q.lora_B": (6, 3)}, r"m.q.lora_B is \[6, 3\], m.q needs \[6, 4\]"),
-        ({"m.q.lora_A": (4, 8), "m.q.lora_B": (6, 4), "m.k.lora_A": (4, 8)}, "m.k, which has no adapter"),
-        ({"m.q.lora_A": (4, 8), "m.q.lora_B": (6, 4), "m.q.weight": (6, 8)}, "m.q.weight is no tensor of an adapter"),
+        ({"m.q.lora_A": (4, 8), "m.q.lora_B": (6, 4), "m.k.lora_A": (4, 8)}, "m.k, which this run does not adapt"),
+        ({"m.q.lora_A": (4, 8), "m.q.lora_B": (6, 4), "m.q.weight": (6, 8)}, "m.q.weight is not a tensor of an"),
     ],
 )
 def test_an_adapter_that_is_not_whole_is_never_sent(sent, message):
@@ -117,12 +117,12 @@ def test_an_adapter_that_is_not_whole_is_never_sent(sent, message):
 
 
 def test_versions_serve_until_nobody_uses_them():
-    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersions
 
-    held = HeldAdapters(slots=2)
+    held = AdapterVersions(slots=2)
 
     def update(version):
-        aborted = held.make_room()
+        aborted = held.free_slots()
         held.add(version)
         held.commit()
         return aborted
@@ -132,7 +132,7 @@ def test_versions_serve_until_nobody_uses_them():
     update("1")
     with held.use("long") as one:
         assert update("2") == [] and one.version == "1" and held.numbers() == [1, 2]
-        held.make_room()
+        held.free_slots()
         held.add("bad")
         assert held.serving[""].version == "2", "a candidate does not serve"
         assert one.evicted
@@ -142,28 +142,28 @@ def test_versions_serve_until_nobody_uses_them():
 
 
 def test_requests_of_a_version_that_leaves_are_named():
-    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersions
 
-    held = HeldAdapters(slots=2)
+    held = AdapterVersions(slots=2)
     for version in "12":
-        held.make_room()
+        held.free_slots()
         held.add(version)
         held.commit()
         if version == "1":
             using = held.use("request 7")
             using.__enter__()
-    assert held.make_room() == ["request 7"]
+    assert held.free_slots() == ["request 7"]
 
 
 def test_several_adapters_switch_together():
     from skyrl_megatron.errors import RequestError
-    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersions
 
-    held = HeldAdapters(slots=4, names=("math", "code"))
+    held = AdapterVersions(slots=4, names=("math", "code"))
     with held.use("before all", "code") as nothing:
         assert nothing is None
     for number, names in enumerate((("math", "code"), ("code",))):
-        held.make_room(2)
+        held.free_slots(2)
         for name in names:
             held.add(str(number), name)
         with held.use("asks", "code") as serving:
@@ -171,19 +171,20 @@ def test_several_adapters_switch_together():
         held.commit()
     with held.use("a", "math") as math, held.use("b", "code") as code:
         assert (math.name, code.name) == ("math@0", "code@1")
-    for adapter, message in (("", "no adapter is named: math, code"), ("poetry", "'poetry' is unknown: math, code")):
+    unknown = "'poetry' is unknown: use math, code"
+    for adapter, message in (("", "names no adapter: use math, code"), ("poetry", unknown)):
         with pytest.raises(RequestError, match=message), held.use("c", adapter):
             pass
 
 
 def test_room_is_made_for_all_of_an_update():
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersions
 
-    held = HeldAdapters(slots=4, names=("math", "code"))
+    held = AdapterVersions(slots=4, names=("math", "code"))
 
     def update(version):
-        aborted = held.make_room(2)
+        aborted = held.free_slots(2)
         for name in ("math", "code"):
             held.add(version, name)
         held.commit()
@@ -194,7 +195,7 @@ def test_room_is_made_for_all_of_an_update():
         assert update("2") == [] and update("3") == ["long", "longer"] and one.evicted
     with held.use("", "code"):
         update("4")
-        with pytest.raises(WeightSyncError, match=r"too few are free for 2 more: code@3 by 1 requests"):
+        with pytest.raises(WeightSyncError, match=r"too few of 4 adapter slots .* for 2 more; .*code@3 by 1 requests"):
             update("5")
 
 

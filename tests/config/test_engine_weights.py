@@ -40,7 +40,7 @@ def found(*args, training=True, gpus=8):
 @pytest.mark.parametrize("quantised", [BLOCKS, {"quant_method": "mxfp8"}])
 def test_engines_of_a_folder_in_a_form_that_can_be_sent_are_allowed(tmp_path, quantised):
     (told,) = found(f"trainer.policy.model.path={folder_of(tmp_path, quantised)}")
-    assert isinstance(told, NotChecked) and quantised["quant_method"] in told.what and "first sync" in told.why
+    assert isinstance(told, NotChecked) and quantised["quant_method"] in told.what and "first weight sync" in told.why
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,9 @@ def test_engines_on_cpu_say_what_vllm_lacks(tmp_path, quantised, why):
     (problem,) = found(model, gpus=0)
     assert re.search(why, problem.fix) and all(each in problem.fix for each in PLAIN)
     assert found(model, *PLAIN, gpus=0) == []
-    assert found(model, PLAIN[1], gpus=0)[0].fix.startswith("engines that hold it in bfloat16 cannot load it")
+    assert found(model, PLAIN[1], gpus=0)[0].fix.startswith(
+        "engines that hold bfloat16 weights cannot load this quantised folder"
+    )
 
 
 def test_a_frozen_base_may_stay_quantised_where_engines_get_it_merged(fp8_folder):
@@ -91,7 +93,7 @@ def test_a_frozen_base_may_stay_quantised_where_engines_get_it_merged(fp8_folder
 def test_engines_that_quantise_for_themselves_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
     (problem,) = found(f"trainer.policy.model.path={tmp_path}", f"{E}engine_init_kwargs.quantization=fp8")
-    assert problem.key == f"{E}engine_init_kwargs.quantization" and "leave it out" in problem.fix
+    assert problem.key == f"{E}engine_init_kwargs.quantization" and "remove this key" in problem.fix
     assert found(f"trainer.policy.model.path={tmp_path}") == []
 
 
@@ -103,14 +105,14 @@ def test_engines_that_draft_are_told_what_stays_as_it_was(tmp_path):
         "trainer.policy.megatron_config.mtp.train=true",
     )
     (told,) = found(model, drafts)
-    assert "mtp.train trains it" in str(told) and "speculative_config" in str(told)
+    assert "mtp.train=true" in str(told) and "speculative_config" in str(told)
     assert found(model, drafts, training=False) == found(model, drafts, trained) == []
     for other in (
         "{method: ngram, num_speculative_tokens: 1}",
         "{method: mtp, model: /else, num_speculative_tokens: 1}",
     ):
         (told,) = found(model, f"{key}={other}", trained)
-        assert "syncs do not send what engines draft with" in str(told)
+        assert "weight sync does not update the draft model" in str(told)
 
 
 def test_drafted_tokens_are_sampled_from_all(tmp_path):
@@ -119,7 +121,7 @@ def test_drafted_tokens_are_sampled_from_all(tmp_path):
     args += [f"{E}engine_init_kwargs.speculative_config={{method: mtp, num_speculative_tokens: 1}}"]
     assert found(*args, "generator.sampling_params.top_p=0.9") == []  # GPUs return what is sampled from
     (problem,) = found(*args, "generator.sampling_params.top_p=0.9", f"{E}return_sampling_support=false")
-    assert "of what top_p=0.9 samples from" in problem.fix
+    assert "with top_p=0.9 the log-probs" in problem.fix
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -12,10 +12,10 @@ import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.fields import leaves
-from skyrl_megatron.config.rules.ineffective import idle_settings
+from skyrl_megatron.config.rules.ineffective import ineffective_settings
 from skyrl_megatron.config.validate import find_problems, require_available
 from skyrl_megatron.errors import ConfigError
-from skyrl_megatron.preflight import PlannedRun, look
+from skyrl_megatron.preflight import PlannedRun, run_checks
 from tests.config.settings import base
 from tests.config.settings.table import NO_EFFECT, REFUSED, REFUSED_BY_RANKS, ROWS
 from tests.config.test_idle import IDLE_BY_DEFAULT
@@ -103,7 +103,7 @@ def test_a_setting_is_refused_by_a_rank(of_ranks, key):
 @pytest.mark.parametrize("key", ROWS)
 def test_what_changes_the_run_is_not_called_idle(folder, key):
     cfg = base.resolved(ROWS[key].given | {key: ROWS[key].value})
-    assert key not in {named for named, _, _ in idle_settings(cfg, base.GPUS)}
+    assert key not in {named for named, _, _ in ineffective_settings(cfg, base.GPUS)}
 
 
 TEMPLATES = "generator.chat_template_kwargs"
@@ -118,7 +118,7 @@ def test_a_setting_alone_is_not_silent(folder, key, tmp_path, monkeypatch):
     cfg = base.resolved({key: ROWS[key].value})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        problems = look(PlannedRun(cfg, base.GPUS)).problems
+        problems = run_checks(PlannedRun(cfg, base.GPUS)).problems
     name = key.rpartition(".")[2]
     if any(key in str(each.message) for each in caught) or any(name in str(problem) for problem in problems):
         return
@@ -132,7 +132,7 @@ def test_a_setting_is_refused(folder, key):
     cfg = base.resolved(given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        problems = look(PlannedRun(cfg, base.GPUS)).problems
+        problems = run_checks(PlannedRun(cfg, base.GPUS)).problems
     assert [
         each for each in problems if (each.key in (key, head) and each.fix) or f"{name}={REFUSED[key]} " in each.fix
     ]
@@ -147,5 +147,5 @@ def test_a_run_refuses_families_that_no_engine_runs(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "dots1"}')
     cfg = SkyRLTrainConfig()
     cfg.trainer.policy.model.path = str(tmp_path)
-    with pytest.raises(ConfigError, match="no engine runs dots1: vLLM has dropped"):
+    with pytest.raises(ConfigError, match="no engine runs dots1: vLLM removed"):
         require_available(cfg)

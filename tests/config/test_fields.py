@@ -81,6 +81,18 @@ def test_every_field_is_explained_and_config_md_is_fresh():
         assert file.read() == document.base_config(), f"its keys too: {stale}"
 
 
+def test_the_page_of_options_has_the_whole_text_of_every_key(tmp_path):
+    """``launch/docs.sh`` writes it; CONFIG.md has the same lines, cut after a clause."""
+    assert document.main([str(tmp_path / "options.md")]) == 0
+    lines = (tmp_path / "options.md").read_text().splitlines()
+    for _, cls, name in leaves(config.SkyRLTrainConfig):
+        text = " ".join(document.field_docstrings(cls)[name].split()).replace("|", "\\|")
+        assert any(line.startswith(f"- `{name}=") and line.endswith(f": {text}") for line in lines), name
+    short = [line for line in document.document().splitlines() if line.startswith("- `") and "=" in line]
+    begun = {line.split("`: ")[0].split(") ")[0] for line in lines}
+    assert len(short) > 250 and all(line.split("`: ")[0].split(") ")[0] in begun for line in short if "`: " in line)
+
+
 @pytest.mark.process
 def test_import_loads_neither_torch_nor_ray():
     heavy = ("torch", "ray", "transformers", "megatron", "vllm", "numpy", "omegaconf")

@@ -7,7 +7,7 @@ import pytest
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str, make_config
 from skyrl_megatron.config.fields import field_types, leaves, owner_of
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.rules.ineffective import _SWITCHES, IDLE, idle_settings
+from skyrl_megatron.config.rules.ineffective import _SWITCHES, INEFFECTIVE, ineffective_settings
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from tests.config import golden
@@ -39,7 +39,7 @@ def keys_of(rule):
 IDLE_BY_DEFAULT = {
     key: (rule.why, hardware)
     for hardware in (CPU, GPUS)
-    for rule in reversed(IDLE)
+    for rule in reversed(INEFFECTIVE)
     if rule.when(SkyRLTrainConfig(), hardware)
     for key in keys_of(rule)
     if key not in _SWITCHES
@@ -61,14 +61,18 @@ def test_an_idle_setting_is_named_with_the_reason(key):
 
 
 def test_every_rule_names_settings_that_are_there():
-    for rule in IDLE:
+    for rule in INEFFECTIVE:
         assert rule.why and list(keys_of(rule)) and set(keys_of(rule)) <= set(KEYS), rule.keys
 
 
 OTHERWISE_IDLE = {
-    "trainer.ref.model.path": ({"trainer.algorithm.use_kl_loss": False}, "/x", "there is no reference"),
+    "trainer.ref.model.path": ({"trainer.algorithm.use_kl_loss": False}, "/x", "no separate reference model"),
     "trainer.algorithm.eps_clip_low": ({"trainer.algorithm.policy_loss_type": "sapo"}, 0.1, "does not clip"),
-    "trainer.micro_train_batch_size_per_gpu": ({"trainer.max_tokens_per_microbatch": 2048}, 2, "cuts micro-batches"),
+    "trainer.micro_train_batch_size_per_gpu": (
+        {"trainer.max_tokens_per_microbatch": 2048},
+        2,
+        "the size of micro-batches",
+    ),
     "generator.inference_engine.num_engines": (
         {
             "generator.inference_engine.run_engines_locally": False,
@@ -76,7 +80,7 @@ OTHERWISE_IDLE = {
             "trainer.placement.colocate_all": False,
         },
         3,
-        "started elsewhere",
+        "does not start engines",
     ),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (
         {"trainer.algorithm.policy_loss_type": "importance_sampling"},
@@ -120,7 +124,7 @@ def test_a_saved_configuration_names_nothing_new(name):
         find_problems(cfg, hardware)
         again = SkyRLTrainConfig.from_dict_config(OmegaConf.create(get_config_as_yaml_str(cfg)))
         find_problems(again, hardware)
-    assert list(idle_settings(cfg, hardware)) == list(idle_settings(again, hardware)) == []
+    assert list(ineffective_settings(cfg, hardware)) == list(ineffective_settings(again, hardware)) == []
 
 
 def test_a_warning_is_given_once():

@@ -158,7 +158,7 @@ def test_omegaconf_node_resolves_itself():
         ("generator.chat_template_kwargs=3", ["must be mapping, not int"]),
         ("trainer.placement=3", ["a section"]),
         ("trainer.seed.x=3", ["trainer.seed is a single value"]),
-        ("trainer.seed=[1", ["not readable as YAML"]),
+        ("trainer.seed=[1", ["not valid YAML"]),
         ("+trainer.new=1", ["Hydra", "subclass"]),
         ("~trainer.seed=1", ["Hydra"]),
         ("trainer.seed", ["key=value"]),
@@ -245,7 +245,7 @@ def test_quick_start_command_key_by_key():
 def test_older_spellings(tmp_path):
     file = tmp_path / "old.yaml"
     file.write_text("generator: {num_inference_engines: 3, engine_init_kwargs: {a: 1}, model_name: m}\n")
-    with pytest.warns(DeprecationWarning, match="model_name is dropped: trainer.policy.model.path says it"):
+    with pytest.warns(DeprecationWarning, match="model_name is ignored: use trainer.policy.model.path"):
         cfg = parse(
             "--config", str(file), "generator.inference_engine.num_engines=2", "generator.engine_init_kwargs.b=2"
         )

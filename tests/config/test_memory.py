@@ -53,7 +53,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does(check):
     assert "rank 0 needs" in err and "in policy training" in err and "policy optimizer 45.80 GB" in err
     settings = err.split("the nearest setting that fits: ")[1].split("\n")[0].split()
     code, out, _ = check(*EIGHT, "--gpu", "80GB", *settings)
-    assert code == 0 and "of 80.00 GB, room" in out
+    assert code == 0 and " free" in out and "of 80.00 GB, " in out
 
 
 def test_four_gpus_are_too_few_for_qwen3_30b(check):
@@ -87,7 +87,7 @@ def test_a_model_without_weights_is_budgeted_by_its_config(check, tmp_path):
 
 def test_without_sizes_memory_is_not_checked(check):
     code, out, _ = check(*EIGHT)
-    assert code == 0 and "memory: how large GPUs or nodes are is not known here: add --gpu h100" in out
+    assert code == 0 and "memory: the memory size of GPUs or nodes is unknown: add --gpu h100" in out
     assert "policy training, rank 0: " in out  # but what it takes is told
 
 
@@ -115,20 +115,22 @@ def test_memory_that_may_be_locked(qwen):
 def test_packages_of_another_machine_are_not_looked_for_here(check):
     aware = f"{M}optimizer_config_kwargs.use_precision_aware_optimizer"
     code, out, err = check(*EIGHT, f"{aware}=true")
-    assert code == 0 and f"{aware}: whether the ranks' machines have transformer_engine" in out, err
+    assert code == 0 and f"{aware}: whether the machines of the ranks have transformer_engine" in out, err
 
 
 def test_little_room_for_what_is_not_counted_is_warned_of(check):
     """Of the allocator's segments and of uneven experts; 3 GB are little, what a GPU of 143 GB leaves is not."""
     code, out, _ = check(*EIGHT, "--gpu=143GB")
-    (line,) = [line for line in out.splitlines() if line.startswith("room for fragmentation and expert imbalance")]
-    assert code == 0 and "in policy training, rank 0" in line and "warning: less than" not in out
-    assert "of activations 10%, of experts' tokens 1.5 times the average" in line
-    room = float(line.partition("): ")[2].partition(" GB")[0])
-    assert room > 4
-    code, out, _ = check(*EIGHT, f"--gpu={143 - room + 3:.3f}GB")
-    assert code == 0 and "imbalance beyond what is counted" in out and "3.00 GB, in policy training" in out
-    assert "warning: less than 4.00 GB of room" in out and "lower trainer.micro_train_batch_size_per_gpu (1)" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("headroom beyond the estimate")]
+    assert code == 0 and "in policy training, rank 0" in line and "warning: the headroom" not in out
+    assert "10% of activations for fragmentation, 1.5 times the average tokens per expert rank" in line
+    headroom = float(line.partition("): ")[2].partition(" GB")[0])
+    assert headroom > 4
+    code, out, _ = check(*EIGHT, f"--gpu={143 - headroom + 3:.3f}GB")
+    assert code == 0 and "headroom beyond the estimate" in out and "3.00 GB, in policy training" in out
+    assert (
+        "warning: the headroom is below 4.00 GB" in out and "lower trainer.micro_train_batch_size_per_gpu (1)" in out
+    )
 
 
 def test_a_deterministic_run_whose_attention_has_no_kernel_is_refused(check):
@@ -182,7 +184,7 @@ def engine_bytes(folder, overrides):
     from skyrl_megatron.preflight.memory_phases import RoleModel, copied_bytes
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
-    from skyrl_megatron.runtime.peer_checkpoint import StateCopy
+    from skyrl_megatron.runtime.peer_checkpoint import StateSnapshot
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides
@@ -210,7 +212,7 @@ def engine_bytes(folder, overrides):
     every = parameters.values()
     weights = sum(scaled.matrix().nbytes if (scaled := scaled_weight(p)) else p.nbytes for p in every)
     measured = (weights, sum(b.grad_data.nbytes for b in buffers), sum(value.nbytes for value in state.values()))
-    copy, stage = StateCopy(), engine.groups.pp.rank()
+    copy, stage = StateSnapshot(), engine.groups.pp.rank()
     copy.take(engine)
     model = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"], on_cpu=True)
     size = model.state(stage)
@@ -328,7 +330,7 @@ def hybrid_bytes(folder, options):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.preflight.memory_parameters import ParameterTable, rank_bytes
-    from skyrl_megatron.runtime.checkpoint.rank_state import parts
+    from skyrl_megatron.runtime.checkpoint.rank_state import inner_optimizers
     from skyrl_megatron.runtime.offload import optimizer_tensors
     from tests.checkpoint.test_variants import bf16_state, set_gradients
     from tests.support.fake_gpu import fake_gpu
@@ -344,7 +346,7 @@ def hybrid_bytes(folder, options):
         held = {True: 0, False: 0}
         gradients = [
             copy.grad
-            for part in parts(state.optimizer)
+            for part in inner_optimizers(state.optimizer)
             for copy in part.optimizer.cpu_copys_map_gpu_param
             if copy.grad is not None
         ]
@@ -354,7 +356,9 @@ def hybrid_bytes(folder, options):
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
                 held[bool(tensor.is_cuda)] += tensor.numel() * tensor.element_size()
-        moved = sum(p.numel() for part in parts(state.optimizer) for p in part.optimizer.cpu_copys_map_gpu_param)
+        moved = sum(
+            p.numel() for part in inner_optimizers(state.optimizer) for p in part.optimizer.cpu_copys_map_gpu_param
+        )
     megatron = SkyRLTrainConfig().trainer.policy.megatron_config
     table = ParameterTable(Plan.of(json.loads((folder / "config.json").read_text())))
     count = dataclasses.replace(table.stage(ParallelConfig(1), 0), pinned_rounding=1.0)

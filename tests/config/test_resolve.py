@@ -141,7 +141,7 @@ def test_impossible_on_cpu_when_asked_for(key):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_fsdp_runs_as_megatron_with_one_notice(strategy):
     cfg = parse(f"trainer.strategy={strategy}")
-    with pytest.warns(SkyRLMegatronWarning, match="one backend") as caught:
+    with pytest.warns(SkyRLMegatronWarning, match="only the Megatron backend") as caught:
         assert resolve.fit_to_hardware(cfg, GPU) == []
     assert len(caught) == 1 and cfg.trainer.strategy == "megatron"
     cfg = parse(f"trainer.strategy={strategy}", "trainer.policy.megatron_config.expert_model_parallel_size=2")

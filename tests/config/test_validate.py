@@ -79,7 +79,7 @@ RULES = {
     "unknown estimator": ([f"{A}advantage_estimator=grop"], f"{A}advantage_estimator", "known: grpo"),
     "unknown loss": ([f"{A}policy_loss_type=ppo"], f"{A}policy_loss_type", "known: regular"),
     "gae without critic": ([f"{A}advantage_estimator=gae"], "trainer.critic.model.path", "needs a critic"),
-    "KL twice": ([f"{A}use_kl_in_reward=true"], f"{A}use_kl_in_reward", "excludes use_kl_loss"),
+    "KL twice": ([f"{A}use_kl_in_reward=true"], f"{A}use_kl_in_reward", "would count the KL term twice"),
     "step-wise gae": (
         [
             f"{A}advantage_estimator=reinforce++",
@@ -96,7 +96,7 @@ RULES = {
     "greedy training": (
         ["generator.sampling_params.temperature=0"],
         "generator.sampling_params.temperature",
-        "than 0",
+        "above 0",
     ),
     "tis without cap": ([f"{A}use_tis=true"], f"{A}use_tis", "above 0"),
     "correction with clip_cov": (
@@ -161,7 +161,7 @@ RULES = {
             f"{E}enable_return_routed_experts=true",
         ],
         "generator.merge_stepwise_output",
-        "loses the routes",
+        "no recorded experts",
     ),
     "engine ep": (
         [f"{E}tensor_parallel_size=2", f"{E}expert_parallel_size=4", "trainer.placement.policy_num_gpus_per_node=2"],
@@ -215,12 +215,12 @@ RULES = {
             f"{E}enable_registry=true",
         ],
         "trainer.policy.model.lora.sync_mode",
-        "vLLM engines that the run starts",
+        "vLLM engines that this run starts",
     ),
     "external and colocated": (
         [f"{E}external_server_urls=['http://a:1']"],
         "trainer.placement.colocate_all",
-        "elsewhere",
+        "does not start",
     ),
     "adapter alone to engines elsewhere": (
         [
@@ -231,7 +231,7 @@ RULES = {
             f"{E}external_server_urls=['http://a:1']",
         ],
         "trainer.policy.model.lora.sync_mode",
-        "vLLM engines that the run starts",
+        "vLLM engines that this run starts",
     ),
     "one slot for adapters": (
         [
@@ -250,12 +250,12 @@ RULES = {
     "adapters merged into one engine": (
         [RANK, f"{ADAPTERS}={{math,code}}"],
         ADAPTERS,
-        "an engine has one set of weights",
+        "cannot be merged into one set of engine weights",
     ),
     "too few slots for several adapters": (
         [RANK, f"{ADAPTERS}={{math,code}}", f"{LORA}sync_mode=memory", f"{E}engine_init_kwargs.max_loras=3"],
         f"{E}engine_init_kwargs.max_loras",
-        "of each of 2 adapters: at least 4",
+        "of each of 2 adapters: set at least 4",
     ),
     "an adapter's unknown setting": (
         [RANK, f"{ADAPTERS}={{math: {{learning_rate: 1}}}}"],
@@ -308,7 +308,7 @@ RULES = {
             "trainer.ref.megatron_config.moe_routing_replay_source=trainer",
         ],
         "trainer.ref.megatron_config.moe_routing_replay_source",
-        "before the policy's routes are known",
+        "before the policy has chosen experts",
     ),
     "replay of a critic": (
         [
@@ -318,7 +318,7 @@ RULES = {
             f"{A}advantage_estimator=gae",
         ],
         "trainer.critic.megatron_config.moe_enable_routing_replay",
-        "the policy and its reference alone",
+        "only the policy and the reference",
     ),
     "routes without prefix caching": (
         [f"{E}enable_return_routed_experts=true", f"{E}enable_prefix_caching=false"],
@@ -346,43 +346,43 @@ RULES = {
         f"{M}ddp_config.overlap_param_gather",
         "overlap_grad_reduce=true",
     ),
-    "fp8 parameters": ([f"{K}fp8_param=true"], f"{K}fp8_param", "leave it out"),
+    "fp8 parameters": ([f"{K}fp8_param=true"], f"{K}fp8_param", "remove this key"),
     "fp8 products": ([f"{K}fp8=hybrid"], f"{K}fp8", "bf16"),
-    "overlapped tensor parallelism": ([f"{K}tp_comm_overlap=true"], f"{K}tp_comm_overlap", "leave it out"),
+    "overlapped tensor parallelism": ([f"{K}tp_comm_overlap=true"], f"{K}tp_comm_overlap", "remove this key"),
     "overlapped experts": (
         [f"{K}overlap_moe_expert_parallel_comm=true"],
         f"{K}overlap_moe_expert_parallel_comm",
-        "leave it out",
+        "remove this key",
     ),
     "hierarchical cp": (
         [f"{K}hierarchical_context_parallel_sizes=[2,2]"],
         f"{K}hierarchical_context_parallel_sizes",
-        "context_parallel_size alone",
+        "set context_parallel_size",
     ),
     "multi-token prediction": ([f"{K}mtp_num_layers=1"], f"{K}mtp_num_layers", "set mtp.train=true"),
     "a draft head and adapters": (
         [f"{M}mtp.train=true", "trainer.policy.model.lora.rank=8"],
         f"{M}mtp.train",
-        "trains adapters alone",
+        "trains only adapters",
     ),
     "a draft head and replayed routes": (
         [f"{M}mtp.train=true", f"{M}moe_enable_routing_replay=true", f"{E}enable_return_routed_experts=true"],
         f"{M}mtp.train",
-        "no experts of its router",
+        "do not record the experts",
     ),
-    "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "leave it out"),
-    "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "engines are vLLM's"),
-    "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "leave it out"),
+    "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "remove this key"),
+    "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "vLLM runs inference here"),
+    "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "remove this key"),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
     "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
     "narrow moments on the host": (
         [AWARE, f"{O}optimizer_cpu_offload=true", f"{O}exp_avg_sq_dtype=bf16"],
         f"{O}exp_avg_sq_dtype",
-        "leave one of them out",
+        "remove one of the two keys",
     ),
     "bf16 masters": ([AWARE, f"{O}main_params_dtype=bf16"], f"{O}main_params_dtype", "use fp16"),
     "types of gradients": ([AWARE, f"{O}main_grads_dtype=bf16"], f"{O}main_grads_dtype", "grad_reduce_in_fp32"),
-    "no such type": ([f"{O}exp_avg_dtype=fp7"], f"{O}exp_avg_dtype", "use fp32, bf16"),
+    "no such type": ([f"{O}exp_avg_dtype=fp7"], f"{O}exp_avg_dtype", "use one of fp32, bf16"),
     "precision-aware and whole": (
         [AWARE, f"{O}use_distributed_optimizer=false"],
         f"{O}use_precision_aware_optimizer",
@@ -398,14 +398,18 @@ RULES = {
     "no such attention": ([f"{K}attention_backend=local"], f"{K}attention_backend", "auto, flash"),
     "flash without flash-attn": ([f"{K}attention_backend=flash"], f"{K}attention_backend", "use auto"),
     "unfused over cp": ([*CP2, f"{K}attention_backend=unfused"], f"{K}attention_backend", "use auto"),
-    "no flash_attn over cp": ([*CP2, "trainer.flash_attn=false"], "trainer.flash_attn", "use true"),
+    "no flash_attn over cp": ([*CP2, "trainer.flash_attn=false"], "trainer.flash_attn", "trainer.flash_attn=true"),
     "profiled rank": ([f"{M}torch_profiler_config.ranks=[1]"], f"{M}torch_profiler_config.ranks", "0 to 0"),
     "recompute of both kinds": (
         [f"{K}recompute_granularity=selective", f"{K}recompute_method=block"],
         f"{K}recompute_method",
         "recompute_granularity=full",
     ),
-    "recompute half set": ([f"{K}recompute_num_layers=null"], f"{K}recompute_num_layers", "full needs it"),
+    "recompute half set": (
+        [f"{K}recompute_num_layers=null"],
+        f"{K}recompute_num_layers",
+        "full needs recompute_method",
+    ),
     "unknown recompute": (
         [f"{M}transformer_config_kwargs={{recompute_granularity: some}}"],
         f"{K}recompute_granularity",
@@ -414,12 +418,12 @@ RULES = {
     "adapters without a rank": (
         [f"{LORA}alpha=32", f"{LORA}target_modules=linear_qkv"],
         f"{LORA}rank",
-        "alpha=32, target_modules=linear_qkv are set: set a rank, such as 16, or leave them out",
+        "alpha=32, target_modules=linear_qkv are set: set a rank, such as 16, or remove those keys",
     ),
     "type of adapters without a rank": (
         [f"{M}lora_config.lora_type=canonical_lora"],
         f"{LORA}rank",
-        "lora_config.lora_type=canonical_lora is set: set a rank, such as 16, or leave it out",
+        "lora_config.lora_type=canonical_lora is set: set a rank, such as 16, or remove that key",
     ),
     "adapter on the reference": (["trainer.ref.model.lora.rank=2"], "trainer.ref.model.lora.rank", "never trained"),
     "FSDP option": (
@@ -432,7 +436,7 @@ RULES = {
         "trainer.ref.fsdp_config.mixed_precision",
         "trainer.bf16",
     ),
-    "engines against policy": ([f"{E}num_engines=2"], f"{E}num_engines", "make both equal"),
+    "engines against policy": ([f"{E}num_engines=2"], f"{E}num_engines", "make both numbers equal"),
     "reference elsewhere": (
         ["trainer.placement.ref_num_gpus_per_node=2"],
         "trainer.placement.ref_num_gpus_per_node",
@@ -446,9 +450,9 @@ RULES = {
     "more GPUs than there are": (
         ["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=8"],
         "trainer.placement.policy_num_gpus_per_node",
-        "8 (policy) + 1 (engines) = 9 GPUs, and there are 8",
+        "8 (policy) + 1 (engines) = 9 GPUs, but there are 8",
     ),
-    "no model": (["trainer.policy.model.path=/no/such"], "trainer.policy.model.path", "there is no folder /no/such"),
+    "no model": (["trainer.policy.model.path=/no/such"], "trainer.policy.model.path", "no such folder: /no/such"),
 }
 
 
@@ -475,11 +479,11 @@ SEVERAL = {"more GPUs than a node has", "no model"}
     ("args", "key", "words"),
     [
         ([*BIG_ENGINE, f"{E}distributed_executor_backend=mp"], "distributed_executor_backend", "set it to ray"),
-        ([*BIG_ENGINE, f"{E}data_parallel_size=2"], "data_parallel_size", "take more num_engines"),
+        ([*BIG_ENGINE, f"{E}data_parallel_size=2"], "data_parallel_size", "increase num_engines"),
         (
             [GPUS_2, f"{E}tensor_parallel_size=2", f"{E}distributed_executor_backend=uni"],
             "distributed_executor_backend",
-            "tp · pp · dp = 2: set it to mp",
+            "tp · pp · dp = 2 ranks: set it to mp",
         ),
         (
             [*NODES_OF_6, f"{E}num_engines=3", f"{E}tensor_parallel_size=4"],
@@ -671,7 +675,7 @@ YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
 @pytest.mark.parametrize(
     "hf, words",
     [
-        (LATENT, "knows YaRN alone"),
+        (LATENT, "supports only YaRN"),
         (LATENT | YARN, None),
         ({"rope_parameters": {"rope_type": "yarn"}}, "mscale"),
         ({}, None),
@@ -684,7 +688,7 @@ def test_fused_rotary_kernels_that_rotate_otherwise(hf, words):
     cfg = SkyRLTrainConfig.from_cli_overrides([f"{K}apply_rope_fusion=true"])
     found = list(megatron_problems(cfg, "policy", M, GPUS, hf))
     assert [problem.key for problem in found] == [f"{K}apply_rope_fusion"] * (words is not None)
-    assert words is None or (words in found[0].fix and found[0].fix.endswith("leave it out"))
+    assert words is None or (words in found[0].fix and found[0].fix.endswith("remove this key"))
 
 
 @pytest.mark.parametrize(

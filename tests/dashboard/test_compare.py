@@ -48,20 +48,20 @@ def test_means_of_the_last_steps_are_compared(folders):
 
 
 def test_a_metric_whose_better_side_is_not_known_may_leave_on_either(tmp_path):
-    from skyrl_megatron_tools.compare_runs import Compared
+    from skyrl_megatron_tools.compare_runs import MetricComparison as Metric
 
     for run, leaves in ((1.2, True), (0.8, True), (1.05, False)):
-        assert Compared("policy/policy_entropy", run, 1.0, 0.1).leaves == leaves
-    assert Compared("timing/step", 2.0, 1.0, 0.1).leaves and not Compared("timing/step", 0.5, 1.0, 0.1).leaves
-    assert Compared("policy/x", 1.0, 0.0, 0.1).leaves and not Compared("policy/x", 0.0, 0.0, 0.1).leaves
+        assert Metric("policy/policy_entropy", run, 1.0, 0.1).out_of_band == leaves
+    assert Metric("timing/step", 2.0, 1.0, 0.1).out_of_band and not Metric("timing/step", 0.5, 1.0, 0.1).out_of_band
+    assert Metric("policy/x", 1.0, 0.0, 0.1).out_of_band and not Metric("policy/x", 0.0, 0.0, 0.1).out_of_band
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["policy/none=0.1"], "policy/none=None: "),
-        (["reward/avg_raw_reward=x"], "reward/avg_raw_reward=x: give the relative change"),
-        (["reward/avg_raw_reward=nan"], "reward/avg_raw_reward=nan: give the relative change"),
+        (["reward/avg_raw_reward=x"], "reward/avg_raw_reward=x: give the largest allowed relative change"),
+        (["reward/avg_raw_reward=nan"], "reward/avg_raw_reward=nan: give the largest allowed relative change"),
         (["--last=0"], "--last=0: give at least 1"),
     ],
 )

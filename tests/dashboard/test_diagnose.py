@@ -91,9 +91,9 @@ def test_every_host_of_a_cluster_is_asked(tmp_path):
     ],
 )
 def test_what_a_stack_waits_for(frames, meaning):
-    from skyrl_megatron.trainer.hang import Diagnosed
+    from skyrl_megatron.trainer.hang import ProcessState
 
-    assert meaning in Diagnosed(1, "x", None, 0.0, frames).waits_for
+    assert meaning in ProcessState(1, "x", None, 0.0, frames).waits_for
 
 
 def test_a_run_that_is_not_under_way(tmp_path, capsys):
@@ -114,4 +114,4 @@ def test_every_verb_has_a_command(capsys):
         assert f"\ndef {function or 'main'}(" in text, place
     assert set(ALIASES.values()) <= set(VERBS) and not set(ALIASES) & set(VERBS)
     assert main(["colour"]) == 2 and main([]) == 2 and main(["--help"]) == 0
-    assert "VERB=colour: no such verb" in capsys.readouterr().err
+    assert "VERB=colour: unknown verb" in capsys.readouterr().err

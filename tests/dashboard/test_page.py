@@ -19,23 +19,29 @@ PLOTS = {
         "loss",
         "response length",
         "clipped",
-        "trainer against engine",
+        "log-prob difference, trainer − engine",
         "probability ratio",
         "groups without variance",
         "learning rate",
         "throughput",
-        "use of the device",
+        "MFU",
     ],
     "time": [
         "phases",
         "lanes",
-        "a trajectory's time",
+        "time of a trajectory",
         "memory: trainer",
         "memory: policy on its devices",
-        "arithmetic of a rank",
+        "FLOP/s per rank",
     ],
     "experts": ["load of the busiest expert", "experts without tokens", "entropy of the router", "routing replay"],
-    "weights": ["staleness", "weight sync", "bandwidth", "gap after a sync", "groups waiting and in flight"],
+    "weights": [
+        "staleness",
+        "weight sync",
+        "bandwidth",
+        "log-prob difference after a sync",
+        "groups waiting and in flight",
+    ],
     "all metrics": ["async/buffer_size", "policy/grad_norm", "trainer/tokens_per_second"],
 }
 MARKS = "document.querySelector({}).querySelectorAll('path.curve[d^=M], path.layer[d^=M], rect.span').length"
@@ -144,7 +150,7 @@ def test_no_two_curves_of_a_chart_have_one_label(quiet, report):
             text = "[...each.childNodes].filter(node => node.nodeType === 3).map(node => node.data).join('').trim()"
             quiet.wait(f"{buttons}.length > 0")
             labels[plot] = quiet.run(f"{buttons}.map(each => {text})")
-    assert {"policy/mfu", "generate/mfu", "score_mfu"} <= set(labels["use of the device"]), labels
+    assert {"policy/mfu", "generate/mfu", "score_mfu"} <= set(labels["MFU"]), labels
     assert "max_num_tokens" in labels["response length"]
     assert not {plot: found for plot, found in labels.items() if len(set(found)) < len(found)}
 
@@ -247,7 +253,7 @@ def test_a_run_is_followed(quiet, tmp_path):
         choose(quiet, "samples")
         quiet.wait("document.querySelector('.strip b')")
         server.shutdown()
-    quiet.wait("document.getElementById('status').textContent.includes('server gone')")
+    quiet.wait("document.getElementById('status').textContent.includes('server lost')")
     quiet.send("Page.navigate", url="about:blank")  # which ends the page's questions
     quiet.errors[:] = [error for error in quiet.errors if "ERR_CONNECTION" not in error]  # the server that is gone
 

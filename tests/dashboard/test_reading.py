@@ -46,9 +46,9 @@ def test_a_run_that_begins_anew_replaces_what_was_read(tmp_path):
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda folder: None, "no such folder; give log_path/project_name/run_name"),
-        (lambda folder: folder.mkdir(), "no run, it has neither metrics.jsonl nor config.yaml"),
-        (lambda folder: lines_below(folder / "project/run"), "the folder has runs in it: project/run"),
+        (lambda folder: None, "no such folder. Pass log_path/project_name/run_name"),
+        (lambda folder: folder.mkdir(), "not a run, it has neither metrics.jsonl nor config.yaml"),
+        (lambda folder: lines_below(folder / "project/run"), "It contains runs: project/run"),
     ],
 )
 def test_a_folder_that_is_no_run_is_one_message(tmp_path, capsys, make, error):
@@ -106,7 +106,7 @@ def test_a_run_that_is_half_written_is_shown_without_what_is_not_there(tmp_path,
     assert run.columns.rows == 1 and [line["step"] for line in run.spans(1000)] == [1] and run.expert_loads(1000) == []
     assert main([str(tmp_path), "--export", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("warning: samples of step 1: ") and "left out" in said[0]
+    assert len(said) == 1 and said[0].startswith("warning: samples of step 1: ") and "skipped" in said[0]
     assert (tmp_path / "page.html").stat().st_size > 30_000
 
 

@@ -66,7 +66,7 @@ def test_what_a_gpu_run_needs_and_what_it_does_not():
     "facts, state, word",
     [
         ({"driver": [13, 2]}, "ok", "driver's CUDA 13.2"),
-        ({"driver": [12, 8]}, "FAIL", "install a driver of CUDA 13.0"),
+        ({"driver": [12, 8]}, "FAIL", "install a driver for CUDA 13.0"),
         ({"driver": [0, 0]}, "FAIL", "no driver, torch's 13.0"),
         ({"runtime": [13, 1]}, "warn", "update the driver to CUDA 13.1"),
         ({"runtime": [0, 0]}, "FAIL", "without CUDA"),
@@ -99,7 +99,7 @@ def test_a_package_of_another_version_is_named(tmp_path, monkeypatch):
     (tmp_path / "ray-1.13.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.13.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = requirements()
-    assert found.state == "FAIL" and "ray is 1.13.0, needed is" in found.text and "launch/setup.sh" in found.fix
+    assert found.state == "FAIL" and "ray is 1.13.0, but" in found.text and "launch/setup.sh" in found.fix
 
 
 # ---------------------------------------------------------------------- the machine
@@ -126,7 +126,7 @@ NIC0\tPIX\tSYS\t X
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "link, state, word", [("NV18", "ok", "NVLink"), ("PHB", "warn", "PHB"), (None, "warn", "no nvidia-smi")]
+    "link, state, word", [("NV18", "ok", "NVLink"), ("PHB", "warn", "PHB"), (None, "warn", "nvidia-smi is missing")]
 )
 def test_links_of_gpus(tmp_path, monkeypatch, link, state, word):
     from skyrl_megatron_tools.doctor.machine import links
@@ -222,7 +222,7 @@ def test_unlike_nodes_and_clocks():
     assert gpus_of_nodes({"10.0.0.1": 8, "10.0.0.2": 4}).state == "warn"
     assert clocks({"10.0.0.1": (0.01, 0.01)}).state == "ok"
     late = clocks({"10.0.0.1": (0.01, 0.01), "10.0.0.2": (-3.2, 0.01)})
-    assert late.state == "warn" and "3.200 s apart, of 10.0.0.2" in late.text
+    assert late.state == "warn" and "3.200 s, at 10.0.0.2" in late.text
     assert clocks({"10.0.0.1": (3.2, 4.0)}).state == "ok", "a slow answer tells nothing"
 
 
@@ -234,4 +234,4 @@ def test_a_cluster_is_asked():
     with local_ray(2):
         nodes, clock = cluster()
     assert nodes.state == clock.state == "ok", (nodes, clock)
-    assert nodes.text.startswith("1 nodes, GPUs: none") and re.search(r"0\.\d+ s apart, of \d+\.", clock.text)
+    assert nodes.text.startswith("1 nodes, GPUs: none") and re.search(r"0\.\d+ s, at \d+\.", clock.text)

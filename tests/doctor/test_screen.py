@@ -43,7 +43,7 @@ def test_a_gpu_run_on_a_broken_machine(tmp_path):
     assert failing <= {name for name, state in states.items() if state == "FAIL"}, done.stdout
     assert states["Python"] == states["packages"] == states["torch"] == states["megatron-core"] == "ok", done.stdout
     assert "libcudart.so.12" in found["vLLM"] and states["Ray token"] == "warn"
-    assert done.stdout.count("fix:") >= len(failing) and "to mend before a run can start" in done.stdout
+    assert done.stdout.count("fix:") >= len(failing) and "to fix before a run can start" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -103,31 +103,31 @@ def test_wrong_results_are_told(tmp_path):
     done = subprocess.run([*run, FAULTS, tmp_path], timeout=300, check=True, **options)
     wrong_sum, wrong_layer = [line for line in done.stdout.splitlines() if ":" in line][-2:]
     assert wrong_sum.startswith("told: all-reduce over 1 ranks: rank 0 has a wrong sum"), done.stdout
-    assert wrong_layer.startswith("told: ") and "off in bf16" in wrong_layer, done.stdout
+    assert wrong_layer.startswith("told: ") and "in bf16 is" in wrong_layer, done.stdout
     port = str(free_port())
     ends = [subprocess.Popen([*run, LOST_UPDATE, port, str(end)], **options) for end in (0, 1)]
     *_, (_, said) = [end.communicate(timeout=300) for end in reversed(ends)][::-1]
-    assert "weight sync over gloo: embedding is not what was sent" in said
+    assert "weight sync over gloo: the received embedding differs from the sent one" in said
 
 
 def test_a_rung_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
-    from skyrl_megatron_tools.doctor.self_test import run_rung
+    from skyrl_megatron_tools.doctor.self_test import run_check
 
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     before = set(psutil.Process().children(recursive=True))
-    found = run_rung("all-reduce", 2.0, gpu=False)
-    assert found.state == "FAIL" and found.text == "not done within 2 s" and found.fix
+    found = run_check("all-reduce", 2.0, gpu=False)
+    assert found.state == "FAIL" and found.text == "did not finish within 2 s" and found.fix
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_rung_that_fails_says_its_error(tmp_path, monkeypatch):
-    from skyrl_megatron_tools.doctor.self_test import run_rung
+    from skyrl_megatron_tools.doctor.self_test import run_check
 
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudnn.so.9: cannot open')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    found = run_rung("layer", 120.0, gpu=False)
+    found = run_check("layer", 120.0, gpu=False)
     assert found.state == "FAIL" and "libcudnn.so.9" in found.text and "launch/setup.sh gpu" in found.fix
 
 

@@ -177,7 +177,7 @@ def test_judge(serve, monkeypatch, reply, score):
         (500, {"error": "overloaded"}, "500"),
         (200, {"choices": []}, "index out of range"),
         (200, b"no json", "Expecting value"),
-        (200, {"choices": [{"message": {"content": "fine, I think"}}]}, "gave no score: 'fine, I think'"),
+        (200, {"choices": [{"message": {"content": "fine, I think"}}]}, "returned no score: 'fine, I think'"),
     ],
 )
 def test_a_judge_that_does_not_judge_is_named(serve, status, body, message):
@@ -245,7 +245,7 @@ def test_search_tries_again_and_tells_of_failure(serve, monkeypatch):
 @pytest.mark.parametrize("id, text", [("search", "<search>x</search> and"), ("text2sql", "<sql>SELECT 1</sql> so")])
 def test_end_tags_must_be_stop_strings(id, text, serve, tmp_path):
     episode = search_env(serve(lambda *_: (200, {}))) if id == "search" else sql_env(tmp_path)
-    with pytest.raises(ValueError, match=r"goes on after </(search|sql)>: list .* in generator.sampling_params.stop"):
+    with pytest.raises(ValueError, match=r"text follows </(search|sql)> .*: add .* to generator.sampling_params.stop"):
         episode.step(text)
 
 
@@ -288,7 +288,7 @@ def test_text2sql(tmp_path):
 def test_text2sql_rewards(tmp_path, turns, reward):
     episode = sql_env(tmp_path)
     if reward is None:
-        with pytest.raises(ValueError, match="goes on after </sql>"):
+        with pytest.raises(ValueError, match="text follows </sql>"):
             episode.step(turns[0])
         return
     steps = [episode.step(turn) for turn in turns]
@@ -340,7 +340,7 @@ def test_text2sql_limits(tmp_path):
 def test_text2sql_bad_rows(tmp_path):
     sql_env(tmp_path)
     config = Text2SQLEnvConfig(db_path=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"none.sqlite: no database there; set environment.skyrl_gym.text2sql"):
+    with pytest.raises(FileNotFoundError, match=r"none.sqlite does not exist: set environment.skyrl_gym.text2sql"):
         env("text2sql", "SELECT 1", config, db_id="none", data="spider")
     for db_id, data in (("geo", "elsewhere"), ("../geo", "spider"), (None, "spider")):
         with pytest.raises(ValueError, match="text2sql needs data"):

@@ -50,7 +50,7 @@ def test_register_and_make(registered):
 def test_one_that_comes_with_the_package_is_replaced_on_purpose_only():
     """A user's environment often has the id of one of ours: ``multiply`` is the field's usual first example."""
     ours = envs.spec("multiply")
-    with pytest.raises(DataError, match=r"'multiply' comes with the package .*register\(.*, override=True\)"):
+    with pytest.raises(DataError, match=r"'multiply' is built in .*register\(.*, override=True\)"):
         envs.register(id="multiply", entry_point=f"{__name__}:Echo")
     assert envs.spec("multiply") == ours
     try:

@@ -39,11 +39,11 @@ class Unguarded:
 LAST_WORDS = """
 import contextlib
 from skyrl_megatron.entrypoints import experiment
-experiment.last_words = lambda *args: contextlib.nullcontext()
+experiment.crash_reporter = lambda *args: contextlib.nullcontext()
 """
 RAY_THAT_HANGS = """
-from skyrl_megatron.entrypoints import crash_report as last_words
-last_words._Head.look = lambda self: ""
+from skyrl_megatron.entrypoints import crash_report
+crash_report._RayHead.poll = lambda self: ""
 """
 DEADLINE = """
 from skyrl_megatron.workers.actor_group import ActorGroup
@@ -52,7 +52,7 @@ ActorGroup.__init__ = lambda self, role, actors, timeout_s: make(self, role, act
 """
 DEADLINE_OF_A_START = """
 from skyrl_megatron.trainer import event_loop as loop_thread
-loop_thread.within = lambda work, timeout_s, phase: work
+loop_thread.with_timeout = lambda work, timeout_s, phase: work
 """
 CAUSE = """
 from skyrl_megatron.workers.actor_group import PendingCall
@@ -107,8 +107,9 @@ from skyrl_megatron_tools import weight_versions as versions
 versions.hash_of = lambda tensor: "the same"
 """
 SUMS_OF_BUCKETS = """
-from skyrl_megatron.workers import sync_calls as weight_routes, weight_synchronizer
-weight_synchronizer._compare = weight_synchronizer.compare_parcels = weight_routes.compare_parcels = lambda *args: None
+from skyrl_megatron.workers import sync_calls, weight_synchronizer
+weight_synchronizer.compare_buckets = weight_synchronizer.compare_checksums = lambda *args: None
+sync_calls.compare_checksums = weight_synchronizer.compare_checksums
 """
 OLD_CHECKPOINTS = """
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore

@@ -11,26 +11,26 @@ from tests.faults.words import WHAT, WHEN, WHO, cells
 HEAD = """\
 # Faults
 
-What a run promises of each fault: who is hit × by what × when.
-Written by `python -m tests.faults.matrix > docs/faults.md`.
+What a run promises for each fault: who is hit, by what, and when.
+`python -m tests.faults.matrix` writes this page, which `launch/docs.sh` calls.
 
-- **healed in place**: the run goes on, and its numbers are those that it would have had;
+- **healed in place**: the run continues with the numbers that it would have had;
 - **step repeated**: the step is taken again with the same data;
-- **ended, resumable**: every process ends, with one message that names the fault and an exit code that is not 0, and
-  the same command goes on from the newest checkpoint.
+- **ended, resumable**: every process ends, with one message that names the fault and an exit code other than 0, and
+  the same command resumes from the newest checkpoint.
 
-*Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** were
-seen: a test that `tests/faults/proofs.py` names makes the fault in real parts, and the promise was kept. Others are
-promised only; most of them have a test too, and `launch/run_tests.sh --layouts=all tests/faults/test_cells.py` runs
-all there are. What guards a promise is in `tests/faults/guards.py`; `tests/faults/test_planted.py` takes it away, and
-the promise is then not kept.
+*Deadline* is the time until the promise is kept; *may be lost* is the work that is done again. Phases in **bold** were
+seen: a test in `tests/faults/proofs.py` makes the fault in real parts, and the promise is kept. The others are only
+promised; `launch/run_tests.sh --layouts=all tests/faults/test_cells.py` runs all tests of them.
+`tests/faults/guards.py` names what guards a promise; `tests/faults/test_planted.py` removes it and expects the promise
+to be broken.
 """
 
 HEALED = """\
 ## With trainer.healing.enabled=true
 
-Where one rank of two neighbours lives on ([guide](guides/healing.md)); else the steps behind the last checkpoint are
-taken again.
+If one rank of two peers survives ([guide](guides/healing.md)); otherwise the steps since the last checkpoint are
+repeated.
 """
 
 

@@ -31,7 +31,7 @@ def check(argv):
     if code:
         assert code in (1, 2) and not out.getvalue(), f"exit code {code}, {out.getvalue()[:500]}"
         raise SkyRLMegatronError("\n".join(line for line in said.splitlines() if not line.startswith("warning: ")))
-    assert "weight_sync_backend: " in out.getvalue()
+    assert out.getvalue().startswith("it can run on")
 
 
 @pytest.fixture(scope="module")

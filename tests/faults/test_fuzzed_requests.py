@@ -43,7 +43,7 @@ def servers(loop, tmp_path_factory):
     import threading
 
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.fleet import Fleet, Wanted, build_registry
+    from skyrl_megatron.inference.fleet import EngineRequirements, Fleet, build_registry
     from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.trainer.exporters import PrometheusEndpoint
@@ -53,7 +53,7 @@ def servers(loop, tmp_path_factory):
 
     async def serve():
         pool = EnginePool([], wait_s=0.01)
-        fleet = Fleet(pool, Wanted(OFFER["model"], "float32", 128, "policy"), silence_s=60.0, drain_s=0.1)
+        fleet = Fleet(pool, EngineRequirements(OFFER["model"], "float32", 128, "policy"), silence_s=60.0, drain_s=0.1)
         apps = {
             "registry": build_registry(fleet, TOKEN),
             "endpoint": build_app(InferenceClient(pool), "policy", TOKEN),

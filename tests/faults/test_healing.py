@@ -84,7 +84,7 @@ def test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault(undisturb
 
 def test_each_is_told_and_counted(healed):
     lives, life = healed
-    told = [line for line in life.run.out.splitlines() if line.startswith("healed: ")]
+    told = [line for line in life.run.out.splitlines() if line.startswith("recovered: ")]
     assert len(told) == len(LOST) - 1, told
     assert sum("left no copy" in line for line in told) == 1
     assert sum(line["trainer/healings"] for line in lives.lines) == len(told)
@@ -103,7 +103,7 @@ def test_without_copies_all_go_back(undisturbed, tmp_path):
     assert life.run.returncode == 1 and life.saved == 4
     assert "policy rank 0" in life.message and "the process died" in life.message
     assert "Traceback" not in life.message and len(life.message.splitlines()) <= 2
-    assert life.run.out.count("\nhealed: ") == 2 and "not healed: 2 times within 10 steps" in life.run.out
+    assert life.run.out.count("\nrecovered: ") == 2 and "not recovered: 2 times within 10 steps" in life.run.out
     assert lives.live(NO_FAULT, **keys).run.returncode == 0
     assert numbers(lives) == numbers(undisturbed)
     assert exported(lives, STEPS) == exported(undisturbed, STEPS)
@@ -115,7 +115,7 @@ def test_a_stopped_rank_is_replaced(undisturbed, tmp_path):
     keys = KEYS | {"trainer__phase_timeout_s": 90, "trainer__max_training_steps": 3}
     life = lives.live(armed([("policy 1", "SIGSTOP", "policy_train", 1)]), **keys)
     assert life.run.returncode == 0, f"{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
-    assert "policy rank 1" in life.run.out.partition("healed: ")[2] and "policy rank 0" in lives.stacks
+    assert "policy rank 1" in life.run.out.partition("recovered: ")[2] and "policy rank 0" in lives.stacks
     assert numbers(lives) == numbers(undisturbed)[:3]
 
 
@@ -134,7 +134,7 @@ def test_what_is_lost_while_others_are_replaced_is_replaced_too(undisturbed, tmp
     life = lives.live(armed(TWICE), **KEYS)
     assert life.run.returncode == 0, f"{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
     assert len(lives.faults) == len(TWICE), lives.faults
-    told = [line for line in life.run.out.splitlines() if line.startswith("healed: ")]
+    told = [line for line in life.run.out.splitlines() if line.startswith("recovered: ")]
     assert ["left no copy" in line for line in told] == [False, True], told
     assert numbers(lives) == numbers(undisturbed) and exported(lives, STEPS) == exported(undisturbed, STEPS)
 

@@ -77,7 +77,7 @@ def test_the_files_that_are_read_by_themselves(model, kind):
     from bridges.files import read_hf_config
     from bridges.hf_io import map_file, read_header
     from skyrl_megatron.preflight.data_checks import _embeddings, _tokens
-    from skyrl_megatron.runtime.lora.targets import BASE, base_misfit, fingerprint
+    from skyrl_megatron.runtime.lora.targets import BASE, base_mismatch, fingerprint
 
     (model / BASE).write_text("{}")
     for name in ("config.json", "model.safetensors", "tokenizer.json", BASE):
@@ -88,7 +88,7 @@ def test_the_files_that_are_read_by_themselves(model, kind):
                  lambda: fingerprint(model)):  # fmt: skip
         with pytest.raises(BridgeError, match="refused"):
             read()
-    assert _tokens(model) == {} and _embeddings(model) is None and base_misfit(model, "") is None
+    assert _tokens(model) == {} and _embeddings(model) is None and base_mismatch(model, "") is None
 
 
 def test_a_header_of_more_than_its_file(model):

@@ -76,6 +76,8 @@ SAID = {
 }
 """What the one message holds."""
 PHASE_TIMEOUT_S = 120
+OWN_CODE_S = 0.5
+"""After which a new process of an engine runs vLLM's code; before, Python's own reads what it is to do."""
 LONG = 400
 """Steps: a head that hangs is missed after a minute."""
 REFUSES = {
@@ -128,6 +130,8 @@ def way(cell: Cell) -> Way | None:
             name = "SIGTERM"
         elif who not in ENGINES:
             delay_s = 0.0
+        elif when == "start":
+            delay_s = OWN_CODE_S
     if who == "driver":
         code = {"SIGKILL": -9, "SIGSEGV": -11, "exit": EXITED}.get(what, 1)
     if who == "critic" and when == "train":

@@ -169,7 +169,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "exports in /proc",
         _keys("trainer.export_path=/proc/nope", "trainer.eval_before_train=true"),
-        ("trainer.export_path=/proc/nope", "name a folder that you can write to"),
+        ("trainer.export_path=/proc/nope", "set it to a folder that you can write to"),
     ),
     Mistake("checkpoints in /proc", _keys("trainer.ckpt_path=/proc/nope"), ("=/proc/nope", "cannot be written")),
     Mistake(
@@ -181,12 +181,12 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a misspelt folder of a model",
         lambda folder: [f"model={folder}/modle"],
-        ("there is no folder", "modle (did you mean", "/model?)"),
+        ("no such folder", "modle (did you mean", "/model?)"),
     ),
     Mistake("weights cut off", _model(_cut), ("model.safetensors is damaged", "fetch the file again")),
     Mistake("a missing shard", _model(_index), ("model-00001-of-00002.safetensors", "is missing")),
     Mistake("another model's config", _config(num_hidden_layers=3), ("missing model.layers.2.", "config.json")),
-    Mistake("no tokenizer", _model(_without_tokenizer), ("holds no tokenizer", "tokenizer.json")),
+    Mistake("no tokenizer", _model(_without_tokenizer), ("has no tokenizer", "tokenizer.json")),
     Mistake("no chat template", _model(_without_template), ("has no chat template", "set generator.chat_template")),
     Mistake(
         "an unknown chat template",
@@ -194,11 +194,11 @@ MISTAKES: tuple[Mistake, ...] = (
         ("chat_template.name_or_path=qwen3", "qwen3_with_thinking"),
     ),
     Mistake("an unsupported model type", _config(model_type="qwen3_mo"), ("qwen3_mo", "nearest: qwen3_moe")),
-    Mistake("head_dim 16 on CPU", _model(_small_heads), ("head_dim=16", "on CPU vLLM's attention takes 32, 64")),
+    Mistake("head_dim 16 on CPU", _model(_small_heads), ("head_dim=16", "on CPU vLLM's attention supports 32, 64")),
     Mistake(
         "attention that vLLM has for GPUs alone",
         _model(_chosen_keys),
-        ("on CPU vLLM's attention lacks a choice of keys",),
+        ("on CPU vLLM's attention does not support sparse attention",),
     ),
     # data
     Mistake("no rows", _rows(0), ("train.parquet", "has no rows")),
@@ -208,8 +208,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("damaged jsonl", lambda folder: _jsonl(folder), ("train.jsonl", "cannot be read as json")),
     Mistake("a late byte of Latin-1", _late(b'"caf\xe9"'), ("train.jsonl", "row 5", "0xe9", "not UTF-8")),
     Mistake("a late answer that is null", _late(b"null"), ("row 5", "gsm8k", "no reward_spec.ground_truth")),
-    Mistake("a late answer that is a list", _late(b'["3"]'), ("row 5", "gsm8k", "the row's answer is ['3']")),
-    Mistake("answers that are true", _rows(reward_spec=[{"ground_truth": True}] * 8), ("row 0", "answer is True")),
+    Mistake("a late answer that is a list", _late(b'["3"]'), ("row 5", "gsm8k", "the row has ['3']")),
+    Mistake("answers that are true", _rows(reward_spec=[{"ground_truth": True}] * 8), ("row 0", "the row has True")),
     Mistake("no such file", _keys("data.train_data=[/none/rows.parquet]"), ("/none/rows.parquet", "no such file")),
     Mistake("prompts too long", _keys("trainer.max_prompt_length=2"), ("max_prompt_length=2", "none of 8 prompts")),
     Mistake(
@@ -249,7 +249,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "an unknown parser of tool calls",
         _keys(f"{E}tool_call_parser=hermess"),
-        ("tool_call_parser=hermess", "vLLM has ", "hermes, "),
+        ("tool_call_parser=hermess", "unknown parser: use one of ", "hermes, "),
     ),
     Mistake(
         "model_config_kwargs",
@@ -259,7 +259,7 @@ MISTAKES: tuple[Mistake, ...] = (
     # text that is no value
     Mistake("an interpolation that ends too soon", _keys("trainer.run_name=${x"), ("run_name=${x", "${other.key}")),
     Mistake("a project of 100,000 letters", _keys(f"trainer.project_name={'a' * 100_000}"), ("at most 255 bytes",)),
-    Mistake("checkpoints in a long name", _keys(f"trainer.ckpt_path=/tmp/{'a' * 300}"), ("cannot be made",)),
+    Mistake("checkpoints in a long name", _keys(f"trainer.ckpt_path=/tmp/{'a' * 300}"), ("cannot be created",)),
     Mistake("rows in a long name", _keys(f"data.train_data=[{'a' * 300}.parquet]"), ("no such file",)),
     # the machine
     Mistake(
@@ -286,19 +286,19 @@ MISTAKES: tuple[Mistake, ...] = (
         _keys("trainer.algorithm.gae.critic_lambd=1.5"),
         ("trainer.algorithm.gae.critic_lambd=1.5", "at most 1"),
     ),
-    Mistake("no critic", _keys("trainer.algorithm.advantage_estimator=gae"), ("gae needs a critic: name its model",)),
+    Mistake("no critic", _keys("trainer.algorithm.advantage_estimator=gae"), ("gae needs a critic: set its model",)),
     Mistake(
         "a critic that nobody asks",
         lambda folder: ["trainer.critic_mini_batch_size=4", f"trainer.critic.model.path={folder}/model"],
-        ("trainer.critic.model.path=", "advantage_estimator=grpo reads no values"),
+        ("trainer.critic.model.path=", "advantage_estimator=grpo uses no critic"),
     ),
     Mistake(
         "a critic of another tokenizer",
         lambda folder: [*_gae(folder), f"trainer.critic.model.path={_renumbered(folder)}"],
         (
             "trainer.critic.model.path=",
-            "its tokenizer is not the policy's",
-            "would read the policy's tokens as others",
+            "its tokenizer differs from the policy's",
+            "use a model with the policy's tokenizer",
         ),
     ),
     Mistake(
@@ -309,7 +309,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a reference of another model that follows",
         lambda folder: ["trainer.update_ref_every_epoch=true", f"trainer.ref.model.path={_copied(folder, 'ref')}"],
-        ("trainer.update_ref_every_epoch=True", "the reference becomes the policy's copy"),
+        ("trainer.update_ref_every_epoch=True", "the reference becomes a copy of the policy"),
     ),
     Mistake(
         "no teacher",
@@ -319,7 +319,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a teacher that teaches nothing",
         lambda folder: [f"trainer.teacher.model.path={folder}/model"],
-        ("trainer.teacher.model.path=", "nothing is learned from it"),
+        ("trainer.teacher.model.path=", "does not learn from this teacher"),
     ),
     Mistake(
         "a teacher behind an address at another temperature",
@@ -328,7 +328,7 @@ MISTAKES: tuple[Mistake, ...] = (
             "trainer.teacher.models={main: 'http://teacher:8000'}",
             "generator.sampling_params.temperature=0.7",
         ),
-        ("generator.sampling_params.temperature=0.7", "gives log-probs at temperature 1"),
+        ("generator.sampling_params.temperature=0.7", "returns log-probs at temperature 1"),
     ),
     # rollouts that run ahead
     Mistake(

@@ -228,16 +228,16 @@ def test_nobody_waits_for_ever(hub):
     hub.stalls.add("model-2-of-2.safetensors")
     other = fetching(hub, hub.first)
     until(lambda: hub.downloads("model-2-of-2.safetensors"))
-    with pytest.raises(HubError, match=r"another process downloads acme/tiny .* nothing came for 2 s.*\.lock"):
+    with pytest.raises(HubError, match=r"another process downloads acme/tiny .* no data for 2 s.*\.lock"):
         names.fetch(TINY, hub.first, names.WHOLE, stall_s=2)
     other.kill()
     other.communicate()
     with pytest.raises(
-        HubError, match=r"nothing comes from http://127.*the same command fetches what is still missing"
+        HubError, match=r"the download from http://127.*has stalled: run the same command to continue it"
     ):
         names.fetch(TINY, hub.first, names.WHOLE, stall_s=2)
     hub.delay_s = 60
-    with pytest.raises(HubError, match="nothing comes from"):
+    with pytest.raises(HubError, match="has stalled"):
         names.resolve(Repo("model", "acme/slow"), stall_s=1)
 
 
@@ -364,10 +364,10 @@ def check(folder, tmp_path, capsys):
 def test_check_reads_small_files_alone_and_shows_the_commit(hub, check, folder):
     files = hub_endpoint.folder_files(folder / "model")
     commit = hub.repository(TINY.name).push(files)
-    code, out, err = check(TINY.name)
+    code, out, err = check(TINY.name, "--show-config")
     assert code == 0, err
     assert f"acme/tiny@main: {commit}" in out and "model: qwen3_moe, " in out
-    assert "trainer.policy.model.path=acme/tiny: its weights are fetched when the run starts" in out
+    assert "trainer.policy.model.path=acme/tiny: the run downloads the weights when it starts" in out
     assert hub.downloads("tokenizer.json") and not hub.downloads(".safetensors")
 
 
@@ -387,13 +387,13 @@ REFUSED = {
         "acme/tinny",
         {"HF_TOKEN": hub_endpoint.TOKEN},
         [],
-        ["the token in HF_TOKEN does not open it"],
+        ["the token in HF_TOKEN has no access to it"],
     ),
     "gated": (
         "acme/gated",
         {},
         [],
-        ["acme/gated is gated: ask for access at http://", "/acme/gated and set a token of that account"],
+        ["acme/gated is gated: request access at http://", "/acme/gated and set a token of that account"],
     ),
     "wrong token": (
         "acme/gated",
@@ -412,9 +412,9 @@ REFUSED = {
         TINY.name,
         {"HF_HUB_OFFLINE": "1"},
         [],
-        ["HF_HUB_OFFLINE is set", "does not hold acme/tiny@main", "hf download acme/tiny"],
+        ["HF_HUB_OFFLINE is set", "does not hold all of acme/tiny@main", "hf download acme/tiny"],
     ),
-    "no such folder": ("./models/moe", {}, [], ["there is no folder", "ORG/NAME of one on the hub"]),
+    "no such folder": ("./models/moe", {}, [], ["no such folder", "ORG/NAME of a model on the hub"]),
     "data": (TINY.name, {}, ["data.train_data=[acme/smus]"], ["has no data set acme/smus"]),
 }
 

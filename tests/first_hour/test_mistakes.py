@@ -72,7 +72,7 @@ def test_a_check_needs_no_weights(folder, capsys):
     settings = [argument for argument in usual(folder) if not argument.startswith("trainer.train_batch")]
     assert run_moe.main(["--check=1x8", *usual(folder)]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    assert "no *.safetensors there yet" in out and "no tokenizer there yet" in out and "# policy" in out
+    assert "no *.safetensors yet" in out and "no tokenizer yet" in out and "# policy" in out
     wrong = ["trainer.train_batch_size=1024", "trainer.sed=1", f"{M}optimizer_config_kwargs.adam_ep=1e-8"]
     wrong += [f"{M}tensor_model_parallel_size=3", "environment.env_class=gsm9k"]
     assert run_moe.main(["--check=1x8", *settings, *wrong]) == 2
@@ -82,7 +82,7 @@ def test_a_check_needs_no_weights(folder, capsys):
     assert "safetensors" not in err and "tokenizer" not in err
     assert run_moe.main(usual(folder)) == 2
     err = capsys.readouterr().err
-    assert "holds no tokenizer" in err and "safetensors" in err
+    assert "has no tokenizer" in err and "safetensors" in err
 
 
 def test_a_key_that_is_misspelt_is_refused_before_libraries_are_loaded(folder):
@@ -121,16 +121,16 @@ def test_a_script_is_refused_what_a_command_is(folder):
 def test_a_script_may_register_its_environment_later(folder):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.preflight import PlannedRun, look
+    from skyrl_megatron.preflight import PlannedRun, run_checks
     from tests.support.whole_folder import write_sums
 
     rows = write_sums(folder / "rows.parquet", env_class=["mine_to_come"] * 8)
     args = [f"trainer.policy.model.path={folder}/model", f"data.train_data=[{rows}]", "data.val_data=[]"]
     args += ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4", "trainer.logger=console"]
     cfg = SkyRLTrainConfig.from_cli_overrides(args)
-    found = look(PlannedRun(cfg, local_hardware(), scripted=True))
+    found = run_checks(PlannedRun(cfg, local_hardware(), scripted=True))
     assert found.problems == [] and any("mine_to_come" in str(each) for each in found.not_checked)
-    refused = look(PlannedRun(cfg, local_hardware()))
+    refused = run_checks(PlannedRun(cfg, local_hardware()))
     assert ["no environment 'mine_to_come'" in problem.fix for problem in refused.problems] == [True]
 
 
@@ -151,14 +151,16 @@ def test_rows_without_an_answer_for_an_environment_of_ones_own_are_told(folder, 
         assert run_moe.main(["--check", *args]) == 0
     finally:
         deregister("mine")
-    assert "8 of 8 rows have no reward_spec, and environment mine gets none for them" in capsys.readouterr().err
+    assert (
+        "8 of 8 rows have no reward_spec, so environment mine cannot compute their reward" in capsys.readouterr().err
+    )
 
 
 def test_what_only_the_run_can_tell_is_listed(folder, capsys):
     args = [*usual(folder), "trainer.ckpt_path=memory://x"]
     args += ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
     assert run_moe.main(["--check=1x8", *args]) == 0
-    listed = capsys.readouterr().out.partition("# not checked here\n")[2]
+    listed = capsys.readouterr().out.partition("# not checked here\n")[2].partition("\n\n")[0]
     for what in ("trainer.ckpt_path=memory://x: ", "GPUs: ", "GPU memory: "):
         assert what in listed
 

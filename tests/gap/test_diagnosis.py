@@ -11,17 +11,22 @@ RUN, ENGINE, NATURAL = ("recorded", "recorded"), ("engine", "recorded"), ("natur
 def evidence(ways, now=1e-7, jumps=None, **changes):
     """What is known where ``ways`` are so far from the record; ``jumps``: place → its relative difference, in passes
     with the engine's experts."""
-    from skyrl_megatron_tools.logprob_mismatch.diagnosis import Evidence, Gap, Layers, Way
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import (
+        ComputeMode,
+        Evidence,
+        LayerDifferences,
+        LogprobMismatch,
+    )
 
     def gap(size):
-        return Gap(size, 3 * size, 0, 2)
+        return LogprobMismatch(size, 3 * size, 0, 2)
 
     names = ["embedding", *(f"{n}.{part}" for n in range(2) for part in ("attention", "mlp", "output")), "norm"]
     apart = {name: np.array([1e-7, (jumps or {}).get(name, 1e-7)]) for name in names}
-    layers = Layers(apart, dict.fromkeys(names, 1e-7))
+    layers = LayerDifferences(apart, dict.fromkeys(names, 1e-7))
     known = Evidence(
         step=4, wanted=3, loaded=3, dtypes=("float32", "float32"), exact=1e-4, rounding=1e-4, finest=1.0,
-        used=Way(*RUN), ways={Way(*way): gap(size) for way, size in ways.items()}, now=gap(now),
+        used=ComputeMode(*RUN), ways={ComputeMode(*way): gap(size) for way, size in ways.items()}, now=gap(now),
         layers_used=layers, layers_same=layers,
     )  # fmt: skip
     return dataclasses.replace(known, **changes)
@@ -45,15 +50,15 @@ def test_what_makes_the_gap_vanish_is_the_cause():
 
 
 def test_a_record_of_other_weights():
-    from skyrl_megatron_tools.logprob_mismatch.diagnosis import Gap
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import LogprobMismatch
 
     first = found({RUN: 0.1, ENGINE: 0.2})
     assert (first.cause, first.asks) == ("stale version", "versions")
-    other = {"1": Gap(0.3, 0.5, 0, 0), "2": Gap(1e-7, 2e-7, 0, 0)}
+    other = {"1": LogprobMismatch(0.3, 0.5, 0, 0), "2": LogprobMismatch(1e-7, 2e-7, 0, 0)}
     again = found({RUN: 0.1, ENGINE: 0.2}, versions=other)
     assert again.cause == "stale version" and again.asks is None
-    assert any("that of version 2" in reason for reason in again.why)
-    other["2"] = Gap(0.2, 0.5, 0, 0)
+    assert any("matches version 2" in reason for reason in again.why)
+    other["2"] = LogprobMismatch(0.2, 0.5, 0, 0)
     assert found({RUN: 0.1, ENGINE: 0.2}, versions=other).cause == "unknown", "of no version that is kept"
 
 
@@ -76,15 +81,15 @@ def test_rounding_that_never_jumps():
 
 
 def test_differences_of_right_aligned_log_probs():
-    from skyrl_megatron_tools.logprob_mismatch.diagnosis import Gap, Layers, RouteDiff
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import LayerDifferences, LogprobMismatch, RouteDiff
 
     mask = np.array([[0, 1, 1], [1, 1, 1]])
-    gap = Gap.of(np.array([[9.0, 1, 2], [1, 2, 3]]), np.array([[0.0, 1, 2.5], [1, 2, 3]]), mask)
-    assert gap == Gap(0.1, 0.5, 0, 1)
-    assert Gap.of(np.full((1, 2), np.nan), np.zeros((1, 2)), np.ones((1, 2))).largest == np.inf
+    gap = LogprobMismatch.of(np.array([[9.0, 1, 2], [1, 2, 3]]), np.array([[0.0, 1, 2.5], [1, 2, 3]]), mask)
+    assert gap == LogprobMismatch(0.1, 0.5, 0, 1)
+    assert LogprobMismatch.of(np.full((1, 2), np.nan), np.zeros((1, 2)), np.ones((1, 2))).largest == np.inf
     one = {"10.mlp": np.ones((3, 4)), "2.output": np.ones((3, 4)), "norm": np.ones((3, 4)), "other": np.ones((3, 4))}
     other = {**one, "10.mlp": np.diag([1.0, 1, 3]) @ one["10.mlp"]} | {"embedding": np.ones((3, 4))}
-    layers = Layers.of(one, {name: other[name] for name in other if name != "other"}, {})
+    layers = LayerDifferences.of(one, {name: other[name] for name in other if name != "other"}, {})
     assert list(layers.apart) == ["2.output", "10.mlp", "norm"]
     assert (layers.first().where, layers.first().token, layers.first().size) == ("layer 10, mlp", 2, 2.0)
     routes = np.array([[[0, 1], [2, 3]], [[0, 1], [2, 3]]])
@@ -97,7 +102,7 @@ def test_differences_of_right_aligned_log_probs():
 @pytest.mark.process  # imports torch, which asks what the interpreter is
 def test_a_tensor_that_an_engine_holds_otherwise_is_named():
     """In a map of several, in half precision, in a vector of several, among experts that a kernel has packed."""
-    from skyrl_megatron_tools.logprob_mismatch.replay import altered, rounded
+    from skyrl_megatron_tools.logprob_mismatch.replay import differing_tensors, rounded
 
     rng = np.random.default_rng(0)
 
@@ -117,15 +122,15 @@ def test_a_tensor_that_an_engine_holds_otherwise_is_named():
             for e in range(3)
         ]).reshape(3, 10, 4),
     }  # fmt: skip
-    assert altered(trainer, engine, "bfloat16") == []
+    assert differing_tensors(trainer, engine, "bfloat16") == []
     for name, line in {
         "a.k_proj.weight": "1 of its 2 rows",
-        "a.q_proj.bias": "holds no such vector",
+        "a.q_proj.bias": "has no such vector",
         "mlp.experts.1.up_proj.weight": "1 of its 20 values",
     }.items():
         wrong = {**trainer, name: trainer[name].copy()}
         wrong[name].flat[0] += 0.5
-        (told,) = altered(wrong, engine, "bfloat16")
+        (told,) = differing_tensors(wrong, engine, "bfloat16")
         assert told.startswith(name) and line in told
 
 
@@ -133,8 +138,8 @@ def test_a_tensor_that_an_engine_holds_otherwise_is_named():
 @pytest.mark.parametrize(
     "run, step, message",
     [
-        ("nothing", "1", "no folder of a run: it has no config.yaml"),
-        ("run", "7", "none is): run the step with trainer.dump_data_batch=true"),
+        ("nothing", "1", "has no config.yaml: give the folder of a run"),
+        ("run", "7", "(no step is there): run the step with trainer.dump_data_batch=true"),
     ],
 )
 def test_what_it_cannot_explain_is_one_error(tmp_path, capsys, run, step, message):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.guides.commands import COMMANDS
-from tests.guides.documents import ALL, ROOT, shown
+from tests.guides.documents import ALL, ROOT, blocks, shown
 
 SHOWN = {" ".join(words): (document, words) for document in ALL for words in shown(document)}
 
@@ -88,12 +88,13 @@ def hub(tmp_path, monkeypatch):
     from tests.support import hub_endpoint
     from tests.support.whole_folder import write_sums, write_whole_folder
 
-    sizes = dict(hidden_size=64, head_dim=32, num_hidden_layers=2, max_position_embeddings=65536)
+    sizes = dict(hidden_size=64, head_dim=32, num_hidden_layers=2, num_experts=8, max_position_embeddings=65536)
     write_whole_folder(tmp_path / "models" / "mine", tiny_config("qwen3_moe", **sizes))
     files = {each.name: each.read_bytes() for each in (tmp_path / "models" / "mine").iterdir() if each.is_file()}
     for split in ("train", "validation"):
         write_sums(tmp_path / "data" / f"{split}.parquet", 2000)
         write_sums(tmp_path / "data" / "gsm8k" / f"{split}.parquet", 2000)
+    (tmp_path / "my_reward.py").write_text(blocks(ROOT / "README.md", "python")[0].text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     with hub_endpoint.serve() as server:

@@ -31,7 +31,7 @@ class Run:
         self, engines, trainer, model, folder, *, own=1, port=0, silence_s=60.0, drain_s=60.0, **synchronizer
     ):
         from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
-        from skyrl_megatron.inference.fleet import Fleet, wanted
+        from skyrl_megatron.inference.fleet import Fleet, engine_requirements
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         self.loop, self.trainer, self.model, self.said = engines.loop, trainer, model, []
@@ -40,12 +40,16 @@ class Run:
         self.pool = self._lent.enter_context(engines.pool(*[self.settings] * own, wait_s=120))
         self.token_file = folder / "registry_token"
         options = dict(hf_config=json.loads((model / "config.json").read_text()), dtype="float32")
-        options |= dict(bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=400.0, routes=True) | synchronizer
+        options |= dict(bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=400.0, reshard=True) | synchronizer
 
         async def make():
             self.client = InferenceClient(self.pool)
             self.fleet = Fleet(
-                self.pool, wanted(self.settings), silence_s=silence_s, drain_s=drain_s, say=self.said.append
+                self.pool,
+                engine_requirements(self.settings),
+                silence_s=silence_s,
+                drain_s=drain_s,
+                say=self.said.append,
             )
             self.synchronizer = WeightSynchronizer(self.pool, [trainer], **options)
             self.fleet.sync_engine = self.synchronizer.sync_engine

@@ -44,7 +44,7 @@ def test_every_worker_of_a_data_parallel_engine_is_asked():
     client.core_engines, client.core_engine = [b"0", b"1"], b"0"
 
     async def call(method, *args, engine):
-        assert (method, args[0], args[2]) == ("collective_rpc", "skyrl_answer", ("skyrl_checksums",))
+        assert (method, args[0], args[2]) == ("collective_rpc", "skyrl_call", ("skyrl_checksums",))
         return [(engine != refuses, f"{engine.decode()}.{worker}") for worker in (0, 1)]
 
     client._call_utility_async = call

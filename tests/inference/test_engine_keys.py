@@ -35,16 +35,16 @@ def address(monkeypatch):
 @pytest.mark.parametrize(("key", "expected"), [(None, None), ("", None), ("its own", "Bearer its own")])
 def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.fleet import Fleet, Offer, Wanted, package_versions
+    from skyrl_megatron.inference.fleet import EngineRequirements, Fleet, JoinRequest, package_versions
     from skyrl_megatron.inference.pool import EnginePool
 
     url, sent = address
 
     async def join():
-        fleet = Fleet(EnginePool([]), Wanted({}, "float32", 1, "model"), silence_s=60, drain_s=60)
+        fleet = Fleet(EnginePool([]), EngineRequirements({}, "float32", 1, "model"), silence_s=60, drain_s=60)
         body = {"url": url, "model": {}, "versions": package_versions(), "dtype": "float32", "workers": 1, "key": key}
         with pytest.raises(EngineError, match="no vLLM server"):
-            await fleet.join(Offer.of(body))
+            await fleet.join(JoinRequest.of(body))
 
     asyncio.run(join())
     assert sent and set(sent) == {expected}

@@ -233,7 +233,7 @@ def test_the_openai_package_talks_to_the_endpoint(endpoint):
     assert chat.usage.completion_tokens == 6
     assert "".join(pieces) == chat.choices[0].message.content and len(pieces) > 2
     assert [entry.id for entry in talk.models.list()] == ["policy"]
-    with pytest.raises(openai.NotFoundError, match="no model 'another': there are policy"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'another': use one of policy"):
         talk.completions.create(model="another", prompt="x", max_tokens=1)
 
 
@@ -369,7 +369,7 @@ def test_an_engine_that_fails_to_start_twice_alike_is_dropped(pool, loop, model,
         loop(monitor.check(), 120)
         states.append(slot.state.value)
     assert states == ["dead", "dropped", "dropped", "dropped"]
-    assert len(slot.restarts) == before + 2 and slot.why.startswith("a restart changes nothing: ")
+    assert len(slot.restarts) == before + 2 and slot.why.startswith("it failed in the same way after a restart: ")
     assert "SafetensorError" in slot.why, "the cause is told"
     answers = loop(InferenceClient(pool).generate(PROMPTS[:2], {"max_tokens": 4}), 60)  # the other engine serves on
     assert [len(answer.token_ids) for answer in answers] == [4, 4]

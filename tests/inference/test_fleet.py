@@ -71,7 +71,7 @@ def test_an_engine_joins_and_leaves_under_load(run, models, tmp_path):
         answered = run.engines()[name]["answered"]
         run.loop(until(lambda: run.fleet.members[name].slot.answered > answered + 8))
         for path in ("/collective_rpc", "/pause", "/v1/completions"):
-            assert httpx.post(run.fleet.members[name].offer.url + path, json={}).status_code == 401
+            assert httpx.post(run.fleet.members[name].request.url + path, json={}).status_code == 401
         assert command.end() == 0, command.err()
     finally:
         command.process.kill()
@@ -103,12 +103,13 @@ def command(run, capsys):
 def test_an_engine_that_cannot_join_starts_nothing(run, models, command, tmp_path):
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong\n")
-    assert command(**{"token-file": wrong}) == (1, f"--token-file={wrong}: the run at {run.url} has another token")
+    rejected = f"--token-file={wrong}: the run at {run.url} does not accept this token"
+    assert command(**{"token-file": wrong}) == (1, rejected)
     missing = tmp_path / "missing"
     assert command(**{"token-file": missing}) == (1, f"--token-file={missing}: No such file or directory")
     code, said = command(model=models["other"])
-    assert code == 1 and said.startswith("another model: ") and "the run's is" in said and "\n" not in said
-    assert said.endswith("start the engine on the run's model")
+    assert code == 1 and said.startswith("the model differs: ") and " in the run" in said and "\n" not in said
+    assert said.endswith("start the engine with the run's model")
     code, said = command(model=tmp_path / "nowhere")
     assert code == 1 and f"{tmp_path}/nowhere: no readable config.json" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -116,11 +117,11 @@ def test_an_engine_that_cannot_join_starts_nothing(run, models, command, tmp_pat
         code, said = command(port=port)
         assert code == 1 and said.startswith(f"--port={port}: cannot listen on 127.0.0.1: Address already in use")
     for words, told in (
-        ({"nodes": 2, "node-rank": 2}, "--node-rank=2: with --nodes=2 it is 0 to 1"),
-        ({"nodes": 2, "tp": 3}, "--nodes=2 does not divide the 3 workers of --tp and --pp"),
-        ({"nodes": 2, "tp": 2}, "--port is missing: the engine's other hosts find this one by it"),
-        ({"nodes": 2, "tp": 2, "node-rank": 1}, "--first is missing: where the engine's server listens on its first"),
-        ({"nodes": 2, "tp": 2, "node-rank": 1, "first": "n1:9000"}, "--first=n1:9000 is not http://HOST:PORT: where"),
+        ({"nodes": 2, "node-rank": 2}, "--node-rank=2: with --nodes=2, give 0 to 1"),
+        ({"nodes": 2, "tp": 3}, "--nodes=2 does not divide the 3 workers (--tp times --pp)"),
+        ({"nodes": 2, "tp": 2}, "--port is missing: the engine's other hosts connect to it"),
+        ({"nodes": 2, "tp": 2, "node-rank": 1}, "--first is missing: give the address of the engine's server"),
+        ({"nodes": 2, "tp": 2, "node-rank": 1, "first": "n1:9000"}, "--first=n1:9000 is not http://HOST:PORT: give"),
     ):
         code, said = command(**words)
         assert code == 1 and said.startswith(told) and "\n" not in said
@@ -150,11 +151,11 @@ def test_the_registry_refuses(run, models):
         return answer["error"]["message"]
 
     assert refused(dtype="bfloat16").endswith("dtype bfloat16: the run's engines compute in float32")
-    assert "vllm is 0.1 there, the run has" in refused(versions=package_versions() | {"vllm": "0.1"})
-    assert "num_hidden_layers is 99, the run's is" in refused(model=model | {"num_hidden_layers": 99})
+    assert "vllm is 0.1 on the engine's host, but" in refused(versions=package_versions() | {"vllm": "0.1"})
+    assert "num_hidden_layers is 99, but" in refused(model=model | {"num_hidden_layers": 99})
     assert f"no vLLM server at {url}" in refused()
     run.fleet.weights_from = "127.0.0.1"
-    assert "the trainer sends weights from 127.0.0.1, which other hosts do not reach" in refused(
+    assert "the trainer sends weights from 127.0.0.1, which other hosts cannot reach" in refused(
         url="http://10.0.0.9:1"
     )
     run.fleet.weights_from = None
@@ -196,7 +197,7 @@ def test_an_engine_that_computes_something_else_never_serves(run, models, tmp_pa
     finally:
         command.process.kill()
     load.end()
-    assert code == 1 and f"{name} is refused: log-probs of 64 tokens differ from the trainer's" in command.err()
+    assert code == 1 and f"the run rejected {name}: log-probs of 64 tokens differ from the trainer's" in command.err()
     assert "log-probs of 64 tokens differ from the trainer's" in entry["why"]
     assert entry["answered"] == 0 and entry["version"] == "initial"
     assert any(line.startswith("engine ") and "refused: log-probs of 64 tokens differ" in line for line in run.said)
@@ -267,13 +268,13 @@ def test_an_engine_outlives_a_run(engines, trainer, models, tmp_path):
             one = Run(engines, trainer, models["A"], tmp_path, own=0, port=port)
             one.load(models["B"])
             sync = one.loop.start(one.synchronizer.sync(version))
-            command.until("engine-0: serving" if number == 0 else "unknown to the run: joins again")
+            command.until("engine-0: serving" if number == 0 else "unknown to the run; joining again")
             assert list(sync.result(500).logprob_diffs) == ["engine 0"], "the sync waited for an engine"
             sample = one.loop(one.client.sample(TOKENS, LONG))
             assert [each for each, _, _ in sample.versions] == [version]
             one.close()
         assert command.process.wait(120) == 0
-        assert command.lines[-1].startswith(f"the run at {Later.url} is over: no answer for 30 s")
+        assert command.lines[-1].startswith(f"the run at {Later.url} ended: no answer for 30 s")
     finally:
         command.process.kill()
 
@@ -304,7 +305,7 @@ def test_an_engine_over_several_hosts(run, models, tmp_path):
         first.kill()
         assert run.until(name, "lost")
         assert second.process.wait(120) == 0
-        assert second.lines[-1] == f"http://127.0.0.1:{port} is over: no answer for 10 s"
+        assert second.lines[-1] == f"http://127.0.0.1:{port} ended: no answer for 10 s"
     finally:
         first.process.kill()
         second.process.kill()

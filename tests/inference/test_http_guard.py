@@ -14,9 +14,9 @@ import pytest
 def test_an_error_in_a_route_is_answered_as_a_refusal(token):
     import httpx
 
-    from skyrl_megatron.inference.http_endpoint import guarded
+    from skyrl_megatron.inference.http_endpoint import guarded_app
 
-    app = guarded("token")
+    app = guarded_app("token")
 
     @app.get("/engines")
     async def engines():
@@ -40,9 +40,9 @@ def served():
     """A server with one route, in a thread; (its address, bodies that the route read)."""
     from fastapi import Request
 
-    from skyrl_megatron.inference.http_endpoint import HttpServer, guarded
+    from skyrl_megatron.inference.http_endpoint import HttpServer, guarded_app
 
-    app, read, ready, ended = guarded("token"), [], threading.Event(), threading.Event()
+    app, read, ready, ended = guarded_app("token"), [], threading.Event(), threading.Event()
 
     @app.get("/health")
     async def health():
@@ -172,10 +172,11 @@ print(connections_allowed())
 def test_a_route_that_is_not_there_is_refused_in_the_same_words():
     import httpx
 
-    from skyrl_megatron.inference.http_endpoint import guarded
+    from skyrl_megatron.inference.http_endpoint import guarded_app
 
     async def ask():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded("token")), base_url="http://run") as client:
+        transport = httpx.ASGITransport(guarded_app("token"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
             return await client.get("/v1/nothing", headers={"Authorization": "Bearer token"})
 
     answer = asyncio.run(ask())

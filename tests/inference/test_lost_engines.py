@@ -60,7 +60,7 @@ def test_one_that_ends_its_engine_in_mid_generation_is_refused_and_those_beside_
             prompts = [[9, at] for at in range(6)]
             beside = asyncio.create_task(client.generate(prompts, {"max_tokens": 300, "ignore_eos": True}))
             await until(lambda: slot.in_flight)
-            with pytest.raises(RequestError, match=r"ended two engines.*2 tokens from \[5, 6\].*'step': \[40, 'end'"):
+            with pytest.raises(RequestError, match=r"killed two engines.*2 tokens .*\[5, 6\].*'step': \[40, 'end'"):
                 await client.sample(PROMPT, step(40, "end"))
             samples = await beside
             await until(lambda: slot.state.value == "serving")

@@ -48,8 +48,8 @@ ENGINE = """
 import os, tempfile
 from pathlib import Path
 from skyrl_megatron.workers.engines import _start_tracker
-from skyrl_megatron.inference.vllm.processes import own_temporary_folder
-folder = own_temporary_folder()
+from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
+folder = use_private_temporary_folder()
 _start_tracker(folder)
 assert tempfile.gettempdir() == folder and os.stat(folder).st_mode & 0o777 == 0o700
 Path(folder, "socket").touch()
@@ -71,10 +71,10 @@ def test_the_temporary_folder_of_an_engine_goes_with_its_last_process(tmp_path):
 def test_a_temporary_folder_with_a_long_name_stays_the_users(tmp_path, monkeypatch):
     import tempfile
 
-    from skyrl_megatron.inference.vllm.processes import own_temporary_folder
+    from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 
     long = tmp_path / ("a" * 80)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    assert own_temporary_folder() is None
+    assert use_private_temporary_folder() is None
     assert not list(long.iterdir()) and tempfile.gettempdir() == str(long)

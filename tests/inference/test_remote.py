@@ -165,7 +165,7 @@ def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, 
             loop(start(url))
         assert missing in str(caught.value) and url in str(caught.value)
         if "generation-config" in missing:
-            assert "set nothing with temperature=0.7, top_p=0.95, top_k=20: start it" in str(caught.value)
+            assert "has sampling defaults temperature=0.7, top_p=0.95, top_k=20: start it" in str(caught.value)
 
 
 def test_no_server_is_one_clear_error(loop):

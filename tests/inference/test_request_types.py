@@ -39,7 +39,7 @@ REFUSED = [
     ({"logit_bias": {"5": 1e40}}, r"logit_bias.5=1e\+40: must be a number up to"),
     ({"extra_args": nested(900)}, r"extra_args.a=.*\.\.\.: is nested deeper than 64 levels"),
     ({"extra_args": {"a": HUGE}}, r"extra_args.a=.*has more than 64 bits"),
-    ({"structured_outputs": {"rgx": "a"}}, r"structured_outputs.rgx='a': no field of StructuredOutputsParams"),
+    ({"structured_outputs": {"rgx": "a"}}, r"structured_outputs.rgx='a': is not a field of StructuredOutputsParams"),
     ({"temprature": 1}, r"temprature=1: unknown sampling key 'temprature': did you mean 'temperature'"),
     ({"n": 2}, r"n=2: unknown sampling key 'n'"),
 ]
@@ -185,7 +185,7 @@ def test_one_that_was_answered_is_no_suspect_any_more():
 def test_one_that_is_lost_twice_is_refused_with_any_seed():
     from skyrl_megatron.errors import RequestError
 
-    with pytest.raises(RequestError, match=r"ended two.*1 tokens from \[5\].*engine 0, the second: it is gone"):
+    with pytest.raises(RequestError, match=r"killed two.*1 tokens .*\[5\].*the second, engine 0: it is gone"):
         sample([True, True])
 
 
@@ -248,7 +248,7 @@ def test_one_of_many_ends_its_engine_in_the_middle(engines, place, step, beside,
         await asyncio.sleep(0.05)
         await monitor.stop()
         refusal = answers.pop(guilty)
-        assert isinstance(refusal, RequestError) and "ended two engines" in str(refusal)
+        assert isinstance(refusal, RequestError) and "killed two engines" in str(refusal)
         assert [each.token_ids for each in answers] == [[at] for at in range(beside + 1) if at != guilty]
         return sum(len(slot.restarts) for slot in pool.slots)
 

@@ -32,12 +32,12 @@ from skyrl_megatron.inference.vllm.compat import WorkerExtension
 class Altered(WorkerExtension):
     '''A loader that makes another tensor of one that arrived whole.'''
 
-    def skyrl_record_route(self, tensors):
+    def skyrl_record_targets(self, tensors):
         '''The loader changes before its route is recorded; what it does then has no route.'''
         model = self.weight_transfer_engine.model
         load = type(model).load_weights
         model.load_weights = lambda weights: load(model, map(altered, weights))
-        return super().skyrl_record_route(tensors)
+        return super().skyrl_record_targets(tensors)
 
 
 def altered(named):

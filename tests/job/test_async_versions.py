@@ -38,7 +38,7 @@ class Trainer(FullyAsyncRayPPOTrainer):
 
     def eval(self):
         def at_work():
-            return {"running": len(self.stream._running), "finished": len(self.stream._finished)}
+            return {"running": len(self.rollouts.stream._running), "finished": len(self.rollouts.stream._finished)}
         before = self.loop.call(at_work)
         metrics = super().eval()
         with open("evals.jsonl", "a") as file:

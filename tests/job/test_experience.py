@@ -3,43 +3,43 @@
 
 def test_prompts_with_one_reward_throughout_leave_the_loss():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.step_batch import mask_groups_without_variety
+    from skyrl_megatron.trainer.step_batch import mask_zero_variance_groups
 
     def batch(rewards):
         return collate([[1]] * 4, [[2, 3], [2], [2, 3], [2]], uids=["a", "a", "b", "b"], rewards=rewards)
 
     mixed = batch([1.0, 0.0, 1.0, 1.0])
-    assert mask_groups_without_variety(mixed) == 2.0
+    assert mask_zero_variance_groups(mixed) == 2.0
     assert mixed.loss_mask.sum(dim=1).tolist() == [2.0, 1.0, 0.0, 0.0]
     alike = batch([1.0, 1.0, 0.0, 0.0])
-    assert mask_groups_without_variety(alike) == 4.0
+    assert mask_zero_variance_groups(alike) == 4.0
     assert alike.loss_mask.sum().item() == 6.0, "a step needs at least one token to train on"
 
 
 def test_rows_without_a_token_to_train_on_are_left_out():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.packing import counted_rows
+    from skyrl_megatron.data.packing import rows_with_trained_tokens
 
     batch = collate([[1]] * 3, [[2, 3], [2], [4]], uids=["a", "b", "c"], rewards=[1.0, 0.0, 1.0])
-    assert counted_rows(batch) is batch
+    assert rows_with_trained_tokens(batch) is batch
     batch.loss_mask[1] = 0
-    assert counted_rows(batch).uids == ["a", "c"]
+    assert rows_with_trained_tokens(batch).uids == ["a", "c"]
     batch.loss_mask[:] = 0
-    assert counted_rows(batch) is batch, "an optimizer step takes at least one row"
+    assert rows_with_trained_tokens(batch) is batch, "an optimizer step takes at least one row"
 
 
 def test_mini_batches_without_a_token_to_train_on_are_left_out():
     """As late in a run, when nearly every prompt is solved in all of its samples or in none."""
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.packing import mini_batches, trainable
-    from skyrl_megatron.trainer.step_batch import mask_groups_without_variety
+    from skyrl_megatron.data.packing import mini_batches, parts_with_trained_tokens
+    from skyrl_megatron.trainer.step_batch import mask_zero_variance_groups
 
     rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     batch = collate([[1]] * 8, [[2, 3]] * 8, uids=list("aabbccdd"), rewards=rewards)
-    mask_groups_without_variety(batch)
-    assert [part.uids for part in trainable(mini_batches(batch, 2))] == [["c", "c", "d", "d"]]
+    mask_zero_variance_groups(batch)
+    assert [part.uids for part in parts_with_trained_tokens(mini_batches(batch, 2))] == [["c", "c", "d", "d"]]
     batch.loss_mask[:] = 0
-    assert len(trainable(mini_batches(batch, 2))) == 2, "then the ranks say what is wrong"
+    assert len(parts_with_trained_tokens(mini_batches(batch, 2))) == 2, "then the ranks say what is wrong"
 
 
 def test_a_step_that_taught_nothing_says_why():
@@ -48,7 +48,7 @@ def test_a_step_that_taught_nothing_says_why():
 
     from skyrl_megatron.data.batch import collate
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.step_batch import Lessons, nothing_taught
+    from skyrl_megatron.trainer.step_batch import LearningSignal, missing_signal
 
     def batch(rewards, advantage=0.0):
         made = collate([[1]] * 4, [[2, 3]] * 4, uids=["a", "a", "b", "b"], rewards=rewards)
@@ -56,10 +56,10 @@ def test_a_step_that_taught_nothing_says_why():
         return made
 
     varied = [1.0, 0.0, 1.0, 1.0]
-    assert nothing_taught(batch(varied, 0.5)) is None
+    assert missing_signal(batch(varied, 0.5)) is None
     masked = batch(varied, 0.5)
     masked.loss_mask[:] = 0
-    lessons = Lessons()
+    lessons = LearningSignal()
     for step, (made, why) in enumerate(
         [
             (batch([0.5] * 4), "all 4 samples got reward 0.5"),
@@ -69,7 +69,7 @@ def test_a_step_that_taught_nothing_says_why():
         ],
         start=1,
     ):
-        with pytest.warns(SkyRLMegatronWarning, match=f"^step {step} teaches nothing of its rewards: {why}"):
+        with pytest.warns(SkyRLMegatronWarning, match=f"^step {step} learns nothing from its rewards: {why}"):
             lessons.look(step, made)
         lessons.look(step + 1, made)  # warnings are errors here
     lessons.filtered(9, 2)

@@ -140,7 +140,7 @@ def test_a_server_that_is_killed_takes_nobody_along(server, tmp_path):
     until(lambda: not server.is_alive())
     later = started(server, program(tmp_path, "print('later')"), stderr=subprocess.PIPE)
     out, err = later.communicate(timeout=TIMEOUT_S)
-    assert (out, later.returncode) == ("later\n", 0) and "imports for itself" in err
+    assert (out, later.returncode) == ("later\n", 0) and "starts without it" in err
     assert not ended(pid) and process.poll() is None
     os.kill(pid, signal.SIGKILL)
     assert process.wait(TIMEOUT_S) == 1  # how it ended was the server's to tell
@@ -149,7 +149,7 @@ def test_a_server_that_is_killed_takes_nobody_along(server, tmp_path):
 def test_a_server_that_cannot_import_says_why(tmp_path):
     broken = fork_server.ForkServer.start("no_such_module:function", os.environ)
     until(lambda: not broken.is_alive())
-    assert broken.said() == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert broken.last_line() == "ModuleNotFoundError: No module named 'no_such_module'"
     process = started(broken, program(tmp_path, "print('anew')"), stderr=subprocess.DEVNULL)
     assert process.communicate(timeout=TIMEOUT_S)[0] == "anew\n"
 
@@ -160,7 +160,7 @@ def test_what_imports_have_read_otherwise_is_imported_anew(server, tmp_path):
     process = started(server, program(tmp_path, text), **options)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert json.loads(out)[0] == "2" and process.returncode == 0
-    assert err == "fork server: it has another OMP_NUM_THREADS; this process imports for itself\n"
+    assert err == "fork server: the server has another OMP_NUM_THREADS; this process starts without it\n"
 
 
 def test_whoever_connects_and_says_nothing_does_not_end_the_server(server, tmp_path):

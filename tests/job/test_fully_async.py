@@ -21,7 +21,7 @@ from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
 class Trainer(FullyAsyncRayPPOTrainer):
     def sample_batch(self):
         output, uids = super().sample_batch()
-        groups = self._taken[-self.cfg.trainer.train_batch_size:]
+        groups = self.rollouts.taken[-self.cfg.trainer.train_batch_size:]
         versions = [span for row in output["rollout_versions"] for span in row]
         ids = [[int(token) for token in row] for row in output["response_ids"]]
         with open("notes.jsonl", "a") as file:
@@ -86,7 +86,7 @@ def test_sampling_runs_ahead_within_the_bound(folder):
     first = [note for note in notes(folder) if note["step"] < saved]
     (folder / "notes.jsonl").unlink()
     done = runs.run(folder, NOTES + MOODY, **keys | {"trainer__max_training_steps": saved + 2}).check()
-    assert f"(step {saved} of {saved + 2})" in done.out and "is left out: DataError: 4 of 4 traj" in out + done.out
+    assert f"(step {saved} of {saved + 2})" in done.out and "is skipped: DataError: 4 of 4 traj" in out + done.out
     taken = [*first, *notes(folder)]
     numbers = [number for note in taken for number in note["numbers"]]
     assert [note["step"] for note in taken] == list(range(saved + 2))

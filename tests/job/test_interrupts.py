@@ -98,7 +98,7 @@ def test_an_end_that_hangs_is_made_short():
     with working("time.sleep(1000)", end_s=0.5) as (process, child):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (143, "interrupted; what did not end within 0.5 s was killed\n")
+    assert (process.returncode, err) == (143, "interrupted; killed the processes that did not end within 0.5 s\n")
     assert not left_behind([child])
 
 

@@ -32,10 +32,10 @@ class Stepping:
 def test_lines_come_in_order_while_it_runs_and_noise_stays_in_the_log(tmp_path):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.resolve import run_folder
-    from skyrl_megatron.entrypoints.joined_run import RunHolder
+    from skyrl_megatron.entrypoints.joined_run import RunActor
 
     cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.log_path": str(tmp_path)})
-    holder, stopped, texts = RunHolder(), [], {False: "", True: ""}
+    holder, stopped, texts = RunActor(), [], {False: "", True: ""}
     run = threading.Thread(target=lambda: stopped.append(holder.run(cfg, Stepping, "")))
     run.start()
     while (printed := holder.printed()) is not None:

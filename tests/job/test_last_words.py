@@ -11,8 +11,8 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from skyrl_megatron.entrypoints.crash_report import last_words
-with last_words(Path({log!r}), 2):
+from skyrl_megatron.entrypoints.crash_report import crash_reporter
+with crash_reporter(Path({log!r}), 2):
     {end}
 """
 

@@ -58,10 +58,10 @@ def finished(tmp_path):
 
 
 def test_a_finished_run_has_nothing_left_to_do(finished):
-    from skyrl_megatron.trainer.stopping import leftover
+    from skyrl_megatron.trainer.stopping import remaining_work
 
-    left = leftover(config(finished))
-    assert left.nothing and str(left).startswith("nothing left to do: the checkpoint of step 2 of 2 is there")
+    left = remaining_work(config(finished))
+    assert left.nothing and str(left).startswith("nothing left to do: the checkpoint of step 2 of 2 exists")
     assert "trainer.max_training_steps=2" in str(left)
 
 
@@ -70,13 +70,13 @@ def test_a_finished_run_has_nothing_left_to_do(finished):
     [
         ({"trainer__hf_save_interval": 5}, "left to do: export policy"),
         ({"trainer__eval_interval": 5}, "left to do: evaluate"),
-        ({"trainer__run_name": "another"}, "left to do: log its numbers"),
+        ({"trainer__run_name": "another"}, "left to do: log its metrics"),
     ],
 )
 def test_what_is_asked_for_later_is_left_to_do(finished, overrides, due):
-    from skyrl_megatron.trainer.stopping import leftover
+    from skyrl_megatron.trainer.stopping import remaining_work
 
-    left = leftover(config(finished, **overrides))
+    left = remaining_work(config(finished, **overrides))
     assert not left.nothing and str(left).startswith(due), left
 
 
@@ -92,13 +92,13 @@ def test_what_is_asked_for_later_is_left_to_do(finished, overrides, due):
 )
 def test_what_only_the_run_can_tell_is_left_to_it(finished, overrides):
     """Steps that are left, a start anew, and data or batches that are not those of the checkpoint."""
-    from skyrl_megatron.trainer.stopping import leftover
+    from skyrl_megatron.trainer.stopping import remaining_work
 
     if overrides.get("data__train_data"):
         with (finished / "prompts.jsonl").open("a") as file:
             file.write((finished / "prompts.jsonl").read_text().splitlines()[0] + "\n")
         overrides = {}
-    assert leftover(config(finished, **overrides)) is None
+    assert remaining_work(config(finished, **overrides)) is None
 
 
 @pytest.mark.process

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.process
 
 HOLD = """
 import sys, time
-from skyrl_megatron.runtime.checkpoint.storage import FolderLock
+from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 FolderLock(sys.argv[1])
 print("held", flush=True)
 time.sleep(600)
@@ -20,13 +20,13 @@ def test_a_second_command_is_refused_until_the_first_is_gone(tmp_path):
     """Before Ray is started; what a killed command leaves keeps nobody out."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.resolve import run_folder
-    from skyrl_megatron.entrypoints.experiment import _alone_in, run_experiment
+    from skyrl_megatron.entrypoints.experiment import _locked_run_folder, run_experiment
     from skyrl_megatron.errors import CheckpointError
 
     cfg = SkyRLTrainConfig()
     cfg.trainer.log_path = str(tmp_path)
     folder = run_folder(cfg)
-    with _alone_in(folder):
+    with _locked_run_folder(folder):
         pass
     first = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
@@ -38,5 +38,5 @@ def test_a_second_command_is_refused_until_the_first_is_gone(tmp_path):
         first.wait()
     said = f"{folder} is being written by process {first.pid} on "
     assert str(refused.value).startswith(said) and "another trainer.run_name" in str(refused.value)
-    with _alone_in(folder):
+    with _locked_run_folder(folder):
         pass

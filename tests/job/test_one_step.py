@@ -24,10 +24,10 @@ def test_prompts_to_synced_weights(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    gaps = [float(line.split("largest gap ")[1].split()[0]) for line in lines if "largest gap" in line]
+    gaps = [float(line.split("largest difference ")[1].split()[0]) for line in lines if "largest difference" in line]
     before_step, unsynced, synced = gaps
     assert before_step <= 1e-4 and synced <= 1e-4 < unsynced
-    assert lines[-1] == "OK: equal weights agree, skipped syncs show"
+    assert lines[-1] == "OK: log-probs agree with equal weights, and differ without the sync"
     assert descendants() <= before, "a process was left behind"
 
 
@@ -35,7 +35,7 @@ def test_prompts_to_synced_weights(tmp_path):
 def test_too_little_memory_is_one_line(tmp_path):
     """More memory is asked for than any machine has, because taking it all would take down the test."""
     code = (
-        "import sys; from skyrl_megatron.entrypoints import one_step; one_step.NEEDED_GIB = 1e6; "
+        "import sys; from skyrl_megatron_tools import one_step; one_step.NEEDED_GIB = 1e6; "
         f"sys.exit(one_step.main(['--dir', {str(tmp_path)!r}]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -2,13 +2,13 @@
 
 import time
 
-from skyrl_megatron.progress import heartbeat, spoke, under_way
+from skyrl_megatron.progress import current_task, heartbeat, note_output
 
 
 def test_silence_is_broken_with_what_is_under_way():
     said = []
     with heartbeat(said.append, quiet_s=0.1):
-        with under_way("generate"), under_way("eval"):
+        with current_task("generate"), current_task("eval"):
             time.sleep(0.35)
         inside = len(said)
         time.sleep(0.25)
@@ -38,7 +38,7 @@ def test_a_run_that_prints_is_left_alone():
     said = []
     with heartbeat(said.append, quiet_s=1.0):
         for _ in range(15):
-            spoke()
+            note_output()
             time.sleep(0.1)
     assert said == []
 
@@ -74,4 +74,4 @@ def test_a_run_without_evaluation_warms_up_on_training_prompts():
             return self.eval_dataset or {}
 
     trainer = Shell()
-    assert trainer.measured_score() == 0.25 and trainer.eval_dataset is None
+    assert trainer.evaluation_score() == 0.25 and trainer.eval_dataset is None

@@ -67,7 +67,7 @@ def test_a_replay_trains_the_same_bit_for_bit(folder, tmp_path):
         "trainer__policy__model__path": folder / "model",
     }
     second = runs.run(other, NOTES, **again).check()
-    assert "replay: steps 1 to 5 of" in second.out and "will be others" not in second.out
+    assert "replay: steps 1 to 5 of" in second.out and "will differ" not in second.out
     assert notes(folder) == taken
     for one, two in zip(first.lines, second.lines, strict=True):
         kept = [name for name in one if name.startswith(SAME) and "_per_" not in name and "memory" not in name]

@@ -83,7 +83,7 @@ def replayed(arguments, folder, name):
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.data.packing import counted_rows
+    from skyrl_megatron.data.packing import rows_with_trained_tokens
     from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.workers.dispatch import from_arrays
@@ -99,7 +99,7 @@ def replayed(arguments, folder, name):
             continue
         part = batch.select(rows)
         part.adapters = []
-        engine.forward_backward(share(engine, counted_rows(part), ("",)))
+        engine.forward_backward(share(engine, rows_with_trained_tokens(part), ("",)))
         engine.optim_step()
     hashes = {}
     for block in blocks_to_save(list(engine.chunks), engine.optimizer, engine.groups):

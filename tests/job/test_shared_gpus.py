@@ -90,7 +90,7 @@ def test_an_engine_on_two_nodes_is_refused():
     gpus = tuple(Gpu(node, number) for node in ("one", "two") for number in ("0", "1", "2"))
     engines = BundleAllocation(None, (0, 2, 4), 0.5, gpus)
     assert engines.visible_gpus(0, 2) == ["0", "1", "2"]
-    with pytest.raises(LaunchError, match=r"engine 1 would lie on two nodes.* of 2 GPUs"):
+    with pytest.raises(LaunchError, match=r"engine 1 would span two nodes.* of 2 GPUs"):
         engines.visible_gpus(1, 2)
 
 
@@ -112,4 +112,4 @@ def test_what_carries_the_weights(changes, transport, path):
     from skyrl_megatron.config.roles import weight_path, weight_transport
 
     assert weight_transport(config(**changes)) == transport
-    assert weight_path(config(**changes), routed=True) == f"own part {path}"
+    assert weight_path(config(**changes), sliced=True) == f"own part {path}"

@@ -11,20 +11,20 @@ from skyrl_megatron import progress as start_times
 @pytest.fixture(autouse=True)
 def none_before(monkeypatch):
     monkeypatch.delenv(start_times.VARIABLE, raising=False)
-    start_times.take_over("")
+    start_times.restore_marks("")
     yield
-    start_times.take_over("")
+    start_times.restore_marks("")
 
 
 def test_parts_follow_one_another_and_their_sum_is_the_whole(monkeypatch):
     now = time.time()
     monkeypatch.setenv(start_times.VARIABLE, f"begin@{now - 100:.3f},queue@{now - 60:.3f}")
-    monkeypatch.setenv(start_times.VARIABLE, start_times.passed_on("cluster")[start_times.VARIABLE])
+    monkeypatch.setenv(start_times.VARIABLE, start_times.marks_for_command("cluster")[start_times.VARIABLE])
     start_times.begin(time.perf_counter())
     assert start_times.VARIABLE not in os.environ, "a second command of this process is another start"
     start_times.done("warm-up")
-    handed = start_times.handed_on()  # to the actor that holds the run
-    start_times.take_over(handed)
+    handed = start_times.format_marks()  # to the actor that holds the run
+    start_times.restore_marks(handed)
     start_times.done("weights")
     metrics = start_times.first_step()
     whole = metrics.pop("timing/to_first_step")
@@ -36,7 +36,7 @@ def test_parts_follow_one_another_and_their_sum_is_the_whole(monkeypatch):
 
 
 def test_without_a_script_the_command_is_the_beginning():
-    assert start_times.passed_on("cluster") == {}
+    assert start_times.marks_for_command("cluster") == {}
     start_times.begin()
     start_times.done("ray")
     start_times.done("ray")  # a part that comes in two halves
@@ -46,7 +46,7 @@ def test_without_a_script_the_command_is_the_beginning():
 def test_a_variable_that_is_nothing_of_ours_is_left_out(monkeypatch):
     monkeypatch.setenv(start_times.VARIABLE, "yes,@3,begin@,x@y")
     start_times.begin()
-    assert start_times.handed_on().startswith("begin@")
+    assert start_times.format_marks().startswith("begin@")
 
 
 def test_a_process_that_began_nothing_measures_nothing():

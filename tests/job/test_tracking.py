@@ -90,7 +90,7 @@ def test_a_damaged_line_is_left_out_and_costs_no_other(tmp_path, byte):
     damaged = bytearray(damaged)
     damaged[byte] ^= 0x80  # no UTF-8 any more
     path.write_bytes(b"\n".join((first, damaged, last, b"")))
-    with pytest.warns(SkyRLMegatronWarning, match=r"metrics.jsonl: line 2 is damaged and left out"):
+    with pytest.warns(SkyRLMegatronWarning, match=r"metrics.jsonl: line 2 is damaged and ignored"):
         tracked(tmp_path, [4], resumed_from=3, logged_before=True)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 3, 4]
 
@@ -150,7 +150,7 @@ def test_several_trackers_get_the_same(tmp_path, monkeypatch):
         def start(cfg, run_id):
             known.append(run_id)
             log = lambda metrics, step: got[name].append((step, metrics["reward/avg_raw_reward"]))  # noqa: E731
-            return trackers.Client(f"id-of-{name}", log, lambda rows, step: None, lambda: None)
+            return trackers.TrackerClient(f"id-of-{name}", log, lambda rows, step: None, lambda: None)
 
         return start
 
@@ -170,7 +170,7 @@ def test_several_trackers_get_the_same(tmp_path, monkeypatch):
 def test_a_tracker_that_fails_costs_no_run(tmp_path):
     """A real wandb client package is not needed: any client object may raise."""
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.tracking import Client, NamedTracker, Tracking
+    from skyrl_megatron.trainer.tracking import ExternalTracker, TrackerClient, Tracking
 
     calls = []
 
@@ -179,8 +179,8 @@ def test_a_tracker_that_fails_costs_no_run(tmp_path):
         raise ConnectionError("the server is away")
 
     tracking = Tracking(config(tmp_path))
-    client = Client("id", fail, lambda rows, number: calls.append(rows), lambda: calls.append("finish"))
-    tracking._named = [NamedTracker("wandb", client)]
+    client = TrackerClient("id", fail, lambda rows, number: calls.append(rows), lambda: calls.append("finish"))
+    tracking._named = [ExternalTracker("wandb", client)]
     tracking.open(total_steps=2)
     with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away") as said:
         tracking.log(step(1, 0.1), 1)
@@ -199,14 +199,14 @@ def test_a_tracker_that_hangs_holds_up_no_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trackers, "FINISH_S", 0.2)
     free = threading.Event()
-    client = trackers.Client("id", lambda metrics, number: free.wait(), lambda rows, number: None, lambda: None)
-    hangs = trackers.NamedTracker("mlflow", client)
+    client = trackers.TrackerClient("id", lambda metrics, number: free.wait(), lambda rows, number: None, lambda: None)
+    hangs = trackers.ExternalTracker("mlflow", client)
     try:
         hangs.log(step(1, 0.1), 1)
-        with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=mlflow failed .* not done"):
+        with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=mlflow failed .* did not finish"):
             hangs.finish()
         monkeypatch.setattr(trackers, "WAITING", 2)
-        full = trackers.NamedTracker("mlflow", client)
+        full = trackers.ExternalTracker("mlflow", client)
         with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=mlflow failed .* 2 calls wait") as said:
             for number in range(8):
                 full.log(step(number, 0.1), number)

@@ -147,11 +147,13 @@ def test_format_part(checkout):
     red(checkout, "format", said="1 file would be reformatted")
 
 
-@pytest.mark.parametrize("package", ["skyrl_megatron", "bridges", "benchmarks", "launch/examples"])
+@pytest.mark.parametrize(
+    "package", ["skyrl_megatron", "skyrl_megatron_tools", "bridges", "benchmarks", "launch/examples"]
+)
 def test_types_part(checkout, package):
     copy(checkout, "pyproject.toml")
     use_tools(checkout, "mypy")
-    for each in ("skyrl_megatron", "bridges", "benchmarks", "launch/examples"):
+    for each in ("skyrl_megatron", "skyrl_megatron_tools", "bridges", "benchmarks", "launch/examples"):
         write(checkout, f"{each}/sums.py", "def total(numbers: list[int]) -> int:\n    return sum(numbers)\n")
     green(checkout, "types")
     write(checkout, f"{package}/sums.py", "\n\ndef untyped(numbers):\n    return numbers\n", "a")
@@ -164,6 +166,7 @@ def test_documentation_part(checkout):
     kept = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     copy(checkout, *(path for path in kept.split("\0") if path and not path.startswith("tests/data/")))
     (checkout / ".venv-docs").symlink_to(ROOT / ".venv-docs")
+    use_tools(checkout, "python")  # which writes the pages that git ignores
     if shutil.which("uv") is None:
         (checkout / ".venv/tools").symlink_to(Path(sys.prefix) / "tools")
     green(checkout, "documentation")

@@ -43,9 +43,10 @@ def folder(tmp_path, home, monkeypatch):
 
 def run(capsys, *args):
     """Exit code, the resolved configuration as nested dicts (None: none was printed), stdout and stderr."""
-    code = run_moe.main(list(args))
+    checks = any(arg.partition("=")[0] == "--check" for arg in args)
+    code = run_moe.main([*args, "--show-config"] if checks else list(args))
     out, err = capsys.readouterr()
-    config = out.partition("# resolved configuration")[2].partition("# machine")[0]
+    config = out.partition("# resolved configuration")[2]
     return code, yaml.safe_load(config) if config else None, out, err
 
 
@@ -318,12 +319,12 @@ def test_the_script_stays_in_the_folder_it_is_typed_in(folder):
     shutil.copy(ROOT / "launch" / "run_moe.sh", checkout / "launch")
     (checkout / "launch" / "setup.sh").write_text("#!/bin/sh\n")
     (checkout / "launch" / "setup.sh").chmod(0o755)
-    for name in ("skyrl_megatron", "bridges"):
+    for name in ("skyrl_megatron", "skyrl_megatron_tools", "bridges"):
         (checkout / name).symlink_to(ROOT / name)
     (checkout / ".venv").symlink_to(sys.prefix)
     link = folder / "run"
     link.symlink_to(checkout / "launch" / "run_moe.sh")
     (folder / "yaml.py").write_text("raise RuntimeError('mine')\n")
-    done = script(folder, "--check", "model=models/moe", *DATA, *SMALL, link=link)
+    done = script(folder, "--check", "--show-config", "model=models/moe", *DATA, *SMALL, link=link)
     assert done.returncode == 0, done.stderr
     assert f"path: {folder}/models/moe" in done.stdout and f"- {folder}/rows/gsm8k.parquet" in done.stdout

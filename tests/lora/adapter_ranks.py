@@ -47,8 +47,8 @@ class AdapterRank(Rank):
             def shards(self):
                 return [shard for shard in map(self.mistaken, super().shards()) if shard is not None]
 
-            def held(self):
-                shards, own = super().held()
+            def local_shards(self):
+                shards, own = super().local_shards()
                 return list(map(self.mistaken, shards)), own
 
             def mistaken(self, shard):
@@ -121,7 +121,7 @@ def synchronizer(pool, trainer, folder, overrides=None, **options):
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     options = (
-        dict(dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=300.0, routes=True) | options
+        dict(dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=300.0, reshard=True) | options
     )
     hf = json.loads((folder / "config.json").read_text())
     return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapters=pairs_of(folder, overrides), **options)

@@ -34,7 +34,5 @@ def test_an_engine_that_would_ignore_experts_says_so(ranks, engines, loop, folde
     slots = AdapterSlots(8, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
     with engines.pool(adapted(folder, adapters=slots), wait_s=20) as pool:
         with ranks_with_adapters(ranks, folder, dict(world=1)) as trainer:
-            with pytest.raises(
-                WeightSyncError, match=r"experts\.down_proj has an adapter that the engine would ignore"
-            ):
+            with pytest.raises(WeightSyncError, match=r"the engine would ignore the adapters of .*experts\.down_proj"):
                 loop(synchronizer(pool, trainer, folder).sync("ignored"), 300)

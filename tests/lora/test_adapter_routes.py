@@ -1,4 +1,5 @@
-"""Adapters by routes: what lies in the slots of every worker is, bit for bit, what buckets for all leave there."""
+"""Adapters by reshard plan: what lies in the slots of every worker is, bit for bit, what buckets for all leave
+there."""
 
 from __future__ import annotations
 
@@ -45,11 +46,11 @@ def plain(engines, folder):
 
 @pytest.mark.parametrize("layout, overrides", CASES, ids=str)
 def test_slots_hold_what_buckets_leave_there(ranks, folder, loop, pool, layout, overrides):
-    def held(seed, routes):
+    def held(seed, reshard):
         trainer.together("adapt", seed)
-        sync = synchronizer(pool, trainer, folder, overrides, routes=routes)
-        assert not loop(sync.sync(f"{seed} {routes}"), 400).failures
-        assert (sync.plan is not None) == routes
+        sync = synchronizer(pool, trainer, folder, overrides, reshard=reshard)
+        assert not loop(sync.sync(f"{seed} {reshard}"), 400).failures
+        assert (sync.plan is not None) == reshard
         return [loop(slot.engine._llm.collective_rpc("slot_sums")) for slot in pool.alive()]
 
     with ranks_with_adapters(ranks, folder, layout, overrides) as trainer:

@@ -176,7 +176,7 @@ def test_training_starts_from_a_folder(ranks, folder, batch, saved):  # noqa: F8
         ({f"{bodies.LORA}alpha": 5}, "alpha is 5, the folder's 12: set trainer.policy.model.lora.alpha=12"),
         ({f"{bodies.LORA}use_rslora": True}, "the folder's false"),
         ({f"{bodies.LORA}target_modules": "self_attn"}, "has an adapter there"),
-        ({}, "an adapter of another base model"),
+        ({}, "the adapter has another base model"),
     ],
     ids=["alpha", "scale", "layers", "base"],
 )
@@ -186,7 +186,7 @@ def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_pat
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight import PlannedRun, look
+    from skyrl_megatron.preflight import PlannedRun, run_checks
     from tests.bridges.tiny_models import save_tiny
 
     if not change:  # the same sizes, other weights
@@ -196,7 +196,7 @@ def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_pat
     keys = bodies.KEYS | saved[1] | {"trainer.policy.model.path": str(folder)} | change
     keys[f"{bodies.LORA}adapter_path"] = str(adapter)
     with warnings.catch_warnings(action="ignore"):
-        problems = look(PlannedRun(SkyRLTrainConfig.from_cli_overrides(keys), Hardware(0, 1))).problems
+        problems = run_checks(PlannedRun(SkyRLTrainConfig.from_cli_overrides(keys), Hardware(0, 1))).problems
     found = [each for each in problems if each.key == f"{bodies.LORA}adapter_path"]
     assert len(found) == 1 and says in str(found[0]), problems
 
@@ -211,7 +211,7 @@ def change_config(adapter, **values):
     [
         (lambda a: change_config(a, r=8), "an adapter of another model"),
         (lambda a: change_config(a, use_dora=True), "use_dora=True"),
-        (lambda a: change_config(a, rank_pattern={"q_proj": 8}), "q_proj has the scale 1.5, all others 3"),
+        (lambda a: change_config(a, rank_pattern={"q_proj": 8}), "q_proj the scale 1.5, all others have 3"),
         (lambda a: change_config(a, peft_type="IA3"), "only LORA"),
         (lambda a: (a / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda a: (a / "adapter_model.safetensors").write_bytes(b"\0" * 40), "adapter_model.safetensors"),
@@ -257,7 +257,7 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     assert all(torch.equal(peft.factor(name[:-2], name[-1]), tensor) for name, tensor in factors[True].items())
     stacked = {name: torch.ones_like(tensor) for name, tensor in stacked.items()}
     save_file(stacked, tmp_path / WEIGHTS)
-    with pytest.raises(BridgeError, match="uses a rank of 8, the adapter's is 4"):
+    with pytest.raises(BridgeError, match="has rank 8, the adapter has rank 4"):
         PeftFolder(tmp_path, plan)
 
 
@@ -295,7 +295,7 @@ def test_an_adapter_of_a_tied_embedding(tmp_path):
     from bridges.peft import merge_adapter
 
     base, adapter = tied_case(tmp_path, "model.embed_tokens")
-    with pytest.warns(UserWarning, match="the merged model has an output layer of its own"):
+    with pytest.warns(UserWarning, match="the merged model has a separate output layer"):
         merge_adapter(base, adapter, tmp_path / "merged")
     assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is False
     ids = torch.arange(12)[None]
@@ -313,4 +313,4 @@ def test_an_adapter_of_a_tied_output_layer(tmp_path, capsys):
     base, adapter = tied_case(tmp_path, "lm_head")
     assert main(["merge", "--hf", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "m")]) == 2
     error = capsys.readouterr().err
-    assert "lm_head is this model's embedding, too (tie_word_embeddings" in error and "another" not in error
+    assert "lm_head shares its weight with the embedding (tie_word_embeddings" in error and "another" not in error

@@ -85,7 +85,7 @@ def planted(fault):
     """Run with a mistake: a rank's columns are taken to begin with a block, or rows in the order on disk."""
     from dataclasses import replace
 
-    from bridges.quantized import ScaledMatrix, of_blocks
+    from bridges.quantized import ScaledMatrix, matrix_of_blocks
 
     if fault is None:
         yield
@@ -94,8 +94,8 @@ def planted(fault):
         with mock.patch.object(ScaledMatrix, "share", lambda *args: replace(share(*args), first=0)):
             yield
     elif fault == "rows":
-        rolled = lambda values, scales, block: of_blocks(values, scales.roll(1, 0), block)  # noqa: E731
-        with mock.patch("bridges.quantized.of_blocks", rolled):
+        rolled = lambda values, scales, block: matrix_of_blocks(values, scales.roll(1, 0), block)  # noqa: E731
+        with mock.patch("bridges.quantized.matrix_of_blocks", rolled):
             yield
 
 

@@ -68,7 +68,7 @@ def test_resumed_from_a_checkpoint(ranks, folder, batch, tmp_path, name):  # noq
     ]
     if layout["world"] == 1:
         (error,) = ranks(1, several.misnamed, folder, root)
-        assert "holds policy/code, policy/math, not policy; trainer.policy.model.lora.adapters says" in error
+        assert "holds policy/code, policy/math, not policy; check the names in trainer.policy" in error
     assert loaded[0] == loaded[1] and len(loaded[0][0]) > 30
 
 
@@ -86,7 +86,7 @@ def test_memory_leaves_and_comes_back(ranks, folder, batch):  # noqa: F811
 
 def test_unknown_adapters_are_refused(ranks, folder, batch):  # noqa: F811
     ((messages, stepped),) = ranks(1, several.refused, folder, batch, several.NAMES)
-    assert messages == ["row 3 of the batch belongs to adapter 'poetry'; there are: math, code"] * 2
+    assert messages == ["row 3 of the batch belongs to adapter 'poetry'; known: math, code"] * 2
     assert stepped == ["math"]
     ((messages, stepped),) = ranks(1, several.refused, folder, batch, "math")
     assert "trainer.policy.model.lora.adapters is empty" in messages[0] and stepped == []

@@ -106,10 +106,10 @@ def test_each_adapter_serves_under_its_name(pool, loop, trainer, folder, tmp_pat
     samples = loop(client.generate([TOKENS[:20]] * 2, SAMPLING, adapters=["math", "code"]))
     assert [sample.versions for sample in samples] == [[("3", 0, 32)], [("2", 0, 32)]]
     answers = loop(asked_over_http(client, ("math", "code", "policy")))
-    assert [status for status, _ in answers] == [200, 200, 400] and "no adapter is named" in answers[2][1]
+    assert [status for status, _ in answers] == [200, 200, 400] and "names no adapter" in answers[2][1]
     greedy = loop(client.generate([TOKENS[:20]] * 2, GREEDY, adapters=["math", "code"]))
     assert [ids for _, ids in answers[:2]] == [sample.token_ids for sample in greedy]
-    for name, message in (("", "no adapter is named: math, code"), ("poetry", "'poetry' is unknown: math, code")):
+    for name, message in (("", "names no adapter: use math, code"), ("poetry", "'poetry' is unknown: use math, code")):
         with pytest.raises(RequestError, match=message):
             loop(client.sample(TOKENS[:20], SAMPLING, None, name))
 

@@ -78,7 +78,7 @@ def test_maps_whose_rows_lie_between_one_another_have_one_adapter(model_type):
     from skyrl_megatron.errors import ConfigError
 
     assert {"self_attention.linear_qkv", "self_attention.linear_in"} <= chosen(plan_of(model_type))
-    with pytest.raises(ConfigError, match=r"q_proj, k_proj, v_proj lie between one another .*lora_type=lora"):
+    with pytest.raises(ConfigError, match=r"q_proj, k_proj, v_proj are interleaved .*lora_type=lora"):
         chosen(plan_of(model_type), separate=True)
 
 
@@ -88,8 +88,8 @@ def test_maps_whose_rows_lie_between_one_another_have_one_adapter(model_type):
         ("q_prj", None, "nearest: q_proj"),
         ("all-linear", "linear_fc3", "nearest: linear_fc"),
         ("q_proj,v_proj", None, "without k_proj"),
-        ("linear_proj", "o_proj", "no linear layer is left"),
-        ("mlp.router", None, "no linear layer of this model is called so"),
+        ("linear_proj", "o_proj", "selects no linear layer"),
+        ("mlp.router", None, "no linear layer of this model has this name"),
     ],
 )
 def test_names_that_do_not_fit(names, exclude, says):
@@ -103,9 +103,9 @@ def test_names_that_do_not_fit(names, exclude, says):
     "settings, says",
     [
         ({"rank": 4, "target_modules": "q_prj"}, f"{KEY}target_modules=q_prj: no linear layer"),
-        ({"rank": 64}, f"{KEY}rank=64: .* take a rank of at most 24"),
-        ({"rank": 16, "etp": 2}, f"{KEY}rank=16: .*linear_fc2.weight is \\[48, 12\\] on a rank: take .* at most 12"),
-        ({"rank": 5, "normalised": True}, f"{KEY}rank=5: normalize_moe_lora divides it .*take a multiple of 2"),
+        ({"rank": 64}, f"{KEY}rank=64: .* set a rank of at most 24"),
+        ({"rank": 16, "etp": 2}, f"{KEY}rank=16: .*linear_fc2.weight is \\[48, 12\\] on a rank: set .* at most 12"),
+        ({"rank": 5, "normalised": True}, f"{KEY}rank=5: normalize_moe_lora divides it .*set a multiple of 2"),
         ({"rank": 32, "normalised": True, "train_attn": False}, None),
         ({"rank": 12, "etp": 2}, None),
         ({"rank": 4}, None),
@@ -116,7 +116,7 @@ def test_the_check_finds_them(tmp_path, settings, says):
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight import PlannedRun, look
+    from skyrl_megatron.preflight import PlannedRun, run_checks
     from tests.bridges.tiny_models import save_tiny
 
     folder = save_tiny("qwen3_moe", tmp_path / "model")
@@ -130,7 +130,7 @@ def test_the_check_finds_them(tmp_path, settings, says):
     keys["trainer.placement.policy_num_gpus_per_node"] = ranks
     cfg = SkyRLTrainConfig.from_cli_overrides(keys)
     with warnings.catch_warnings(action="ignore"):
-        problems = look(PlannedRun(cfg, Hardware(0, 1))).problems
+        problems = run_checks(PlannedRun(cfg, Hardware(0, 1))).problems
     found = [str(each) for each in problems if "lora" in str(each)]
     if says is None:
         assert not found

@@ -125,7 +125,7 @@ def test_rows_name_the_adapter_that_answers_them(tmp_path):
         (both, ("code", "poetry"), "row 1: adapter 'math' is unknown; .*adapters has code, poetry"),
         (both, ("code",), "row 1: adapter 'math' is unknown"),
         (named("math", "code", None), ("math", "code"), "row 2: no adapter is named; .*adapters has math, code"),
-        (plain, ("math", "code"), "row 0: no column 'adapter' says which adapter it is for"),
+        (plain, ("math", "code"), "row 0: the column 'adapter' is missing"),
     ):
         with pytest.raises(DataError, match=message):
             dataset([path], adapters=adapters)
@@ -214,7 +214,7 @@ def test_loader_edges():
     assert len(loader) == 3 and list(loader) == [[0, 1, 2], [3, 4, 5], [6]]
     with pytest.raises(DataError, match=r"7 prompts do not fill one batch of 8: lower trainer.train_batch_size"):
         PromptLoader(range(7), 8)
-    with pytest.raises(DataError, match="data position has rows=7, this run has 8"):
+    with pytest.raises(DataError, match="the data loader has rows=8, but rows=7 in the checkpoint"):
         PromptLoader(range(8), 3, shuffle=False, drop_last=False).load_state_dict(loader.state_dict())
 
 
@@ -257,7 +257,7 @@ def test_arithmetic_is_right_distinct_and_held_out(tmp_path, name, digits):
 
 def test_too_many_problems_are_refused(tmp_path, capsys):
     assert prepare("addition", "--output-dir", tmp_path, "--num-digits", 1) == 1
-    assert "there are 45 pairs of numbers of 1 digits, 3600 are asked for" in capsys.readouterr().err
+    assert "there are only 45 pairs of numbers with 1 digits, not 3600" in capsys.readouterr().err
     assert prepare("addition", "--output-dir", tmp_path, "--num-digits", 1, "--train-size", 30, "--test-size", 15) == 0
     assert len(read(tmp_path / "train.parquet")) == 30
 

@@ -43,16 +43,16 @@ def test_filter_collects_useful_prompts_over_batches():
     """DAPO: prompts with one reward throughout are left out, and the batch is filled from the next ones."""
     uids = ["a", "a", "b", "b"]
     collecting = sampler("filter")
-    assert collecting.offer(output_of([1.0, 1.0, 0.0, 1.0], uids), uids) is None
-    assert collecting.offer(output_of([0.0, 0.0, 0.0, 0.0], uids), uids) is None
-    made = collecting.offer(output_of([0.0, 1.0, 1.0, 0.0], uids), uids)
+    assert collecting.add(output_of([1.0, 1.0, 0.0, 1.0], uids), uids) is None
+    assert collecting.add(output_of([0.0, 0.0, 0.0, 0.0], uids), uids) is None
+    made = collecting.add(output_of([0.0, 1.0, 1.0, 0.0], uids), uids)
     rows, names = taken(made)
     assert rows == [2, 3, 0, 1] and names == ["b", "b", "a", "a"]
     assert made[0]["rollout_metrics"]["generate/num_failed"] == 2.0, "counts add up over the batches that were used"
     assert collecting.sampled_batches == 0, "the next step starts anew"
     # A prompt that comes again is a group of its own; what is over the batch's size is dropped.
-    assert collecting.offer(output_of([1.0, 1.0, 0.0, 1.0], uids), uids) is None
-    assert taken(collecting.offer(output_of([0.0, 1.0, 1.0, 0.0], ["b", "b", "c", "c"]), ["b", "b", "c", "c"])) == (
+    assert collecting.add(output_of([1.0, 1.0, 0.0, 1.0], uids), uids) is None
+    assert taken(collecting.add(output_of([0.0, 1.0, 1.0, 0.0], ["b", "b", "c", "c"]), ["b", "b", "c", "c"])) == (
         [2, 3, 0, 1],
         ["b", "b", "b#1", "b#1"],
     )
@@ -61,22 +61,22 @@ def test_filter_collects_useful_prompts_over_batches():
 def test_filter_gives_up_after_its_limit():
     collecting = sampler("filter", limit=2)
     uids = ["a", "a"]
-    assert collecting.offer(output_of([1.0, 1.0], uids), uids) is None
-    with pytest.raises(DataError, match="max_sample_batches=2: in so many batches too few prompts"):
-        collecting.offer(output_of([1.0, 1.0], uids), uids)
+    assert collecting.add(output_of([1.0, 1.0], uids), uids) is None
+    with pytest.raises(DataError, match="max_sample_batches=2: too few prompts in 2 batches"):
+        collecting.add(output_of([1.0, 1.0], uids), uids)
 
 
 def test_replace_puts_useful_prompts_in_the_place_of_others():
     """POLARIS; below ``min_replace_ratio`` another batch is sampled."""
     uids = [uid for uid in "abcd" for _ in range(2)]
     rewards = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    rows, names = taken(sampler("replace", 4).offer(output_of(rewards, uids), uids))
+    rows, names = taken(sampler("replace", 4).add(output_of(rewards, uids), uids))
     assert rows[:2] == [0, 1] and rows[6:] == [6, 7]
     assert {tuple(rows[2:4]), tuple(rows[4:6])} == {(0, 1), (6, 7)}, "as long as there are enough, each once"
     assert len(set(names)) == 4 and all(names[i] == names[i + 1] for i in range(0, 8, 2))
-    assert sampler("replace", 4, ratio=0.6).offer(output_of(rewards, uids), uids) is None
+    assert sampler("replace", 4, ratio=0.6).add(output_of(rewards, uids), uids) is None
     one = [1.0, 0.0, *[1.0] * 6]
-    rows, names = taken(sampler("replace", 4, ratio=0.25).offer(output_of(one, uids), uids))
+    rows, names = taken(sampler("replace", 4, ratio=0.25).add(output_of(one, uids), uids))
     assert rows == [0, 1] * 4 and len(set(names)) == 4
 
 
@@ -95,7 +95,7 @@ def test_what_counts_as_variety():
 
 def test_none_takes_every_batch():
     output = output_of([1.0, 1.0], ["a", "a"])
-    assert sampler(None).offer(output, ["a", "a"]) == (output, ["a", "a"])
+    assert sampler(None).add(output, ["a", "a"]) == (output, ["a", "a"])
 
 
 def test_scores():
@@ -137,7 +137,7 @@ def test_rollout_metrics():
         ({"loss_masks": [[1, 1]]}, "1 loss_masks for 2 rows"),
         ({"rewards": [1.0, [0.0, 1.0]]}, "the generator returned both"),
         ({"is_last_step": [True]}, "is_last_step for every row"),
-        ({"is_last_step": [False, True]}, "row 0 of trajectory a_0: is_last_step=False does not fit"),
+        ({"is_last_step": [False, True]}, "row 0 of trajectory a_0: is_last_step=False does not match"),
     ],
 )
 def test_outputs_that_do_not_fit_together_are_refused(change, message):

@@ -133,7 +133,7 @@ def test_nothing_is_left_to_train_on():
     generator = generator_of("chatml", ScriptedEngine(answers(tokenizer_of("chatml"))))
     with pytest.raises(
         DataError,
-        match=r"1 of 1 .*'talking' failed \(ValueError: no such tool, at \S+\.py:\d+ in \w+\); there is nothing",
+        match=r"1 of 1 .*'talking' failed \(ValueError: no such tool, at \S+\.py:\d+ in \w+\), so the batch has no",
     ):
         run(generator, QUESTION, steps)
 
@@ -156,10 +156,10 @@ def test_an_environment_that_never_ends_is_ended():
         (say(reward=[1.0], done=True), r"the reward is \[1.0\] \(list\)"),
         (
             say(reward=10**400, done=True),
-            r"'talking', trajectory 0_0: the reward \(int\) is beyond what a float can be",
+            r"'talking', trajectory 0_0: the reward \(int\) exceeds the range of a float",
         ),
-        (say(reward=10**5000, done=True), r"the reward \(int\) is beyond what a float can be"),
-        (say(reward=float("nan"), done=True), r"the reward is nan; .*trainer.algorithm.nonfinite=skip"),
+        (say(reward=10**5000, done=True), r"the reward \(int\) exceeds the range of a float"),
+        (say(reward=float("nan"), done=True), r"the reward is nan: .*trainer.algorithm.nonfinite=skip"),
         (say(reward=float("-inf"), done=True), r"the reward is -inf"),
         (
             {"reward": 1.0},
@@ -315,7 +315,7 @@ def test_generators_may_be_extended():
         engine = ScriptedEngine(answers(tokenizer_of("chatml")))
         output = generate(generator_of("chatml", engine, cls=cls, options=options), batch_of([QUESTION], [{}]))
         assert output["rewards"][0][-1] == reward
-    with pytest.warns(SkyRLMegatronWarning, match="OwnLoop has an agent_loop of its own"):
+    with pytest.warns(SkyRLMegatronWarning, match="OwnLoop overrides agent_loop"):
         generator_of("chatml", ScriptedEngine([]), cls=OwnLoop, options={"seed": 1})
 
 

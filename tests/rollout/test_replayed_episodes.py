@@ -160,8 +160,8 @@ register("ordering", OrderingEnv)
 @pytest.mark.parametrize(
     "env_class, kind, stepped, why",
     [
-        ("counting", CountingEnv, 1, "environment 'counting' answers turn 0 otherwise than it did"),
-        ("ordering", OrderingEnv, 0, "environment 'ordering' declares that it cannot be replayed"),
+        ("counting", CountingEnv, 1, "environment 'counting' returns another result for turn 0 than recorded"),
+        ("ordering", OrderingEnv, 0, "environment 'ordering' sets replayable=False"),
     ],
 )
 def test_what_cannot_be_repeated_begins_anew(env_class, kind, stepped, why):
@@ -187,7 +187,7 @@ def test_another_prompt_begins_anew():
         resumed = episode_of("gsm8k_multi_turn", {"reward_spec": TRUTH})
         resumed.prompt = [{"role": "user", "content": "Something else?"}]
         await resumed.begin(whole.recorded)
-        assert resumed.restarted == "turn 0 of environment 'gsm8k_multi_turn' does not start as it did"
+        assert resumed.restarted == "turn 0 of environment 'gsm8k_multi_turn' has another prompt than recorded"
         assert (resumed.turns, resumed.recorded, resumed.error) == (0, [], None)
         await resumed.end()
 

@@ -29,7 +29,7 @@ GROWING = {
     "json": "{{ messages | tojson(indent=100000000) }}",
     "assistant": "{% generation %}{{ 'x' * 10000000000 }}{% endgeneration %}",
 }
-GROWTH = r"the template that generator\.chat_template names (multipl|takes|form|has)"
+GROWTH = r"the template of generator\.chat_template (multipl|uses|form|has)"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 

@@ -83,9 +83,9 @@ def test_yarn_is_fused_in_latent_attention_alone(fused_kernels, model_type, fuse
 def test_families_that_need_our_layers_get_them():
     """And ``--check`` counts memory of the same."""
     from skyrl_megatron.preflight.memory_phases import LOCAL_LAYERS
-    from skyrl_megatron.runtime.model.description import lacking, read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model, unsupported_by_te
 
-    needs = {name for name in TINY if lacking(read_hf_model(tiny_config(name)))}
+    needs = {name for name in TINY if unsupported_by_te(read_hf_model(tiny_config(name)))}
     assert needs == OUR_LAYERS == LOCAL_LAYERS
 
 
@@ -148,7 +148,7 @@ def test_attention_of_our_layers_is_deterministic_where_other_operations_warn():
     """The kernel's backward alone sees torch's strict mode, in which it takes its deterministic form."""
     import torch
 
-    from skyrl_megatron.runtime.model.attention import repeatable
+    from skyrl_megatron.runtime.model.attention import with_deterministic_backward
 
     seen = []
 
@@ -172,7 +172,7 @@ def test_attention_of_our_layers_is_deterministic_where_other_operations_warn():
             torch.use_deterministic_algorithms(*mode, warn_only=True)
             x = torch.ones(3, requires_grad=True)
             x.register_hook(lambda _: seen.append(strict()))
-            (repeatable(Kernel.apply(x)) * 3).sum().backward()
+            (with_deterministic_backward(Kernel.apply(x)) * 3).sum().backward()
             assert x.grad.tolist() == [6.0] * 3
             assert seen == [expected, False] and torch.are_deterministic_algorithms_enabled() == mode[0]
             seen.clear()

@@ -68,9 +68,9 @@ def test_a_model_that_theirs_cannot_express_gets_ours_with_the_reason(gpu):
     from skyrl_megatron.runtime.model.description import describe, read_hf_model
 
     assert choice("olmoe") is False
-    assert "norms of q and k over all heads" in refused("olmoe", "transformer_engine")
+    assert "q and k norms over all heads" in refused("olmoe", "transformer_engine")
     named = describe(read_hf_model(tiny_config("gpt_oss")), False)
-    assert named.endswith("lack experts with biases)")
+    assert named.endswith("does not support experts with biases)")
 
 
 def test_another_value_is_refused():

@@ -6,17 +6,17 @@ import pytest
 
 
 def test_lags_stand_where_their_tokens_do():
-    from skyrl_megatron.trainer.staleness import token_lags
+    from skyrl_megatron.trainer.staleness import token_staleness
 
     spans = [[("3", 0, 2), ("5", 4, 5)], [("base", 0, 1), ("4", 1, 3)]]
-    assert token_lags(spans, [5, 3], 6, 6).tolist() == [[-1, 3, 3, -1, -1, 1], [-1, -1, -1, -1, 2, 2]]
+    assert token_staleness(spans, [5, 3], 6, 6).tolist() == [[-1, 3, 3, -1, -1, 1], [-1, -1, -1, -1, 2, 2]]
 
 
 def test_metrics_count_what_is_trained_on():
     import torch
 
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.staleness import lag_metrics, token_lags
+    from skyrl_megatron.trainer.staleness import token_staleness, token_staleness_metrics
 
     batch = collate(
         [[1], [1], [1]],
@@ -26,9 +26,9 @@ def test_metrics_count_what_is_trained_on():
         loss_masks=[[1, 1, 0, 1], [1, 1], [0]],
         rollout_logprobs=[[-1.0, -1.0, 0.0, -2.0], [-1.0, -3.0], [-9.0]],
     )
-    lags = token_lags([[("7", 0, 2), ("9", 3, 4)], [("8", 0, 2)], [("0", 0, 1)]], [4, 2, 1], 9, 4)
+    lags = token_staleness([[("7", 0, 2), ("9", 3, 4)], [("8", 0, 2)], [("0", 0, 1)]], [4, 2, 1], 9, 4)
     batch.old_logprobs = torch.where(batch.response_mask > 0, -1.5, 0.0)
-    found = lag_metrics(batch, lags, 2)
+    found = token_staleness_metrics(batch, lags, 2)
     assert found == pytest.approx(
         {
             "async/token_lag_mean": (2 + 2 + 0 + 1 + 1) / 5,
@@ -42,9 +42,9 @@ def test_metrics_count_what_is_trained_on():
         }
     )
     batch.old_logprobs = None
-    assert not [name for name in lag_metrics(batch, lags, 2) if "diff" in name]
+    assert not [name for name in token_staleness_metrics(batch, lags, 2) if "diff" in name]
     batch.loss_mask[:] = 0
-    assert lag_metrics(batch, lags, 2) == {}
+    assert token_staleness_metrics(batch, lags, 2) == {}
 
 
 @pytest.mark.parametrize("mixed", [True, False])

@@ -202,14 +202,14 @@ def test_failures_cost_their_groups_until_nothing_else_happens():
     world = World(limits_of(), lambda number, _: broken if number % 2 else 1.0)
     simulate(world.train(8))
     assert world.counts["async/failed_groups"] >= 22
-    assert world.told[0] == "prompt 1 is left out: ValueError: the environment broke"
+    assert world.told[0] == "prompt 1 is skipped: ValueError: the environment broke"
     with pytest.raises(DataError, match="32 groups failed one after another, the last one: ValueError: the env"):
         simulate(World(limits_of(), lambda *_: broken).train(1))
     with pytest.raises(EngineError, match="no engine is left"):
         simulate(World(limits_of(), lambda *_: EngineError("no engine is left")).train(1))
     hangs = World(limits_of(), lambda number, _: 1e9 if number == 1 else 1.0)
     simulate(hangs.train(8))
-    assert hangs.told == ["prompt 1 is left out: not sampled within trainer.phase_timeout_s"]
+    assert hangs.told == ["prompt 1 is skipped: not sampled within trainer.phase_timeout_s"]
     deaf = World(limits_of(), lambda *_: 1.0)
 
     async def never(group):

@@ -1,40 +1,79 @@
-"""The documents name files that are there, and the way of a prompt stays short."""
+"""Documents name files that exist, stay short, and generated pages show what the code says."""
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
+
+from tests.guides.documents import DOCUMENTS as GUIDES
+from tests.guides.documents import GENERATED
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = re.compile(r"`([\w/.]+/[\w.]+\.(?:py|sh|yml|yaml|txt))`")
+FRONT = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"]
+DOCUMENTS = [*FRONT, *(path.relative_to(ROOT).as_posix() for path in GUIDES)]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 
 
 def files_of(text: str) -> list[str]:
     return list(dict.fromkeys(FILE.findall(text)))
 
 
-DOCUMENTS = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "CHANGELOG.md"]
-DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-
-
 def test_files_that_documents_name_exist():
     missing = [
         f"{document}: {name}"
-        for document in DOCUMENTS
+        for document in [*DOCUMENTS, "CHANGELOG.md"]
         for name in files_of((ROOT / document).read_text())
         if not any((ROOT / base / name).exists() for base in ("", "skyrl_megatron"))
     ]
     assert not missing, "\n".join(missing)
 
 
-def test_the_page_of_errors_is_that_of_the_code():
-    page = runpy.run_path(str(ROOT / "launch" / "site" / "errors.py"))
-    written = page["PAGE"].read_text()
-    assert written == page["page"](), "run: python launch/site/errors.py"
-    assert "prompts are sampled one by one while the policy trains: set it to false" in written, "a variable's value"
-    assert "| set kv_cache_bytes |" in written
+def test_documents_stay_short():
+    by_hand = [*FRONT, "benchmarks/RESULTS.md", *(name for name in DOCUMENTS if name.startswith("docs/"))]
+    sizes = {name: (ROOT / name).stat().st_size for name in by_hand if name != "docs/metrics.md"}
+    assert sum(sizes.values()) <= 150_000, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+    assert sizes["ARCHITECTURE.md"] <= 12_000
+    assert (ROOT / "CONFIG.md").stat().st_size <= 40_000
 
 
 def test_a_prompts_way_is_short():
     section = (ROOT / "ARCHITECTURE.md").read_text().split("## A prompt's way")[1].split("\n## ")[0]
     way = files_of(section)
-    assert 25 <= len(way) <= 35, f"{len(way)} files: {way}"
+    assert 15 <= len(way) <= 20, f"{len(way)} files: {way}"
+
+
+def test_decisions_are_dated_short_and_listed():
+    navigation = (ROOT / "launch/site/mkdocs.yml").read_text()
+    assert DECISIONS and [path.name[:4] for path in DECISIONS] == [f"{n + 1:04}" for n in range(len(DECISIONS))]
+    for path in DECISIONS:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 15, path.name
+        assert re.match(r"# .+\n\n20\d\d-\d\d-\d\d\n\n\*\*Context\.\*\* ", text), path.name
+        assert "\n**Decision.** " in text and "\n**Consequence.** " in text, path.name
+        assert f"- decisions/{path.name}\n" in navigation, path.name
+
+
+def test_generated_pages_are_made_and_not_kept():
+    """``launch/docs.sh`` writes each page, and git ignores it."""
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    tracked = subprocess.run(["git", "ls-files", "docs"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    script = (ROOT / "launch/docs.sh").read_text()
+    for page in GENERATED:
+        name = page.relative_to(ROOT).as_posix()
+        assert f"/{name}" in ignored and name not in tracked.splitlines(), name
+        assert page.stem in script.split("docs/{")[1].split("}")[0].split(","), name
+
+
+def test_the_page_of_errors(tmp_path):
+    """Every topic has a section, every row a fix, and a message that is built of variables shows their values."""
+    page = runpy.run_path(str(ROOT / "launch" / "site" / "errors.py"))
+    page["main"]([str(tmp_path / "errors.md")])
+    written = (tmp_path / "errors.md").read_text()
+    assert [line[3:] for line in written.splitlines() if line.startswith("## ")] == [
+        t["title"] for t in page["TOPICS"]
+    ]
+    rows = [line for line in written.splitlines() if line.startswith("| ") and line != "| message | fix |"]
+    assert len(rows) > 300 and all(re.fullmatch(r"\| .+ \| .+ \|", row) for row in rows)
+    assert "| set kv_cache_bytes |" in written
+    assert "one at a time while the policy trains: set it to false" in written, "a variable's value"

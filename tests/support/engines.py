@@ -202,12 +202,12 @@ async def _is_healthy(engine: Any) -> bool:
 async def _as_started(engine: Any) -> None:
     """Abort requests, load the folder's weights, drop adapters, forget versions and prefixes."""
     from skyrl_megatron.inference.protocol import INITIAL_VERSION
-    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersions
 
     await engine.wake()
     await engine.pause("abort")
     if slots := engine.settings.adapters:
-        engine._adapters = HeldAdapters(slots.slots, slots.names)
+        engine._adapters = AdapterVersions(slots.slots, slots.names)
         await engine._keep_adapters()
     else:
         folder = str(engine.settings.folder)  # else that of the last reload

@@ -11,7 +11,7 @@ from pathlib import Path
 
 KNOWN = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "MLFLOW_TRACKING_PASSWORD", "SWANLAB_API_KEY")
 """Credentials that libraries read."""
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 def secrets_of_all_names() -> dict[str, str]:
@@ -51,7 +51,7 @@ def arguments_watched(planted: Mapping[str, str]) -> Iterator[list[str]]:
     left = threading.Event()
 
     def watch() -> None:
-        while not left.wait(LOOK_S):
+        while not left.wait(POLL_S):
             for path in Path("/proc").glob("[0-9]*/cmdline"):
                 with contextlib.suppress(OSError):
                     given = path.read_text(errors="replace")

@@ -23,11 +23,11 @@ class StateSource:
         metadata = zip(self.metadata(), rows, strict=True)
         return [TensorShard(meta, local, (RowRange(0, 0, len(local), 0),)) for meta, local in metadata]
 
-    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+    def local_shards(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
         shards = self.shards()
         return shards, [0] * len(shards)
 
-    def travels(self, adapter: str) -> bool:
+    def sends_adapter(self, adapter: str) -> bool:
         return True
 
     def refresh(self) -> None:

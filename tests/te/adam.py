@@ -85,10 +85,10 @@ def state_bytes(folder, options, dtype):
 
 def shards(state):
     """Yield (name, parameter, Adam, the flat tensor that Adam has of it); one rank has all of it."""
-    from skyrl_megatron.runtime.checkpoint.rank_state import parts
+    from skyrl_megatron.runtime.checkpoint.rank_state import inner_optimizers
 
     names = {id(p): name for chunk in state.model_chunks for name, p in chunk.named_parameters()}
-    for part in parts(state.optimizer):
+    for part in inner_optimizers(state.optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             yield names[id(parameter)], parameter, part.optimizer, part.optimizer.param_groups[group]["params"][order]
 

@@ -88,12 +88,12 @@ def sent(model: Any, groups: Any) -> dict[str, Any]:
 
 def blocks(model: Any, groups: Any) -> dict[str, Any]:
     """Return key and place → what a checkpoint writes there, and that it is a parameter's own memory."""
-    from skyrl_megatron.runtime.checkpoint.rank_state import local_pieces
+    from skyrl_megatron.runtime.checkpoint.rank_state import local_blocks
 
     own = {id(parameter) for chunk in model.chunks for parameter in chunk.parameters()}
     own |= {id(buffer) for chunk in model.chunks for buffer in chunk.buffers()}
     found = {}
-    for tensor, pieces in local_pieces(model.chunks, groups):
+    for tensor, pieces in local_blocks(model.chunks, groups):
         for piece in pieces:
             is_own = id(tensor) in own or any(
                 tensor.data_ptr() == other.data_ptr() for chunk in model.chunks for other in chunk.buffers()

@@ -59,7 +59,7 @@ def test_families_that_need_our_layers_say_so(family):
     model = read_hf_model(tiny_config(family))
     with hopper():
         assert not use_transformer_engine(model)
-    assert describe(model, False).startswith("skyrl_megatron's own (Transformer Engine's lack ")
+    assert describe(model, False).startswith("skyrl_megatron's own (Transformer Engine does not support ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ from skyrl_megatron.trainer.journal import Journal
 
 
 def write(folder, seed, said):
-    """Append, settle and compact without end; ``said`` gets what was acknowledged, and what is about to be settled."""
+    """Append, release and compact in a loop; ``said`` gets what was acknowledged and what is about to be released."""
     rng, journal = random.Random(seed), Journal(folder, segment_bytes=4000)
     held = sorted(sequence for sequence, _ in journal.records())
     count = 0
@@ -21,7 +21,7 @@ def write(folder, seed, said):
             said.send(("appended", held[-1], name))
         if rng.random() < 0.4:
             gone = rng.sample(held, len(held) * 2 // 3)
-            said.send(("settling", gone))
-            journal.settle(gone)
+            said.send(("releasing", gone))
+            journal.release(gone)
             held = [sequence for sequence in held if sequence not in gone]
             journal.compact()

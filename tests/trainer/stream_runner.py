@@ -57,14 +57,14 @@ class Run:
 
     def __init__(self, folder, seed, kill, said):
         from skyrl_megatron.config import SkyRLTrainConfig
-        from skyrl_megatron.runtime.checkpoint.store import TRAINER_STATE, CheckpointStore, choose
+        from skyrl_megatron.runtime.checkpoint.store import TRAINER_STATE, CheckpointStore, resume_candidates
         from skyrl_megatron.trainer.rollout_store import DurableGroups
 
         cfg = SkyRLTrainConfig()
         cfg.trainer.ckpt_path, cfg.trainer.fully_async.max_staleness_steps = str(folder), BOUND
         self.rng, self.kill, self.said, self.version = random.Random(seed), kill, said, 0
         self.checkpoints = CheckpointStore(folder, keep=2)
-        found = next(choose(self.checkpoints, "latest", None), None)
+        found = next(resume_candidates(self.checkpoints, "latest", None), None)
         self.state = {"place": {"oldest": 0, "ahead": []}, "trained": []}
         if found is not None:
             self.version, self.state = found.step, self.checkpoints.read_json(found, TRAINER_STATE)
@@ -94,7 +94,7 @@ class Run:
         from skyrl_megatron.rollout.episode import Trajectory
         from skyrl_megatron.rollout.interface import RecordedTurn
 
-        known = log.begun(id)
+        known = log.stored(id)
         if known.trajectory is not None:
             return known.trajectory.rows[0]
         turns = list(known.turns)

@@ -117,14 +117,14 @@ def test_a_store_is_of_one_run(tmp_path):
     """Of its checkpoints, its data and one process; a run that begins anew removes it."""
     life = Life(tmp_path, "wait", random.Random(1))
     asyncio.run(life.live((0, {"oldest": 0, "ahead": []}), {}, 2))
-    with pytest.raises(JournalError, match="ends with step 2, and the run resumes from step 9"):
+    with pytest.raises(JournalError, match="ends with step 2, but the run resumes from step 9"):
         asyncio.run(recover(tmp_path, 9, prompt))
-    with pytest.raises(JournalError, match=r"is of prompt \d+, and the data has other there"):
+    with pytest.raises(JournalError, match=r"is of prompt \d+, but the data has other there"):
         asyncio.run(recover(tmp_path, 0, lambda number: {"uid": "other"}))
     kept = asyncio.run(recover(tmp_path, 0, prompt))
     assert len(kept.planned) == 2 * BATCH and kept.planned == [group.number for group in kept.finished][: 2 * BATCH]
     held = durable(tmp_path)
-    with pytest.raises(CheckpointError, match="is being written by this process"):
+    with pytest.raises(CheckpointError, match="is already being written by this process"):
         durable(tmp_path, fresh=True)
     held.store.close()
     durable(tmp_path, fresh=True).store.close()

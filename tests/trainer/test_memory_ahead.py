@@ -10,15 +10,15 @@ GIB = 2**30
 
 def looks(gibibytes):
     """At which look it says so, and what; None when it never does."""
-    from skyrl_megatron.errors import MemoryAheadError
-    from skyrl_megatron.trainer.recovery import MemoryAhead
+    from skyrl_megatron.errors import HostMemoryError
+    from skyrl_megatron.trainer.recovery import MemoryForecast
 
     values = iter([int(each * GIB) for each in gibibytes])
-    watch = MemoryAhead(lambda: next(values))
+    watch = MemoryForecast(lambda: next(values))
     for number in range(1, len(gibibytes) + 1):
         try:
-            watch.look()
-        except MemoryAheadError as error:
+            watch.check()
+        except HostMemoryError as error:
             return number, str(error)
     return None
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from skyrl_megatron.errors import DataError, JournalError
-from skyrl_megatron.trainer.rollout_records import Codec
+from skyrl_megatron.trainer.codec import Codec
 
 
 def same(left, right):

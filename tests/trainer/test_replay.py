@@ -90,24 +90,29 @@ def test_what_cannot_be_replayed_is_told(tmp_path):
     from skyrl_megatron.trainer.rollout_store import DurableGroups
 
     recorded(tmp_path)
-    for folder, said in (("nowhere", "has no folder groups: name the rollouts"), ("rollouts", "is where this run")):
+    for folder, said in (
+        ("nowhere", "has no folder groups: set it to the rollouts"),
+        ("rollouts", "is where this run"),
+    ):
         cfg = config(tmp_path, replay_from=str(tmp_path / folder))
         with pytest.raises(ConfigError, match=f"trainer.fully_async.replay_from={tmp_path}/{folder}: {said}"):
             replayed(cfg)
     stream = replayed(replay_config(tmp_path))
-    with pytest.raises(ConfigError, match="ends with step 12, and this run goes on behind step 12"):
+    with pytest.raises(ConfigError, match="ends with step 12, but this run continues after step 12"):
         stream.check(12)
-    with pytest.raises(CheckpointError, match="is being written by this process"):
+    with pytest.raises(CheckpointError, match="is already being written by this process"):
         replayed(replay_config(tmp_path))
     stream.prompt = lambda number: {"uid": "other"}
-    with pytest.raises(JournalError, match=r"group \d+ is of prompt \d+, and the data has other there: replay with"):
+    with pytest.raises(JournalError, match=r"group \d+ is of prompt \d+, but the data has other there: replay with"):
         asyncio.run(replay(stream, 0, {}))
     stream.store.close()
 
     other = replay_config(tmp_path)
     other.generator.n_samples_per_prompt += 1
     stream = replayed(other)
-    with pytest.raises(ConfigError, match=r"n_samples_per_prompt=\d: .* was recorded with \d: set it to that"):
+    with pytest.raises(
+        ConfigError, match=r"n_samples_per_prompt=\d: .* was recorded with \d: set generator.n_samples"
+    ):
         stream.check(0)
     stream.store.close()
 

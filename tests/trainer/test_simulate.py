@@ -199,7 +199,7 @@ def test_a_table_for_people(capsys):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("", "--engines=None: is needed where no --run gives it"),
+        ("", "--engines=None: is required without --run"),
         ("--run /nowhere", "--run=/nowhere: has no config.yaml"),
         (GIVEN + " --slots 0", "slots=0: must be at least 1"),
         (GIVEN + " --train -1", "train=-1.0: must be 0 or more"),

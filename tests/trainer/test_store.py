@@ -82,7 +82,7 @@ def test_a_store_that_is_older_than_the_checkpoint(tmp_path):
         store = store_in(tmp_path)
         await store.finished(group_of(0))
         await store.trained(1, [0])
-        with pytest.raises(JournalError, match="ends with step 1, and the run resumes from step 2"):
+        with pytest.raises(JournalError, match="ends with step 1, but the run resumes from step 2"):
             await store.recover(2)
         store.close()
 

@@ -50,8 +50,8 @@ def measured(rank_that_is_slow):
 
     from skyrl_megatron.runtime import parallel_state as waits
 
-    waits.count()
-    waits.count()
+    waits.start_wait_timer()
+    waits.start_wait_timer()
     wall, own = time.perf_counter(), waits.own_seconds()
     for _ in range(3):
         if dist.get_rank() == rank_that_is_slow:

@@ -173,7 +173,7 @@ def test_another_prompt_in_its_place_is_refused(tmp_path):
     async def body():
         await Life(tmp_path, 2).live()
         other = Life(tmp_path)
-        with pytest.raises(JournalError, match="group 5 is of prompt 5, and the data has 6 there"):
+        with pytest.raises(JournalError, match="group 5 is of prompt 5, but the data has 6 there"):
             await other.groups.recover(3, lambda number: {"uid": "6"})
         await other.groups.close()
 

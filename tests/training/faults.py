@@ -76,17 +76,17 @@ def newest_routes_recomputed(engine):
 
     def swapped(right):
         def routes(self):
-            if not self.in_pass and self.kept:
-                return self.kept.pop()
+            if not self.in_pass and self.queue:
+                return self.queue.pop()
             return right(self)
 
         return routes
 
-    return _in_replay("_routes", swapped)
+    return _in_replay("_current_routes", swapped)
 
 
 def recomputed_without_routes(engine):
-    return _in_replay("_routes", lambda right: lambda self: right(self) if self.in_pass else None)
+    return _in_replay("_current_routes", lambda right: lambda self: right(self) if self.in_pass else None)
 
 
 def routes_of_another_row(engine):

@@ -126,7 +126,7 @@ def refused_optimizers(folder, names):
 def test_optimizers_that_cannot_run_here_are_refused(ranks, folder):
     expected = {
         "use_precision_aware_optimizer": "which is not installed",
-        "optimizer_cpu_offload": "there is no GPU",
+        "optimizer_cpu_offload": "without a GPU",
         "no_such_field": "has no such field",
     }
     for messages in ranks(2, refused_optimizers, folder, list(expected)):

@@ -31,7 +31,8 @@ def train(folder, batch, layout, overrides, offloads, fault=None):
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.offload import PARTS, optimizer_tensors
+    from skyrl_megatron.runtime.offload import optimizer_tensors
+    from skyrl_megatron.types import PARTS
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
     part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])

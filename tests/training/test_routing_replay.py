@@ -160,10 +160,10 @@ def test_bad_routes_are_named(ranks, folder, routed):
     found = ranks(1, refused, folder, routed)[0]
     uid = "prompt-2"
     assert found["twice"] == (
-        f"uid {uid}, token 1, layer 2: the engine's route [3, 3] is not of 2 different experts from 0 to 3"
+        f"uid {uid}, token 1, layer 2: the engine's route [3, 3] does not have 2 different experts from 0 to 3"
     )
-    assert f"uid {uid}, token 1, layer 2: the engine's route [3, 4] is not" in found["out of range"]
-    assert "routes are of 3 layers and 2 experts a token, the model has 4 layers and takes 2" in found["layers"]
+    assert f"uid {uid}, token 1, layer 2: the engine's route [3, 4] does not have" in found["out of range"]
+    assert "routes have 3 layers and 2 experts per token, the model has 4 layers and 2 experts" in found["layers"]
     assert "uid prompt-0: the engine returned no experts for token 10 of " in found["missing"]
 
 

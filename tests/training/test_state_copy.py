@@ -29,11 +29,11 @@ def hashes_of(engine):
     import hashlib
 
     from skyrl_megatron.runtime.checkpoint import rank_files as rng
-    from skyrl_megatron.runtime.peer_checkpoint import StateCopy
+    from skyrl_megatron.runtime.peer_checkpoint import StateSnapshot
 
-    copy = StateCopy()
+    copy = StateSnapshot()
     copy.take(engine)
-    return [hashlib.sha256(piece.numpy().tobytes()).hexdigest() for piece in copy.pieces()] + [
+    return [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in copy.slices()] + [
         hashlib.sha256(rng.capture_rng()).hexdigest(),
         engine.lr_schedule.num_steps,
         engine.steps,
@@ -50,7 +50,7 @@ def lost_and_back(folder, batch, layout, overrides, lost, fault=None):
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.offload import optimizer_tensors
     from skyrl_megatron.runtime.parallel_state import end_groups
-    from skyrl_megatron.runtime.peer_checkpoint import RankCopies
+    from skyrl_megatron.runtime.peer_checkpoint import PeerCheckpoints
 
     def made():
         return MegatronEngine(bodies.config(folder, **layout, overrides=overrides), total_steps=9)
@@ -63,7 +63,7 @@ def lost_and_back(folder, batch, layout, overrides, lost, fault=None):
         engine.forward_backward(part)
         engine.optim_step()
 
-    engine, copies, rank, world = made(), RankCopies(), dist.get_rank(), dist.get_world_size()
+    engine, copies, rank, world = made(), PeerCheckpoints(), dist.get_rank(), dist.get_world_size()
     step(engine)
     copies.keep(engine, 1)
     found = [hashes_of(engine)]
@@ -74,7 +74,7 @@ def lost_and_back(folder, batch, layout, overrides, lost, fault=None):
     dist.barrier()
     end_groups()
     if rank in lost:
-        copies.own = RankCopies().own
+        copies.own = PeerCheckpoints().own
     engine = made()
     copies.roll_back(engine, {each: (each + 1) % world for each in lost})
     if fault == "no random states":

@@ -192,7 +192,7 @@ class Server:
     "given, message",
     [
         (None, "returns no log-probs of prompts: serve it with vLLM"),
-        ([None, {"7": {"logprob": -1.0}}, {"8": {"logprob": -1.0}}], "start it with --max-logprobs 2 at least"),
+        ([None, {"7": {"logprob": -1.0}}, {"8": {"logprob": -1.0}}], "start it with --max-logprobs 2 or more"),
     ],
 )
 def test_a_server_without_prompt_logprobs_is_one_error(given, message):

@@ -14,14 +14,14 @@ def given_body(folder, layout, nbytes):
     import torch
 
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.offload import rounds
+    from skyrl_megatron.runtime.offload import weight_buckets
 
     engine = MegatronEngine(bodies.config(folder, **layout))
     with torch.no_grad():
         for _number, chunk in enumerate(engine.chunks):
             for name, parameter in chunk.named_parameters():  # alike on all ranks that hold it
                 parameter.add_(torch.full_like(parameter, 0.01 + 0.001 * len(name)))
-    return list(rounds(engine.model, engine.groups, nbytes)), exported(engine)
+    return list(weight_buckets(engine.model, engine.groups, nbytes)), exported(engine)
 
 
 def exported(engine):
@@ -35,7 +35,7 @@ def exported(engine):
 def taken_body(folder, layout, given, fault):
     """Digest of a reference after it took all rounds; also of the tied or replicated copies on each rank."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.offload import Taker
+    from skyrl_megatron.runtime.offload import ShardReceiver
 
     long = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
     keys = {f"trainer.ref.megatron_config.{long[k]}_parallel_size": v for k, v in layout.items() if k in long}
@@ -43,7 +43,7 @@ def taken_body(folder, layout, given, fault):
         keys["trainer.ref.megatron_config.virtual_pipeline_model_parallel_size"] = layout["vpp"]
     world = {"trainer.placement.ref_num_gpus_per_node": layout["world"]}
     engine = MegatronEngine(bodies.config(folder, overrides=keys | world), "ref")
-    taker = Taker(engine.model, engine.groups)
+    taker = ShardReceiver(engine.model, engine.groups)
     for part in given:
         taker.take(part[1:] if fault == "a weight is lost" else part)
     taker.finish()
@@ -84,5 +84,5 @@ def test_tied_embeddings(ranks, tmp_path):
 def test_a_weight_that_never_comes_is_named(ranks, folder):
     from tests.support.rank_pool import RankFailure
 
-    with pytest.raises(RankFailure, match=r"WeightSyncError: .* more weights of the reference are not among"):
+    with pytest.raises(RankFailure, match=r"WeightSyncError: .* more weights of the reference are missing"):
         copied(ranks, folder, "single", "single", "a weight is lost")

@@ -29,16 +29,16 @@ def trainer():
 
 @pytest.fixture
 def sync(pool, trainer, models, loop):
-    """``sync(version, model, fault=…)`` → report; by routes unless ``routes=False``."""
+    """``sync(version, model, fault=…)`` → report; by reshard plan unless ``reshard=False``."""
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     def sync(version, model, fault=None, **options):
         trainer.load(models[model], fault)
         config = json.loads((models[model] / "config.json").read_text())
-        options = {"phase_s": 60.0, "deadline_s": 400.0, "bucket_sizes": (BUCKET_BYTES,), "routes": True, **options}
+        options = {"phase_s": 60.0, "deadline_s": 400.0, "bucket_sizes": (BUCKET_BYTES,), "reshard": True, **options}
         synchronizer = WeightSynchronizer(pool, [trainer], hf_config=config, dtype="float32", **options)
         report = loop(synchronizer.sync(version), 500)
-        assert (synchronizer.plan is not None) == options["routes"]
+        assert (synchronizer.plan is not None) == options["reshard"]
         return report
 
     return sync

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_megatron.weight_sync.slices import Route
+    from skyrl_megatron.weight_sync.slices import TargetMap
 
 ENGINES: dict[str, dict[str, int]] = {
     "tp1": {},
@@ -35,14 +35,14 @@ ENGINES: dict[str, dict[str, int]] = {
 
 @dataclass
 class WorkerModel:
-    """One worker: its route as it is sent, and each of its targets as the loaders leave it, before any packing."""
+    """One worker: its target map as it is sent, and each of its targets as the loaders leave it, unpacked."""
 
-    route: tuple[Any, bytes] | str
+    target_map: tuple[Any, bytes] | str
     """Or why there is none."""
     loaded: list[Any]
     """[elements] each, a torch tensor."""
     untold: list[str]
-    """Parameters that loaders fill and the route does not."""
+    """Parameters that loaders fill and the target map does not."""
     unlike: list[str]
     """Tensors that the kernels compute with which are not, bit for bit, what a reload by the loaders makes of them."""
 
@@ -91,9 +91,9 @@ def worker_model(
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.models import utils
 
-    from skyrl_megatron.weight_sync.slices import Unroutable
+    from skyrl_megatron.weight_sync.slices import ReshardUnsupported
     from skyrl_megatron.weight_sync.vllm_backend import name_loaders
-    from skyrl_megatron.weight_sync.vllm_reshard import record_route
+    from skyrl_megatron.weight_sync.vllm_reshard import record_targets
     from tests.weight_sync.route_extension import without_packing
 
     dp = engine.get("dp", 1)
@@ -119,23 +119,23 @@ def worker_model(
         name_loaders(model)
         loaded = without_packing(model, tensors, device)
         try:
-            route = record_route(model, metadata, device)
-        except Unroutable as error:
+            target_map = record_targets(model, metadata, device)
+        except ReshardUnsupported as error:
             return WorkerModel(str(error), [], [], [])
         state = dict(model.state_dict(keep_vars=True))
-        routed = reloaded(model, config.model_config, lambda: fill_by(model, route, tensors))
+        routed = reloaded(model, config.model_config, lambda: fill_by(model, target_map, tensors))
         usual = reloaded(model, config.model_config, lambda: model.load_weights(iter(tensors.items())))
         unlike = [name for name, tensor in usual.items() if not torch.equal(tensor, routed[name])]
     parts: list[Any] = []
     told = set()
-    for path, name, _, size, part in route.targets:
+    for path, name, _, size, part in target_map.targets:
         whole = loaded.get(f"{path}.{name}", state.get(f"{path}.{name}"))
         assert whole is not None, (path, name)
         told.add(f"{path}.{name}")
         flat = whole.detach().flatten()
         parts.append((flat if part < 0 else flat[part * size : (part + 1) * size]).clone())
     untold = [name for name, tensor in loaded.items() if name not in told and tensor.any()]
-    return WorkerModel(route.plain, parts, untold, unlike)
+    return WorkerModel(target_map.wire, parts, untold, unlike)
 
 
 def reloaded(model: torch.nn.Module, config: Any, fill: Callable[[], object]) -> dict[str, torch.Tensor]:
@@ -151,15 +151,17 @@ def reloaded(model: torch.nn.Module, config: Any, fill: Callable[[], object]) ->
     }
 
 
-def fill_by(model: torch.nn.Module, route: Route, tensors: dict[str, torch.Tensor]) -> None:
-    """Make the copies of a route, target by target."""
+def fill_by(model: torch.nn.Module, target_map: TargetMap, tensors: dict[str, torch.Tensor]) -> None:
+    """Make the copies of a target map, target by target."""
     from skyrl_megatron.weight_sync.tensors import as_rows
     from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets
 
-    targets, named = ModelTargets(model, route), list(tensors.items())
-    for number in range(len(route.targets)):
+    targets, named = ModelTargets(model, target_map), list(tensors.items())
+    for number in range(len(target_map.targets)):
         memory = targets.memory(number)
-        for tensor, _, row, rows, column, columns, *place in route.copies[route.copies[:, 1] == number].tolist():
+        for tensor, _, row, rows, column, columns, *place in target_map.copies[
+            target_map.copies[:, 1] == number
+        ].tolist():
             part = as_rows(*named[tensor])[row : row + rows, column : column + columns]
             memory.as_strided((rows, columns), place[1:], place[0]).copy_(part)
         targets.complete(number)

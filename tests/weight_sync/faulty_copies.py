@@ -1,4 +1,4 @@
-"""Mistakes in a sync by routes: in its plan, and, as a worker extension, in the copies that a worker makes."""
+"""Mistakes in a sync by the reshard plan: in the plan, and, as a worker extension, in a worker's copies."""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ class Rank:
     def join_engines(self, *arguments):
         return self.sender.join(*arguments)
 
-    def weight_holdings(self):
-        return self.sender.holdings()
+    def weight_source_map(self):
+        return self.sender.source_map()
 
-    def take_route(self, *arguments):
-        self.sender.take_route(*arguments)
+    def set_transfers(self, *arguments):
+        self.sender.set_transfers(*arguments)
 
     def send_weights(self):
         return self.sender.send()
@@ -181,11 +181,11 @@ class Handle:
     async def join_engines(self, *arguments):
         return await self("join_engines", *arguments)
 
-    async def weight_holdings(self):
-        return await self("weight_holdings")
+    async def weight_source_map(self):
+        return await self("weight_source_map")
 
-    async def take_route(self, *arguments):
-        await self("take_route", *arguments)
+    async def set_transfers(self, *arguments):
+        await self("set_transfers", *arguments)
 
     async def send_weights(self, *adapters):
         return await self("send_weights", *adapters)

@@ -164,13 +164,13 @@ def loaded_by(folder: Path, file: Path, names: list[str], like: Path, engine: di
 
 
 def route_of(folder: Path, tensors: list[TensorMeta], engine: dict[str, int], rank: int) -> Any:
-    """A worker's route, as it is sent."""
+    """A worker's target map, as it is sent."""
     import torch
 
-    from skyrl_megatron.weight_sync.vllm_reshard import record_route
+    from skyrl_megatron.weight_sync.vllm_reshard import record_targets
 
     with started(folder, engine, rank) as (model, _):
-        return record_route(model, tensors, torch.device("cpu")).plain
+        return record_targets(model, tensors, torch.device("cpu")).wire
 
 
 def filled_by(
@@ -182,32 +182,32 @@ def filled_by(
     engine: dict[str, int],
     rank: int,
 ) -> dict[str, list[str]]:
-    """What is wrong in a worker that was started on ``folder`` after each of several syncs by routes, one after the
-    other, which should make it one of the folder ``like``. ``deliveries``: by name, for the workers of the engine,
-    parcels as they are sent, and the buckets that came from each rank."""
+    """What is wrong in a worker that was started on ``folder`` after each of several syncs by the reshard plan, one
+    after the other, which should make it one of the folder ``like``. ``deliveries``: by name, for the workers of the
+    engine, transfers as they are sent, and the buckets that came from each rank."""
     import torch
 
-    from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
-    from skyrl_megatron.weight_sync.slices import Parcels, check_parcels
-    from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_route
+    from skyrl_megatron.weight_sync.point_to_point import SliceReceiver
+    from skyrl_megatron.weight_sync.slices import TransferList, check_transfers
+    from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_targets
     from tests.weight_sync.engine_models import reloaded
 
     found, expected = {}, fresh(like, engine, rank)
     with started(folder, engine, rank) as (model, config):
-        route = record_route(model, tensors, torch.device("cpu"))
+        target_map = record_targets(model, tensors, torch.device("cpu"))
         for name, workers in deliveries.items():
             plain, buckets = workers[rank]
-            parcels = Parcels.of_plain(*plain)
-            check_parcels(parcels, route)
-            receiver = ParcelReceiver(
-                parcels,
+            transfers = TransferList.from_wire(*plain)
+            check_transfers(transfers, target_map)
+            receiver = SliceReceiver(
+                transfers,
                 Delivered(buckets),
                 {sender: sender for sender in buckets},
                 [meta.torch_dtype for meta in tensors],
                 bucket_bytes,
                 torch.device("cpu"),
             )
-            served = reloaded(model, config, lambda: receiver.receive(ModelTargets(model, route)))  # noqa: B023
+            served = reloaded(model, config, lambda: receiver.receive(ModelTargets(model, target_map)))  # noqa: B023
             receiver.close()
             found[name] = not_fresh(served, expected)
             for parameter, each in model.named_parameters():  # what the next sync does not fill is not right by chance

@@ -41,9 +41,9 @@ class Playback(Recorder):
 
 def transport(name: str, group):
     """The transport of that name, around ``group``."""
-    from skyrl_megatron.weight_sync.transport import OWN
+    from skyrl_megatron.weight_sync.transport import BUILT_IN_TRANSPORTS
 
-    kind = OWN[name]
+    kind = BUILT_IN_TRANSPORTS[name]
     made = kind.__new__(kind)
     made.timeout, made.group = datetime.timedelta(seconds=10), group
     return made

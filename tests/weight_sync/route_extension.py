@@ -1,4 +1,4 @@
-"""Worker extension: a model's recorded route against what its loaders do, before anything is packed for a kernel."""
+"""Worker extension: a model's recorded target map against what its loaders do, before anything is packed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class RouteExtension(WorkerExtension):
     """Methods that tests ask for by ``collective_rpc``."""
 
     def route_against_loaders(self, folder: str, fused: bool, fault: str = "") -> list[str]:
-        """List what is wrong with the route of a folder's tensors: parameters that differ from loaded ones by a bit,
-        that only the loaders fill, or the reason why there is no route. ``fault``: of a loader, planted."""
+        """List what is wrong with the target map of a folder's tensors: parameters that differ from loaded ones,
+        that only the loaders fill, or the reason why there is no target_map. ``fault``: of a loader, planted."""
         import torch
         from safetensors.torch import load_file
 
         from benchmarks.load_only import experts_fused
         from skyrl_megatron.weight_sync.buckets import TensorMeta
-        from skyrl_megatron.weight_sync.slices import Unroutable
+        from skyrl_megatron.weight_sync.slices import ReshardUnsupported
         from skyrl_megatron.weight_sync.tensors import as_rows, dtype_name
-        from skyrl_megatron.weight_sync.vllm_reshard import record_route
+        from skyrl_megatron.weight_sync.vllm_reshard import record_targets
 
         worker: Any = self
         model, device = worker.model_runner.model, worker.device
@@ -35,17 +35,19 @@ class RouteExtension(WorkerExtension):
             loaded = without_packing(model, tensors, device)
             try:
                 metadata = [TensorMeta(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items()]
-                route = record_route(model, metadata, torch.device(device))
-            except Unroutable as error:
+                target_map = record_targets(model, metadata, torch.device(device))
+            except ReshardUnsupported as error:
                 return [str(error)]
         after = model.state_dict()
         wrong = [name for name, (place, old) in before.items() if after[name].data_ptr() != place]
         wrong += [name for name, (_, old) in before.items() if not torch.equal(after[name], old)]
         named = list(tensors.items())
         filled: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for number, (path, parameter, dtype, size, part_of) in enumerate(route.targets):
+        for number, (path, parameter, dtype, size, part_of) in enumerate(target_map.targets):
             memory = torch.zeros(size, dtype=getattr(torch, dtype))
-            for tensor, _, row, rows, column, columns, *place in route.copies[route.copies[:, 1] == number].tolist():
+            for tensor, _, row, rows, column, columns, *place in target_map.copies[
+                target_map.copies[:, 1] == number
+            ].tolist():
                 part = as_rows(*named[tensor])[row : row + rows, column : column + columns]
                 memory.as_strided((rows, columns), place[1:], place[0]).copy_(part)
             filled.setdefault(f"{path}.{parameter}", []).append((part_of, memory))

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_megatron.weight_sync.slices import Holdings, Route
+    from skyrl_megatron.weight_sync.slices import SourceMap, TargetMap
     from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard
 
 UNTOUCHED = -1.0
@@ -41,10 +41,10 @@ def _split(length: int, size: int) -> int:
     return -(-length // size)  # the last shards are shorter, or empty: a vocabulary that was padded
 
 
-def trainer_holdings(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[Holdings], list[list[torch.Tensor]]]:
+def trainer_source_maps(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[SourceMap], list[list[torch.Tensor]]]:
     """(What each rank holds, its shards) of a trainer of ``dp`` replicas; q, k and v lie in groups of 4, 2 and 2
     rows in one parameter, gate and up in another, as Megatron keeps them."""
-    from skyrl_megatron.weight_sync.slices import Holdings
+    from skyrl_megatron.weight_sync.slices import SourceMap
 
     ep = ep if max(model["experts"], 1) % ep == 0 else 1
     held, memory = [], []
@@ -67,7 +67,7 @@ def trainer_holdings(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[Holdin
                 shards += _shards(wholes, name, tp, rank % tp, (0, 1), place)
                 own += [rank % tp] * (len(shards) - len(own))
                 place += 1
-        held.append(Holdings.of(shards, own))
+        held.append(SourceMap.of(shards, own))
         memory.append([shard.local for shard in shards])
     return held, memory
 
@@ -134,7 +134,7 @@ def _of_matrix(rows: torch.Tensor, name: str, size: int, owner: int) -> tuple[to
 
 
 class _Worker:
-    """An engine worker's model while it is loaded: its route, and what becomes of its parameters."""
+    """An engine worker's model while it is loaded: its target map, and what becomes of its parameters."""
 
     def __init__(self, wholes, numbers, tp, rank) -> None:
         self.wholes, self.numbers, self.tp, self.rank = wholes, numbers, tp, rank
@@ -151,11 +151,11 @@ class _Worker:
 
     def load(self, place: int, target: torch.Tensor, part: torch.Tensor, name: str) -> None:
         """A loader: ``target``, a view of the target ``place``, gets ``part``, a view of a tensor."""
-        from skyrl_megatron.weight_sync.slices import rectangles, width_of
+        from skyrl_megatron.weight_sync.slices import strided_copies, width_of
 
         target.copy_(part)
         where = (part.stride(), part.storage_offset()), (target.stride(), target.storage_offset())
-        found = rectangles(tuple(target.shape), *where, width_of(self.wholes[name].shape))
+        found = strided_copies(tuple(target.shape), *where, width_of(self.wholes[name].shape))
         self.rows.extend((self.numbers[name], place, *rectangle) for rectangle in found)
 
     def own(self, name: str, dim: int) -> torch.Tensor:
@@ -202,12 +202,14 @@ class _Worker:
             self.load(down_place, downs[place], down[:, first : first + ffn], names[2])
 
 
-def engine_routes(wholes, tensors, model, *, tp, ep, engines, pp) -> tuple[list[Route], list[list[np.ndarray]]]:
-    """(The routes of all workers, what their targets are afterwards)."""
-    from skyrl_megatron.weight_sync.slices import Route
+def engine_target_maps(
+    wholes, tensors, model, *, tp, ep, engines, pp
+) -> tuple[list[TargetMap], list[list[np.ndarray]]]:
+    """(The target maps of all workers, what their targets are afterwards)."""
+    from skyrl_megatron.weight_sync.slices import TargetMap
 
     numbers = {meta.name: number for number, meta in enumerate(tensors)}
-    routes, expected = [], []
+    target_maps, expected = [], []
     for _, stage, rank in itertools.product(range(engines), range(pp), range(tp)):
         worker = _Worker(wholes, numbers, tp, rank)
         for name in [name for name in ("embed", "head") if name in wholes]:
@@ -215,29 +217,31 @@ def engine_routes(wholes, tensors, model, *, tp, ep, engines, pp) -> tuple[list[
         for layer in [layer for layer in range(model["layers"]) if layer % pp == stage]:
             worker.attention(layer)
             worker.experts(layer, model, ep)
-        routes.append(Route.of(worker.targets, worker.rows))
+        target_maps.append(TargetMap.of(worker.targets, worker.rows))
         expected.append([each.flatten().numpy() for each in worker.memory])
-    return routes, expected
+    return target_maps, expected
 
 
-def carried_out(plan, tensors, memory, routes) -> list[list[np.ndarray]]:
+def carried_out(plan, tensors, memory, target_maps) -> list[list[np.ndarray]]:
     """What the workers' targets are once every copy of the plan was made; each rank goes through its buckets once."""
-    found = [[np.full(size, UNTOUCHED, np.float32) for *_, size, _ in route.targets] for route in routes]
-    position = [0] * len(routes)
-    for rank, parcels in enumerate(plan.ranks):
-        assert len(parcels.buckets) == sum((each.buckets[:, 0] == rank).sum() for each in plan.workers)
+    found = [
+        [np.full(size, UNTOUCHED, np.float32) for *_, size, _ in target_map.targets] for target_map in target_maps
+    ]
+    position = [0] * len(target_maps)
+    for rank, transfers in enumerate(plan.ranks):
+        assert len(transfers.buckets) == sum((each.buckets[:, 0] == rank).sum() for each in plan.workers)
     following = [0] * len(plan.ranks)
-    left = sum(len(parcels.buckets) for parcels in plan.workers)
+    left = sum(len(transfers.buckets) for transfers in plan.workers)
     while left:  # a worker takes its next bucket when it is also the next one of the rank that sends it
         before = left
-        for worker, parcels in enumerate(plan.workers):
-            while position[worker] < len(parcels.buckets):
-                rank = int(parcels.buckets[position[worker], 0])
+        for worker, transfers in enumerate(plan.workers):
+            while position[worker] < len(transfers.buckets):
+                rank = int(transfers.buckets[position[worker], 0])
                 sends = plan.ranks[rank].buckets[following[rank]]
                 if sends[0] != worker:
                     break
                 buffer = _filled(plan.ranks[rank], sends, memory[rank])
-                _taken(parcels, parcels.buckets[position[worker]], buffer, found[worker])
+                _taken(transfers, transfers.buckets[position[worker]], buffer, found[worker])
                 position[worker] += 1
                 following[rank] += 1
                 left -= 1
@@ -245,17 +249,17 @@ def carried_out(plan, tensors, memory, routes) -> list[list[np.ndarray]]:
     return found
 
 
-def _filled(parcels, bucket, shards) -> np.ndarray:
+def _filled(transfers, bucket, shards) -> np.ndarray:
     buffer = np.zeros(bucket[1] // 4, np.float32)
-    for _, at, rows, columns, shard, first, step, column in parcels.copies[bucket[3] : bucket[4]]:
+    for _, at, rows, columns, shard, first, step, column in transfers.copies[bucket[3] : bucket[4]]:
         chosen = shards[shard][first : first + (rows - 1) * step + 1 : step, column : column + columns]
         buffer[at // 4 : at // 4 + rows * columns] = chosen.reshape(-1).numpy()
     return buffer
 
 
-def _taken(parcels, bucket, buffer, targets) -> None:
+def _taken(transfers, bucket, buffer, targets) -> None:
     assert len(buffer) == bucket[1] // 4
-    for _, at, rows, columns, target, offset, by_row, by_column in parcels.copies[bucket[3] : bucket[4]]:
+    for _, at, rows, columns, target, offset, by_row, by_column in transfers.copies[bucket[3] : bucket[4]]:
         places = (offset + np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
         assert (targets[target][places] == UNTOUCHED).all()
         targets[target][places] = buffer[at // 4 : at // 4 + rows * columns]

@@ -72,15 +72,15 @@ def deepseek(tmp_path_factory, engines):
     model.close()
 
 
-def check(model, ranks, world, layout, exports, routes=False, exchange=False):
+def check(model, ranks, world, layout, exports, reshard=False, exchange=False):
     """A → B → A: scores, samples, drafts, and what is drafted with, are those of an engine on what ranks export."""
     kind = SharesAndTrainsDraft if exchange else TrainsDraft
     with MegatronRanks(ranks, model.folders["A"], world, layout, BUCKET_BYTES, kind=kind) as trainer:
-        synchronizer = model.synchronizer(trainer, routes=routes, exchange=exchange)
+        synchronizer = model.synchronizer(trainer, reshard=reshard, exchange=exchange)
         for number, name in enumerate("ABA"):
             trainer.together("load", model.folders[name])
             report = model.loop(synchronizer.sync(f"{name}{number}"), 250)
-            assert not report.failures and (synchronizer.plan is not None) == routes
+            assert not report.failures and (synchronizer.plan is not None) == reshard
             assert report.logprob_diffs["engine 0"].largest <= 1e-4
             trainer.together("export", exports / f"{name}{number}")
             assert digest(exports / f"{name}{number}") == digest(model.folders[name])
@@ -95,8 +95,8 @@ def check(model, ranks, world, layout, exports, routes=False, exchange=False):
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(
     "way",
-    [{}, dict(routes=True), dict(routes=True, exchange=True)],
-    ids=["in buckets for all", "by routes", "exchanged"],
+    [{}, dict(reshard=True), dict(reshard=True, exchange=True)],
+    ids=["in buckets for all", "by reshard plan", "exchanged"],
 )
 def test_what_is_drafted_with_is_that_of_a_fresh_engine(ranks, deepseek, tmp_path, way):
     check(deepseek, ranks, 2, dict(pp=2), tmp_path, **way)
@@ -113,13 +113,13 @@ def test_families(ranks, engines, tmp_path, model_type, world, layout):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
-def test_what_is_not_trained_stays_and_shares_what_came(ranks, deepseek, routes):
+@pytest.mark.parametrize("reshard", [False, True], ids=["in buckets for all", "by reshard plan"])
+def test_what_is_not_trained_stays_and_shares_what_came(ranks, deepseek, reshard):
     """Ranks without the layer send none of it: the engine drafts with the one that it was started with, which reads
     the embedding and the output layer that came."""
     model = deepseek
     with MegatronRanks(ranks, model.folders["A"], 2, dict(tp=2), BUCKET_BYTES) as trainer:
-        synchronizer = model.synchronizer(trainer, routes=routes, draft=False)
+        synchronizer = model.synchronizer(trainer, reshard=reshard, draft=False)
         for name in "AB":
             trainer.together("load", model.folders[name])
             model.loop(synchronizer.sync(f"{name} alone"), 250)
@@ -131,16 +131,16 @@ def test_what_is_not_trained_stays_and_shares_what_came(ranks, deepseek, routes)
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
-def test_an_engine_that_does_not_draft_leaves_it(ranks, engines, deepseek, tmp_path, routes):
+@pytest.mark.parametrize("reshard", [False, True], ids=["in buckets for all", "by reshard plan"])
+def test_an_engine_that_does_not_draft_leaves_it(ranks, engines, deepseek, tmp_path, reshard):
     model = Model(deepseek.folders, engines)
     try:
         with MegatronRanks(ranks, model.folders["A"], 2, dict(pp=2), BUCKET_BYTES, kind=TrainsDraft) as trainer:
-            synchronizer = model.synchronizer(trainer, routes=routes)
+            synchronizer = model.synchronizer(trainer, reshard=reshard)
             synchronizer.draft = True
             trainer.together("load", model.folders["B"])
             model.loop(synchronizer.sync("B"), 250)
-            assert (synchronizer.plan is not None) == routes
+            assert (synchronizer.plan is not None) == reshard
             assert model.answers(model.pool) == model.fresh_answers(model.folders["B"])
     finally:
         model.close()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from tests.support.rank_pool import RankFailure
-from tests.weight_sync.routes_of_layouts import engine_routes, trainer_holdings, whole_tensors
+from tests.weight_sync.routes_of_layouts import engine_target_maps, trainer_source_maps, whole_tensors
 from tests.weight_sync.test_route_plan import BUCKET_BYTES, layouts
 
 
@@ -53,18 +53,18 @@ def carried_through(parts):
     return order
 
 
-def check_nearest(plan, tensors, holdings, local):
+def check_nearest(plan, tensors, source_maps, local):
     """A worker gets nothing from another rank that the rank on its device has, nor from another node what is in its
-    own. ``holdings``: of each rank, tiles of whole rows and columns that equal ranks share."""
+    own. ``source_maps``: of each rank, tiles of whole rows and columns that equal ranks share."""
     has = [
-        {(each.tensors[n].name, *place) for n, *place in each.tiles[:, :5].tolist()} for each in holdings
+        {(each.tensors[n].name, *place) for n, *place in each.slices[:, :5].tolist()} for each in source_maps
     ]  # (tensor, row, rows, column, columns)
-    for worker, parcels in enumerate(plan.workers):
+    for worker, transfers in enumerate(plan.workers):
         own = local[worker]
-        node = [rank for rank in range(len(holdings)) if rank // 2 == own // 2]
-        for rank, _, _, first, stop, _ in parcels.buckets.tolist():
-            names = {tensors[number].name for number in parcels.copies[first:stop, 0].tolist()}
-            theirs = {tile for tile in has[rank] if tile[0] in names}
+        node = [rank for rank in range(len(source_maps)) if rank // 2 == own // 2]
+        for rank, _, _, first, stop, _ in transfers.buckets.tolist():
+            names = {tensors[number].name for number in transfers.copies[first:stop, 0].tolist()}
+            theirs = {piece for piece in has[rank] if piece[0] in names}
             assert rank == own or not theirs <= has[own]
             assert rank in node or not theirs <= set().union(*(has[each] for each in node))
 
@@ -73,22 +73,22 @@ def check_nearest(plan, tensors, holdings, local):
 @given(layouts())
 def test_every_bucket_comes_to_its_worker_in_order(layout):
     from skyrl_megatron.weight_sync.point_to_point import plan_exchange
-    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
+    from skyrl_megatron.weight_sync.reshard_plan import Colocation, plan_reshard
     from skyrl_megatron.weight_sync.slices import tensors_of
 
     seed, model, trainer, engine = layout
     wholes = whole_tensors(seed, **model)
-    holdings, _ = trainer_holdings(wholes, model, **trainer)
-    tensors = tensors_of(holdings)
-    routes, _ = engine_routes(wholes, tensors, model, **engine)
-    assume(len(routes) <= len(holdings))
-    local = random.Random(seed).sample(range(len(holdings)), len(routes))
-    plan = join(tensors, holdings, routes, BUCKET_BYTES, Beside(local, 2))
-    check_nearest(plan, tensors, holdings, local)
+    source_maps, _ = trainer_source_maps(wholes, model, **trainer)
+    tensors = tensors_of(source_maps)
+    target_maps, _ = engine_target_maps(wholes, tensors, model, **engine)
+    assume(len(target_maps) <= len(source_maps))
+    local = random.Random(seed).sample(range(len(source_maps)), len(target_maps))
+    plan = plan_reshard(tensors, source_maps, target_maps, BUCKET_BYTES, Colocation(local, 2))
+    check_nearest(plan, tensors, source_maps, local)
     parts = plan_exchange(plan, tensors, local)
     order = carried_through(parts)
-    for worker, parcels in enumerate(plan.workers):
-        rank, buckets = local[worker], parcels.buckets.tolist()
+    for worker, transfers in enumerate(plan.workers):
+        rank, buckets = local[worker], transfers.buckets.tolist()
         assert parts[rank].worker == worker
         assert [each[:2] for each in parts[rank].incoming] == [(source, nbytes) for source, nbytes, *_ in buckets]
         arrived = [(sender, number, place) for sender, number, to, place in order if to == rank]
@@ -114,22 +114,22 @@ def with_a_lost_rank(lost, report):
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.weight_sync.point_to_point import ExchangingSender, plan_exchange
-    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
+    from skyrl_megatron.weight_sync.point_to_point import ExchangeSender, plan_exchange
+    from skyrl_megatron.weight_sync.reshard_plan import Colocation, plan_reshard
     from skyrl_megatron.weight_sync.slices import tensors_of
     from skyrl_megatron.weight_sync.tensors import TensorShard
 
     rank, model = dist.get_rank(), dict(layers=2, experts=0, hidden=16, ffn=8, vocabulary=8, fused=False, tied=True)
     wholes = whole_tensors(0, **model)
-    holdings, memory = trainer_holdings(wholes, model, tp=1, etp=1, ep=1, pp=2, dp=1)
-    tensors = tensors_of(holdings)
-    route = engine_routes(wholes, tensors, model, tp=1, ep=False, engines=1, pp=2)[0][0]
-    plan = join(tensors, holdings, [route], BUCKET_BYTES, Beside([1], 1))
+    source_maps, memory = trainer_source_maps(wholes, model, tp=1, etp=1, ep=1, pp=2, dp=1)
+    tensors = tensors_of(source_maps)
+    target_map = engine_target_maps(wholes, tensors, model, tp=1, ep=False, engines=1, pp=2)[0][0]
+    plan = plan_reshard(tensors, source_maps, [target_map], BUCKET_BYTES, Colocation([1], 1))
     part = plan_exchange(plan, tensors, [1])[rank]
-    own = holdings[rank]
-    names = {int(tile[5]): own.tensors[int(tile[0])] for tile in own.tiles}
+    own = source_maps[rank]
+    names = {int(piece[5]): own.tensors[int(piece[0])] for piece in own.slices}
     shards = [TensorShard(names[number], local, ()) for number, local in enumerate(memory[rank])]
-    sender = ExchangingSender(part, plan.ranks[rank], shards, {0: 1}, torch.device("cpu"))
+    sender = ExchangeSender(part, plan.ranks[rank], shards, {0: 1}, torch.device("cpu"))
     if rank == lost:
         dist.destroy_process_group()
         deadline = time.monotonic() + 30

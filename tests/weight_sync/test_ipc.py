@@ -132,15 +132,15 @@ def test_nothing_is_sent_from_where_it_lies():
     import torch
 
     from skyrl_megatron.weight_sync.buckets import TensorMeta
-    from skyrl_megatron.weight_sync.point_to_point import ParcelSender
-    from skyrl_megatron.weight_sync.slices import Parcels
+    from skyrl_megatron.weight_sync.point_to_point import SliceSender
+    from skyrl_megatron.weight_sync.slices import TransferList
     from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard
     from skyrl_megatron.weight_sync.transport import IpcTransport
 
     assert not IpcTransport.sends_any_memory
     weight = torch.randn(64, 64)
     shard = TensorShard(TensorMeta("w", "float32", (64, 64)), weight, [RowRange(0, 0, 64, 0)])
-    parcels = Parcels(np.array([[0, weight.nbytes, 1, 0, 1, 0]]), np.array([[0, 0, 64, 64, 0, 0, 1, 0]]))
+    transfers = TransferList(np.array([[0, weight.nbytes, 1, 0, 1, 0]]), np.array([[0, 0, 64, 64, 0, 0, 1, 0]]))
 
     class Takes:
         def send(self, buffer, rank):
@@ -149,7 +149,7 @@ def test_nothing_is_sent_from_where_it_lies():
 
     for in_place in (True, False):
         takes = Takes()
-        sums = ParcelSender(parcels, [shard], {0: 1}, torch.device("cpu"), in_place=in_place).send(
+        sums = SliceSender(transfers, [shard], {0: 1}, torch.device("cpu"), in_place=in_place).send(
             takes, lambda _: True
         )
         assert (takes.sent.data_ptr() == weight.data_ptr()) == in_place

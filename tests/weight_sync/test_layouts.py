@@ -82,7 +82,7 @@ class Model:
                 self.fresh[content] = self.answers(pool)
         return self.fresh[content]
 
-    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0, routes=False, exchange=False):
+    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0, reshard=False, exchange=False):
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         times = {"phase_s": phase_s, "deadline_s": deadline_s}
@@ -92,21 +92,21 @@ class Model:
             hf_config=self.config,
             dtype="float32",
             bucket_sizes=(BUCKET_BYTES,),
-            routes=routes,
+            reshard=reshard,
             exchange=2 * exchange,
             transport="ipc" if exchange else None,
             **times,
         )
 
-    def check(self, ranks, world, layout, exports, routes=False, exchange=False) -> None:
+    def check(self, ranks, world, layout, exports, reshard=False, exchange=False) -> None:
         """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
         kind = SharingRank if exchange else Rank
         with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES, kind=kind) as trainer:
-            synchronizer = self.synchronizer(trainer, routes=routes, exchange=exchange)
+            synchronizer = self.synchronizer(trainer, reshard=reshard, exchange=exchange)
             for number, name in enumerate("ABA"):
                 trainer.together("load", self.folders[name])
                 report = self.loop(synchronizer.sync(f"{name}{number}"), 250)
-                assert not report.failures and (synchronizer.plan is not None) == routes
+                assert not report.failures and (synchronizer.plan is not None) == reshard
                 assert report.logprob_diffs["engine 0"].largest <= 1e-4
                 trainer.together("export", exports / f"{name}{number}")
                 assert digest(exports / f"{name}{number}") == digest(self.folders[name])
@@ -152,14 +152,14 @@ def test_qwen3_moe(ranks, qwen3_moe, tmp_path, name):
 
 
 def test_qwen3_moe_by_routes(ranks, qwen3_moe, tmp_path):
-    qwen3_moe.check(ranks, 2, dict(tp=2, ep=2), tmp_path, routes=True)
+    qwen3_moe.check(ranks, 2, dict(tp=2, ep=2), tmp_path, reshard=True)
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("name", EXCHANGED)
 def test_ranks_exchange_what_is_for_the_workers_on_their_devices(ranks, qwen3_moe_tp2, tmp_path, name):
     """A worker gets everything from one rank, through shared memory; ranks beyond its engine's have no worker."""
-    qwen3_moe_tp2.check(ranks, *(PLAIN | MORE)[name], tmp_path, routes=True, exchange=True)
+    qwen3_moe_tp2.check(ranks, *(PLAIN | MORE)[name], tmp_path, reshard=True, exchange=True)
 
 
 @pytest.mark.full_matrix
@@ -171,9 +171,9 @@ def test_ranks_exchange_by_a_plan_alone(ranks, qwen3_moe_tp2, monkeypatch):
         return "its loader of lm_head copies nothing"
 
     model, layout = qwen3_moe_tp2, dict(tp=2, ep=2)
-    monkeypatch.setattr(model.pool.slots[0].engine, "weight_routes", no_routes)
+    monkeypatch.setattr(model.pool.slots[0].engine, "weight_targets", no_routes)
     with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES, kind=SharingRank) as trainer:
-        synchronizer = model.synchronizer(trainer, routes=True, exchange=True)
+        synchronizer = model.synchronizer(trainer, reshard=True, exchange=True)
         with pytest.raises(WeightSyncError, match=r"lm_head copies nothing.*colocate_all=false"):
             model.loop(synchronizer.sync("never"), 250)
 
@@ -185,7 +185,7 @@ def test_a_rank_that_dies_in_the_exchange_ends_the_sync(ranks, qwen3_moe_tp2, ra
 
     model, layout = qwen3_moe_tp2, dict(tp=2, ep=2)
     with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES, kind=SharingRank) as trainer:
-        synchronizer = model.synchronizer(trainer, phase_s=20.0, routes=True, exchange=True)
+        synchronizer = model.synchronizer(trainer, phase_s=20.0, reshard=True, exchange=True)
         model.loop(synchronizer.sync("before"), 250)
         trainer.may_die = True
         model.loop(trainer.handles[rank]("plant", "the trainer dies"))

@@ -63,8 +63,8 @@ def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
     "change, message",
     [
         (dict(drop=f"{LAYER}.5.up_proj.weight"), f"1 tensors are missing: {LAYER}.5.up_proj.weight"),
-        (dict(add="model.layers.7.mlp.gate.weight"), "model.layers.7.mlp.gate.weight is no tensor of the model"),
-        (dict(rename=f"{LAYER}.5.up_proj.weight"), r"up_proj.weights is no tensor .*nearest: .*experts.5.up_proj"),
+        (dict(add="model.layers.7.mlp.gate.weight"), "model.layers.7.mlp.gate.weight is not a tensor of the model"),
+        (dict(rename=f"{LAYER}.5.up_proj.weight"), r"up_proj.weights is not a tensor .*nearest: .*experts.5.up_proj"),
         (dict(shape=(3, 4)), r"model.norm.weight is \[3, 4\], the model has"),
         (dict(shape=(0,)), r"model.norm.weight is \[0\], the model has"),
         (dict(twice="model.norm.weight"), "of model.norm.weight are sent twice"),
@@ -110,9 +110,13 @@ def test_a_mistake_is_named(model, change, message):
             ((1, 4), "bfloat16"),
             "bfloat16, the model has .*float32",
         ),
-        ({"quant_method": "mxfp8"}, ((64, 4), "float32"), "up_proj.weight_scale is missing.*scale_inv is no tensor"),
-        ({"quant_method": "mxfp4"}, ((1, 4), "float32"), "not quant_method='mxfp4'"),
-        (None, ((1, 4), "float32"), "up_proj.weight come in 8 bits, and config.json has no quantization_config"),
+        (
+            {"quant_method": "mxfp8"},
+            ((64, 4), "float32"),
+            "up_proj.weight_scale is missing.*scale_inv is not a tensor",
+        ),
+        ({"quant_method": "mxfp4"}, ((1, 4), "float32"), "not to quant_method='mxfp4'"),
+        (None, ((1, 4), "float32"), "up_proj.weight are sent in 8 bits, but config.json has no quantization_config"),
     ],
 )
 def test_values_of_8_bits_come_with_their_scales(model, quantised, scales, message):

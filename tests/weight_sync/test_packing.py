@@ -30,5 +30,5 @@ def test_packing_is_undone(name, isa):
     assert not torch.equal(packed.view(torch.uint8), experts.view(torch.uint8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_targets, "prepack", lambda expert, into, isa: None)
-        with pytest.raises(WeightSyncError, match=r"model.experts.w2_weight\[2\] is not in its place"):
+        with pytest.raises(WeightSyncError, match=r"model.experts.w2_weight\[2\] is wrong in the memory"):
             packing.pack("w2_weight", 2, experts[0].flatten())

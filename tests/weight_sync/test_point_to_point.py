@@ -74,7 +74,7 @@ def test_the_smallest_fast_size_is_chosen(rates, chosen):
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     synchronizer = WeightSynchronizer(None, [], hf_config={}, dtype="bfloat16", bucket_sizes=(1, 4, 16))
-    assert synchronizer._choose(rates) == (chosen != 16)
+    assert synchronizer._choose_bucket_size(rates) == (chosen != 16)
     assert synchronizer.planner.bucket_bytes == chosen and synchronizer._unmeasured == ()
     assert synchronizer.options["bucket_bytes"] == 16  # of buckets for all, which senders and workers cut alike
 
@@ -91,7 +91,7 @@ def test_the_first_sync_measures(engines, models, sync, loop, caplog, pool):
     sync("B again", "B", bucket_sizes=(1 << 20, 2 << 20))
     assert engines.answers(pool.slots[0].engine) == expected
     assert re.search(
-        r"weights travel in buckets of [12] MiB \(1 MiB: \d+\.\d\d GB/s, 2 MiB: [\d.]+ GB/s\)", caplog.text
+        r"weights are sent in buckets of [12] MiB \(1 MiB: \d+\.\d\d GB/s, 2 MiB: [\d.]+ GB/s\)", caplog.text
     )
 
 

@@ -239,7 +239,7 @@ def source_of(folder, names):
     form = EngineForm.of({"quantization_config": FORMS["fp8"]}, "config.json")
     sender = WeightSender(QuantisedWeightSource(engine.model, engine.groups, form, names))
     said = []
-    for ask in (sender.metadata, sender.holdings):
+    for ask in (sender.metadata, sender.source_map):
         try:
             ask()
         except WeightSyncError as error:
@@ -293,34 +293,34 @@ def test_engines_get_what_vllm_makes(ranks, tmp_path, family, form):
     assert found == {engine: [[]] * len(workers) for engine, workers in found.items()}
 
 
-def delivered(trainer, tensors, holdings, routes, *, exchange=False):
-    """What a sync by routes brings to workers of these routes: for each its parcels, as they are sent, and the buckets
-    that come from each rank. ``exchange``: all through the rank on its device."""
+def delivered(trainer, tensors, source_maps, target_maps, *, exchange=False):
+    """What a sync by the reshard plan brings to workers of these target_maps: for each its transfers, as they are
+    sent, and the buckets that come from each rank. ``exchange``: all through the rank on its device."""
     import torch
 
     from skyrl_megatron.weight_sync.buckets import checksum
     from skyrl_megatron.weight_sync.point_to_point import plan_exchange
-    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
+    from skyrl_megatron.weight_sync.reshard_plan import Colocation, plan_reshard
     from skyrl_megatron.weight_sync.transport import GroupMember, open_transport
-    from skyrl_megatron.workers.sync_calls import WorkerRoutes
+    from skyrl_megatron.workers.sync_calls import WorkerPlan
 
-    beside = Beside(range(len(routes)), 2) if exchange else None
-    plan = join(tensors, holdings, routes, BUCKET_BYTES, beside)
-    groups = WorkerRoutes(tensors, plan, list(enumerate(routes)), beside).groups()
-    parts = plan_exchange(plan, tensors, beside.ranks) if exchange else None
+    colocation = Colocation(range(len(target_maps)), 2) if exchange else None
+    plan = plan_reshard(tensors, source_maps, target_maps, BUCKET_BYTES, colocation)
+    groups = WorkerPlan(tensors, plan, list(enumerate(target_maps)), colocation).groups()
+    parts = plan_exchange(plan, tensors, colocation.ranks) if exchange else None
     addresses = trainer.together("listen_for_engines")
 
     def receive(ranks, worker, place, size):
-        parcels, sums = plan.workers[worker], []
+        transfers, sums = plan.workers[worker], []
         transport = open_transport("gloo", *addresses[ranks[0]], place, size, 60.0)
-        buckets = {rank: [] for rank in parcels.peers}
-        for rank, nbytes, *_ in parcels.buckets.tolist():
+        buckets = {rank: [] for rank in transfers.peers}
+        for rank, nbytes, *_ in transfers.buckets.tolist():
             buffer = torch.empty(nbytes, dtype=torch.uint8)
             transport.receive(buffer, 0 if exchange else ranks.index(rank))()
             buckets[rank].append(buffer)
             sums.append((rank, worker, int(checksum(buffer))))
         transport.close()
-        return parcels.plain, buckets, sums
+        return transfers.wire, buckets, sums
 
     async def send():
         receiving, joining, numbers = {}, [], {}
@@ -335,39 +335,39 @@ def delivered(trainer, tensors, holdings, routes, *, exchange=False):
         await asyncio.gather(*joining)
         for rank, handle in enumerate(trainer.handles):
             part = () if parts is None else (parts[rank],)
-            await handle.take_route(*plan.ranks[rank].plain, numbers.get(rank, {}), *part)
+            await handle.set_transfers(*plan.ranks[rank].wire, numbers.get(rank, {}), *part)
         sent = await asyncio.gather(*(handle.send_weights() for handle in trainer.handles))
-        return [await receiving[worker] for worker in range(len(routes))], sent
+        return [await receiving[worker] for worker in range(len(target_maps))], sent
 
     received, sent = asyncio.run(send())
     expected = [(rank, worker, total) for rank, sums in enumerate(sent) for worker, total in sums]
     assert sorted(each for *_, sums in received for each in sums) == sorted(expected)
-    return [(parcels, buckets) for parcels, buckets, _ in received]
+    return [(transfers, buckets) for transfers, buckets, _ in received]
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", quantised_folders.SIZES)
 def test_workers_get_their_own(ranks, tmp_path, family, form):
-    """By routes each worker gets its own bytes of values and scales, once, and becomes that of a fresh engine; also
-    where each gets them through one rank, from others if need be."""
-    from skyrl_megatron.weight_sync.slices import Route, tensors_of
+    """By the reshard plan each worker gets its own bytes of values and scales, once, and becomes that of a fresh
+    engine; also where each gets them through one rank, from others if need be."""
+    from skyrl_megatron.weight_sync.slices import TargetMap, tensors_of
 
     start, plain, quantised = written(tmp_path, family, form)
-    tensors, routes, deliveries = [], {}, {}
+    tensors, target_maps, deliveries = [], {}, {}
     for layout, (world, degrees) in LAYOUTS.items():
         with MegatronRanks(ranks, start, world, degrees, BUCKET_BYTES, kind=QuantisedRank) as trainer:
             trainer.together("weight_metadata")
-            holdings = trainer.together("weight_holdings")
-            tensors = tensors or tensors_of(holdings)  # stages bring them in another order
-            routes = routes or answer(tmp_path, "route_of", ["tp1", "tp2", "ep2", "pp2"], start, tensors)
+            source_maps = trainer.together("weight_source_map")
+            tensors = tensors or tensors_of(source_maps)  # stages bring them in another order
+            target_maps = target_maps or answer(tmp_path, "route_of", ["tp1", "tp2", "ep2", "pp2"], start, tensors)
             trainer.together("load", plain)
-            for engine, workers in routes.items():
-                needed = [Route.of_plain(*plain) for plain in workers]
+            for engine, workers in target_maps.items():
+                needed = [TargetMap.from_wire(*plain) for plain in workers]
                 of_engine = deliveries.setdefault(engine, {})
-                of_engine[layout] = delivered(trainer, tensors, holdings, needed)
+                of_engine[layout] = delivered(trainer, tensors, source_maps, needed)
                 if world >= len(needed):
-                    of_engine[f"{layout}, exchanged"] = delivered(trainer, tensors, holdings, needed, exchange=True)
+                    of_engine[f"{layout}, exchanged"] = delivered(trainer, tensors, source_maps, needed, exchange=True)
     for engine, of_engine in deliveries.items():
         arguments = start, tensors, quantised, BUCKET_BYTES, of_engine
         found = answer(tmp_path, "filled_by", [engine], *arguments)[engine]

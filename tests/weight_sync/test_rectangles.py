@@ -16,13 +16,13 @@ def copied(source: torch.Tensor, part: torch.Tensor, into: torch.Tensor) -> tupl
     """(The memory of ``into`` once the rectangles of ``part``, a view of ``source``, are copied, rectangles)."""
     import torch
 
-    from skyrl_megatron.weight_sync.slices import merged, rectangles, width_of
+    from skyrl_megatron.weight_sync.slices import merge_copies, strided_copies, width_of
 
     width = width_of(source.shape)
     part = part.broadcast_to(into.shape)
-    found = merged(
+    found = merge_copies(
         sorted(
-            rectangles(
+            strided_copies(
                 tuple(into.shape),
                 (part.stride(), part.storage_offset()),
                 (into.stride(), into.storage_offset()),
@@ -108,14 +108,14 @@ def test_any_slices(data):
 @given(st.data())
 def test_parts_of_a_target(data):
     """Cut where a part ends, a rectangle fills the same elements; one whose row goes into two parts is refused."""
-    from skyrl_megatron.weight_sync.slices import Rectangle, in_parts
+    from skyrl_megatron.weight_sync.slices import StridedCopy, split_by_part
 
     rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
     turned, size = data.draw(st.booleans()), data.draw(st.integers(4, 24))
     strides = (1, rows + data.draw(st.integers(0, 2))) if turned else (columns + data.draw(st.integers(0, 2)), 1)
-    whole = Rectangle(3, rows, 1, columns, data.draw(st.integers(0, 30)), *strides)
+    whole = StridedCopy(3, rows, 1, columns, data.draw(st.integers(0, 30)), *strides)
 
-    def elements(each: Rectangle, before: int = 0) -> dict[tuple[int, int], int]:
+    def elements(each: StridedCopy, before: int = 0) -> dict[tuple[int, int], int]:
         return {
             (each.row + i, each.column + j): before + each.offset + i * each.row_stride + j * each.column_stride
             for i in range(each.rows)
@@ -126,10 +126,10 @@ def test_parts_of_a_target(data):
     across = any(len({expected[3 + i, 1 + j] // size for j in range(columns)}) > 1 for i in range(rows))
     if across:
         with pytest.raises(ValueError, match="two parts"):
-            list(in_parts(whole, size))
+            list(split_by_part(whole, size))
         return
     found: dict[tuple[int, int], int] = {}
-    for part, each in in_parts(whole, size):
+    for part, each in split_by_part(whole, size):
         inside = elements(each, part * size)
         assert {place // size for place in inside.values()} == {part} and not inside.keys() & found.keys()
         found |= inside
@@ -137,9 +137,9 @@ def test_parts_of_a_target(data):
 
 
 def test_what_runs_over_the_end_of_a_row_is_refused():
-    from skyrl_megatron.weight_sync.slices import rectangles
+    from skyrl_megatron.weight_sync.slices import strided_copies
 
-    with pytest.raises(ValueError, match="runs over the end of a row"):
-        rectangles((3, 4), ((10, 1), 7), ((4, 1), 0), 10)
+    with pytest.raises(ValueError, match="crosses the end of a row"):
+        strided_copies((3, 4), ((10, 1), 7), ((4, 1), 0), 10)
     with pytest.raises(ValueError, match="repeated"):
-        rectangles((3, 4), ((0, 1), 0), ((4, 1), 0), 10)
+        strided_copies((3, 4), ((0, 1), 0), ((4, 1), 0), 10)

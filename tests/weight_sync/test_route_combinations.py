@@ -1,5 +1,5 @@
-"""Every layout of a trainer with every layout of an engine and every family: what routes bring to each worker is what
-its loaders make of the whole tensors. And real syncs of every family to the engines that serve on CPU."""
+"""Every layout of a trainer with every layout of an engine and every family: what target maps bring to each worker is
+what its loaders make of the whole tensors. And real syncs of every family to the engines that serve on CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAMILIES = {
     "minimax_m2": {},
     "hy_v3": {},
 }
-BY_BUCKETS = {"gpt_oss": "travels in another form", "ernie4_5_moe": "travels in another form"}
+BY_BUCKETS = {"gpt_oss": "is sent in another form", "ernie4_5_moe": "is sent in another form"}
 """Families of which a tensor has not the rows that it has on disk: every worker gets all weights."""
 EXPERTS = [family for family in FAMILIES if family != "qwen3"]
 SYNCED = ["tp2·ep2", "pp2·vpp2", "tp2·cp2·etp2·ep2", "pp2·dp2·ep2"]
@@ -64,21 +64,23 @@ def engines_of(family):
 
 def check_all(trainers, engines) -> None:
     """Carry out the plan of every trainer with every engine, and compare with what loaders make of whole tensors."""
-    from skyrl_megatron.weight_sync.reshard_plan import join
-    from skyrl_megatron.weight_sync.slices import Route, tensors_of
+    from skyrl_megatron.weight_sync.reshard_plan import plan_reshard
+    from skyrl_megatron.weight_sync.slices import TargetMap, tensors_of
 
-    tensors = tensors_of([holdings for holdings, _ in next(iter(trainers.values()))])
+    tensors = tensors_of([source_maps for source_maps, _ in next(iter(trainers.values()))])
     for (layout, ranks), (engine, workers) in itertools.product(trainers.items(), engines.items()):
-        refused = [worker.route for worker in workers if isinstance(worker.route, str)]
+        refused = [worker.target_map for worker in workers if isinstance(worker.target_map, str)]
         assert not refused, (engine, refused)
         assert [(worker.untold, worker.unlike) for worker in workers] == [([], [])] * len(workers), engine
-        holdings, memory = zip(*ranks, strict=True)
-        own = {(meta.name, meta.dtype, meta.shape) for meta in tensors_of(holdings)}
+        source_maps, memory = zip(*ranks, strict=True)
+        own = {(meta.name, meta.dtype, meta.shape) for meta in tensors_of(source_maps)}
         assert own == {(meta.name, meta.dtype, meta.shape) for meta in tensors}
-        routes = [Route.of_plain(*worker.route) for worker in workers]
-        found = carried_out(join(tensors, holdings, routes, BUCKET_BYTES), tensors, memory, routes)
-        for worker, targets, route in zip(workers, found, routes, strict=True):
-            for target, got, loaded in zip(route.targets, targets, worker.loaded, strict=True):
+        target_maps = [TargetMap.from_wire(*worker.target_map) for worker in workers]
+        found = carried_out(
+            plan_reshard(tensors, source_maps, target_maps, BUCKET_BYTES), tensors, memory, target_maps
+        )
+        for worker, targets, target_map in zip(workers, found, target_maps, strict=True):
+            for target, got, loaded in zip(target_map.targets, targets, worker.loaded, strict=True):
                 got[got == UNTOUCHED] = 0.0  # padding
                 assert np.array_equal(got.view(np.int32), loaded.numpy().view(np.int32)), (layout, engine, target)
 
@@ -91,7 +93,7 @@ def test_routes_bring_what_loaders_make(tmp_path, family):
 
     folder = write_tiny_model(family, tmp_path / "model", 1, **FAMILIES[family])
     trainers = answer("trainer_ranks", tmp_path / "job", folder, layouts_of(family))
-    tensors = tensors_of([holdings for holdings, _ in next(iter(trainers.values()))])
+    tensors = tensors_of([source_maps for source_maps, _ in next(iter(trainers.values()))])
     engines = answer("engine_models", tmp_path / "job", folder, tensors, engines_of(family))
     check_all(trainers, engines)
     print(f"{family}: {len(trainers)} trainers × {len(engines)} engines ({sum(map(len, engines.values()))} workers)")
@@ -131,6 +133,6 @@ def test_real_syncs(ranks, engines, tmp_path, family, engine, layout):
         folders, engines, tensor_parallel_size=degrees.get("tp", 1), pipeline_parallel_size=degrees.get("pp", 1)
     )
     try:
-        model.check(ranks, *LAYOUTS[layout], tmp_path, routes=True)
+        model.check(ranks, *LAYOUTS[layout], tmp_path, reshard=True)
     finally:
         model.close()

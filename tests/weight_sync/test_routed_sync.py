@@ -1,4 +1,4 @@
-"""Mistakes of a plan of routes, and of the copies that a worker makes: none is served."""
+"""Mistakes of a reshard plan, and of the copies that a worker makes: none is served."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.weight_sync.test_routes import EXTENDED
 pytestmark = [pytest.mark.vllm, pytest.mark.engines("extended")]
 OPTIONS = {"phase_s": 15.0, "bucket_sizes": (4 << 20,)}  # experts are packed together, attention travels alone
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
-BUCKET = r"engine 0, worker 0: bucket \d+ of \d+ from rank 0 is not what was sent \(checksums differ\): .*{}"
-PACKED = r"model.layers.\d.*weight\[\d\] is not in its place in the memory of vLLM's kernel"
+BUCKET = r"engine 0, worker 0: the checksum of bucket \d+ of \d+ from rank 0 differs from the sent one: .*{}"
+PACKED = r"model.layers.\d.*weight\[\d\] is wrong in the memory of vLLM's kernel"
 FAULTS = {
     "in the worker: offset by a row": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
     "in the worker: two experts are swapped": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
@@ -22,11 +22,11 @@ FAULTS = {
     ),
     "in the plan: two experts are swapped": "differ from the trainer's",
     "in the plan: a copy is skipped": (
-        r"\d+ of \d+ elements of model.layers.\d.*weight\[\d\] are planned, from trainer rank 0"
+        r"the plan sends \d+ of \d+ elements of model.layers.\d.*weight\[\d\], from trainer rank 0"
     ),
     "in the packing: offset by a row": PACKED,
     "in the packing: an expert is skipped": PACKED,
-    "in the plan: of another layout": r"target \d+ is planned, and the engine's worker has \d+: its layout is not",
+    "in the plan: of another layout": r"the plan has target \d+, but the engine's worker has only \d+ targets",
 }
 
 
@@ -43,8 +43,8 @@ def scores(pool, loop):
 def test_faults_are_found_and_named(pool, sync, loop, monkeypatch):
     """Each before a version is published; what comes after is whole."""
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.reshard_plan import join
-    from skyrl_megatron.workers import sync_calls as weight_routes
+    from skyrl_megatron.weight_sync.reshard_plan import plan_reshard
+    from skyrl_megatron.workers import sync_calls
     from tests.weight_sync.faulty_copies import with_fault
 
     first = scores(pool, loop)
@@ -52,7 +52,9 @@ def test_faults_are_found_and_named(pool, sync, loop, monkeypatch):
     second = scores(pool, loop)
     for number, (fault, message) in enumerate(FAULTS.items()):
         with monkeypatch.context() as patch:
-            patch.setattr(weight_routes, "join", lambda *parts, fault=fault: with_fault(join(*parts), fault))
+            patch.setattr(
+                sync_calls, "plan_reshard", lambda *parts, fault=fault: with_fault(plan_reshard(*parts), fault)
+            )
             loop(pool.slots[0].engine._llm.collective_rpc("plant", args=(fault,)))
             with pytest.raises(WeightSyncError, match=message):
                 sync(f"bad {number}", "A", **OPTIONS)

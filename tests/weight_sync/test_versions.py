@@ -105,7 +105,7 @@ def test_a_writer_that_dies_leaves_the_version_before(root):
         assert not again().publish("again", tensors.items()).base
         reader.update()
         same(reader.tensors, tensors)
-    with pytest.raises(WeightSyncError, match="has 00000003-delta of another writer: one publishes there at a time"):
+    with pytest.raises(WeightSyncError, match="another writer published 00000003-delta; use one writer per store"):
         writer.publish("too late", first.items())
 
 
@@ -127,11 +127,11 @@ def test_a_tensor_that_comes_goes_or_grows(root):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        ("a bit of the data", r"2-delta: matrix is not what was published \(hash .* remove this version"),
-        ("the end of the data", "2-delta: quantised: 0 bytes are stored of 64 changed elements"),
+        ("a bit of the data", r"2-delta: matrix is damaged \(hash .* remove this version"),
+        ("the end of the data", "2-delta: quantised: 0 bytes are stored for 64 changed elements"),
         ("the manifest", "2-delta/manifest.json is damaged"),
-        ("a version is gone", "3-delta does not follow version 1 as it was read"),
-        ("another run's version", "3-delta does not follow version 2 as it was read: it is of another run"),
+        ("a version is gone", "3-delta does not follow version 1: another writer"),
+        ("another run's version", "3-delta does not follow version 2: another writer published it"),
     ],
 )
 def test_damage_is_named_and_never_served(tmp_path, damage, message):
@@ -172,7 +172,7 @@ def test_nothing_published_is_one_error(tmp_path):
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron_tools.weight_versions import VersionReader
 
-    with pytest.raises(WeightSyncError, match="store holds no version of any weights: nothing was published there"):
+    with pytest.raises(WeightSyncError, match="store contains no version: publish one first"):
         VersionReader(tmp_path / "store").update()
 
 
@@ -197,4 +197,4 @@ def test_folders_are_published_and_fetched(tmp_path, capsys):
     assert main(["fetch", store, str(tmp_path / "made"), "--like", str(folder)]) == 1
     assert main(["fetch", str(tmp_path / "none"), str(tmp_path / "more"), "--like", str(folder)]) == 1
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and "made exists" in told[0] and "nothing was published there" in told[1]
+    assert len(told) == 2 and "made exists" in told[0] and "contains no version" in told[1]

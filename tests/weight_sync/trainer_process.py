@@ -45,9 +45,9 @@ def serve(connection, transport: str | None) -> None:
             elif method == "join":
                 answer = sender.join(*arguments)
             elif method == "holdings":
-                answer = sender.holdings()
+                answer = sender.source_map()
             elif method == "route":
-                answer = sender.take_route(*arguments)
+                answer = sender.set_transfers(*arguments)
             elif method == "send":
                 answer = sender.send()
             connection.send(answer)
@@ -86,15 +86,15 @@ def FaultySender(source, bucket_bytes, transport=None):
 
         fault: str | None = None
 
-        def holdings(self):
-            found = super().holdings()
-            largest = int(found.tiles[:, 2].argmax())
+        def source_map(self):
+            found = super().source_map()
+            largest = int(found.slices[:, 2].argmax())
             if self.fault == "a row without an owner":
-                found.tiles[largest, 2] -= 1
+                found.slices[largest, 2] -= 1
             if self.fault == "a row with two owners":
-                extra = found.tiles[largest].copy()
+                extra = found.slices[largest].copy()
                 extra[1:3] = 1, 2
-                found = replace(found, tiles=np.concatenate([found.tiles, extra[None]]))
+                found = replace(found, slices=np.concatenate([found.slices, extra[None]]))
             return found
 
         def _send(self, transport):
@@ -102,10 +102,10 @@ def FaultySender(source, bucket_bytes, transport=None):
                 return super()._send(transport)
             return self._faulty(super()._send, transport, "broadcast", len(self._current_plan().buckets))
 
-        def _send_parcels(self, transport):
+        def _send_slices(self, transport):
             if transport is None:
-                return super()._send_parcels(transport)
-            return self._faulty(super()._send_parcels, transport, "send", len(self._route[0].buckets))
+                return super()._send_slices(transport)
+            return self._faulty(super()._send_slices, transport, "send", len(self._transfers[0].buckets))
 
         def _faulty(self, sending, transport, method, last):
             really, sent = getattr(transport, method), 0
@@ -174,10 +174,10 @@ class TrainerProcess:
     async def join_engines(self, *arguments):
         return await asyncio.to_thread(self._ask, "join", *arguments)
 
-    async def weight_holdings(self):
+    async def weight_source_map(self):
         return await asyncio.to_thread(self._ask, "holdings")
 
-    async def take_route(self, *arguments):
+    async def set_transfers(self, *arguments):
         await asyncio.to_thread(self._ask, "route", *arguments)
 
     async def send_weights(self):

@@ -16,14 +16,14 @@ from typing import Any
 
 
 def held(folder: Path, world: int, layout: dict[str, Any], rank: int) -> tuple[Any, list[Any]] | str:
-    """What a rank holds: (Holdings, memory of its shards), or why there are no routes."""
+    """What a rank holds: (SourceMap, memory of its shards), or why a reshard plan is unsupported."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
-    from skyrl_megatron.weight_sync.slices import Holdings, Unroutable
+    from skyrl_megatron.weight_sync.slices import ReshardUnsupported, SourceMap
     from tests.training.bodies import config
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -33,9 +33,9 @@ def held(folder: Path, world: int, layout: dict[str, Any], rank: int) -> tuple[A
     try:
         engine = MegatronEngine(config(folder, world=world, **layout))
         load_hf(engine.model, folder, engine.groups)
-        shards, own = MegatronWeightSource(engine.model, engine.groups).held()
-        return Holdings.of(shards, own), [shard.local.detach().clone() for shard in shards]
-    except Unroutable as error:
+        shards, own = MegatronWeightSource(engine.model, engine.groups).local_shards()
+        return SourceMap.of(shards, own), [shard.local.detach().clone() for shard in shards]
+    except ReshardUnsupported as error:
         return str(error)
     finally:
         from megatron.core import parallel_state

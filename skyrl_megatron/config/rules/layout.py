@@ -1,7 +1,7 @@
-"""Which parallel layouts exist: integer rules, asked by validation before any process is started and by the runtime.
+"""Rules for valid parallel layouts. Validation uses them before a process starts, and so does the runtime.
 
 A rank belongs to a (tp, cp, dp, pp) grid for attention and dense layers and to an (etp, ep, edp, pp) grid for experts:
-``world = tp·cp·dp·pp = etp·ep·edp·pp``. Layers are dealt out to pp stages, and to vpp chunks within a stage so that
+``world = tp·cp·dp·pp = etp·ep·edp·pp``. Layers are split into pp stages, and each stage into vpp chunks, so that
 chunk ``v`` of all stages comes before chunk ``v + 1`` (megatron/core/transformer/transformer_block.py,
 ``get_num_layers_to_build``; transformer_layer.py, ``get_transformer_layer_offset``).
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from skyrl_megatron.errors import ConfigError, Problem
 
 PREFIX = "trainer.policy.megatron_config."
-"""Where the policy's degrees stand in the configuration; the critic and the reference have their own."""
+"""Section of the policy's parallel degrees. The other roles have their own sections."""
 
 _KEYS = {
     "tp": "tensor_model_parallel_size",
@@ -31,10 +31,10 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Degrees of one role's Megatron model on ``world_size`` ranks. Check with :func:`layout_problems`.
+    """Parallel degrees of one role's Megatron model on ``world_size`` ranks. :func:`layout_problems` checks them.
 
-    ``overlap_p2p``: how stages send to each other: True is ``overlap_p2p_comm=True, batch_p2p_comm=False``, False is
-    Megatron's batched default, None what the layout needs.
+    ``overlap_p2p``: how pipeline stages send to each other. True: ``overlap_p2p_comm=True, batch_p2p_comm=False``;
+    False: Megatron's batched default; None: whichever the layout needs.
     """
 
     world_size: int = 1
@@ -50,7 +50,7 @@ class ParallelConfig:
 
     @property
     def dp(self) -> int:
-        """Replicas of the dense part, cp excluded."""
+        """Data-parallel replicas of the dense part, without cp."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
@@ -60,7 +60,7 @@ class ParallelConfig:
 
     @property
     def edp(self) -> int:
-        """Replicas of the experts: ranks over which their gradients are summed."""
+        """Replicas of an expert: ranks over which its gradients are summed."""
         return self.world_size // (self.pp * self.etp * self.ep)
 
     @property
@@ -70,18 +70,18 @@ class ParallelConfig:
 
     @property
     def uses_overlapped_p2p(self) -> bool:
-        """Whether stages overlap their sends: with virtual pipelining unless told otherwise, never without."""
+        """Whether stages overlap their sends: the default with virtual pipelining, never without it."""
         return self.vpp > 1 and self.overlap_p2p is not False
 
     @property
     def alignment(self) -> int:
-        """Each packed sequence is padded to a multiple of this: cp cuts it into 2·cp chunks, tp into tp slices."""
+        """Multiple to which each packed sequence is padded: cp splits it into 2·cp chunks, tp into tp slices."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDimensions:
-    """The sizes of a model that a layout must divide. 0: the model has no such thing."""
+    """The sizes of a model that the parallel degrees must divide. 0: the model has no such part."""
 
     num_layers: int
     num_attention_heads: int
@@ -92,15 +92,15 @@ class ModelDimensions:
     moe_ffn_hidden_size: int = 0
     """Feed-forward size of one expert."""
     shared_expert_size: int = 0
-    """Feed-forward size of the shared experts together."""
+    """Feed-forward size of all shared experts together."""
     latent_rows: tuple[int, ...] = ()
-    """Rows of multi-latent attention's down projections, which tp splits too."""
+    """Rows of the down projections of multi-latent attention, which tp splits."""
     delta_net_heads: int = 0
-    """Key heads of gated delta nets, which tp and cp split."""
+    """Key heads of gated delta nets, which tp·cp splits."""
 
 
 def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage, first to last. Raises ConfigError when they cannot be dealt out."""
+    """Return the number of layers of each pipeline stage. Raises ConfigError when the layers cannot be split."""
     problems = list(_layer_problems(parallel, num_layers, PREFIX))
     if problems:
         raise ConfigError(problems)
@@ -117,10 +117,10 @@ def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ..
 
 
 def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_stage: int = 0) -> range:
-    """Return the global numbers (from 0) of the layers in chunk ``vpp_stage`` of stage ``pp_rank``.
+    """Return the global indices (from 0) of the layers in chunk ``vpp_stage`` of stage ``pp_rank``.
 
     With 8 layers, pp=2, vpp=2: stage 0 holds 0–1 and 4–5, stage 1 holds 2–3 and 6–7.
-    Raises ConfigError when the layers cannot be dealt out.
+    Raises ConfigError when the layers cannot be split.
     """
     chunks = [layers // parallel.vpp for layers in layers_per_stage(parallel, num_layers)]
     start = vpp_stage * sum(chunks) + sum(chunks[:pp_rank])
@@ -130,12 +130,12 @@ def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_st
 def layout_problems(
     parallel: ParallelConfig, dims: ModelDimensions | None = None, prefix: str = PREFIX
 ) -> list[Problem]:
-    """Return everything that makes a layout impossible, each with its config key, value and fix; [] if it is fine.
+    """Return everything that makes a layout impossible, each with its config key, value and fix; [] if it is valid.
 
-    ``dims``: also check the model's sizes. ``prefix``: where this role's degrees stand in the configuration.
+    ``dims``: sizes of the model, checked too if given. ``prefix``: the section of this role's degrees.
     """
     problems = list(_positive(parallel, prefix))
-    if problems:  # the rules below divide by these
+    if problems:  # the rules below divide by the degrees
         return problems
     problems += _grid_problems(parallel, prefix)
     problems += _pipeline_problems(parallel, prefix)
@@ -172,17 +172,17 @@ def _grid_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
 
 
 def _indivisible(product: str, size: int, ranks: int) -> str:
-    return f"{product} = {size} must divide the {ranks} ranks; use a multiple of {size} ranks or smaller degrees"
+    return f"{product} = {size} must divide the {ranks} ranks; use a multiple of {size} ranks, or smaller degrees"
 
 
 def _pipeline_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
-    needs_stages = "needs pipeline_model_parallel_size of at least 2; set it or drop this"
+    needs_stages = "needs pipeline_model_parallel_size of at least 2; set it, or remove this key"
     if parallel.vpp > 1 and parallel.pp == 1:
         yield _problem(parallel, "vpp", needs_stages, prefix)
     if parallel.vpp > 1 and parallel.pp == 2 and not parallel.uses_overlapped_p2p:
         fix = (
-            f"with pp=2 and vpp={parallel.vpp} batched sends are matched in the wrong order and the gradients are "
-            "wrong; use overlap_p2p_comm=true, batch_p2p_comm=false (or leave both unset)"
+            f"with pp=2 and vpp={parallel.vpp} batched sends are matched in the wrong order and gradients are "
+            "wrong; set overlap_p2p_comm=true and batch_p2p_comm=false, or remove both"
         )
         yield _problem(parallel, "overlap_p2p", fix, prefix)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
@@ -202,18 +202,18 @@ def _layer_problems(parallel: ParallelConfig, num_layers: int, prefix: str) -> I
     left, stages = num_layers - sum(named.values()), parallel.pp - len(named)
     if named and (left < stages or (stages <= 0 and left != 0)):
         name = next(iter(named))
-        fix = f"the model has {num_layers} layers, {left} are left for {stages} other stages; choose other sizes"
+        fix = f"the model has {num_layers} layers, so {left} remain for {stages} other stages; choose other sizes"
         yield _problem(parallel, name, fix, prefix)
         return
     if stages > 0 and (left % stages or left == 0):
-        fix = f"{left} layers cannot be dealt out evenly to {stages} stages; use a divisor"
-        hint = "" if named else ", or give num_layers_in_first_pipeline_stage and/or num_layers_in_last_pipeline_stage"
+        fix = f"{left} layers cannot be split evenly into {stages} stages; use a divisor of {left}"
+        hint = "" if named else ", or set num_layers_in_first_pipeline_stage and/or num_layers_in_last_pipeline_stage"
         yield _problem(parallel, "pp", fix + hint, prefix)
         return
     share = left // stages if stages else 0
     for name, layers in [*named.items(), ("vpp", share)]:
         if parallel.vpp > 1 and layers % parallel.vpp:
-            fix = f"{layers} layers of a stage cannot be dealt out to {parallel.vpp} chunks; use a multiple or divisor"
+            fix = f"{layers} layers of a stage cannot be split into {parallel.vpp} chunks; use a multiple or divisor"
             yield _problem(parallel, name, fix, prefix)
 
 
@@ -230,7 +230,7 @@ def _width_problems(parallel: ParallelConfig, dims: ModelDimensions, prefix: str
             yield _problem(parallel, "tp", f"the model has {size} {what}; use a divisor of {size}", prefix)
     if dims.delta_net_heads % (parallel.tp * parallel.cp):
         name, heads = "tp" if dims.delta_net_heads % parallel.tp else "cp", dims.delta_net_heads
-        fix = f"gated delta nets have {heads} key heads, which tp·cp share out: their product must divide it"
+        fix = f"tp·cp splits the {heads} key heads of gated delta nets: tp·cp must divide {heads}"
         yield _problem(parallel, name, fix, prefix)
 
 

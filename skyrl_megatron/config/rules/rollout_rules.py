@@ -1,4 +1,4 @@
-"""Rules of rollouts: lengths, turns, sampling, engines, and how they match the trainer."""
+"""Rules of rollouts: lengths, turns, sampling, engines, and their agreement with the trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHANGING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "log
 
 
 def truncations(params: SamplingParams) -> list[str]:
-    """Return the settings with which tokens are not sampled from softmax(logits / temperature)."""
+    """Return the settings that change the sampling distribution from softmax(logits / temperature)."""
     return [
         f"{name}={value}"
         for name, value, changes in (
@@ -36,10 +36,10 @@ def truncations(params: SamplingParams) -> list[str]:
     ]
 
 
-def support_travels(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether engines return what training's tokens are sampled from, for the trainer's softmax.
+def returns_sampling_support(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether engines return the tokens that training samples were drawn from, for the trainer's softmax.
 
-    Never where that is the whole vocabulary; if not configured: where nothing is in the way.
+    False if that is the whole vocabulary. If the key is not set: true unless something prevents it.
     """
     if not truncations(cfg.generator.sampling_params):
         return False
@@ -48,39 +48,39 @@ def support_travels(cfg: SkyRLTrainConfig) -> bool:
 
 
 def support_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield what is in the way of a support that is asked for."""
+    """Yield what prevents ``return_sampling_support=true``."""
     if cfg.generator.inference_engine.return_sampling_support:
         for obstacle in _obstacles(cfg):
-            yield Problem(KEY, True, f"{obstacle}: change that, or set false here")
+            yield Problem(KEY, True, f"{obstacle}: change that, or set this key to false")
 
 
 def _obstacles(cfg: SkyRLTrainConfig) -> Iterator[str]:
     engine, params = cfg.generator.inference_engine, cfg.generator.sampling_params
     if not engine.run_engines_locally or engine.backend != "vllm":
-        yield "comes from vLLM engines that this run starts alone (run_engines_locally, backend)"
+        yield "needs vLLM engines that this run starts (run_engines_locally=true, backend=vllm)"
     if engine.enable_registry:
-        yield "comes from engines that this run starts alone, and with enable_registry others join"
+        yield "needs engines that this run starts, but enable_registry=true lets other engines join"
     if engine.enable_http_endpoint:
-        yield "engines that return it take no request without top_k, which clients of enable_http_endpoint send"
+        yield "engines then accept only requests with top_k, which clients of enable_http_endpoint=true may not send"
     if params.logprobs is None:
-        yield "is of use with log-probs of the engine alone, and generator.sampling_params.logprobs=null"
+        yield "needs the engine's log-probs, but generator.sampling_params.logprobs=null"
     more = params.additional_kwargs or {}
     changed = [f"additional_kwargs.{name}={more[name]}" for name in _CHANGING if more.get(name)]
     if params.repetition_penalty != 1:
         changed.append(f"repetition_penalty={params.repetition_penalty}")
     for setting in changed:
-        yield f"the probability of a token is not that of the softmax, with generator.sampling_params.{setting}"
+        yield f"generator.sampling_params.{setting} changes the probability of tokens from that of the softmax"
 
 
 _E = "generator.inference_engine."
 
 
 def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
+    """Yield every problem of generation. ``hf``: the policy's ``config.json``, empty if it is not available."""
     yield from GENERATORS.problems(cfg.generator.name)
     yield from _turns(cfg)
     yield from _engines(cfg, model_dimensions(hf))
-    yield from _routes(cfg, model_dimensions(hf))
+    yield from _routed_experts(cfg, model_dimensions(hf))
     yield from _lengths(cfg, hf)
     yield from _external(cfg)
     yield from _lora(cfg)
@@ -91,17 +91,20 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
     context = generator.max_input_length or prompt
     if generator.max_turns == 1 and context != prompt:
-        fix = f"a single turn starts from the prompt: must equal trainer.max_prompt_length={prompt}, or be left out"
+        fix = f"the context of a single turn is the prompt: set it to trainer.max_prompt_length={prompt}, or remove it"
         yield Problem("generator.max_input_length", context, fix)
     elif context < prompt:
         yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
     if generator.merge_stepwise_output:
         if not generator.step_wise_trajectories:
-            fix = "joins the turns of step-wise trajectories: set generator.step_wise_trajectories=true"
+            fix = "needs step-wise trajectories: set generator.step_wise_trajectories=true"
             yield Problem("generator.merge_stepwise_output", True, fix)
         megatron = cfg.trainer.policy.megatron_config
         if megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "rollout":
-            fix = "loses the routes of the joined turns: set moe_enable_routing_replay=false, or false here"
+            fix = (
+                "merged turns have no recorded experts: set "
+                "trainer.policy.megatron_config.moe_enable_routing_replay=false, or set this key to false"
+            )
             yield Problem("generator.merge_stepwise_output", True, fix)
     if generator.batched:
         for key, conflict in (
@@ -110,7 +113,7 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             ("chat_template_kwargs", bool(generator.chat_template_kwargs)),
         ):
             if conflict:
-                fix = f"generator.{key}={getattr(generator, key)} needs an agent loop per prompt: set batched=false"
+                fix = f"generator.{key}={getattr(generator, key)} needs an agent loop per prompt: set it to false"
                 yield Problem("generator.batched", True, fix)
 
 
@@ -129,26 +132,29 @@ def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Pr
         fix = f"must divide the model's {dims.num_attention_heads} attention heads"
         yield Problem(f"{_E}tensor_parallel_size", engine.tensor_parallel_size, fix)
     if dims is not None and engine.pipeline_parallel_size > dims.num_layers:
-        fix = f"the model has {dims.num_layers} layers only"
+        fix = f"the model has only {dims.num_layers} layers: lower it"
         yield Problem(f"{_E}pipeline_parallel_size", engine.pipeline_parallel_size, fix)
     if dims is not None and engine.expert_parallel_size > 1 and not dims.num_experts:
         fix = "the model has no experts: set it to 1"
         yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
 
 
-def _routes(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
+def _routed_experts(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
     if not engine.enable_return_routed_experts:
         return
     alone = engine.run_engines_locally and not engine.enable_registry and engine.backend == "vllm"
     for wrong, why in (
-        (dims is not None and not dims.num_experts, "the model has no experts: set false"),
+        (dims is not None and not dims.num_experts, "the model has no experts: set it to false"),
         (
             not alone,
             "needs vLLM engines that this run starts: run_engines_locally=true, enable_registry=false, backend=vllm",
         ),
         (not engine.enable_prefix_caching, "needs the prefix cache: set enable_prefix_caching=true"),
-        (engine.pipeline_parallel_size > 1, "vLLM returns none of pipeline stages: set pipeline_parallel_size=1"),
+        (
+            engine.pipeline_parallel_size > 1,
+            "vLLM does not return experts with pipeline parallelism: set pipeline_parallel_size=1",
+        ),
     ):
         if wrong:
             yield Problem(f"{_E}enable_return_routed_experts", True, why)
@@ -164,16 +170,20 @@ def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
     for phase, tokens in wanted.items():
         if isinstance(limit, int) and tokens > limit:
             fix = (
-                f"{phase} makes sequences of up to {tokens} tokens (max_input_length + max_generate_length): raise it"
+                f"{phase} generates sequences of up to {tokens} tokens (max_input_length + max_generate_length): "
+                f"set at least {tokens}"
             )
             yield Problem(f"{_E}engine_init_kwargs.max_model_len", limit, fix)
     positions = hf.get("max_position_embeddings")
     longest = max(wanted.values())
     if isinstance(positions, int) and longest > positions and cfg.trainer.rope_scaling is None:
-        fix = f"up to {longest} tokens exceed the model's {positions} positions: shorten, or set rope_scaling"
+        fix = (
+            f"sequences of up to {longest} tokens exceed the model's {positions} positions: lower it or "
+            "max_generate_length, or set trainer.rope_scaling"
+        )
         yield Problem("generator.max_input_length", cfg.generator.max_input_length, fix)
     if not engine.enable_chunked_prefill and engine.max_num_batched_tokens < longest:
-        fix = f"must be at least {longest}, the longest sequence, while enable_chunked_prefill=false"
+        fix = f"with enable_chunked_prefill=false it must be at least {longest}, the length of the longest sequence"
         yield Problem(f"{_E}max_num_batched_tokens", engine.max_num_batched_tokens, fix)
 
 
@@ -181,29 +191,34 @@ def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
     urls = engine.remote_urls or engine.external_server_urls or engine.external_proxy_url
     if not engine.run_engines_locally and not urls and not (engine.enable_registry and engine.registry_min_engines):
-        fix = f"name the engines in {_E}remote_urls or external_server_urls, let them join (enable_registry=true and "
-        fix += "registry_min_engines=1), or set it to true"
+        fix = (
+            f"the run has no engines: set {_E}remote_urls or external_server_urls, let engines join "
+            "(enable_registry=true and registry_min_engines=1), or set this key to true"
+        )
         yield Problem(f"{_E}run_engines_locally", False, fix)
     if engine.enable_registry and (changed := truncations(cfg.generator.sampling_params)):
-        fix = f"engines that join take log-probs after {', '.join(changed)}, the run's own before: sample without"
+        fix = (
+            f"engines that join return log-probs after {', '.join(changed)}, but the run's own engines before: "
+            "remove these sampling parameters"
+        )
         yield Problem(f"{_E}enable_registry", True, fix)
     if engine.enable_registry and cfg.trainer.placement.colocate_all:
-        fix = "engines that join do not take turns with the trainer's GPUs: set trainer.placement.colocate_all=false"
+        fix = "engines that join cannot share the trainer's GPUs: set trainer.placement.colocate_all=false"
         yield Problem(f"{_E}enable_registry", True, fix)
     if cfg.trainer.placement.colocate_all and (urls or not engine.run_engines_locally):
-        fix = "engines started elsewhere do not share the trainer's GPUs: set it to false"
+        fix = "engines that this run does not start cannot share the trainer's GPUs: set it to false"
         yield Problem("trainer.placement.colocate_all", True, fix)
 
 
 def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Check how adapters get to the engines."""
+    """Check how adapters are sent to the engines."""
     lora, merge = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config.merge_lora
     yield from adapter_problems(cfg)
     if len(lora.adapters) > 1 and lora.sync_mode == "merged":
-        fix = "an engine has one set of weights, into which several adapters cannot go: set lora.sync_mode=memory"
+        fix = "several adapters cannot be merged into one set of engine weights: set lora.sync_mode=memory"
         yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
     if lora.sync_mode == "memory" and merge:
-        fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
+        fix = "sends only the adapter: set trainer.policy.megatron_config.lora_config.merge_lora=false"
         yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
     elif lora.sync_mode == "merged" and not merge:
         fix = "sends merged weights: set trainer.policy.megatron_config.lora_config.merge_lora=true"
@@ -212,7 +227,7 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         engine = cfg.generator.inference_engine
         if not engine.run_engines_locally or engine.enable_registry or engine.backend != "vllm":
             fix = (
-                "an adapter travels alone to vLLM engines that the run starts: set merged, and "
+                "only vLLM engines that this run starts can receive adapters alone: set it to merged, and set "
                 "trainer.policy.megatron_config.lora_config.merge_lora=true"
             )
             yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
@@ -220,5 +235,5 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         slots = engine.engine_init_kwargs.get("max_loras", least)
         if not isinstance(slots, int) or slots < least:
             several = f" of each of {len(lora.adapters)} adapters" if len(lora.adapters) > 1 else ""
-            fix = f"an engine holds the version that serves and the next one{several}: at least {least}"
+            fix = f"an engine holds the current and the next version{several}: set at least {least}"
             yield Problem(f"{_E}engine_init_kwargs.max_loras", slots, fix)

@@ -1,4 +1,4 @@
-"""Rules of a training step, also while rollouts run ahead: batch sizes, objective, optimizer, checkpoints."""
+"""Rules of a training step: batch sizes, objective, optimizer, checkpoints, fully asynchronous rollouts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _A = "trainer.algorithm."
 
 LONGEST_NAME = 255
-"""Bytes of a name on Linux's file systems."""
+"""Maximum number of bytes of a file name on Linux."""
 
 
 def training_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield everything wrong with the batches, the objective and the optimizer of a step."""
+    """Yield every problem of batches, objective, optimizer and checkpoints."""
     yield from _batch(cfg)
     yield from _algorithm(cfg)
     yield from _correction(cfg)
@@ -51,7 +51,7 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem(key, mini, f"must divide trainer.train_batch_size={train}")
         dp = role_layout(cfg, role).dp
         if dp < 1:
-            continue  # the layout itself is impossible, and reported
+            continue  # an invalid layout, which the layout rules report
         micro = trainer.micro_train_batch_size_per_gpu
         sizes = f"{mini} prompts · {n} samples = {mini * n} sequences per optimizer step"
         if (mini * n) % dp:
@@ -61,21 +61,24 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem("trainer.micro_train_batch_size_per_gpu", micro, fix)
     needed = math.lcm(*(max(role_layout(cfg, role).dp, 1) for role in roles))
     if train * n < needed:
-        fix = f"· n_samples_per_prompt={n} must be at least {needed}, the common multiple of the roles' dp"
+        fix = (
+            f"train_batch_size · n_samples_per_prompt={n} must be at least {needed}, the least common multiple of the "
+            "dp of all roles"
+        )
         yield Problem("trainer.train_batch_size", train, fix)
     budget, longest = trainer.max_tokens_per_microbatch, longest_sequence(cfg)
     if 0 < budget < longest:
-        fix = f"must hold the longest sequence, {longest} tokens (max_input_length + max_generate_length)"
+        fix = f"must be at least {longest} tokens, the longest sequence (max_input_length + max_generate_length)"
         yield Problem("trainer.max_tokens_per_microbatch", budget, fix)
 
 
 def longest_sequence(cfg: SkyRLTrainConfig) -> int:
-    """Count the tokens of the longest sequence that a rollout can make: context of the last turn and its response."""
+    """Return the tokens of the longest possible training sequence: the context of the last turn and its response."""
     return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
 
 
 def longest_pack(cfg: SkyRLTrainConfig) -> tuple[int, int]:
-    """Count the sequences of a training micro-batch that is full of the longest ones, and the tokens of each."""
+    """Return (number of longest sequences in a full training micro-batch, tokens of each)."""
     trainer, longest = cfg.trainer, longest_sequence(cfg)
     most = trainer.max_tokens_per_microbatch
     return (max(most // longest, 1) if most > 0 else trainer.micro_train_batch_size_per_gpu), longest
@@ -95,55 +98,57 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     yield from _reference(cfg)
     yield from teacher_problems(cfg)
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
-        fix = "excludes use_kl_loss: the KL term counts once; set one of them to false"
+        fix = "use_kl_in_reward and use_kl_loss would count the KL term twice: set one of them to false"
         yield Problem(f"{_A}use_kl_in_reward", True, fix)
     if generator.step_wise_trajectories and estimator in ("gae", "reinforce++"):
         fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
         yield Problem(f"{_A}advantage_estimator", estimator, fix)
     sampling = algorithm.dynamic_sampling.type
     if sampling is not None and generator.n_samples_per_prompt == 1:
-        fix = "every prompt has zero variance with generator.n_samples_per_prompt=1: sample more"
+        fix = "with generator.n_samples_per_prompt=1 every group has zero variance: set that to at least 2"
         yield Problem(f"{_A}dynamic_sampling.type", sampling, fix)
     if generator.sampling_params.temperature == 0:
-        fix = "training needs more than 0: greedy samples all alike teach nothing"
+        fix = "greedy samples of a prompt are all equal, so there is nothing to learn: set it above 0"
         yield Problem("generator.sampling_params.temperature", 0.0, fix)
     elif algorithm.temperature is not None and algorithm.temperature <= 0:
         yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
 
 
 def _critic(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Check that values are computed where an estimator reads them, and nowhere else."""
+    """Check that there is a critic if, and only if, the advantage estimator reads its values."""
     trainer, path = cfg.trainer, cfg.trainer.critic.model.path
     estimator = trainer.algorithm.advantage_estimator
     if estimator == "gae" and path is None:
-        yield Problem("trainer.critic.model.path", None, "gae needs a critic: name its model")
+        yield Problem("trainer.critic.model.path", None, "advantage_estimator=gae needs a critic: set its model")
     if path is None:
         return
     if estimator != "gae" and estimator in set(AdvantageEstimator):
-        fix = f"advantage_estimator={estimator} reads no values: set it to gae, or leave the critic out"
+        fix = f"advantage_estimator={estimator} uses no critic: set that to gae, or remove this key"
         yield Problem("trainer.critic.model.path", path, fix)
     steps, last = trainer.critic_warmup_steps, trainer.max_training_steps
     if last is not None and steps >= last:
         yield Problem(
-            "trainer.critic_warmup_steps", steps, f"the policy would never be trained: max_training_steps={last}"
+            "trainer.critic_warmup_steps",
+            steps,
+            f"must be below max_training_steps={last}, else the policy never trains",
         )
 
 
 def _reference(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Check that a reference which follows the policy can be the policy's copy."""
+    """Check that a reference that is updated from the policy has the policy's model."""
     key, trainer = "trainer.update_ref_every_epoch", cfg.trainer
     if not trainer.update_ref_every_epoch or not needs_reference(cfg):
         return
     if trainer.policy.model.lora.rank > 0:
-        fix = "with adapters the reference stays the model that they are added to: set it to false"
+        fix = "with adapters the reference is always the base model: set it to false"
         yield Problem(key, True, fix)
     elif trainer.ref.model.path not in (None, trainer.policy.model.path):
-        fix = f"the reference becomes the policy's copy: leave trainer.ref.model.path={trainer.ref.model.path} out"
+        fix = f"the reference becomes a copy of the policy: remove trainer.ref.model.path={trainer.ref.model.path}"
         yield Problem(key, True, fix)
 
 
 def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tuple[str, ...]:
-    """Return the names known to a registry. Only where it was imported can a name have been added to it."""
+    """Return the names in a registry. If its module is not imported, no name can have been added to ``built_in``."""
     module = sys.modules.get(f"skyrl_megatron.algorithms.{module_name}")
     if module is None:
         return tuple(built_in)
@@ -153,18 +158,18 @@ def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tupl
 def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm = cfg.trainer.algorithm
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
-    if algorithm.use_tis:  # with a cap it has become off_policy_correction already
+    if algorithm.use_tis:  # with a cap, derive() has translated it to off_policy_correction
         fix = (
-            f"needs tis_imp_ratio_cap above 0, not {algorithm.tis_imp_ratio_cap:g}; better: "
-            "off_policy_correction.tis_ratio_type=token"
+            f"needs tis_imp_ratio_cap above 0, not {algorithm.tis_imp_ratio_cap:g}; set "
+            "off_policy_correction.tis_ratio_type=token instead"
         )
         yield Problem(f"{_A}use_tis", True, fix)
     if correction_enabled(correction) and loss in ("clip_cov", "kl_cov"):
-        fix = f"has no off-policy correction: use another loss or switch {_A}off_policy_correction.* off"
+        fix = f"this loss has no off-policy correction: use another loss, or remove {_A}off_policy_correction.*"
         yield Problem(f"{_A}policy_loss_type", loss, fix)
     anchored = loss == "cispo" and algorithm.cispo.anchor == "rollout"
     if anchored and correction.tis_ratio_type is not None:
-        fix = "cispo.anchor=rollout corrects for the engine already: set one of them back"
+        fix = "cispo.anchor=rollout already corrects for the engine: set one of the two back to its default"
         yield Problem(f"{_A}off_policy_correction.tis_ratio_type", correction.tis_ratio_type, fix)
     if cfg.generator.sampling_params.logprobs is None and (anchored or loss in ("rollout_is", "dppo")):
         fix = f"policy_loss_type={loss} needs the engine's log-probabilities: set it to 1"
@@ -172,7 +177,7 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Check pairs of limits: the lower must lie below the upper."""
+    """Check that each lower limit is below its upper limit."""
     correction, covariance = algorithm.off_policy_correction, algorithm.clip_cov
     pairs = [("off_policy_correction.geo_mask", correction.geo_mask_low, correction.geo_mask_high)]
     pairs.append(("off_policy_correction.product_mask", correction.product_mask_low, correction.product_mask_high))
@@ -182,9 +187,9 @@ def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
             pairs.append((f"off_policy_correction.{name}", low, high))
     for key, low, high in pairs:
         if low >= high:
-            yield Problem(f"{_A}{key}_low", low, f"must lie below {key.rpartition('.')[2]}_high={high}")
+            yield Problem(f"{_A}{key}_low", low, f"must be below {key.rpartition('.')[2]}_high={high}")
     if covariance.clip_cov_lb >= covariance.clip_cov_ub:
-        fix = f"must lie below clip_cov_ub={covariance.clip_cov_ub}"
+        fix = f"must be below clip_cov_ub={covariance.clip_cov_ub}"
         yield Problem(f"{_A}clip_cov.clip_cov_lb", covariance.clip_cov_lb, fix)
 
 
@@ -208,16 +213,17 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     trainer = cfg.trainer
     if trainer.resume_mode == "from_path":
         if not trainer.resume_path:
-            yield Problem("trainer.resume_path", None, "resume_mode=from_path needs the folder of a checkpoint")
+            fix = "resume_mode=from_path needs a checkpoint: set it to a global_step_N folder"
+            yield Problem("trainer.resume_path", None, fix)
     elif trainer.resume_path:
-        fix = f"has no effect with resume_mode={trainer.resume_mode}: set resume_mode=from_path, or leave it out"
+        fix = f"has no effect with resume_mode={trainer.resume_mode}: set resume_mode=from_path, or remove this key"
         yield Problem("trainer.resume_path", trainer.resume_path, fix)
     for name in ("project_name", "run_name"):
         value: str = getattr(trainer, name)
         if not value or value in (".", "..") or os.sep in value:
-            yield Problem(f"trainer.{name}", value, "names a folder of the logs: use letters, digits, '-' and '_'")
+            yield Problem(f"trainer.{name}", value, "names a log folder: use letters, digits, '-' and '_'")
         elif len(value.encode()) > LONGEST_NAME:
-            yield Problem(f"trainer.{name}", value, f"names a folder of the logs: at most {LONGEST_NAME} bytes")
+            yield Problem(f"trainer.{name}", value, f"names a log folder: use at most {LONGEST_NAME} bytes")
 
 
 _FOLDER = "trainer.fully_async."
@@ -228,57 +234,58 @@ UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy")
 """Built-in losses without an off-policy correction."""
 
 
-def runs_ahead(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether responses may be sampled while the policy trains, and lag behind it."""
+def generates_ahead(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether responses are sampled while the policy trains, and so can be stale."""
     return cfg.trainer.fully_async.enabled and cfg.trainer.fully_async.max_staleness_steps > 0
 
 
-def samples_repeatably(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether two runs sample the same: where responses run ahead, time decides which weights sample them."""
-    return bool(cfg.trainer.deterministic) and not runs_ahead(cfg)
+def is_reproducible(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether two runs sample the same responses. Fully asynchronous runs do not: which weights sample a
+    response depends on timing."""
+    return bool(cfg.trainer.deterministic) and not generates_ahead(cfg)
 
 
 def rollouts_folder(cfg: SkyRLTrainConfig) -> tuple[str, str]:
-    """Return (folder of the groups that were sampled, key that chooses it)."""
+    """Return (folder of the sampled groups, key that sets it)."""
     if cfg.trainer.fully_async.rollouts_path:
         return cfg.trainer.fully_async.rollouts_path, f"{_FOLDER}rollouts_path"
     return os.path.join(cfg.trainer.ckpt_path, "rollouts"), "trainer.ckpt_path"
 
 
 def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield what does not go together with rollouts that run ahead."""
-    if not runs_ahead(cfg):
+    """Yield the settings that contradict fully asynchronous rollouts."""
+    if not generates_ahead(cfg):
         return
     if cfg.trainer.placement.colocate_all:
-        fix = "engines that sample while the ranks train need GPUs of their own: set it to false"
+        fix = "engines that sample while the ranks train need separate GPUs: set it to false"
         yield Problem("trainer.placement.colocate_all", True, f"{KEY}: {fix}")
     if cfg.generator.batched:
-        fix = "prompts are sampled one by one while the policy trains: set it to false"
+        fix = "prompts are sampled one at a time while the policy trains: set it to false"
         yield Problem("generator.batched", True, f"{KEY}: {fix}")
     if cfg.generator.sampling_params.logprobs is None:
-        fix = "responses lag behind the policy, which only their log-probabilities tell: set it to 1"
+        fix = "responses are stale, and only their log-probabilities show by how much: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, f"{KEY}: {fix}")
     folder, setting = rollouts_folder(cfg)
     if is_address(folder):
-        fix = f"{KEY}: what is sampled is kept on a file system: set {_FOLDER}rollouts_path to a folder"
+        fix = f"{KEY}: sampled groups are stored on a file system: set {_FOLDER}rollouts_path to a folder"
         yield Problem(setting, cfg.trainer.fully_async.rollouts_path or cfg.trainer.ckpt_path, fix)
-    if not _knows_the_sampler(cfg):
+    if not _corrects_for_staleness(cfg):
         loss = cfg.trainer.algorithm.policy_loss_type
         fix = (
-            "takes responses for those of the policy, and they lag behind it: set "
+            "this loss assumes on-policy responses, but they are stale: set "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token (or another part of off_policy_correction), "
             f"or a loss that reads the engine's log-probabilities ({_ANCHORED}), or max_staleness_steps=0"
         )
         if loss in UNCORRECTED:
             fix = (
-                "takes responses for those of the policy, they lag behind it, and it has no off-policy correction: "
-                f"set {_ANCHORED}, or regular with off_policy_correction.tis_ratio_type=token"
+                "this loss assumes on-policy responses and has no off-policy correction, but responses are stale: "
+                f"set {_ANCHORED}, or policy_loss_type=regular with off_policy_correction.tis_ratio_type=token"
             )
         yield Problem("trainer.algorithm.policy_loss_type", loss, f"{KEY}: {fix}")
 
 
-def _knows_the_sampler(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether the loss accounts for what the responses were sampled from; one of a user may do as it likes."""
+def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether the loss corrects for stale responses. A custom loss is taken to do so."""
     algorithm = cfg.trainer.algorithm
     loss = algorithm.policy_loss_type
     if loss not in set(PolicyLossType) or loss in ("rollout_is", "dppo"):

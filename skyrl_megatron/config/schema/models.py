@@ -1,6 +1,4 @@
-"""The models of a run: weights, adapters, optimizer, Megatron-Core's options and parallel degrees, roles and their
-placement.
-"""
+"""The models of a run: weights, adapters, optimizer, Megatron-Core's options, parallel degrees, placement of roles."""
 
 from __future__ import annotations
 
@@ -14,43 +12,42 @@ from skyrl_megatron.config.load import BaseConfig
 
 @dataclass
 class SkyRLLoraConfig(BaseConfig):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685). Off while `rank` is 0."""
+    """Low-rank adapters (Hu et al., arXiv:2106.09685). Disabled if `rank` is 0."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapter matrices; 0 trains all weights."""
+    """Rank of the adapter matrices. 0: train all weights, without an adapter."""
     alpha: Count = 16
     """The adapter's output is scaled by `alpha / rank`."""
     dropout: Annotated[float, Bounds(0, 1)] = 0.0
-    """Probability that an input of the adapter is dropped in training."""
+    """Dropout probability of the adapter's input in training."""
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """Folder through which other systems hand adapters to engines. No effect here: adapters travel through memory."""
+    """No effect: adapters are sent to engines through memory."""
     target_modules: str = "all-linear"
     """Which linear layers get an adapter: `all-linear`, or names separated by commas (`linear_qkv,linear_proj`)."""
     exclude_modules: str | None = None
-    """Names, separated by commas, taken out of `target_modules`."""
+    """Names, separated by commas, that are removed from `target_modules`."""
     init_method: Annotated[str, OneOf("kaiming", "xavier", "normal", "zero")] = "kaiming"
-    """How the first adapter matrix starts. The second starts at zero, so that training begins from the base model;
-    with `zero` it is the first that is zero."""
+    """Initialisation of the adapter matrix A. B starts at zero, so that training starts from the base model. With
+    `zero`, A is zero instead of B."""
     sync_mode: Annotated[str | None, OneOf("memory", "merged")] = None
-    """What travels to the engines: `memory` sends adapters alone, to engines that hold the base model (and
-    `engine_init_kwargs.max_loras` versions at once, default 2 of each), `merged` the base weights with the adapter
-    added. None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
+    """What is sent to the engines. `memory`: only the adapters; engines hold the base model and
+    `engine_init_kwargs.max_loras` adapter versions (default: 2 per adapter). `merged`: the base weights with the
+    adapter added. None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
     train_attn: bool = True
-    """Whether layers of attention get adapters."""
+    """Whether attention layers get adapters."""
     train_mlp: bool = True
     """Whether dense layers, experts and shared experts get adapters."""
     train_unembed: bool = False
-    """Whether `all-linear` includes the output layer. Needs `sync_mode=merged` and a model whose output layer is not
-    its embedding."""
+    """Whether `all-linear` includes the output layer. Needs `sync_mode=merged` and a model with untied embeddings."""
     use_rslora: bool = False
     """Scale by `alpha / √rank` (arXiv:2312.03732) instead of `alpha / rank`."""
     adapters: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    """Several adapters trained together: name → what it has otherwise than the others, of `lora` and of
-    `policy.optimizer_config` (`{math: {}, code: {lr: 1e-5, alpha: 32}}`, or just `{math,code}`). A data row's
-    `adapter` says which one answers it. More than one need `sync_mode=memory`."""
+    """Several adapters trained together: name → the settings of `lora` and `policy.optimizer_config` in which it
+    differs (`{math: {}, code: {lr: 1e-5, alpha: 32}}`, or `{math,code}`). The column `adapter` of a data row names its
+    adapter. More than one adapter needs `sync_mode=memory`."""
     adapter_path: str | None = None
-    """A PEFT folder, or the name of one on the Hugging Face hub (`org/name` or `org/name@revision`), that training
-    starts from. Must have the rank, alpha and layers that are set here, and be an adapter of `policy.model.path`."""
+    """PEFT folder, or name of an adapter on the Hugging Face hub (`org/name` or `org/name@revision`), from which
+    training starts. It must be an adapter of `policy.model.path`, with the rank, alpha and layers set here."""
 
 
 @dataclass
@@ -58,71 +55,73 @@ class ModelConfig(BaseConfig):
     """A Hugging Face model."""
 
     path: str | None = None
-    """Folder with `config.json` and safetensors, or the name of a model on the Hugging Face hub (`org/name`); a folder
-    of that name wins."""
+    """Folder with `config.json` and safetensors, or the name of a model on the Hugging Face hub (`org/name`). If a
+    folder of that name exists, it is used."""
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
-    """Train an adapter instead of the weights."""
+    """Low-rank adapters."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model (`trainer.hub_commits` says which commit it is). None: the default branch;
-    for the reference what the policy has, if it is the same model."""
+    """Branch, tag or commit of a hub model (`trainer.hub_commits` records the commit). None: the default branch; for a
+    reference with the policy's model, the policy's revision."""
 
 
 @dataclass
 class OptimizerConfig(BaseConfig):
-    """Adam with decoupled weight decay. One step is one mini-batch."""
+    """Adam with decoupled weight decay (AdamW). One optimizer step is one mini-batch."""
 
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of the first and second moment, each in [0, 1)."""
     weight_decay: NonNegative = 1e-2
-    """Fraction of a weight, times the learning rate, taken off at each step; norms and biases, of one dimension, are
-    left alone unless `decay_norms_and_biases`."""
+    """Decoupled weight decay: each step subtracts this times the learning rate times the weight. One-dimensional
+    parameters (norms, biases) are not decayed unless `decay_norms_and_biases` is true."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients with a larger L2 norm (over all parameters) are scaled down to it; 0 never clips."""
+    """Maximum L2 norm of the gradients over all parameters; larger gradients are scaled down. 0: no clipping."""
     offload_after_step: bool = True
-    """Move the optimizer state to host memory after each training step. Only where `colocate_all` shares GPUs."""
+    """Move the optimizer state to host memory after each training step. Has an effect only with `colocate_all`."""
     num_warmup_steps: NonNegativeInt = 0
-    """Mini-batch steps N in which the learning rate rises linearly, from lr/N at the first."""
+    """Number N of optimizer steps in which the learning rate increases linearly, from lr/N at the first."""
     scheduler: Annotated[str, OneOf("constant", "constant_with_warmup", "linear", "cosine", "wsd")] = (
         "constant_with_warmup"
     )
-    """Course of the learning rate after the warm-up. `wsd` keeps the peak, then decays over its last tenth."""
+    """Schedule of the learning rate after the warm-up. `wsd` keeps the peak and decays over the last tenth."""
     min_lr: NonNegative = 0.0
-    """Where a decaying schedule ends."""
+    """Final learning rate of a decaying schedule."""
     num_decay_steps: NonNegativeInt | None = None
-    """Mini-batch step at which `min_lr` is reached, warm-up included. None: the last step of the run."""
+    """Optimizer step at which `min_lr` is reached, including the warm-up. None: the last step of the run."""
     decay_norms_and_biases: bool = False
-    """Weight decay reaches parameters of one dimension too, as in SkyRL's FSDP."""
+    """Apply weight decay to one-dimensional parameters too, like SkyRL's FSDP backend."""
 
 
 @dataclass
 class MixedPrecisionConfig(BaseConfig):
-    """Data types of an FSDP run; anything but the defaults is refused here, naming the Megatron key."""
+    """Data types of an FSDP run. Other values than the defaults are rejected; the message names the Megatron key."""
 
     param_dtype: str = "bf16"
-    """Type of the parameters in forward and backward. Here: `trainer.bf16`."""
+    """FSDP's data type of parameters (use `trainer.bf16` instead)."""
     reduce_dtype: str = "fp32"
-    """Type in which gradients are reduced. Here: `megatron_config.ddp_config.grad_reduce_in_fp32`."""
+    """FSDP's data type of gradient reduction (use `megatron_config.ddp_config.grad_reduce_in_fp32` instead)."""
     buffer_dtype: str = "fp32"
-    """Type of module buffers. Here they keep the type that Megatron gives them."""
+    """FSDP's data type of module buffers, which Megatron chooses."""
 
 
 @dataclass
 class FSDPConfig(BaseConfig):
-    """Keys of FSDP backends. `trainer.strategy=fsdp2` runs Megatron's equivalent (data parallelism with a distributed
-    optimizer); values other than the defaults are refused, naming the Megatron key that does the same."""
+    """Keys of FSDP backends. `trainer.strategy=fsdp2` runs Megatron's equivalent, data parallelism with a distributed
+    optimizer. Other values than the defaults are rejected; the message names the equivalent Megatron key."""
 
     cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory. Here: `optimizer_config_kwargs.optimizer_cpu_offload`."""
+    """FSDP's offload of parameters and optimizer state to host memory (use
+    `optimizer_config_kwargs.optimizer_cpu_offload` instead)."""
     reshard_after_forward: bool | int = True
-    """Drop gathered parameters after the forward pass. Megatron keeps parameters whole on each rank."""
+    """FSDP's release of gathered parameters (Megatron does not shard parameters over data-parallel ranks)."""
     fsdp_size: int = -1
-    """Ranks over which parameters are sharded; -1 is all. Here: the parallel degrees of `megatron_config`."""
+    """FSDP's number of ranks over which parameters are sharded (use the parallel degrees of `megatron_config`
+    instead)."""
     mixed_precision: MixedPrecisionConfig | None = None
-    """Data types; None is the default mix."""
+    """Data types. None: the defaults."""
     wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """Which modules are sharded as a unit. Megatron shards by its own layer specification."""
+    """FSDP's units of sharding, which Megatron's layer specification decides."""
 
 
 DEFAULT_MEGATRON_OPTIMIZER_KWARGS: dict[str, Any] = {
@@ -154,154 +153,156 @@ class MegatronDDPConfig(BaseConfig):
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward pass runs. Needs `overlap_grad_reduce`. CUDA only."""
     average_in_collective: bool = True
-    """Average inside the collective instead of scaling before it. No effect here: gradients are summed, and what they
-    are a mean over is divided out in the loss."""
+    """No effect: gradients are summed, and the loss contains the divisor."""
 
 
 @dataclass
 class MegatronTorchProfilerConfig(BaseConfig):
-    """torch profiler around each training step."""
+    """PyTorch profiler of each training step."""
 
     enable: bool = False
-    """Profile."""
+    """Enable the profiler."""
     ranks: list[int] = field(default_factory=list)
-    """Global ranks that write a trace; an empty list is all ranks."""
+    """Global ranks that write a trace. Empty: all ranks."""
     save_path: str | None = None
     """Folder of the traces. None: `profile/` in the run's log folder."""
 
 
 @dataclass
 class MegatronLoraConfig(BaseConfig):
-    """How LoRA adapters sit in Megatron's fused layers."""
+    """LoRA adapters in Megatron's fused layers."""
 
     lora_type: Annotated[str, OneOf("lora", "canonical_lora")] = "lora"
-    """`lora`: one adapter per fused layer (q, k and v together). `canonical_lora`: one per Hugging Face projection."""
+    """Adapters of a fused layer. `lora`: one adapter per fused layer (q, k and v together). `canonical_lora`: one per
+    Hugging Face projection."""
     merge_lora: bool = True
     """Send base weights with the adapter added to the engines, instead of the adapter alone."""
     experts_shared_outer_loras: bool = False
-    """Share the outer factor of expert adapters (the first of gate and up, the second of down) among all experts of a
-    layer."""
+    """All experts of a layer share the outer matrix of their adapters: A of the gate and up projections, B of the down
+    projection."""
     normalize_moe_lora: bool = False
-    """Give adapters of experts the rank divided by the number of experts that a token goes to."""
+    """Divide the rank of expert adapters by the number of experts per token."""
 
 
 @dataclass
 class MTPConfig(BaseConfig):
-    """The layer that predicts the token after the next (multi-token prediction), with which engines draft tokens."""
+    """Multi-token prediction (MTP): the layer that predicts the token after the next. Engines draft tokens with it."""
 
     train: bool = False
-    """Train it beside the policy, on the tokens that the policy is trained on, with a loss of its own that reaches no
-    other weight. False: it is carried through exports as it is."""
+    """Train the MTP layer on the policy's training tokens, with a separate loss that changes no other weight. False:
+    exports contain the layer unchanged."""
     loss_scale: NonNegative = 0.1
-    """Weight of its loss, the mean cross-entropy of these tokens."""
+    """Weight of the MTP loss, the mean cross-entropy of these tokens."""
 
 
 @dataclass
 class MegatronConfig(BaseConfig):
-    """Layout and behaviour of one role's Megatron model.
+    """Parallel layout and options of one role's Megatron model.
 
-    A rank belongs to tp·pp·cp groups for attention and dense layers and to etp·ep·pp groups for experts:
-    `dp = world / (tp·pp·cp)` and `edp = world / (etp·ep·pp)`, both whole numbers.
+    Attention and dense layers use tp, pp, cp and `dp = world / (tp·pp·cp)`; experts use etp, ep, pp and
+    `edp = world / (etp·ep·pp)`. dp and edp must be whole numbers.
     """
 
     tensor_model_parallel_size: Count = 1
-    """tp: ranks that share each weight matrix of attention, dense layers, embedding and LM head."""
+    """tp: number of ranks that split each weight matrix of attention, dense layers, embedding and LM head."""
     pipeline_model_parallel_size: Count = 1
-    """pp: pipeline stages."""
+    """pp: number of pipeline stages."""
     context_parallel_size: Count = 1
-    """cp: ranks that share each sequence. Needs `trainer.use_sample_packing`."""
+    """cp: number of ranks that split each sequence. Needs `trainer.use_sample_packing`."""
     expert_model_parallel_size: Count = 1
-    """ep: ranks over which the experts of a layer are spread."""
+    """ep: number of ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: Count | None = None
-    """etp: ranks that share each expert's matrices. None: 1."""
+    """etp: number of ranks that split each expert's matrices. None: 1."""
     moe_token_dispatcher_type: Annotated[str, OneOf("alltoall", "allgather", "flex")] = "alltoall"
-    """How tokens reach their experts. `flex` needs DeepEP and CUDA; `allgather` cannot take packed micro-batches."""
+    """Token dispatcher of the experts. `flex` needs DeepEP and CUDA; `allgather` does not support packed
+    micro-batches."""
     moe_router_load_balancing_type: Annotated[
         str, OneOf("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
     ] = "none"
-    """Balancing of experts in training; the auxiliary losses weigh `moe_aux_loss_coeff`."""
+    """Load balancing of experts in training. `moe_aux_loss_coeff` is the weight of the auxiliary losses."""
     moe_grouped_gemm: bool = True
-    """Compute a rank's experts in one grouped matrix product instead of one after the other."""
+    """Compute the experts of a rank in one grouped GEMM instead of one after another."""
     moe_router_score_function: Annotated[str | None, OneOf("softmax", "sigmoid")] = None
-    """How router logits become scores. None: as the model's own configuration says."""
+    """Score function of router logits. None: that of the model's configuration."""
     moe_router_enable_expert_bias: bool | None = None
-    """Add a bias per expert when experts are chosen. None: as the model's own configuration says."""
+    """Add a bias per expert when the router selects experts. None: as in the model's configuration."""
     ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     """Gradient buffers."""
     torch_profiler_config: MegatronTorchProfilerConfig = field(default_factory=MegatronTorchProfilerConfig)
     """Profiler."""
     lora_config: MegatronLoraConfig = field(default_factory=MegatronLoraConfig)
-    """How adapters are built; `policy.model.lora` says whether."""
+    """Structure of the adapters that `policy.model.lora` enables."""
     optimizer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_MEGATRON_OPTIMIZER_KWARGS)
     )
-    """Fields of Megatron's `OptimizerConfig`, applied last."""
+    """Fields of Megatron's `OptimizerConfig`. They override the other keys."""
     transformer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
     )
-    """Fields of Megatron's `TransformerConfig`, applied last. `transformer_impl: local` asks for our own layers on a
-    GPU, where a run otherwise needs Transformer Engine."""
+    """Fields of Megatron's `TransformerConfig`. They override the other keys. `transformer_impl: local` uses this
+    package's layers on GPUs instead of Transformer Engine's."""
     empty_cuda_cache: bool | None = None
-    """Return cached GPU memory after each training step. None: only where training and engines share GPUs."""
+    """Free the cached GPU memory of PyTorch after each training step. None: only if training and engines share
+    GPUs."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration before Megatron's is derived from it."""
+    """Changes to the model's Hugging Face configuration, applied before Megatron's is derived from it."""
     dist_ckpt_optim_fully_reshardable: bool = False
-    """Other systems need true here to load optimizer state at another layout. Ours always can; false only warns."""
+    """No effect: optimizer state can always be loaded in another layout. False only gives a warning."""
     virtual_pipeline_model_parallel_size: Count | None = None
-    """vpp: model chunks per pipeline stage (interleaved schedule). None: 1."""
+    """vpp: number of model chunks per pipeline stage (interleaved schedule). None: 1."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first stage, where the embedding also lives. None: an even share."""
+    """Number of layers of the first stage, which also holds the embedding. None: an even share."""
     num_layers_in_last_pipeline_stage: Count | None = None
-    """Layers of the last stage, where the LM head also lives. None: an even share."""
+    """Number of layers of the last stage, which also holds the LM head. None: an even share."""
     moe_router_dtype: Annotated[str | None, OneOf("fp32", "fp64")] = "fp32"
-    """Type in which the router computes. None: the model's type."""
+    """Data type of the router. None: that of the model."""
     moe_aux_loss_coeff: NonNegative = 0.0
-    """Weight of the auxiliary balancing loss; without effect while `moe_router_load_balancing_type` is `none`."""
+    """Weight of the auxiliary load-balancing loss. No effect if `moe_router_load_balancing_type` is `none`."""
     moe_z_loss_coeff: NonNegative | None = None
-    """Weight of the z-loss on router logits (arXiv:2202.08906). None or 0: none."""
+    """Weight of the z-loss on router logits (arXiv:2202.08906). None or 0: no z-loss."""
     moe_enable_routing_replay: bool = False
-    """Compute log-probs and gradients with given experts, those of `moe_routing_replay_source`."""
+    """Compute log-probs and gradients with recorded experts (routing replay), from `moe_routing_replay_source`."""
     moe_routing_replay_source: Annotated[str, OneOf("rollout", "trainer")] = "rollout"
-    """Whose experts these are: those that the engine chose in the rollout (arXiv:2510.11370), which needs
-    `generator.inference_engine.enable_return_routed_experts`; or those that the trainer itself took when it computed
-    log-probs before the update, so that all optimizer steps on a batch have the same."""
+    """Source of the recorded experts. `rollout`: the experts that the engine chose (arXiv:2510.11370); needs
+    `generator.inference_engine.enable_return_routed_experts`. `trainer`: the experts that the trainer chose when it
+    computed log-probs before the update, so that all optimizer steps on a batch use the same experts."""
     moe_routing_replay_missing: Annotated[str, OneOf("natural", "error")] = "natural"
-    """What becomes of a token that counts in the loss and came without the engine's experts: the model routes it, or
-    the step ends with an error."""
+    """Handling of loss tokens without recorded experts. `natural`: the router of the model chooses their experts.
+    `error`: the step fails."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction."""
     freeze_moe_router: bool = False
-    """Leave router weights as they are."""
+    """Do not train the router weights."""
     moe_per_layer_logging: bool = False
-    """Log balance and entropy of the router for each layer, beside their means."""
+    """Log load balance and entropy of the router of each layer, in addition to their means."""
     async_dist_ckpt_save: bool = False
-    """Write checkpoints in the background; training waits only for the copy of its own state."""
+    """Write checkpoints in the background. Training waits only until its state is copied."""
 
 
 @dataclass
 class PlacementConfig(BaseConfig):
-    """How many devices each role takes. On a machine without GPUs one rank process stands for one GPU."""
+    """Number of devices of each role. On a machine without GPUs, one rank process stands for one GPU."""
 
     colocate_all: bool = True
     """Training and engines share the same GPUs and take turns. On CPU: false."""
     colocate_policy_ref: bool = True
     """Policy and reference share the same GPUs. On CPU: false."""
     policy_num_nodes: Count = 1
-    """Nodes of the policy."""
+    """Number of nodes of the policy."""
     policy_num_gpus_per_node: Count = 1
-    """GPUs of each of them; nodes × GPUs is the policy's world size."""
+    """GPUs per node of the policy. Nodes × GPUs per node is the policy's world size."""
     critic_num_nodes: Count = 1
-    """Nodes of the critic. Not given: the policy's."""
+    """Number of nodes of the critic. Not set: that of the policy."""
     critic_num_gpus_per_node: Count = 1
-    """GPUs of each of them. Not given: the policy's."""
+    """GPUs per node of the critic. Not set: that of the policy."""
     ref_num_nodes: Count = 1
-    """Nodes of the reference. Not given: the policy's."""
+    """Number of nodes of the reference. Not set: that of the policy."""
     ref_num_gpus_per_node: Count = 1
-    """GPUs of each of them. Not given: the policy's."""
+    """GPUs per node of the reference. Not set: that of the policy."""
     teacher_num_nodes: Count = 1
-    """Nodes of each teacher. Not given: the policy's."""
+    """Number of nodes of each teacher. Not set: that of the policy."""
     teacher_num_gpus_per_node: Count = 1
-    """GPUs of each of them. Not given: the policy's."""
+    """GPUs per node of each teacher. Not set: that of the policy."""
 
 
 @dataclass
@@ -311,19 +312,20 @@ class PolicyConfig(BaseConfig):
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct"))
     """The model."""
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Its optimizer."""
+    """The policy's optimizer."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Keys of FSDP backends."""
     sequence_parallel_size: NonNegativeInt = 1
-    """Ulysses degree of FSDP backends. No effect here: `megatron_config.context_parallel_size` splits sequences."""
+    """No effect: `megatron_config.context_parallel_size` splits sequences."""
     use_torch_compile: bool = False
     """No effect: log-probabilities come from a fused kernel."""
     record_memory: bool = False
-    """Write snapshots of the GPU allocator to `ckpt_path/memory_snapshots/`, for pytorch.org/memory_viz."""
+    """Write snapshots of PyTorch's GPU memory allocator to `ckpt_path/memory_snapshots/`, for
+    pytorch.org/memory_viz."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Its layout."""
+    """The policy's layout and Megatron options."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration, as in `megatron_config.model_config_kwargs`, which wins."""
+    """Changes to the model's Hugging Face configuration. `megatron_config.model_config_kwargs` overrides them."""
 
 
 @dataclass
@@ -331,51 +333,50 @@ class CriticConfig(BaseConfig):
     """The value model, used by `advantage_estimator=gae`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model whose trunk the value head sits on. Path None: no critic."""
+    """The model to which a value head is added. Path None: no critic."""
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
-    """Its optimizer."""
+    """The critic's optimizer."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Keys of FSDP backends."""
     sequence_parallel_size: NonNegativeInt = 1
-    """Ulysses degree of FSDP backends. No effect here."""
+    """No effect: `megatron_config.context_parallel_size` splits sequences."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face configuration."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Its layout. Left untouched, it is the policy's."""
+    """Layout and Megatron options. Not set: those of the policy."""
 
 
 @dataclass
 class RefConfig(BaseConfig):
-    """The frozen model that the KL term refers to."""
+    """The frozen reference model of the KL term."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model. Path None: the policy's."""
+    """The model. Path None: that of the policy."""
     sequence_parallel_size: NonNegativeInt = 1
-    """Ulysses degree of FSDP backends. No effect here."""
+    """No effect: `megatron_config.context_parallel_size` splits sequences."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Keys of FSDP backends."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Its layout. Left untouched, it is the policy's."""
+    """Layout and Megatron options. Not set: those of the policy."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face configuration."""
 
 
 @dataclass
 class TeacherConfig(BaseConfig):
-    """Frozen models that the policy learns from, token for token (`algorithm.distillation`)."""
+    """Frozen teacher models of on-policy distillation (`algorithm.distillation`)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The teacher. Path None: the first folder or hub name of `models`; without either there is no teacher on
-    ranks."""
+    """The teacher. Path None: the first folder or hub name of `models`; without one, no teacher runs on ranks."""
     models: dict[str, str] = field(default_factory=dict)
-    """Several teachers, or one that is served elsewhere: name → folder, name on the Hugging Face hub, or the
-    `http(s)://` address of an OpenAI-compatible engine that returns log-probs of prompts. A data row's `teacher` says
-    which one judges it, default the first. Those on ranks share the settings of this section."""
+    """Several teachers, or teachers that run outside this job: name → folder, name on the Hugging Face hub, or
+    `http(s)://` address of an OpenAI-compatible engine that returns log-probs of prompts. The column `teacher` of a
+    data row names its teacher; default: the first. Teachers on ranks share the settings of this section."""
     sequence_parallel_size: NonNegativeInt = 1
-    """Ulysses degree of FSDP backends. No effect here."""
+    """No effect: `megatron_config.context_parallel_size` splits sequences."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Keys of FSDP backends."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Its layout. Left untouched, it is the policy's."""
+    """Layout and Megatron options. Not set: those of the policy."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face configuration."""

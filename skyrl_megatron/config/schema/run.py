@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and how it is printed."""
+"""The whole configuration of a run, and its conversion to YAML."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class SkyRLTrainConfig(BaseConfig):
     """Environments."""
 
     def __post_init__(self) -> None:
-        """Fill what follows from other fields; :func:`derive` is the list."""
+        """Fill in the fields that depend on other fields (:func:`derive`)."""
         derive(self)
 
     @classmethod
     def from_cli_overrides(cls, args: Sequence[str] | Mapping[str, Any]) -> Self:
         """Parse ``["trainer.seed=1", "--config", "run.yaml", …]``, or a dict of keys to values.
 
-        In a dict, keys may be dotted, and a string counts as typed text where the field is no string. Flat
+        In a dict, keys may be dotted, and a string for a field of another type is parsed like typed text. Flat
         ``generator.*`` engine keys of older scripts are translated with one DeprecationWarning. Raises ConfigError
-        with every problem found.
+        with every problem.
         """
         cfg, problems = load.parse(cls, args)
         if problems:
@@ -55,7 +55,7 @@ def make_config(
     trainer_cls: type[TrainerConfig] | None = None,
     generator_cls: type[GeneratorConfig] | None = None,
 ) -> type[SkyRLTrainConfig]:
-    """Make a SkyRLTrainConfig class with your sections. ``trainer_cls``, if given, brings its own algorithm.
+    """Return a SkyRLTrainConfig class with custom sections. With ``trainer_cls``, its algorithm section is used.
 
     >>> @dataclass
     ... class MyAlgorithmConfig(AlgorithmConfig):
@@ -77,14 +77,14 @@ def _with_sections(parent: type[BaseConfig], sections: Mapping[str, type[BaseCon
 
 
 def get_config_as_dict(cfg: BaseConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested plain values: what YAML and JSON can hold."""
+    """Return nested plain values that YAML and JSON can represent."""
     if isinstance(cfg, Mapping):
         return {str(key): _plain(value) for key, value in cfg.items()}
     return cast("dict[str, Any]", _plain(cfg))
 
 
 def get_config_as_yaml_str(cfg: BaseConfig) -> str:
-    """Return YAML that ``--config`` reads back to an equal configuration."""
+    """Return YAML from which ``--config`` reads an equal configuration."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(get_config_as_dict(cfg))))
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    """Escape ``${`` in strings, which would be read as an interpolation: OmegaConf takes a backslash before it."""
+    """Escape ``${`` in strings with a backslash, so that OmegaConf does not read it as an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The training loop: batch sizes, intervals, paths, and the roles it drives."""
+"""The training loop: batch sizes, intervals, paths, roles."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ Tracker = Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "con
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
-    """Rollouts that run on while the policy trains (docs/guides/async.md)."""
+    """Fully asynchronous rollouts: engines sample while the policy trains (docs/guides/async.md)."""
 
     max_staleness_steps: NonNegativeInt = 4
-    """Training steps by which a response may lag: sampled from the weights of step i, its oldest token included, it is
-    trained on at step j ≤ i + this. 1: one step off. 0: nothing runs ahead, the run is the synchronous one."""
+    """Maximum staleness of a response in training steps: if its oldest token is sampled from the weights of step i, it
+    is trained on at step j ≤ i + this. 0: the run is synchronous."""
     num_parallel_generation_workers: Count = 768
-    """Prompts generated at the same time. At most `train_batch_size · (max_staleness_steps + 1)` are under way or wait
-    to be trained on."""
+    """Maximum number of prompts generated at the same time. At most `train_batch_size · (max_staleness_steps + 1)`
+    prompts are being generated or wait for training."""
     adaptive_concurrency: bool = False
-    """Generate only as many prompts at the same time as engines have places for (`max_num_seqs`), at most
-    `num_parallel_generation_workers`: one less whenever requests are found waiting, one more while there is room. A
-    response that waits in an engine only gets older."""
+    """Adapt the number of prompts generated at the same time to the capacity of the engines (`max_num_seqs`), up to
+    `num_parallel_generation_workers`: one less if requests are queued in an engine, one more if engines have free
+    slots. Queued requests only increase the staleness of responses."""
     enabled: bool = False
-    """Sample while the policy trains. The other keys of this section have no effect without it."""
+    """Sample while the policy trains. Without it, the other keys of this section have no effect."""
     stale_policy: Annotated[str, OneOf("wait", "drop", "retry")] = "wait"
-    """What becomes of a prompt that is still being sampled at the last step which may train on it: the step waits for
-    it; it is dropped; it is sampled again from newer weights."""
+    """Handling of a prompt that is still being sampled at the last step that may train on it. `wait`: the step waits.
+    `drop`: the prompt is dropped. `retry`: it is sampled again from newer weights."""
     clear_kv_cache_on_weight_sync: bool = False
-    """Compute keys and values of requests in flight anew with each new weights; false: they go on with those that they
-    have. Keys and values of old weights never become the prefix of another request."""
+    """Recompute the KV cache of running requests after each weight sync. False: they continue with the old KV cache.
+    The KV cache of old weights is never used as the prefix of another request."""
     rollouts_path: str | None = None
-    """Folder, on a file system, of the groups that were sampled, which a resumed run does not sample again; null:
-    `ckpt_path/rollouts`. Needed where `ckpt_path` is an address."""
+    """Folder of the sampled groups, on a file system. A resumed run does not sample them again. None:
+    `ckpt_path/rollouts`. Required if `ckpt_path` is an `s3://` or `gs://` address."""
     keep_rollouts: bool = False
-    """Keep groups that checkpoints have trained on, so that the whole run can be repeated with `replay_from`; false:
-    only from its last checkpoints on. The folder then holds all that was ever sampled."""
+    """Keep all sampled groups, so that `replay_from` can repeat the whole run. False: keep only those needed from the
+    last checkpoints on."""
     replay_from: str | None = None
-    """Folder of the groups of another run (its `rollouts_path`): the same groups are trained in the same steps, and
-    nothing is sampled. With the same configuration the numbers are the same, bit for bit."""
+    """Folder of the sampled groups of another run (its `rollouts_path`). The same groups are trained in the same steps
+    and nothing is sampled. With the same configuration the results are bitwise equal."""
 
 
 @dataclass
 class HealingConfig(BaseConfig):
-    """Lost ranks that are replaced while the run goes on (docs/guides/healing.md)."""
+    """Recovery of lost ranks during the run (docs/guides/healing.md)."""
 
     enabled: bool = False
-    """Start a rank whose process is gone again, in its place, and repeat what was under way; false: the run ends, and
-    the same command continues from its last checkpoint."""
+    """Restart a rank whose process died, and repeat the interrupted phase. False: the run ends, and the same command
+    continues from the last checkpoint."""
     copies: Annotated[str, OneOf("neighbour", "none")] = "neighbour"
-    """Where a lost rank's state comes from: `neighbour`: behind the updates of each step every rank copies its state
-    to host memory, its own and that of the next rank (on another host, where there are several); `none`: from the
-    last checkpoint, which all go back to."""
+    """Source of a lost rank's state. `neighbour`: after the updates of each step every rank copies its state to its
+    own host memory and to that of a peer rank, on another host if there are several. `none`: the last checkpoint, to
+    which all ranks return."""
     max_times: Count = 3
-    """Healings within `within_steps` steps, above which the run ends."""
+    """Maximum number of recoveries within `within_steps` steps, above which the run ends."""
     within_steps: Count = 10
-    """See `max_times`."""
+    """Number of steps over which `max_times` counts."""
 
 
 @dataclass
 class TrainerConfig(BaseConfig):
-    """One run.
+    """Training.
 
-    Sizes count prompts: each step takes `train_batch_size` prompts, samples `n_samples_per_prompt` responses of each,
-    and makes `train_batch_size / policy_mini_batch_size` optimizer steps per epoch over them.
+    Batch sizes count prompts. Each step takes `train_batch_size` prompts, samples `n_samples_per_prompt` responses for
+    each, and makes `train_batch_size / policy_mini_batch_size` optimizer steps per pass over them.
     """
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """Devices of each role."""
     sequence_parallel_backend: str = "ulysses"
-    """Sequence parallelism of FSDP backends. No effect here."""
+    """No effect: `megatron_config.context_parallel_size` splits sequences."""
     strategy: Annotated[str, OneOf("megatron", "fsdp", "fsdp2")] = "megatron"
-    """`fsdp` and `fsdp2` run Megatron's equivalent: data parallelism alone with a distributed optimizer."""
+    """`fsdp` and `fsdp2` run Megatron's equivalent: only data parallelism, with a distributed optimizer."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The policy."""
     ref: RefConfig = field(default_factory=RefConfig)
@@ -89,113 +89,118 @@ class TrainerConfig(BaseConfig):
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Asynchronous rollouts."""
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass, as `transformer_config_kwargs.recompute_*` say; false: never."""
+    """Recompute activations in the backward pass, as set by `transformer_config_kwargs.recompute_*`. False: never."""
     gradient_checkpointing_use_reentrant: bool = False
-    """Variant of torch's checkpointing. No effect here: Megatron has its own."""
+    """No effect: Megatron has its own recomputation."""
     seed: NonNegativeInt = 42
     """Seed of data order, sampling, dropout and random weights."""
     resume_mode: Annotated[str | None, OneOf("none", "latest", "from_path")] = "latest"
-    """Start anew (`none` or null), from the newest complete checkpoint in `ckpt_path` of the run that
-    `latest_ckpt_global_step.txt` names, or from `resume_path`. What another run left there is named and left alone."""
+    """Checkpoint that the run starts from. `none` or null: start a new run. `latest`: continue from the newest
+    complete checkpoint in `ckpt_path` of the run that `latest_ckpt_global_step.txt` names. `from_path`: continue from
+    `resume_path`. Files of other runs in `ckpt_path` are reported and not changed."""
     resume_path: str | None = None
     """A `global_step_N` folder, for `resume_mode=from_path`."""
     log_path: str = "/tmp/skyrl-logs"
-    """Logs go to `log_path/project_name/run_name/`. On several nodes: a shared file system."""
+    """Logs are written to `log_path/project_name/run_name/`. On several nodes: a shared file system."""
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder, or `s3://`/`gs://` address, of the checkpoints."""
     max_ckpts_to_keep: Annotated[int, Bounds(1, also=(-1,))] = -1
-    """Older checkpoints of this run than the last so many are removed; -1 keeps all."""
+    """Number of checkpoints of this run to keep; older ones are removed. -1: keep all."""
     ckpt_interval: EverySteps = 10
-    """Checkpoint every so many steps; -1 or 0: at the end only."""
+    """Number of steps between checkpoints; -1 or 0: only at the end."""
     hf_save_interval: EverySteps = -1
-    """Export the policy as a Hugging Face folder every so many steps; -1 or 0: never."""
+    """Number of steps between exports of the policy as a Hugging Face folder; -1 or 0: never."""
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
     """Folder of Hugging Face exports and dumps."""
     bf16: bool = True
-    """Parameters and activations in bfloat16, with fp32 master weights; false: all in fp32. On CPU: false, also when
-    set."""
+    """Parameters and activations in bfloat16, with fp32 master weights. False: everything in fp32. On CPU: always
+    false."""
     epochs: Count = 1
-    """Passes over the training prompts."""
+    """Number of passes over the training prompts."""
     update_epochs_per_batch: Count = 1
-    """Passes of optimizer steps over the responses of one step."""
+    """Number of passes of optimizer steps over the responses of one step."""
     train_batch_size: Count = 1024
     """Prompts per step."""
     policy_mini_batch_size: Count = 256
-    """Prompts per optimizer step of the policy; divides `train_batch_size`."""
+    """Prompts per optimizer step of the policy; must divide `train_batch_size`."""
     critic_mini_batch_size: Count = 256
-    """Prompts per optimizer step of the critic; divides `train_batch_size`."""
+    """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
     micro_train_batch_size_per_gpu: Count = 1
     """Sequences per forward-backward pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
     micro_forward_batch_size_per_gpu: Count = 1
     """Sequences per forward-only pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
     update_ref_every_epoch: bool = False
-    """Give the reference the policy's weights after each epoch. Checkpoints then hold them too."""
+    """Copy the policy's weights to the reference after each epoch. Checkpoints then contain the reference too."""
     use_sample_packing: bool = True
-    """Lay sequences end to end instead of padding them. `remove_microbatch_padding` is another name for it."""
+    """Pack sequences end to end instead of padding them. `remove_microbatch_padding` is another name of this key."""
     eval_batch_size: Count = 1024
-    """Prompts generated at the same time in evaluation."""
+    """Number of prompts generated at the same time in evaluation."""
     eval_before_train: bool = True
     """Evaluate before the first step."""
     eval_interval: EverySteps = 5
-    """Evaluate every so many steps; -1 or 0: never."""
+    """Number of steps between evaluations; -1 or 0: never."""
     max_prompt_length: Count = 512
-    """Tokens; longer prompts are dropped and counted."""
+    """Maximum length of a prompt in tokens. Longer prompts are dropped and counted."""
     flash_attn: bool = True
-    """Fused attention kernels, the best installed; false: unfused, not with context parallelism. On CPU: false."""
+    """Use the best installed fused attention kernel. False: unfused attention, which does not support context
+    parallelism. On CPU: false."""
     disable_fast_tokenizer: bool = False
-    """No effect: transformers has one kind of tokenizer since version 5."""
+    """No effect: since version 5, transformers has only fast tokenizers."""
     project_name: str = "skyrl"
-    """Project, for trackers and the log folder."""
+    """Name of the project, for trackers and the log folder."""
     run_name: str = "test_run"
-    """Run, for trackers and the log folder."""
+    """Name of the run, for trackers and the log folder."""
     logger: Tracker | list[Tracker] = "wandb"
-    """Tracker, or a list of several, beside `metrics.jsonl`, TensorBoard and console, which every run writes. wandb,
-    mlflow and swanlab are extras of the package; wandb without `WANDB_API_KEY` is left out."""
+    """Tracker, or list of trackers, in addition to `metrics.jsonl`, TensorBoard and console, which every run writes.
+    wandb, mlflow and swanlab are extras of the package. wandb is skipped if `WANDB_API_KEY` is not set."""
     dump_data_batch: bool = False
     """Write the tensors of each training batch to `export_path`."""
     dump_eval_results: bool = True
     """Write prompts, responses and scores of each evaluation to `export_path`."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary scaling, in the form of a Hugging Face configuration. None: the model's own."""
+    """Rotary scaling, in the form of a Hugging Face configuration. None: that of the model."""
     rope_theta: Positive | None = None
-    """Base of the rotary frequencies. None: the model's own."""
+    """Base of the rotary frequencies. None: that of the model."""
     max_training_steps: Count | None = None
-    """Finish the run after so many steps. None: after `epochs`."""
+    """Number of steps after which the run ends. None: after `epochs`."""
     max_tokens_per_microbatch: Annotated[int, Bounds(1, also=(-1,))] = -1
-    """Tokens of packed sequences per micro-batch, never exceeded; -1: the `micro_*_batch_size_per_gpu` count."""
+    """Maximum number of tokens of packed sequences in a micro-batch. -1: use `micro_*_batch_size_per_gpu`."""
     logprobs_chunk_size: Count | None = 1024
-    """Tokens whose logits are turned into log-probabilities at a time, which bounds memory. None: all at once."""
+    """Number of tokens whose log-probabilities are computed from logits at a time, to limit memory. None: all at
+    once."""
     fused_lm_head_logprob: bool = False
-    """Compute log-probabilities from hidden states chunk by chunk, so that the full logits never exist."""
+    """Compute log-probabilities from hidden states in chunks, without materialising the full logits."""
     deterministic: bool | None = None
-    """Same configuration, seed and layout: the same run, bit for bit, at some cost in speed. None: true on CPU. What
-    is sampled ahead of training (`fully_async`) depends on time."""
+    """Make runs with the same configuration, seed and layout bitwise equal, at some cost in speed. None: true on CPU,
+    else false. Samples of fully asynchronous rollouts (`fully_async`) still depend on timing."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a Hugging Face model or tokenizer."""
+    """Run the Python code of a Hugging Face model or tokenizer."""
     phase_timeout_s: Positive = 1800.0
-    """Seconds that a phase (generate, train, sync, …) may take before the run fails, naming rank and phase."""
+    """Timeout of a phase (generate, train, sync, …) in seconds. The error names rank and phase."""
     plugins: list[str] = field(default_factory=list)
-    """Modules that every process of the run imports: they register losses, estimators, environments, generators,
+    """Modules that every process of the run imports. They register losses, estimators, environments, generators,
     engines, transports or model families (docs/guides/plugins.md)."""
     hub_commits: dict[str, str] = field(default_factory=dict)
-    """Commit of each repository of the Hugging Face hub that the run uses: `org/name@revision`, for data sets
-    `datasets/org/name@revision`. Filled in when a run starts; one that is resumed keeps those of its checkpoint."""
+    """Commit of each Hugging Face hub repository that the run uses: `org/name@revision`, for data sets
+    `datasets/org/name@revision`. Filled in when a run starts. A resumed run keeps those of its checkpoint."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """Teachers."""
     critic_warmup_steps: NonNegativeInt = 0
-    """Steps at the start of the run in which the critic learns and the policy stays as it is."""
+    """Number of steps at the start of the run in which only the critic is trained."""
     samples_per_step: NonNegativeInt = 8
-    """Samples that are kept for the dashboard, with log-probs and advantages of each token; 0: none."""
+    """Number of samples per step that are recorded for the dashboard, with log-probs and advantages of each token. 0:
+    none."""
     samples_per_run: Count = 2000
-    """Samples of the whole run; with more steps, samples and expert loads are kept of fewer of them, evenly."""
+    """Maximum number of recorded samples of the run. If steps × `samples_per_step` exceeds it, samples and expert
+    loads are recorded at evenly spaced steps."""
     peak_flops_per_rank: Annotated[float | None, Bounds(0, open_low=True)] = None
-    """FLOP/s of a rank's device at its best, which MFU relates to; unset: the published figure of known GPUs in bf16,
-    and no MFU on others."""
+    """Peak FLOP/s of a rank's device, for MFU. None: the published bf16 value of known GPUs; no MFU on others."""
     prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
-    """Port on the loopback interface of the trainer's host where Prometheus finds the last numbers, at `/metrics`,
-    with the bearer token in `prometheus_token` of the run's folder (Prometheus: `authorization.credentials_file`)."""
+    """Port on the loopback interface of the trainer's host that serves the latest metrics to Prometheus, at
+    `/metrics`. The bearer token is in `prometheus_token` in the run's folder (Prometheus:
+    `authorization.credentials_file`)."""
     opentelemetry_endpoint: str | None = None
-    """Collector that gets each step as a trace, with a span for each phase of trainer, ranks and engines: the address
-    of OTLP over HTTP, such as `http://127.0.0.1:4318`."""
+    """OTLP/HTTP address of a collector, such as `http://127.0.0.1:4318`. It receives each step as a trace with a span
+    for each phase of trainer, ranks and engines."""
     healing: HealingConfig = field(default_factory=HealingConfig)
-    """Ranks that are lost."""
+    """Recovery of lost ranks."""

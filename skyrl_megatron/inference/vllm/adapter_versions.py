@@ -1,7 +1,7 @@
-"""The versions of an adapter that an engine holds at the same time, and the requests that use them.
+"""The adapter versions that an engine has loaded, and the requests that use them.
 
-A request is sampled with one version from its first token to its last; the next version serves beside it. An engine
-holds as many as it has slots, and one slot is always the next version's.
+A request uses one version from its first to its last token. New requests use the newest version at the same time. An
+engine has a slot per version; one slot is reserved for the next version.
 """
 
 from __future__ import annotations
@@ -15,33 +15,32 @@ from skyrl_megatron.errors import RequestError, WeightSyncError
 from skyrl_megatron.weight_sync.adapter_tensors import Pairs, target_modules
 
 NAME = "policy"
-"""What an adapter without a name is called in engines, where a version is ``policy@VERSION``."""
+"""Name of the unnamed adapter in engines, where its versions are called ``policy@VERSION``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlots:
-    """What an engine is started with to hold adapters."""
+    """The adapter settings that an engine starts with."""
 
     rank: int
-    """Largest rank of a factor, one of :data:`RANKS`."""
+    """Largest rank, one of :data:`RANKS`."""
     targets: tuple[str, ...]
-    """Ends of the names of the engine's modules that may have adapters: ``q_proj``, …, and ``experts``."""
+    """Suffixes of the names of modules that may have adapters: ``q_proj``, …, and ``experts``."""
     slots: int = 2
-    """Versions held at the same time, of all adapters together: at least two of each, the one that serves and the
-    next."""
+    """Number of versions of all adapters together: at least two per adapter, the serving and the next one."""
     names: tuple[str, ...] = ("",)
-    """The adapters; ``("",)`` where there is one without a name."""
+    """Names of the adapters; ``("",)`` for one unnamed adapter."""
 
 
 SLOTS = 2
-"""Versions of an adapter that an engine has room for: the one that serves, and the next. A request whose version is
-older than these starts over, so more of them only help requests that take longer than a training step."""
+"""Slots per adapter: for the serving and the next version. A request with an older version starts over, so more slots
+help only requests that take longer than a training step."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has room for; adapters of others are held in the next larger one (vllm/config/lora.py)."""
+"""Ranks that vLLM supports (vllm/config/lora.py). Others use the next larger one."""
 
 
 def adapter_slots(adapters: Pairs | None, slots: int | None = None) -> AdapterSlots | None:
-    """Return what an engine needs for adapters of such factors (name → projection → sizes); None for none."""
+    """Return the adapter settings of an engine; None without adapters. ``adapters``: name → projection → sizes."""
     if adapters is None:
         return None
     largest = max(pair.rank for pairs in adapters.values() for pair in pairs.values())
@@ -50,50 +49,51 @@ def adapter_slots(adapters: Pairs | None, slots: int | None = None) -> AdapterSl
 
 
 @dataclass(eq=False)
-class Held:
-    """One version of an adapter."""
+class AdapterVersion:
+    """One loaded version of an adapter."""
 
     adapter: str
     version: str
     number: int
-    """vLLM's id of it, never used again."""
+    """Its id in vLLM, never reused."""
     users: list[str] = field(default_factory=list)
-    """Ids of the requests that it serves; of a HTTP request empty."""
+    """Ids of the requests that use it; "" for an HTTP request."""
     evicted: bool = False
-    """Whether it had to leave while requests used it: they start over."""
+    """Whether it was evicted while requests used it, which then start over."""
 
     @property
     def name(self) -> str:
-        """Name that prefixes are cached under."""
+        """Its name in vLLM, which is part of the key of cached prefixes."""
         return f"{self.adapter or NAME}@{self.version}"
 
 
-class HeldAdapters:
-    """The versions that one engine holds: of each adapter one serves, and during an update the next is a candidate.
+class AdapterVersions:
+    """The adapter versions of one engine. Each adapter has a serving version, and during an update a candidate.
 
-    ``names``: of the adapters. Methods that take one raise RequestError for another; empty means the only one.
+    ``names``: the adapters' names. Methods with a parameter ``adapter`` raise RequestError for an unknown name; empty
+    means the only adapter.
     """
 
     def __init__(self, slots: int, names: Sequence[str] = ("",)) -> None:
         self.slots, self.names = slots, tuple(names)
-        self.serving: dict[str, Held] = {}
-        self.candidates: dict[str, Held] = {}
-        self._held: list[Held] = []
+        self.serving: dict[str, AdapterVersion] = {}
+        self.candidates: dict[str, AdapterVersion] = {}
+        self._held: list[AdapterVersion] = []
         self._numbers = itertools.count(1)
 
     def named(self, adapter: str) -> str:
-        """Return which of the adapters a request asks for."""
+        """Return the name of a request's adapter."""
         if adapter in self.names:
             return adapter
         if adapter or len(self.names) > 1:
-            known = ", ".join(filter(None, self.names)) or "one without a name"
-            raise RequestError(f"{f'adapter {adapter!r} is unknown' if adapter else 'no adapter is named'}: {known}")
+            known = ", ".join(filter(None, self.names)) or "the only one, without a name"
+            wrong = f"adapter {adapter!r} is unknown" if adapter else "the request names no adapter"
+            raise RequestError(f"{wrong}: use {known}")
         return self.names[0]
 
     @contextlib.contextmanager
-    def use(self, request_id: str, adapter: str = "") -> Iterator[Held | None]:
-        """Give a request the version that serves, and keep it until the request has ended. None: the base does, until
-        the first version serves."""
+    def use(self, request_id: str, adapter: str = "") -> Iterator[AdapterVersion | None]:
+        """Yield the serving version (None until there is one: use the base model) and keep it loaded in the block."""
         held = self.serving.get(self.named(adapter))
         if held is None:
             yield None
@@ -104,10 +104,12 @@ class HeldAdapters:
         finally:
             held.users.remove(request_id)
 
-    def make_room(self, count: int = 1) -> list[str]:
-        """Forget versions without requests, and the oldest others until slots are free for ``count`` candidates.
-        Returns the requests that used those, which must be aborted. Raises WeightSyncError where HTTP requests use too
-        many."""
+    def free_slots(self, count: int = 1) -> list[str]:
+        """Free slots for ``count`` candidates: remove unused versions, then evict the oldest.
+
+        Returns the requests that used evicted versions, which must be aborted. Raises WeightSyncError if HTTP requests
+        use too many versions.
+        """
         self.candidates.clear()
         serving = list(self.serving.values())
         self._held = [held for held in self._held if held.users or held in serving]
@@ -121,29 +123,29 @@ class HeldAdapters:
                 aborted += held.users
         if len(self._held) + count > self.slots:
             raise WeightSyncError(
-                f"start: of {self.slots} adapter slots too few are free for {count} more: "
+                f"start: too few of {self.slots} adapter slots are free for {count} more; in use: "
                 f"{', '.join(f'{held.name} by {len(held.users)} requests' for held in self._held)}; raise "
                 "generator.inference_engine.engine_init_kwargs.max_loras"
             )
         return aborted
 
-    def add(self, version: str, adapter: str = "") -> Held:
-        """Make a candidate of a version that the workers have activated, or are about to."""
-        self.candidates[adapter] = held = Held(adapter, version, next(self._numbers))
+    def add(self, version: str, adapter: str = "") -> AdapterVersion:
+        """Add a candidate, which the workers have activated or will activate."""
+        self.candidates[adapter] = held = AdapterVersion(adapter, version, next(self._numbers))
         self._held.append(held)
         return held
 
     def commit(self) -> None:
-        """Let the candidates serve."""
+        """Make the candidates the serving versions."""
         self.serving |= self.candidates
         self.candidates.clear()
 
     def leave(self) -> None:
-        """Forget the candidates: what served before goes on."""
+        """Remove the candidates. The serving versions stay."""
         for held in self.candidates.values():
             self._held.remove(held)
         self.candidates.clear()
 
     def numbers(self) -> list[int]:
-        """List the ids of all versions that are held."""
+        """List the vLLM ids of all loaded versions."""
         return [held.number for held in self._held]

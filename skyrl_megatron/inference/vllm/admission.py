@@ -1,9 +1,9 @@
-"""The checks between a request and vLLM's engine core: only what the core can decode is sent, and a core whose input
-thread has ended is dead.
+"""Patches of vLLM that protect the engine core: invalid requests are rejected, and a core without input thread is
+dead.
 
-The core's input thread decodes requests strictly, and ends at the first that it cannot decode
-(``vllm/v1/engine/core.py``, ``process_input_sockets``). The process runs on and answers nothing any more. Imported by
-every process that makes requests of a core: the run's engines (``compat.py``) and servers (``api_server.py``).
+The core's input thread decodes requests strictly and ends at the first one that it cannot decode
+(``vllm/v1/engine/core.py``, ``process_input_sockets``). The process then keeps running, but answers nothing. Every
+process that sends requests to a core imports this: the run's engines (``compat.py``) and servers (``api_server.py``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, typed_
 
 log = logging.getLogger(__name__)
 RECONNECT_S = 3.0
-"""How long a core may be without its connection: over a network one may break and be made again."""
+"""How long a core may be disconnected: a network connection may break and be restored."""
 _FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in RESERVED)
 _own = threading.local()
 
 
 def install() -> None:
-    """Put all of it into this process's vLLM, before an engine is made."""
+    """Apply all patches to vLLM in this process. Call this before an engine is created."""
     check_requests()
     offer_structured_outputs()
     notice_lost_cores()
@@ -44,7 +44,7 @@ def install() -> None:
 
 # ------------------------------------------------------------------ requests
 def check_requests() -> None:
-    """Let vLLM refuse every request that its core could not decode, with the field, before anything knows of it."""
+    """Patch vLLM to reject requests that its core cannot decode, before they are registered anywhere."""
     original = InputProcessor.process_inputs
     if getattr(original, "checks", False):
         return
@@ -59,7 +59,7 @@ def check_requests() -> None:
         except (VLLMClientError, ValueError, TypeError, NotImplementedError):
             raise
         except (ImportError, ArithmeticError, LookupError, RecursionError, AttributeError) as error:
-            # of what vLLM does with the request's own values; the engine is as it was
+            # vLLM failed on the request's values; the engine is not affected
             raise VLLMValidationError(f"the request cannot be served: {type(error).__name__}: {error}") from error
         require_decodable(request)
         return request
@@ -69,7 +69,7 @@ def check_requests() -> None:
 
 
 def require_types(params: SamplingParams) -> None:
-    """Give every parameter its declared type. Raises VLLMValidationError naming one that has another."""
+    """Convert every parameter to its declared type. Raises VLLMValidationError with the first wrong one."""
     for name in _FIELDS:
         value = getattr(params, name)
         if value is None:
@@ -83,8 +83,8 @@ def require_types(params: SamplingParams) -> None:
 
 
 def require_decodable(request: EngineCoreRequest) -> None:
-    """Decode a request as the core will. Raises VLLMValidationError where that fails."""
-    if not hasattr(_own, "decoder"):  # neither is safe to share between threads
+    """Encode and decode a request as the core will. Raises VLLMValidationError if that fails."""
+    if not hasattr(_own, "decoder"):  # encoder and decoder are not thread-safe
         _own.encoder, _own.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
     try:
         _own.decoder.decode(_own.encoder.encode(request))
@@ -94,7 +94,7 @@ def require_decodable(request: EngineCoreRequest) -> None:
 
 
 def _wrong_field(request: EngineCoreRequest, problem: str) -> str:
-    """Return the field that decoding complains of, by its number, or the first that cannot be encoded."""
+    """Return the field that a decoding error refers to by number, or the first that cannot be encoded."""
     names: tuple[str, ...] = EngineCoreRequest.__struct_fields__
     at = problem.rpartition("$[")[2].partition("]")[0]
     if at.isdigit() and int(at) < len(names):
@@ -108,15 +108,14 @@ def _wrong_field(request: EngineCoreRequest, problem: str) -> str:
 
 
 def offer_structured_outputs() -> None:
-    """Let requests ask for structured outputs without lm-format-enforcer. Before vLLM checks a grammar for whatever
-    backend it imports that one, too, which ends in an ImportError where the package is missing."""
+    """Patch vLLM to support structured outputs without lm-format-enforcer, which it imports for every backend."""
     name = "vllm.v1.structured_output.backend_lm_format_enforcer"
     if name in sys.modules or importlib.util.find_spec("lmformatenforcer") is not None:
         return
 
     def refuse(params: SamplingParams) -> None:
         raise VLLMValidationError(
-            "structured outputs: the package lm-format-enforcer is not installed: set "
+            "structured outputs: the package lm-format-enforcer is not installed; set "
             "generator.inference_engine.engine_init_kwargs.structured_outputs_config.backend=xgrammar",
             parameter="structured_outputs",
         )
@@ -128,8 +127,11 @@ def offer_structured_outputs() -> None:
 
 # ------------------------------------------------------------------ cores
 def notice_lost_cores() -> None:
-    """Let an engine be dead as soon as the input thread of a core has ended, which closes the core's connection:
-    however long its steps take, a core that lives keeps it."""
+    """Patch vLLM to mark an engine dead as soon as the input thread of a core ends, which closes the core's
+    connection.
+
+    A living core keeps its connection open even during long steps.
+    """
     original = AsyncMPClient._ensure_output_queue_task
     if getattr(original, "watches", False):
         return
@@ -148,7 +150,7 @@ def notice_lost_cores() -> None:
 
 
 async def _watch(monitor: Any, resources: Any) -> None:
-    """End what waits for answers when a core stays without its connection."""
+    """Mark the engine dead and fail pending requests if a core stays disconnected."""
     missing = 0
     try:
         while True:
@@ -156,9 +158,9 @@ async def _watch(monitor: Any, resources: Any) -> None:
             done, _ = await asyncio.wait([event], timeout=RECONNECT_S if missing > 0 else None)
             if not done:
                 event.cancel()
-                log.error("an engine core reads no requests any more: its connection is closed")
+                log.error("an engine core does not read requests any more: its connection is closed")
                 resources.engine_dead = True
-                resources.output_queue_task.cancel()  # as when vLLM's own monitor finds a dead process
+                resources.output_queue_task.cancel()  # as vLLM's monitor does for a dead process
                 return
             missing += {zmq.EVENT_DISCONNECTED: 1, zmq.EVENT_ACCEPTED: -1}.get(event.result()["event"], 0)
     finally:
@@ -166,7 +168,7 @@ async def _watch(monitor: Any, resources: Any) -> None:
 
 
 def serve() -> None:
-    """Run vLLM's OpenAI-compatible server, with the arguments of its command line, so that both hold."""
+    """Run vLLM's OpenAI-compatible server with the patches. It parses its command line."""
     from vllm.entrypoints.launchers.api_server.entry import main
 
     install()

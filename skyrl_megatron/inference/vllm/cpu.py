@@ -1,12 +1,13 @@
-"""What vLLM 0.32 lacks on CPU: delta nets in fp32, drafted tokens, experts with adapters, returned expert routes,
-seeds of chunked prompts, and sleep mode.
+"""Patches for features that vLLM 0.32 lacks on CPU: delta nets in fp32, temperatures of drafted tokens, experts with
+adapters, returned routes, seeds of chunked prompts, and sleep mode.
 
-What keeps them by block of the KV cache, so that cached prefixes have theirs, and hands them to the scheduler is not
-bound to a runner (vllm/distributed/aux_output_connector); the first runner is made to drive it here, step by step.
+Returned routes: vLLM stores routes by KV cache block, so that cached prefixes have theirs, and passes them to the
+scheduler (vllm/distributed/aux_output_connector). This works with any model runner, but only Model Runner V2 calls it.
+Here the CPU's model runner calls it too.
 
-On GPUs vLLM frees the pages of its own allocator and keeps the addresses (``device_allocator/cumem.py``). Here a
-storage is emptied in place and filled again, which keeps every tensor that looks into it. What oneDNN and the CPU
-kernels have packed is a copy of their own, which is dropped: a weight update packs it again.
+Sleep mode: on GPUs, vLLM frees the pages of its allocator and keeps the addresses (``device_allocator/cumem.py``).
+Here a storage is resized to 0 in place and back, so all tensor views stay valid. Weights that oneDNN or a CPU kernel
+has packed are copies. They are dropped, and the next weight update packs them again.
 """
 
 from __future__ import annotations
@@ -40,25 +41,28 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, unit
+from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, l2_normalize
 
 _stock = gdn_attention.cpu_gdn_attention_core
 
 
 def compute_delta_nets_in_fp32() -> None:
-    """Let vLLM register an operation that takes fp32 too. To be called before a model is built."""
+    """Patch vLLM's delta-net operation to support fp32. Call this before a model is built."""
     gdn_attention.cpu_gdn_attention_core = _core
 
 
 def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
-    """Fill ``core_attn_out`` [tokens, value heads, size] from queries, keys and values [tokens, channels] before the
-    short convolution; ``b``, ``a`` [tokens, value heads]: learning rate and step."""
+    """Compute the gated delta rule into ``core_attn_out`` [tokens, value heads, size].
+
+    ``mixed_qkv``: queries, keys and values [tokens, channels] before the short convolution. ``b``, ``a``: [tokens,
+    value heads], learning rate and step.
+    """
     if mixed_qkv.dtype == torch.bfloat16:
         _stock(mixed_qkv, b, a, core_attn_out, layer_name)
         return
     context: Any = get_forward_context()
     layer = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
-    if context.attn_metadata is None:  # a run that measures memory
+    if context.attn_metadata is None:  # vLLM's memory profiling run
         return
     of = context.attn_metadata[layer.prefix]
     sequences = of.num_decodes + of.num_prefills
@@ -78,8 +82,8 @@ def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_
     step = F.softplus(a[:tokens].float() + layer.dt_bias.float())
     kept = -layer.A_log.float().exp() * step
     out, ends = gated_delta_rule(
-        unit(q),
-        unit(k),
+        l2_normalize(q),
+        l2_normalize(k),
         v.unflatten(1, shape),
         kept.unflatten(1, shape),
         b[:tokens].sigmoid().unflatten(1, shape),
@@ -91,8 +95,10 @@ def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_
 
 
 def _convolved(x: Tensor, before: Tensor, slots: Tensor, lengths: tuple[int, ...], weight: Tensor) -> Tensor:
-    """Convolve [tokens, channels] along each sequence, behind the last tokens that its slot of ``before`` holds, which
-    are replaced by the new last ones."""
+    """Convolve ``x`` [tokens, channels] along each sequence, continuing after the tokens in its slot of ``before``.
+
+    Updates ``before`` to the last tokens of each sequence.
+    """
     results = []
     for slot, part in zip(slots.tolist(), x.split(lengths), strict=True):
         seen = torch.cat([before[slot].to(x.dtype), part.T], dim=1)
@@ -102,15 +108,18 @@ def _convolved(x: Tensor, before: Tensor, slots: Tensor, lengths: tuple[int, ...
 
 
 def widen_temperatures_on_cpu() -> None:
-    """Give each drafted token what its request asks for."""
-    rejection_sampler.expand_batch_to_tokens = widened
+    """Patch vLLM to apply each request's sampling parameters to its drafted tokens."""
+    rejection_sampler.expand_batch_to_tokens = expand_to_tokens
 
 
-def widened(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """Return each request's value, ``replace_to`` for ``replace_from``, once for each of its tokens: [tokens].
-    ``values``: [requests]; ``ends``: [requests], the number of tokens up to and with each one's.
+def expand_to_tokens(
+    values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> Tensor:
+    """Repeat each request's value for all of its tokens, [tokens]. ``replace_from`` becomes ``replace_to``.
 
-    >>> widened(torch.tensor([0.5, 0.0]), torch.tensor([1, 3]), 3, 0, 1)
+    ``values``: [requests]. ``ends``: [requests], the cumulative number of tokens.
+
+    >>> expand_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([1, 3]), 3, 0, 1)
     tensor([0.5000, 1.0000, 1.0000])
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -119,13 +128,13 @@ def widened(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, 
 
 
 class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Experts one after the other, each on its tokens, with the adapters of the requests that the tokens are of.
+    """Experts with the LoRA adapters of each token's request, computed one expert after another.
 
-    Weights stay as they are loaded: gate and up [E, 2 · inner, H], down [E, H, inner].
+    Weights are not packed: gate and up [E, 2 · inner, H], down [E, H, inner].
     """
 
     @staticmethod
-    def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:  # as vLLM has it
+    def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:  # the signature in vLLM
         return True, None
 
     @staticmethod
@@ -136,7 +145,7 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         return True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack nothing."""
+        """Do nothing: weights are not packed."""
 
     def apply(
         self,
@@ -154,7 +163,7 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         **unused: Any,
     ) -> None:
         if activation is not MoEActivation.SILU:
-            raise NotImplementedError(f"experts with {activation} take no adapters on CPU: exclude them")
+            raise NotImplementedError(f"adapters of experts with {activation} are not supported on CPU: exclude them")
         local = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         slots = token_slots(self._lora_context, len(hidden_states))
         total = torch.zeros(output.shape, dtype=torch.float32)
@@ -181,7 +190,7 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def token_slots(context: MoELoRAContext | None, tokens: int) -> Tensor:
-    """Return the slot of each token's adapter, [tokens]; −1: none."""
+    """Return the adapter slot of each token, [tokens]; −1: no adapter."""
     if context is None:
         return torch.full((tokens,), -1)
     mapping: Tensor | None = context.local_token_lora_mapping
@@ -190,7 +199,7 @@ def token_slots(context: MoELoRAContext | None, tokens: int) -> Tensor:
 
 
 def _by_expert(choices: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (expert, tokens that chose it, which of their choices it is). ``choices`` [tokens, K]; −1: not here."""
+    """Yield (expert, its tokens, their index in K). ``choices``: [tokens, K]; −1: the expert is on another rank."""
     flat = choices.flatten()
     order = flat.argsort(stable=True)
     experts, counts = flat[order].unique_consecutive(return_counts=True)
@@ -200,7 +209,7 @@ def _by_expert(choices: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _pairs(context: MoELoRAContext | None, slots: Tensor, expert: int) -> list[tuple[Tensor, list[Any]]]:
-    """List, for each adapter among ``slots``, its rows and an expert's factors (A, B) of gate, up and down."""
+    """List (rows, factors (A, B) of gate, up and down of an expert) for each adapter in ``slots``."""
     if context is None:
         return []
     stacked = [
@@ -215,7 +224,7 @@ def _pairs(context: MoELoRAContext | None, slots: Tensor, expert: int) -> list[t
 
 
 def choose_experts_with_bias() -> None:
-    """Let vLLM's router on CPU see a bias where experts have no groups, which are then one group."""
+    """Patch vLLM's CPU router to apply the bias of experts without groups, by treating them as one group."""
     original = CPURouter.__init__
     if getattr(original, "sees_bias", False):
         return
@@ -231,7 +240,7 @@ def choose_experts_with_bias() -> None:
 
 
 def choose_experts_with_adapters() -> None:
-    """Let vLLM choose these experts where adapters are for experts, and its own CPU kernel where they are not."""
+    """Patch vLLM to use :class:`AdaptedExperts` if adapters include experts, and its CPU kernel otherwise."""
     original: Callable[..., Any] = unquantized_fused_moe_method.select_unquantized_moe_backend
     if getattr(original, "knows_adapters", False):
         return
@@ -250,7 +259,7 @@ def choose_experts_with_adapters() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the collector reads of Model Runner V2's batch."""
+    """The fields of Model Runner V2's batch that the connector reads."""
 
     req_ids: list[str]
     query_start_loc_np: np.ndarray
@@ -258,7 +267,7 @@ class _Batch:
 
 
 def return_routes(runner: Any) -> None:
-    """Let the first model runner put the routes of each step into its outputs."""
+    """Patch the CPU's model runner to put the routes of each step into its outputs."""
     connector = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
     waiting: list[tuple[Any, np.ndarray]] = []
@@ -279,7 +288,7 @@ def return_routes(runner: Any) -> None:
 
     def sample_and_hand_over(*arguments: Any, **options: Any) -> Any:
         answer = sample_tokens(*arguments, **options)
-        output = getattr(answer, "_model_runner_output", answer)  # wrapped where scheduling is asynchronous
+        output = getattr(answer, "_model_runner_output", answer)  # wrapped if scheduling is asynchronous
         if waiting and isinstance(output, ModelRunnerOutput):
             pending, sampled = waiting.pop()
             pending.enqueue_cpu_copy(sampled.astype(np.int64), np.zeros(len(sampled), np.int64))
@@ -290,13 +299,16 @@ def return_routes(runner: Any) -> None:
 
 
 def allow_routes_on_cpu() -> None:
-    """Let a configuration ask for routes: vLLM refuses it without Model Runner V2. What else it refuses, the rules of
-    ``generator.inference_engine.enable_return_routed_experts`` do."""
+    """Skip vLLM's check that returned routes need Model Runner V2.
+
+    Its other checks are among the configuration rules of
+    ``generator.inference_engine.enable_return_routed_experts``.
+    """
     VllmConfig._verify_aux_output_compatibility = lambda self: None
 
 
 def rewind_seeds_on_cpu() -> None:
-    """Put generators back to where they were before the sample of an unfinished prompt."""
+    """Patch vLLM to restore random generators after it samples for an unfinished prompt."""
     sample, bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     def sample_and_rewind(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -319,18 +331,17 @@ def rewind_seeds_on_cpu() -> None:
 
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""vLLM's tags of what sleeps and wakes."""
+"""vLLM's sleep tags."""
 
 
 def sleep_on_cpu() -> None:
-    """Let engines on CPU sleep and wake as those on GPUs do."""
+    """Patch vLLM to support sleep mode on CPU."""
     CpuPlatform.is_sleep_mode_available = lambda self: True
     CPUWorker.sleep, CPUWorker.wake_up = _sleep, _wake_up
 
 
 def _sleep(worker: Any, level: int = 1) -> None:
-    """Free the KV cache, and on level 2 the weights; buffers stay, as no update brings them. Level 1 keeps weights
-    where vLLM moves them on GPUs: in host memory."""
+    """Free the KV cache, and with level 2 the weights. Buffers are kept, because no update sends them."""
     asleep: dict[str, list[tuple[torch.UntypedStorage, int]]] = worker.__dict__.setdefault("skyrl_asleep", {})
     parts = {KV_CACHE: _tensors(worker.model_runner.kv_caches)}
     if level > 1:
@@ -348,7 +359,7 @@ def _sleep(worker: Any, level: int = 1) -> None:
 
 
 def _wake_up(worker: Any, tags: Sequence[str] | None = None) -> None:
-    """Take the memory back: the KV cache as zeros, weights as the next update makes them."""
+    """Allocate the memory again. The KV cache is zeroed; the next update fills the weights."""
     asleep = worker.__dict__.get("skyrl_asleep", {})
     for part in tags or list(asleep):
         for storage, nbytes in asleep.pop(part, ()):
@@ -358,18 +369,18 @@ def _wake_up(worker: Any, tags: Sequence[str] | None = None) -> None:
 
 
 def _asleep(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    raise RuntimeError("the engine's weights sleep: a weight update wakes them")
+    raise RuntimeError("the engine's weights are asleep: sync the weights first")
 
 
 def _weights(model: nn.Module, kept: Sequence[str]) -> Iterator[Tensor]:
-    """Yield the parameters, but for those whose names match a pattern of ``sleep_preserve_parameter_names``."""
+    """Yield the parameters, except those that match a pattern of ``sleep_preserve_parameter_names``."""
     for name, parameter in model.named_parameters():
         if not any(fnmatch(name, pattern) for pattern in kept):
             yield parameter
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists of lists: some caches are several tensors."""
+    """Yield the tensors in nested lists."""
     if isinstance(nested, Tensor):
         yield nested
     else:
@@ -378,7 +389,7 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages behind tensors, each once, that can be emptied."""
+    """Yield each resizable storage of the tensors once."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -388,7 +399,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 def _give_back() -> None:
-    """Let tcmalloc, or the C library, return free pages to the system: each keeps them for the next allocation."""
+    """Let tcmalloc and the C library return free pages to the operating system."""
     library = ctypes.CDLL(None)
     if hasattr(library, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc is preloaded
         library.MallocExtension_ReleaseFreeMemory()

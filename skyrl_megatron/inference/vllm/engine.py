@@ -1,4 +1,4 @@
-"""vLLM's engine as an :class:`~skyrl_megatron.inference.protocol.InferenceEngine`."""
+"""The :class:`~skyrl_megatron.inference.protocol.InferenceEngine` that runs vLLM in this process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
-from skyrl_megatron.inference.sampling_params import WrongType, model_of, refused, typed_tokens
+from skyrl_megatron.inference.sampling_params import WrongType, invalid_request, model_of, typed_tokens
 from skyrl_megatron.inference.vllm import processes
-from skyrl_megatron.inference.vllm.adapter_versions import Held, HeldAdapters
+from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersion, AdapterVersions
 from skyrl_megatron.inference.vllm.processes import child_output, last_errors, unless_stopped
 from skyrl_megatron.inference.vllm.requests import (
     call_app,
     generation_of,
-    in_our_terms,
     refusals,
     sampling_parameters,
+    with_config_keys,
 )
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config, platform_arguments, worker_environment
 from skyrl_megatron.weight_sync.tensors import plain_metadata
@@ -42,14 +42,14 @@ __all__ = ["EngineSettings", "VLLMEngine"]
 
 BAD_REQUEST = 400
 WITHDRAW_S = 10.0
-"""How long an engine has to take back the requests of a batch that failed."""
+"""How long an engine may take to abort the requests of a failed batch."""
 
 
 class VLLMEngine(InferenceEngine):
-    """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend.
+    """vLLM's AsyncLLM with log-probs at the sampling temperature, and with weight updates over our transfer backend.
 
-    The engine's cores and workers are child processes of this one, and write what they print to ``log_file``. Started
-    with ``settings.adapters``, it keeps the weights of its folder, and an update brings adapters to them.
+    The engine cores and workers are child processes of this one. Their output goes to ``log_file``. With
+    ``settings.adapters``, the base weights stay as in the model folder, and updates send adapters.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -60,24 +60,23 @@ class VLLMEngine(InferenceEngine):
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
         self._others: set[psutil.Process] | None = None
-        """While vLLM starts its processes: the children that were there before."""
+        """While vLLM starts its processes: the child processes that existed before."""
         self._metadata: list[list[list[Any]]] | None = None
         self._openai: Any = None
         self._paused, self._pausing = False, asyncio.Lock()
         slots = settings.adapters
         self._cache_salt: str | None = None
-        self._adapters = HeldAdapters(slots.slots, slots.names) if slots else None
+        self._adapters = AdapterVersions(slots.slots, slots.names) if slots else None
 
     # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
-        """Start vLLM's processes and load the model. Raises EngineError naming what is missing, or with the last error
-        lines of the processes."""
+        """Start vLLM's processes and load the model. Raises EngineError with the last errors of the processes."""
         settings = self.settings = await asyncio.to_thread(self.settings.on_this_node)
-        folder = await asyncio.to_thread(lambda: settings.folder)  # a hub model may have to be fetched
+        folder = await asyncio.to_thread(lambda: settings.folder)  # may download a hub model
         hf = hf_config(folder)
         _require_memory(settings)
         if not device.has_cuda():
-            processes.start_server()  # it imports vLLM while this process does
+            processes.start_server()  # it imports vLLM in parallel with this process
         from skyrl_megatron.inference.vllm import compat
         from skyrl_megatron.weight_sync import vllm_backend
 
@@ -90,7 +89,7 @@ class VLLMEngine(InferenceEngine):
 
         def launch() -> Any:
             if not device.has_cuda():
-                processes.start_server()  # now: it is no process of this engine
+                processes.start_server()  # before the children are listed: it does not belong to this engine
             with child_output(self.log_file):
                 self._others = set(psutil.Process().children(recursive=True))
                 try:
@@ -115,9 +114,9 @@ class VLLMEngine(InferenceEngine):
         except Exception as error:
             if isinstance(error, TimeoutError):
                 error = TimeoutError(f"not ready after start_timeout_s={settings.start_timeout_s:g}")
-            said = self._last_words(error)
+            errors = self._last_errors(error)
             await self.kill()
-            raise EngineError(f"vLLM did not start on {settings.model}: {said}") from error
+            raise EngineError(f"vLLM did not start with {settings.model}: {errors}") from error
 
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None
@@ -126,7 +125,7 @@ class VLLMEngine(InferenceEngine):
         await self.kill()
 
     async def kill(self) -> None:
-        """Kill the processes, stopped ones (SIGSTOP) too, also while they start."""
+        """Kill the processes, also stopped ones (SIGSTOP) and those that are starting."""
         self._processes = self._processes or self._started()
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -140,18 +139,18 @@ class VLLMEngine(InferenceEngine):
             self.log_file.unlink(missing_ok=True)
 
     def _started(self) -> list[psutil.Process]:
-        """List the processes that vLLM has started so far, the oldest first."""
+        """List the processes that vLLM has started so far, oldest first."""
         if self._others is None:
             return []
         started = [each for each in psutil.Process().children(recursive=True) if each not in self._others]
         return sorted(started, key=lambda process: process.create_time())
 
     def process_ids(self) -> list[int]:
-        """List the engine's processes, cores before their workers."""
+        """List the engine's process ids, cores before their workers."""
         return [process.pid for process in self._processes]
 
     async def health(self) -> None:
-        """Ask the core, and through it every worker; a process that is stopped is not waited for."""
+        """Ping the core and every worker. Raises EngineGoneError early if a process is stopped (SIGSTOP)."""
 
         async def answer() -> None:
             await self._llm.check_health()
@@ -164,13 +163,13 @@ class VLLMEngine(InferenceEngine):
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
     ) -> Generation:
-        """Sample one continuation; without stop strings nothing is turned into text."""
+        """Sample one continuation. Tokens are detokenized only if there are stop strings."""
         parameters = sampling_parameters(request_id, sampling, support=self.settings.return_support)
         final, held = await self._finished(request_id, prompt_token_ids, parameters, adapter)
         return generation_of(final, self._version_of(held))
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Sample all requests; the scheduler is paused while they are admitted."""
+        """Sample all requests. The scheduler is paused while they are admitted."""
         from skyrl_megatron.inference.vllm import compat
 
         support = self.settings.return_support
@@ -192,7 +191,7 @@ class VLLMEngine(InferenceEngine):
                         await self._llm.resume_generation()
                 finals = [await queue.get() for queue in admitted]
             except BaseException:
-                with contextlib.suppress(Exception):  # a dying engine does not answer
+                with contextlib.suppress(Exception):  # the engine may be dead
                     async with asyncio.timeout(WITHDRAW_S):
                         await self._llm.abort([request.request_id for request, _ in prepared[: len(admitted)]])
                         if not self._paused:
@@ -206,7 +205,7 @@ class VLLMEngine(InferenceEngine):
         ]
 
     async def score(self, token_ids: Sequence[int], adapter: str = "") -> list[float]:
-        """Score by the weights that serve, or by those of an update that are still to be published."""
+        """Score with the serving weights, or with those of an update that is not published yet."""
         request_id = f"score-{uuid.uuid4().hex}"
         one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}
         parameters = sampling_parameters(request_id, one, support=self.settings.return_support)
@@ -221,10 +220,9 @@ class VLLMEngine(InferenceEngine):
         token_ids: Sequence[int],
         parameters: Any,
         adapter: str,
-        candidate: Held | None = None,
-    ) -> tuple[Any, Held | None]:
-        """Return vLLM's output of one request, and the version that it was sampled with; one whose version had to
-        leave starts over."""
+        candidate: AdapterVersion | None = None,
+    ) -> tuple[Any, AdapterVersion | None]:
+        """Return vLLM's output of one request and its adapter version. Start over if that version was evicted."""
         from skyrl_megatron.inference.vllm import compat
 
         while True:
@@ -241,28 +239,28 @@ class VLLMEngine(InferenceEngine):
                 return output, held
 
     def _prompt(self, request_id: str, token_ids: Sequence[int]) -> Any:
-        """Return vLLM's form of a prompt. Raises RequestError for what is no token id of the model."""
+        """Return vLLM's prompt object. Raises RequestError for ids outside of the model's vocabulary."""
         from skyrl_megatron.inference.vllm import compat
 
         try:
             typed = typed_tokens(token_ids, self._llm.model_config.get_vocab_size())
         except WrongType as error:
-            raise refused(request_id, error) from error
+            raise invalid_request(request_id, error) from error
         return compat.tokens_input(typed, cache_salt=self._cache_salt)
 
     @contextlib.contextmanager
-    def _use(self, request_id: str, adapter: str) -> Iterator[Held | None]:
-        """Give a request the adapter that it names. Raises RequestError for one that is not there."""
+    def _use(self, request_id: str, adapter: str) -> Iterator[AdapterVersion | None]:
+        """Yield the serving version of a request's adapter. Raises RequestError for an unknown adapter."""
         if self._adapters is not None:
             with self._adapters.use(request_id, adapter) as held:
                 yield held
         elif adapter:
-            raise RequestError(f"request {request_id}: the engine holds no adapters, {adapter!r} is asked for")
+            raise RequestError(f"request {request_id}: adapter {adapter!r} is unknown, the engine has no adapters")
         else:
             yield None
 
-    def _version_of(self, held: Held | None) -> str | None:
-        """Return the version that all of a request was sampled with; None where weights change under it."""
+    def _version_of(self, held: AdapterVersion | None) -> str | None:
+        """Return the version of all tokens of a request; None if weights may change during a request."""
         if self._adapters is None:
             return None
         return INITIAL_VERSION if held is None else held.version
@@ -272,7 +270,7 @@ class VLLMEngine(InferenceEngine):
             await self._llm.abort(request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating, and keep the KV cache of frozen requests."""
+        """Stop generating. Frozen requests keep their KV cache."""
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive():
@@ -291,7 +289,7 @@ class VLLMEngine(InferenceEngine):
             await self._llm.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory. Weights that no update brings again are kept (level 1)."""
+        """Free memory. With adapters the base weights are kept (level 1), because no update sends them."""
         if self.settings.sleep_mode:
             with self._alive():
                 await self._llm.sleep(1 if self._adapters else level, mode="keep")
@@ -302,7 +300,7 @@ class VLLMEngine(InferenceEngine):
                 await self._llm.wake_up(None if tags is None else list(tags))
 
     async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
-        """Answer a request for the served model, or for one of several adapters by its name."""
+        """Answer a request for the served model or for an adapter by name."""
         from skyrl_megatron.inference.vllm import compat
 
         served = self.settings.served_model_name or self.settings.model
@@ -311,15 +309,15 @@ class VLLMEngine(InferenceEngine):
                 parser = self.settings.tool_call_parser
                 self._openai = await compat.openai_app(self._llm, str(self.settings.folder), served, parser)
             names = self._adapters.names if self._adapters is not None else ("",)
-            asked = model_of(body) if names != ("",) else served
-            adapter = asked if asked in names else ""
+            model = model_of(body) if names != ("",) else served
+            adapter = model if model in names else ""
             with self._use("", adapter) as held:
                 compat.serve_adapter(self._openai, adapter or served, held)
-                refused = False
+                rejected = False
                 async for piece in call_app(self._openai, path, body):
                     if isinstance(piece, tuple):
-                        refused = piece[0] == BAD_REQUEST
-                    yield in_our_terms(piece) if refused and isinstance(piece, bytes) else piece
+                        rejected = piece[0] == BAD_REQUEST
+                    yield with_config_keys(piece) if rejected and isinstance(piece, bytes) else piece
 
     # ------------------------------------------------------------------ weights
     async def worker_count(self) -> int:
@@ -337,12 +335,12 @@ class VLLMEngine(InferenceEngine):
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
             await compat.on_every_worker(self._llm, "skyrl_connected")
 
-    async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
+    async def weight_targets(self, metadata: Sequence[Any]) -> list[Any] | str:
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive("connect"):
             (tensors,) = plain_metadata([metadata])
-            method = "skyrl_record_route" if self._adapters is None else "skyrl_record_adapter_route"
+            method = "skyrl_record_targets" if self._adapters is None else "skyrl_record_adapter_targets"
             routes = await compat.on_every_worker(self._llm, method, tensors)
         return next((route for route in routes if isinstance(route, str)), routes)
 
@@ -351,12 +349,12 @@ class VLLMEngine(InferenceEngine):
             if self._adapters is None:
                 await self._llm.start_weight_update()
             else:
-                if aborted := self._adapters.make_room(len(self._adapters.names)):
+                if aborted := self._adapters.free_slots(len(self._adapters.names)):
                     await self._llm.abort(aborted)
                 await self._keep_adapters()
 
     async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
-        """Receive and load; metadata equal to those of the update before are not sent to the workers again."""
+        """Receive and load the tensors. Metadata are sent to the workers only if they changed."""
         plain = plain_metadata(metadata)
         senders = None if plain == self._metadata else plain
         with self._alive("receive"):
@@ -364,7 +362,7 @@ class VLLMEngine(InferenceEngine):
             checksums = await (self._load(senders) if self._adapters is None else self._stage(senders))
             self._metadata = plain
         if len(checksums) != self.settings.workers:
-            raise WeightSyncError(f"receive: checksums of {len(checksums)} of {self.settings.workers} workers")
+            raise WeightSyncError(f"receive: only {len(checksums)} of {self.settings.workers} workers sent checksums")
         return checksums
 
     async def _load(self, senders: list[list[list[Any]]] | None) -> list[list[list[int]]]:
@@ -376,28 +374,28 @@ class VLLMEngine(InferenceEngine):
         return checksums
 
     async def _stage(self, senders: list[list[list[Any]]] | None) -> list[list[list[int]]]:
-        """Receive adapters beside those that serve. Raises WeightSyncError where it has more than the engine."""
+        """Receive new adapter versions. Raises WeightSyncError for adapters of modules that the engine ignores."""
         from skyrl_megatron.inference.vllm import compat
 
-        answers = await compat.on_every_worker(self._llm, "skyrl_stage_adapters", senders)
-        nowhere = set.intersection(*(set(left) for _, left in answers))
-        if nowhere:
+        results = await compat.on_every_worker(self._llm, "skyrl_stage_adapters", senders)
+        unused = set.intersection(*(set(left) for _, left in results))
+        if unused:
             assert self.settings.adapters is not None
             raise WeightSyncError(
-                f"receive: {min(nowhere)} has an adapter that the engine would ignore ({len(nowhere)} in all): it was "
-                f"started with lora_target_modules={','.join(self.settings.adapters.targets)}"
+                f"receive: the engine would ignore the adapters of {len(unused)} modules, such as {min(unused)}: it "
+                f"was started with lora_target_modules={','.join(self.settings.adapters.targets)}"
             )
-        return [checksums for checksums, _ in answers]
+        return [checksums for checksums, _ in results]
 
     async def finish_update(self, version: str, adapters: Mapping[str, str] | None = None) -> None:
-        """Process what was loaded. Adapters are ready to be scored then, and serve from :meth:`set_version` on."""
+        """Process the loaded weights. New adapter versions can then be scored, and serve after :meth:`set_version`."""
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive("finish"):
             if self._adapters is None:
                 await self._llm.finish_weight_update(version)
                 cleared = await self._llm.reset_prefix_cache(reset_running_requests=self.settings.clear_kv_cache)
-                if not cleared:  # frozen requests hold blocks: nothing of old weights becomes a prefix of new requests
+                if not cleared:  # frozen requests use blocks; a new salt keeps new requests from matching old prefixes
                     self._cache_salt = version
                 return
             versions = {self._adapters.names[0]: version} if adapters is None else adapters
@@ -409,7 +407,7 @@ class VLLMEngine(InferenceEngine):
                     raise WeightSyncError(f"finish: adapter {missing[0]} is not active on worker {worker}")
 
     async def abort_update(self) -> None:
-        """Leave an update; an engine of adapters serves on with what it had."""
+        """Abort an update. With adapters, the serving versions stay."""
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive("abort"):
@@ -420,7 +418,7 @@ class VLLMEngine(InferenceEngine):
                 await self._keep_adapters()
 
     async def _keep_adapters(self) -> list[list[int]]:
-        """Drop the adapters that are not held any more; return those that each worker has active."""
+        """Remove adapters from the workers that are not needed any more. Return each worker's active ones."""
         from skyrl_megatron.inference.vllm import compat
 
         assert self._adapters is not None
@@ -439,22 +437,22 @@ class VLLMEngine(InferenceEngine):
     # ------------------------------------------------------------------ errors
     @contextlib.contextmanager
     def _alive(self, phase: str | None = None) -> Iterator[None]:
-        """Turn vLLM's errors into ours: of an engine that lost a process EngineGoneError, with what its processes said
-        last; any other in a ``phase`` of a weight update WeightSyncError.
+        """Convert vLLM's errors: EngineGoneError with the processes' last errors if the engine lost a process, else
+        WeightSyncError in a ``phase`` of a weight update.
 
-        A worker's death reaches the calls under way in whatever state it met them: as EngineDeadError, or as a bare
-        Exception with vLLM's text, which is also what an error inside a living worker looks like.
+        When a worker dies, pending calls raise EngineDeadError or a plain Exception. An error inside a living worker
+        is a plain Exception too, so the processes are checked.
         """
         if self._llm is None:
-            raise EngineGoneError(f"the engine on {self.settings.model} is not running")
+            raise EngineGoneError(f"the engine with {self.settings.model} is not running")
         try:
             yield
         except SkyRLMegatronError:
             raise
         except Exception as error:
             if self._is_down(error):
-                said = self._last_words(error)
-                raise EngineGoneError(f"the engine on {self.settings.model} died: {said}") from error
+                errors = self._last_errors(error)
+                raise EngineGoneError(f"the engine with {self.settings.model} died: {errors}") from error
             if phase is not None:
                 raise WeightSyncError(f"{phase}: {error}") from error
             raise
@@ -465,21 +463,21 @@ class VLLMEngine(InferenceEngine):
         killed = self._llm is None
         return killed or isinstance(error, compat.EngineDeadError) or any(map(_has_ended, self._processes))
 
-    def _last_words(self, error: BaseException) -> str:
+    def _last_errors(self, error: BaseException) -> str:
         lines = last_errors(self.log_file)
         return "\n  ".join(lines) if lines else f"{type(error).__name__}: {error}"
 
 
 def _require_memory(settings: EngineSettings) -> None:
-    """Refuse to start an engine that the machine has no room for: vLLM would be killed halfway."""
+    """Raise EngineError if the machine has too little memory for an engine: vLLM would be killed during its start."""
     if device.has_cuda():
         return
     if settings.kv_cache_bytes is None:
-        raise EngineError("an engine on CPU needs an explicit KV cache size: set kv_cache_bytes")
+        raise EngineError("an engine on CPU needs a KV cache size: set kv_cache_bytes")
     available, needed = psutil.virtual_memory().available, settings.cpu_bytes
     if available < needed:
         raise EngineError(
-            f"memory: {available / 2**30:.1f} GiB available, the engine on {settings.model} needs about "
+            f"memory: {available / 2**30:.1f} GiB available, but the engine with {settings.model} needs about "
             f"{needed / 2**30:.1f} GiB (KV cache {settings.kv_cache_bytes / 2**30:.1f} GiB per worker): lower "
             "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes, or end other processes"
         )

@@ -1,16 +1,14 @@
-"""The processes of an engine: forked from one that has imported vLLM (CPU), their log, and whether one is stopped.
+"""The processes of an engine: forking them on CPU, their log, and detection of stopped ones. Does not import vLLM.
 
-A step may take longer than an engine that hangs should be waited for. A process that is stopped answers nobody, and
-the kernel says so; it is never a long step. Processor time does not tell the two apart: workers sleep while a GPU
-computes (``torch.cuda.Event(blocking=True)``), as they do in a deadlock. Imports no vLLM.
+Stopped processes: a step may take longer than the deadline for a stopped process (SIGSTOP), but the kernel reports
+that state. CPU time does not tell a long step from a hang, because workers sleep while a GPU computes.
 
-vLLM starts an engine as a core process, which starts workers, and each of them imports torch and vLLM anew: 15 s of a
-core a process. Here a fork server imports once, and every core and worker of all engines that a process starts is
-forked from it: the server that came with the process (``workers/forked.py``), or else one that imports while the
-process does so too. A forked process has the environment and the output of the one that asked for it, and ends when
-that one or the server does, whatever ended it.
+Forking: vLLM starts a core process, which starts workers, and each imports torch and vLLM, which takes 15 s of a core.
+On CPU, a fork server imports once, and all cores and workers are forked from it. It is the server that this process
+came from (``fork_server.py``), or a new one that imports in parallel with this process. A forked process has the
+environment and output of the process that requested it, and ends when that process or the server ends.
 
-On GPUs vLLM keeps its own way: CUDA and NCCL set themselves up in ways that a fork may not survive. Imports no vLLM.
+On GPUs, vLLM spawns its processes, because CUDA and NCCL may not survive a fork.
 """
 
 from __future__ import annotations
@@ -43,16 +41,16 @@ _TELLING = re.compile(
     r"^[\w.]*(Error|Exception|Exit|Fault)\b.*:|out of memory|.*died unexpectedly|Killed|Segmentation fault|Aborted"
 )
 _POINTING = re.compile(r"Executor failed|[Ss]ee (root cause|stack trace)|Engine core initialization failed")
-"""What vLLM raises because of something that was said before."""
+"""Errors of vLLM that only point to an earlier one."""
 SOME_OUTPUT = 1 << 16
-"""Bytes that a disk must take to be no cause: some are left of a page of a file, also where it is full."""
+"""Bytes to write to check for a full disk. Fewer may still fit into the last page of a file."""
 
 
 @contextlib.contextmanager
 def child_output(path: Path) -> Iterator[None]:
-    """Let processes started within the block write what they print to ``path``, as this process does meanwhile.
+    """Redirect the output of processes started in the block to ``path``. During the block, also of this process.
 
-    File descriptors belong to the whole process: blocks of several threads take turns.
+    File descriptors belong to the whole process, so blocks of several threads are serialized.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _starting, path.open("ab") as log:
@@ -72,10 +70,10 @@ def child_output(path: Path) -> Iterator[None]:
 
 
 def last_errors(path: Path, count: int = 4) -> list[str]:
-    """Return the last few lines of an engine's output that name an error, each once, without vLLM's prefixes.
+    """Return the last few error lines of an engine's output, each once, without vLLM's prefixes.
 
-    Those that only point to another are left out if there is another. Where none says why, the disk may: a process
-    ends that cannot write its output.
+    Errors that only point to an earlier one are left out if possible. If there is no cause, check whether the disk is
+    full: a process that cannot write its output ends.
     """
     try:
         text = path.read_bytes()[-200_000:].decode(errors="replace")
@@ -94,7 +92,7 @@ def last_errors(path: Path, count: int = 4) -> list[str]:
 
 
 def _refused(folder: Path) -> str:
-    """Return why nothing can be written in ``folder``; "" if it can."""
+    """Return why ``folder`` is not writable; "" if it is."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(SOME_OUTPUT))
@@ -106,12 +104,12 @@ def _refused(folder: Path) -> str:
 
 LOOK_S = 1.0
 LOOKS = 5
-"""At which a process was stopped, one after the other. They are counted, not timed: this process may have been stopped
-together with the engine, and the looks in between did not take place then."""
+"""Consecutive polls at which a process must be stopped. They are counted, not timed, because this process may have
+been stopped together with the engine."""
 
 
 async def unless_stopped[T](answer: Awaitable[T], processes: Sequence[psutil.Process]) -> T:
-    """Await what an engine answers. Raises EngineGoneError once a process of it stays stopped."""
+    """Await an engine's answer. Raises EngineGoneError if one of its processes stays stopped."""
     asked = asyncio.ensure_future(answer)
     stopped: dict[int, int] = {}
     try:
@@ -147,13 +145,13 @@ _LIBRARIES = (
     ("torch", "../torch.libs/libgomp*.so*"),
     ("torch", "lib/libgomp*.so*"),
 )
-"""Shared libraries that vLLM's CPU processes want loaded before all others: package, pattern."""
+"""(package, pattern) of shared libraries that vLLM's CPU processes must load before all others."""
 
 _server: ForkServer | None = None
 
 
 def start_server() -> ForkServer:
-    """Start the server unless it runs. Returns at once; it imports while this process goes on."""
+    """Start the fork server unless it runs. Return immediately; the server imports in the background."""
     global _server
     resource_tracker.ensure_running()  # of this process, which its engines share
     if _server is None:
@@ -165,18 +163,18 @@ def start_server() -> ForkServer:
 
 
 def import_all() -> None:
-    """Import what engine cores and workers need."""
+    """Import the modules of engine cores and workers."""
     for module in IMPORTED:
         importlib.import_module(module)
 
 
 def omp_threads() -> str:
-    """Return ``OMP_NUM_THREADS`` of engine processes: OpenMP reads it when it is loaded, and never again."""
+    """Return ``OMP_NUM_THREADS`` for engine processes. OpenMP reads it only when it is loaded."""
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
 class _Popen(popen_forkserver.Popen):
-    """A request to our server."""
+    """Starts a process by a request to the fork server."""
 
     _fds: list[int]
 
@@ -197,7 +195,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 class EngineProcess(context.ForkServerProcess):
-    """A process that the server forks, as if it had been spawned by the one that starts it."""
+    """A process that the fork server forks, with the environment and output of its starter."""
 
     _Popen = _Popen
 
@@ -211,21 +209,20 @@ class EngineProcess(context.ForkServerProcess):
 
     def run(self) -> None:
         global _server
+        self._output.take()  # first, so that later errors are in the engine's log
         fork_server.end_with(self._starter)
         fork_server.end_with_server()
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({n: value for n, value in self._environment.items() if os.environ.get(n) != value})
-        tempfile.tempdir = None  # that of the variables
-        self._output.take()
-        # workers, which this process starts, come from the same server
+        tempfile.tempdir = None  # read it again from the variables
+        # this process's workers are forked from the same server
         _server = ForkServer(self._server_address, forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
         super().run()
 
 
 class OwnedProcess(context.SpawnProcess):
-    """A spawned process that ends when the one that starts it does, whatever ended it: vLLM's engine cores, with whom
-    their workers end, would wait for requests for ever."""
+    """A spawned process that ends with its starter. vLLM's engine cores would wait for requests forever."""
 
     def start(self) -> None:
         self._starter = os.getpid()
@@ -237,38 +234,40 @@ class OwnedProcess(context.SpawnProcess):
 
 
 class OwnedContext(context.SpawnContext):
-    """The context of engine cores where none are forked."""
+    """The multiprocessing context of engine cores on GPUs."""
 
     Process = OwnedProcess
 
 
 class EngineContext(context.ForkServerContext):
-    """The context that ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
+    """The multiprocessing context of engine cores and workers on CPU, in place of vLLM's ``get_mp_context``."""
 
     Process = EngineProcess
 
 
 TEMPORARY_CHARACTERS = 60
-"""Longest name of a folder for sockets: what vLLM and multiprocessing add must fit into the 107 that Linux takes."""
+"""Limit of the folder's path. Linux limits socket paths to 107 characters, including what vLLM appends."""
 
 
-def own_temporary_folder() -> str | None:
-    """Make a folder that only this user can enter, and make it the temporary one of this process and all that it
-    starts: vLLM and multiprocessing leave sockets and folders when they are killed. Returns its path, which the caller
-    has removed; None where its name would be too long for a socket's, and nothing changes."""
+def use_private_temporary_folder() -> str | None:
+    """Create a private folder and make it the temporary folder of this process and its children.
+
+    The caller removes it, because vLLM and multiprocessing leave sockets and folders when they are killed. Returns its
+    path, or None without any change if the path would be too long for sockets.
+    """
     usual = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="skyrl-engine-")
     if len(folder) > TEMPORARY_CHARACTERS:
         os.rmdir(folder)
         return None
-    # what is compiled is kept, where torch keeps it without us
+    # keep torch's cache of compiled kernels in its usual folder
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor_{getpass.getuser()}"))
     os.environ["TMPDIR"], tempfile.tempdir = folder, folder
     return folder
 
 
 class _Output:
-    """Standard output and error of this process, on their way to another."""
+    """Standard output and error of this process, pickled for another process."""
 
     def __init__(self, descriptors: Any = None) -> None:
         self._descriptors = descriptors
@@ -277,7 +276,7 @@ class _Output:
         return _Output, ([reduction.DupFd(1), reduction.DupFd(2)],)
 
     def take(self) -> None:
-        """Make them this process's own."""
+        """Use them as standard output and error of this process."""
         for number, descriptor in zip((1, 2), self._descriptors, strict=True):
             received = descriptor.detach()
             os.dup2(received, number)
@@ -285,7 +284,7 @@ class _Output:
 
 
 def libraries() -> str:
-    """Return ``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
+    """Return ``LD_PRELOAD`` with vLLM's libraries, as far as they exist, before its current value."""
     already = os.environ.get("LD_PRELOAD", "")
     found: dict[str, str] = {}
     for package, pattern in _LIBRARIES:

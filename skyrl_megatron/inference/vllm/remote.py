@@ -1,4 +1,4 @@
-"""A vLLM server in a process of its own, and an engine that reaches such a server over HTTP."""
+"""A vLLM server as a subprocess, and an engine that uses a vLLM server over HTTP."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from skyrl_megatron.inference.protocol import (
     PauseMode,
     SampleRequest,
     WeightMetadata,
-    answers_of,
+    worker_results,
 )
-from skyrl_megatron.inference.sampling_params import TOKENS, WrongType, refused, typed_sampling, typed_tokens
+from skyrl_megatron.inference.sampling_params import TOKENS, WrongType, invalid_request, typed_sampling, typed_tokens
 from skyrl_megatron.inference.vllm.processes import last_errors
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config, platform_arguments, worker_environment
 from skyrl_megatron.weight_sync.tensors import plain_metadata
 
 MODULE = "skyrl_megatron.inference.vllm.api_server"
-FURTHER = "skyrl_megatron.inference.vllm.further_host"
-NEEDED = {
+OTHER_HOST_MODULE = "skyrl_megatron.inference.vllm.further_host"
+REQUIRED_ARGUMENTS = {
     "worker_extension_cls": "skyrl_megatron.inference.vllm.compat.WorkerExtension",
     "weight_transfer_config": {"backend": "skyrl_megatron"},
     "logprobs_mode": "processed_logprobs",
     "enable_scale_out": True,
 }
-"""Arguments of every server (``remote.NEEDED`` says what for)."""
+"""Arguments of every server; :data:`REQUIRED_FLAGS` has their purpose."""
 LOOK_S = 0.2
 END_S = 30.0
 _PR_SET_PDEATHSIG = 1
@@ -57,15 +57,17 @@ _set_at_death = ctypes.CDLL(None).prctl
 
 @dataclass(frozen=True, slots=True)
 class EngineHosts:
-    """How many hosts an engine is over, which of them this one is, and where the first one's server listens. Workers
-    meet at the port after that."""
+    """The hosts of an engine: their number, this host's rank, and the address of the server on host 0.
+
+    The workers connect over the port after that of the server.
+    """
 
     count: int = 1
     number: int = 0
     first: tuple[str, int] = ("127.0.0.1", 0)
 
     def arguments(self) -> dict[str, Any]:
-        """Return vLLM's arguments for it."""
+        """Return vLLM's arguments for several hosts."""
         if self.count == 1:
             return {}
         host, port = self.first
@@ -73,10 +75,9 @@ class EngineHosts:
 
 
 class EngineServer:
-    """A vLLM server of ``settings`` on ``host:port``, which asks every request for ``key``; on a further host of
-    ``hosts`` the workers there alone, for the first one's server.
+    """A vLLM server on ``host:port`` that requires the token ``key``. On hosts other than host 0, only its workers.
 
-    ``more``: arguments of vLLM's command line, applied last. Its output goes to ``settings.log_file``.
+    ``more``: arguments of vLLM's command line, applied last. The output goes to ``settings.log_file``.
     """
 
     def __init__(
@@ -91,22 +92,27 @@ class EngineServer:
         assert settings.log_file is not None
         self.log_file: Path = settings.log_file
         self.url = "http://{}:{}".format(*(hosts.first if hosts.number else (host, port)))
-        arguments = settings.arguments() | platform_arguments(hf_config(settings.folder)) | NEEDED | hosts.arguments()
+        arguments = (
+            settings.arguments()
+            | platform_arguments(hf_config(settings.folder))
+            | REQUIRED_ARGUMENTS
+            | hosts.arguments()
+        )
         if hosts.number:
-            self.command = [sys.executable, "-m", FURTHER, *flags(arguments), *more]
+            self.command = [sys.executable, "-m", OTHER_HOST_MODULE, *flags(arguments), *more]
         else:
             guard = f"{EngineGuard.__module__}.{EngineGuard.__name__}"
             own = {"host": host, "port": port, "middleware": guard, "h11_max_incomplete_event_size": MAX_HEAD_BYTES}
             self.command = [sys.executable, "-m", MODULE, *flags(arguments | own), *more]
         self.environment = os.environ | worker_environment() | {ENGINE_KEY: key, "VLLM_SERVER_DEV_MODE": "1"}
         if hosts.count > 1:
-            self.environment["VLLM_HOST_IP"] = host  # what workers of other hosts reach this one's by
+            self.environment["VLLM_HOST_IP"] = host  # the address for workers on other hosts
         if settings.enforce_eager and not device.has_cuda():
             self.environment["TORCH_COMPILE_DISABLE"] = "1"  # as compat.WorkerExtension.skyrl_compile_nothing
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, in a session of its own; it ends when this process does, whatever ended it."""
+        """Start the server in a separate session. It ends when this process ends or is killed."""
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -119,25 +125,25 @@ class EngineServer:
             )
 
     def wait_until_ready(self, timeout_s: float, stop: Callable[[], bool]) -> bool:
-        """Wait until it answers; False when ``stop`` says so first. Raises EngineError with its last errors."""
+        """Wait until the server answers, or return False after ``stop()``. Raises EngineError with its errors."""
         deadline = time.monotonic() + timeout_s
         while not self.answers():
             if stop():
                 return False
             self.require_alive("did not start")
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM was not ready after {timeout_s:g} s; its output is in {self.log_file}")
+                raise EngineError(f"vLLM was not ready after {timeout_s:g} s; see its output in {self.log_file}")
             time.sleep(LOOK_S)
         return True
 
     def require_alive(self, what: str = "ended") -> None:
-        """Raise EngineError, with what vLLM said last, if its process is gone."""
+        """Raise EngineError with vLLM's last errors if its process has ended."""
         if self._process is None or self._process.poll() is not None:
-            said = "\n  ".join(last_errors(self.log_file)) or "it gave no error"
-            raise EngineError(f"vLLM {what}: {said}\n  (all of it: {self.log_file})")
+            errors = "\n  ".join(last_errors(self.log_file)) or "no error in its output"
+            raise EngineError(f"vLLM {what}: {errors}\n  (full output: {self.log_file})")
 
     def stop(self) -> None:
-        """End it and all of its processes."""
+        """End the server and all of its processes."""
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
@@ -156,7 +162,7 @@ class EngineServer:
             return
 
     def answers(self) -> bool:
-        """Whether the server (that of the first host) says that it is well."""
+        """Return whether the server (on host 0) is healthy."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return int(answer.status) == 200
@@ -165,7 +171,7 @@ class EngineServer:
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Write arguments of vLLM's engine as options of its command line; None is left out."""
+    """Convert arguments of vLLM's engine to options of its command line. None values are left out."""
     found: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -183,9 +189,9 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 FIRST_ANSWER_S = 300.0
-"""The first tokens of a server take longest: what is compiled then, is."""
+"""Deadline of a server's first answers, during which it compiles kernels."""
 _EXTENSION = "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension"
-NEEDED_ENDPOINTS = {
+REQUIRED_FLAGS = {
     "VLLM_SERVER_DEV_MODE=1": "the RL endpoints (pause, weight updates, versions)",
     "--enable-scale-out": f"{TOKENS} (tokens in, tokens out)",
     "--logprobs-mode processed_logprobs": "log-probs at the sampling temperature",
@@ -193,7 +199,7 @@ NEEDED_ENDPOINTS = {
     '--weight-transfer-config \'{"backend":"skyrl_megatron"}\'': "weight updates from this trainer",
     "--generation-config vllm": "neutral sampling defaults",
 }
-"""Flags that a server has to be started with, and their purpose."""
+"""Flags that a server must be started with → their purpose."""
 NEUTRAL = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -203,16 +209,15 @@ NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""What requests over OpenAI's API that leave these out have to be sampled with: else the trainer's softmax is not the
-distribution of their tokens."""
+"""Required defaults for OpenAI requests. With others, the trainer's softmax is not the sampling distribution."""
 
 
 class RemoteEngine(InferenceEngine):
-    """An ``InferenceEngine`` that is a server, which somebody else starts and ends.
+    """An ``InferenceEngine`` that uses a vLLM server, which is started and ended elsewhere.
 
-    ``url``: of the server, for control. ``proxy_url``: where requests for samples go instead, as to a router in front
-    of several servers. ``key``: sent as bearer token to both; None or empty: none is sent. A key of this process's
-    environment is for servers of the user's configuration alone.
+    ``url``: address of the server. ``proxy_url``: address for sampling requests, such as a router for several servers.
+    ``key``: bearer token for both; None or empty: no token. A key from this process's environment must be sent only to
+    servers of the user's configuration.
     """
 
     def __init__(
@@ -226,18 +231,18 @@ class RemoteEngine(InferenceEngine):
         )
         self._metadata: list[list[list[Any]]] | None = None
         self.max_model_len = 0
-        """Tokens of the longest sequence that the server takes, once it was asked."""
+        """The server's longest sequence in tokens, known after :meth:`start`."""
 
     # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
-        """Check that the server is there and was started with what is needed. Raises EngineError naming the flag."""
+        """Check that the server answers and has the required flags. Raises EngineError with the missing flag."""
         try:
             models = (await self._http.get(f"{self.proxy_url}/v1/models", timeout=10)).json()
             self.max_model_len = int(models["data"][0]["max_model_len"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise EngineError(f"no vLLM server at {self.proxy_url} ({error!r}): start it, or fix the URL") from error
         await self._require("VLLM_SERVER_DEV_MODE=1", "GET", f"{self.url}/weight_info")
-        # the first call of an extension's method; a run that was ended may have left an update and a pause
+        # calls a method of the extension; an earlier run may have left an unfinished update and a pause
         await self._require(_EXTENSION, "POST", f"{self.url}/collective_rpc", {"method": "skyrl_abort_update"})
         await self.resume()
         greedy = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "temperature": 0.5, "logprobs": 0, "seed": 0}}
@@ -250,11 +255,11 @@ class RemoteEngine(InferenceEngine):
         await self.set_version(INITIAL_VERSION)
 
     async def shutdown(self) -> None:
-        """Close the connections; the server runs on."""
+        """Close the connections. The server keeps running."""
         await self._http.aclose()
 
     async def kill(self) -> None:
-        """Close the connections: the server is somebody else's."""
+        """Close the connections. The server keeps running."""
         await self._http.aclose()
 
     async def health(self) -> None:
@@ -265,7 +270,7 @@ class RemoteEngine(InferenceEngine):
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
     ) -> Generation:
         if adapter:
-            raise RequestError(f"request {request_id}: a server elsewhere holds no adapter {adapter!r}")
+            raise RequestError(f"request {request_id}: adapter {adapter!r}: remote servers do not support adapters")
         parameters = {**sampling, "logprobs": None if sampling.get("logprobs", 0) is None else 0}
         choice = (await self._tokens(request_id, prompt_token_ids, parameters))["choices"][0]
         content = (choice.get("logprobs") or {}).get("content") or []
@@ -277,7 +282,7 @@ class RemoteEngine(InferenceEngine):
         )
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Sample all requests, which arrive as the network brings them: not bitwise repeatable."""
+        """Sample all requests. Their order at the server varies, so results are not bitwise repeatable."""
         return list(
             await asyncio.gather(
                 *(self.generate(r.request_id, r.prompt_token_ids, r.sampling, r.adapter) for r in requests)
@@ -311,10 +316,10 @@ class RemoteEngine(InferenceEngine):
         await self._control("/reset_prefix_cache")
 
     async def sleep(self, level: int = 1) -> None:
-        """Do nothing: a server elsewhere shares no GPU with the trainer."""
+        """Do nothing: a remote server shares no GPU with the trainer."""
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Do nothing, see :meth:`sleep`."""
+        """Do nothing: a remote server shares no GPU with the trainer."""
 
     # ------------------------------------------------------------------ weights
     async def worker_count(self) -> int:
@@ -329,7 +334,7 @@ class RemoteEngine(InferenceEngine):
             await self._control("/init_weight_transfer_engine", {"init_info": info})
             await self._workers("skyrl_connected")
 
-    async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
+    async def weight_targets(self, metadata: Sequence[Any]) -> list[Any] | str:
         """Return that there are none: plans do not fit into requests."""
         return f"{self.url} is reached over HTTP"
 
@@ -348,10 +353,10 @@ class RemoteEngine(InferenceEngine):
         return checksums
 
     async def finish_update(self, version: str, adapters: Mapping[str, str] | None = None) -> None:
-        """Take on ``version``; no ``adapters`` travel to a server elsewhere."""
+        """Process the loaded weights and set ``version``. ``adapters`` are not supported."""
         with _sync_errors("finish"):
             await self._control("/finish_weight_update", {"weight_version": version})
-            # frozen requests would keep the cache from being cleared: they compute their keys and values anew
+            # frozen requests would keep the cache from being cleared, so they recompute their keys and values
             await self._control("/reset_prefix_cache?reset_running_requests=true")
 
     async def abort_update(self) -> None:
@@ -369,19 +374,19 @@ class RemoteEngine(InferenceEngine):
         try:
             typed, sampling = typed_tokens(token_ids), typed_sampling(parameters)
         except WrongType as error:
-            raise refused(request_id, error) from error
+            raise invalid_request(request_id, error) from error
         body = {"request_id": request_id, "token_ids": typed, "sampling_params": sampling}
         response = await self._send(self.proxy_url + TOKENS, body)
-        # 5xx is what vLLM answers once its engine is dead, and a proxy once vLLM is; 401 and 404 are another server's
+        # 5xx: vLLM's engine or the server behind a proxy is dead; 401 and 404: another server uses the address
         if response.status_code >= 300 and response.status_code != 400:
-            raise EngineGoneError(_refusal(response))
+            raise EngineGoneError(_status_and_message(response))
         return _content(response)
 
     async def _workers(self, method: str) -> list[Any]:
-        """Return what ``method`` returns on each worker. Raises EngineError with what went wrong on one."""
-        answer = await self._control("/collective_rpc", {"method": "skyrl_answer", "args": [method]})
+        """Return the result of ``method`` on each worker. Raises EngineError with a worker's error."""
+        answer = await self._control("/collective_rpc", {"method": "skyrl_call", "args": [method]})
         try:
-            return answers_of(answer["results"])
+            return worker_results(answer["results"])
         except RuntimeError as error:
             raise EngineError(str(error)) from error
 
@@ -415,8 +420,8 @@ class RemoteEngine(InferenceEngine):
         return _content(response)
 
     async def _require_neutral_defaults(self) -> None:
-        """Ask for the sampling parameters of a request that sets none. The model folder's ``generation_config.json``
-        or ``--override-generation-config`` may change them. Raises EngineError naming the flag and the values."""
+        """Check the server's default sampling parameters, which the model folder's ``generation_config.json`` or
+        ``--override-generation-config`` may change. Raises EngineError with the flag and the values."""
         path = "/v1/completions/render"
         bare = {"prompt": [1], "max_tokens": 1}
         [rendered] = await self._require("--enable-scale-out", "POST", self.url + path, bare)
@@ -424,12 +429,12 @@ class RemoteEngine(InferenceEngine):
         changed = [f"{name}={value}" for name, value in own.items() if value != NEUTRAL[name]]
         if changed:
             raise EngineError(
-                f"the server at {self.url} samples requests that set nothing with {', '.join(changed)}: start it with "
+                f"the server at {self.url} has sampling defaults {', '.join(changed)}: start it with "
                 "--generation-config vllm, and without --override-generation-config"
             )
 
     def _missing(self, flag: str) -> str:
-        return f"the server at {self.url} offers no {NEEDED_ENDPOINTS[flag]}: start it with {flag}"
+        return f"the server at {self.url} does not support {REQUIRED_FLAGS[flag]}: start it with {flag}"
 
 
 def _base(url: str) -> str:
@@ -440,11 +445,11 @@ def _content(response: httpx.Response) -> Any:
     if response.status_code == 400:
         raise RequestError(f"{response.url}: {_message(response)}")
     if response.status_code >= 300:
-        raise EngineError(_refusal(response))
+        raise EngineError(_status_and_message(response))
     return response.json() if response.content else None
 
 
-def _refusal(response: httpx.Response) -> str:
+def _status_and_message(response: httpx.Response) -> str:
     return f"{response.url}: {response.status_code} {_message(response)}"
 
 

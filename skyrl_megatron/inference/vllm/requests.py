@@ -1,8 +1,4 @@
-"""Requests and answers in vLLM's terms and in ours.
-
-Where a method raises on several workers, vLLM's executor reads no answer after the first error, and takes those of the
-other workers for answers to its next call (v1/executor/multiproc_executor.py, ``get_response``).
-"""
+"""Convert requests and answers between this package and vLLM."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from typing import Any
 
 from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import Generation, OpenAIAnswer
-from skyrl_megatron.inference.sampling_params import WrongType, refused, typed_sampling
+from skyrl_megatron.inference.sampling_params import WrongType, invalid_request, typed_sampling
 from skyrl_megatron.types import TokenSupport
 
 LEAVE_S = 10.0
-"""How long an application may take to notice that its client is gone."""
+"""How long an application may take to notice that its client has disconnected."""
 
 
 async def call_app(app: Any, path: str, body: bytes) -> OpenAIAnswer:
-    """POST a JSON ``body`` to ``path``: first (status, content type), then the response's body as it comes.
+    """POST a JSON ``body`` to ``path`` of an ASGI application. Yield (status, content type), then chunks of the body.
 
-    Leaving the iterator early tells the application that its client is gone.
+    Closing the iterator early disconnects the client.
     """
     pieces: asyncio.Queue[tuple[int, str] | bytes | None] = asyncio.Queue()
     sent, gone = False, asyncio.Event()
@@ -69,30 +65,30 @@ async def call_app(app: Any, path: str, body: bytes) -> OpenAIAnswer:
         await call
     finally:
         gone.set()
-        if not call.done():  # it ends what it has begun; cancelled, vLLM's routes would leave that running
+        if not call.done():  # let it end its request: if it is cancelled at once, vLLM continues to generate
             asyncio.get_running_loop().call_later(LEAVE_S, call.cancel)
 
 
 GREEDY_BELOW = 1e-5
-"""Temperatures that vLLM takes for 0."""
+"""vLLM treats lower temperatures as 0."""
 
 
 EVERY_TOKEN = 1 << 24
-"""A top-k that leaves every vocabulary whole."""
+"""A top-k larger than any vocabulary."""
 
 
 def sampling_parameters(request_id: str, sampling: Mapping[str, Any], *, support: bool = False) -> Any:
-    """Make vLLM's sampling parameters, with the log-prob of the sampled token alone. Raises RequestError.
+    """Return vLLM's sampling parameters, with the log-prob of only the sampled token. Raises RequestError.
 
-    ``support``: of an engine that returns what tokens are sampled from. It takes no request without top-k, to bound
-    what is returned, and no greedy one: that is a top-k of 1.
+    ``support``: whether the engine returns the sampling support. vLLM then requires a top-k and rejects greedy
+    sampling, so greedy becomes a top-k of 1.
     """
     from skyrl_megatron.inference.vllm import compat
 
     try:
         keys = typed_sampling(sampling)
     except WrongType as error:
-        raise refused(request_id, error) from error
+        raise invalid_request(request_id, error) from error
     nested = {
         "structured_outputs": compat.StructuredOutputsParams,
         "repetition_detection": compat.RepetitionDetectionParams,
@@ -109,8 +105,8 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any], *, support
 
 
 def generation_of(final: Any, version: str | None = None) -> Generation:
-    """Turn vLLM's last output of a request into ours; raise the error if it ended with one. ``version``: of the
-    adapter that all of it was sampled with; None: vLLM says which weights it was sampled with."""
+    """Convert vLLM's final output of a request, or raise its error. ``version``: the adapter version of all its
+    tokens; None: take the weight versions from vLLM."""
     if isinstance(final, BaseException):
         raise final
     sample = final.outputs[0]
@@ -127,16 +123,16 @@ def generation_of(final: Any, version: str | None = None) -> Generation:
     )
 
 
-def in_our_terms(refusal: bytes) -> bytes:
-    """Return a refusal of vLLM's server with the run's setting in place of a server's options."""
+def with_config_keys(body: bytes) -> bytes:
+    """Replace options of vLLM's command line in an error response by the run's configuration key."""
     for option in (b"--enable-auto-tool-choice and --tool-call-parser", b"--tool-call-parser"):
-        refusal = refusal.replace(option, b"generator.inference_engine.tool_call_parser")
-    return refusal
+        body = body.replace(option, b"generator.inference_engine.tool_call_parser")
+    return body
 
 
 @contextlib.contextmanager
 def refusals(request_id: str) -> Iterator[None]:
-    """Raise vLLM's objections to a request as RequestError."""
+    """Convert vLLM's validation errors of a request to RequestError."""
     from skyrl_megatron.inference.vllm import compat
 
     try:

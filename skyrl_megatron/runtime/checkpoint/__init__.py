@@ -1,5 +1,5 @@
-"""Checkpoints: complete, verified, free of topology, and small in memory while they are made.
+"""Checkpoints: complete, verified, independent of the layout, with little extra memory while they are saved.
 
-Start with :mod:`checkpointer` (a save and a resume as a whole), then :mod:`store` (the folder and the order of things
-on disk), then :mod:`rank_writer` and :mod:`rank_reader` (one rank's share). The format is :mod:`bridges.torch_dist`.
+Start with :mod:`checkpointer` (a whole save or resume), then :mod:`store` (the folder and the order of writes), then
+:mod:`rank_files` (one rank's part). The format is :mod:`bridges.torch_dist`.
 """

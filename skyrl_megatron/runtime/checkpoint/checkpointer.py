@@ -1,7 +1,7 @@
-"""Saving and resuming a run: every role's ranks, the position in the data, and the trainer's own state.
+"""Save and resume a run: the ranks of every role, the position in the data, and the trainer's state.
 
-One process drives it: the trainer's under Ray, rank 0 where all ranks share a process group. It keeps the folder; the
-ranks write and read their shares when :class:`RoleRanks` calls them.
+One process drives it: the trainer under Ray, or rank 0 if all ranks share a process group. It manages the folder. The
+ranks write and read their parts when :class:`RoleRanks` calls them.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.checkpoint.storage import Background
-from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, choose, json_bytes
+from skyrl_megatron.runtime.checkpoint.storage import BackgroundTask
+from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, json_bytes, resume_candidates
 
 
 class RoleRanks(Protocol):
-    """All ranks of a trained role (``policy``, ``critic``). Each call runs on all, and one's error is raised."""
+    """All ranks of a trained role (``policy``, ``critic``). Each call runs on all ranks and raises a rank's error."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
 
     def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
-        """Write every rank's share into ``folder`` (``RankWriter.write``)."""
+        """Write every rank's part into ``folder`` (``RankWriter.write``)."""
 
     def wait_checkpoint(self) -> None:
-        """Wait for background writes. Raises CheckpointError when one failed."""
+        """Wait for background writes. Raises CheckpointError if one failed."""
 
     def load_checkpoint(self, folder: str) -> int:
-        """Fill every rank's state from ``folder`` (``read_rank``) and return the step that it is of."""
+        """Load every rank's state from ``folder`` (``read_rank``) and return its step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """The point that a run continues from. Models, optimizers, schedules and random states have been filled."""
+class ResumePoint:
+    """The point from which a run resumes. Models, optimizers, schedules and random states are already loaded."""
 
     step: int
     folder: str
@@ -44,12 +44,12 @@ class Resumed:
 
 
 class Checkpointer:
-    """Saves and resumes ``roles`` together, under ``root``; ``keep``: how many checkpoints stay, -1: all;
-    ``hub_commits``: what the run read from the Hugging Face hub (``trainer.hub_commits``).
+    """Saves and resumes ``roles`` together, under ``root``. ``keep``: number of checkpoints to keep, -1: all.
+    ``hub_commits``: commits that the run read from the Hugging Face hub (``trainer.hub_commits``).
 
-    ``asynchronous``: :meth:`save` returns once all ranks have copied their state; the rest happens behind the
-    training. ``timeout_s``: for how long a save waits for the ranks' files. ``model_files``: path in a checkpoint →
-    contents of the small files of the models (``config.json``, tokenizer), which a conversion of it needs.
+    ``asynchronous``: :meth:`save` returns once all ranks have copied their state, and writes in the background.
+    ``timeout_s``: how long a save waits for the ranks' files. ``model_files``: path in a checkpoint → content of the
+    models' small files (``config.json``, tokenizer), which a conversion needs.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class Checkpointer:
         self.store = CheckpointStore(root, keep=keep, hub_commits=hub_commits)
         self.roles = dict(roles)
         self.saved_step: int | None = None
-        """The step last saved or resumed."""
+        """The step that was last saved or resumed."""
         self._model_files = dict(model_files or {})
         self._asynchronous, self._timeout_s = asynchronous, timeout_s
-        self._commit = Background("an asynchronous save")
+        self._commit = BackgroundTask("an asynchronous save")
 
     def save(
         self, step: int, data: Mapping[str, Any], trainer_state: Mapping[str, Any], *, last_step_finite: bool = True
     ) -> str | None:
-        """Save step ``step`` and return its folder; None, with a warning, after a step that was not finite.
+        """Save step ``step`` and return its folder; None, with a warning, if the step was not finite.
 
-        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values and are taken as they are
-        now. A save that is still under way is waited for. Raises CheckpointError when a rank or this process cannot
-        write; of an asynchronous save, the next call or :meth:`finish` raises it.
+        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values, copied now. Waits for a
+        save that is still in progress. Raises CheckpointError if a rank or this process cannot write; for an
+        asynchronous save, the next call or :meth:`finish` raises it.
         """
         self.finish()
         extras = {  # as bytes: later changes do not reach them
@@ -106,14 +106,15 @@ class Checkpointer:
         self.saved_step = step
         return self.store.folder(step)
 
-    def load(self, mode: str | None, path: str | None) -> Resumed | None:
-        """Restore what ``mode`` and ``path`` (``trainer.resume_mode``, ``_path``) name; None: start anew.
+    def load(self, mode: str | None, path: str | None) -> ResumePoint | None:
+        """Load the checkpoint that ``mode`` and ``path`` (``trainer.resume_mode``, ``_path``) select; None: start
+        anew.
 
-        With ``latest``, a checkpoint that proves damaged while it is read is passed with a warning and the one before
-        is read over it. Raises CheckpointError when checkpoints exist and none can be loaded, and for ``from_path``
-        with one that cannot.
+        With ``latest``, a checkpoint that proves damaged during the load is skipped with a warning, and the previous
+        one is loaded. Raises CheckpointError if checkpoints exist and none can be loaded, and for ``from_path`` if
+        that one cannot be loaded.
         """
-        candidates = choose(self.store, mode, path)
+        candidates = resume_candidates(self.store, mode, path)
         for found in candidates:
             try:
                 for ranks in self.roles.values():
@@ -124,34 +125,37 @@ class Checkpointer:
                 continue
             self.saved_step = found.step
             self.store.continue_from(found)
-            return Resumed(found.step, found.folder, data, state)
+            return ResumePoint(found.step, found.folder, data, state)
         return None
 
     def finish(self) -> None:
-        """Wait until no save is under way. Raises CheckpointError when the last one failed."""
+        """Wait until no save is in progress. Raises CheckpointError if the last save failed."""
         try:
             if self._asynchronous:
                 for ranks in self.roles.values():
                     ranks.wait_checkpoint()
         except CheckpointError:
-            self._commit.wait(self._timeout_s)  # it meets the same failure and removes what was written
+            self._commit.wait(self._timeout_s)  # it fails for the same reason and removes the folder
             raise
         self._commit.wait(self._timeout_s)
 
-    def give_up(self, lost: Mapping[str, Collection[int]]) -> None:
-        """End an asynchronous save that waits for ``lost`` ranks, by role; unless they had written all of theirs it is
-        removed, and :attr:`saved_step` is the one before."""
+    def drop_lost_ranks(self, lost: Mapping[str, Collection[int]]) -> None:
+        """End an asynchronous save that waits for the ``lost`` ranks (by role).
+
+        It is kept if they had written all their files. Otherwise it is removed, and :attr:`saved_step` is the previous
+        complete step.
+        """
         if not self._commit.busy or self.saved_step is None:
             return
         for role, ranks in lost.items():
-            self.store.give_up(self.saved_step, role, ranks)
+            self.store.mark_lost(self.saved_step, role, ranks)
         try:
             self.finish()
         except CheckpointError:
             self.saved_step = next(iter(self.store.complete_steps()), None)
 
     def close(self) -> None:
-        """Finish, and give the folder back to other runs."""
+        """Finish, and release the folder's lock."""
         try:
             self.finish()
         finally:

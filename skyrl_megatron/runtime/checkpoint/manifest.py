@@ -1,10 +1,11 @@
-"""``MANIFEST.json``: files of a checkpoint, their sizes and BLAKE3 hashes, layout and versions; and a role's metadata
+"""``MANIFEST.json`` (files of a checkpoint, their sizes and BLAKE3 hashes, layout, versions) and a role's metadata
 files.
 
-Files are hashed in blocks, so that a rank can verify exactly the bytes it reads. A file of one block has the hash that
-``b3sum`` prints. The manifest carries the hash of itself. It detects damage; it is not a signature.
+Files are hashed in blocks, so that a rank verifies exactly the bytes that it reads. A file of one block has the hash
+that ``b3sum`` prints. The manifest contains its own hash, which detects damage but is not a signature.
 
-Needs no process group: any process that sees the storage can do it.
+Ranks leave a note (``<role>/parts/<rank>.json``) when their files are complete. The process that completes the
+checkpoint collects the notes. Nothing here needs a process group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "MANIFEST.json"
 PARTS = "parts"
-"""Folder of the notes that ranks leave for whoever completes a checkpoint."""
+"""Folder of the notes that ranks leave for the process that completes a checkpoint."""
 BLOCK_BYTES = 4 * 2**20
 FORMAT = 1
 
@@ -56,14 +57,14 @@ class BlockHasher:
         self._open = blake3.blake3()
 
     def update(self, data: memoryview | bytes) -> None:
-        """Take the next bytes of the file."""
+        """Hash the next bytes of the file."""
         view = memoryview(data).cast("B")
         while len(view):
-            room = BLOCK_BYTES - self._bytes % BLOCK_BYTES
-            part, view = view[:room], view[room:]
+            left = BLOCK_BYTES - self._bytes % BLOCK_BYTES
+            part, view = view[:left], view[left:]
             self._open.update(part)
             self._bytes += len(part)
-            if len(part) == room:
+            if len(part) == left:
                 self._done.append(self._open.hexdigest())
                 self._open = blake3.blake3()
 
@@ -82,25 +83,25 @@ def hash_bytes(data: bytes) -> FileEntry:
 
 @dataclass(slots=True)
 class Manifest:
-    """What a complete checkpoint consists of."""
+    """The content of a complete checkpoint."""
 
     step: int
     files: dict[str, FileEntry]
     """Path within the checkpoint → entry. The manifest itself is not listed."""
     layouts: dict[str, dict[str, int]]
-    """Role (``policy``, ``critic``) → degrees of the layout that wrote it, with ``world_size``."""
+    """Role (``policy``, ``critic``) → degrees of the layout that saved it, with ``world_size``."""
     versions: dict[str, str] = field(default_factory=dict)
     hub_commits: dict[str, str] = field(default_factory=dict)
     """Repository of the Hugging Face hub → commit that the run read (``trainer.hub_commits``)."""
     bases: dict[str, str] = field(default_factory=dict)
-    """Role → fingerprint of the weights that its saved adapters are added to (``runtime/lora/targets.py``)."""
+    """Role → fingerprint of the base weights of its saved adapters (``runtime/lora/targets.py``)."""
     branch: str = ""
-    """The stretch of training, from a start or resume on, that saved it. Empty in older checkpoints."""
+    """Id of the branch that saved it: the training since a start or resume. Empty in older checkpoints."""
     ancestry: dict[str, int] = field(default_factory=dict)
-    """Branches that this one continues → the step at which each was left."""
+    """Branch that this one continues → the step at which it was left."""
 
     def descends_from(self, other: Manifest) -> bool:
-        """Return whether the training that saved this passed through the checkpoint ``other``, or is it."""
+        """Return whether this checkpoint is ``other``, or its training passed through ``other``."""
         if self.branch == other.branch:
             return other.step <= self.step
         return other.step <= self.ancestry.get(other.branch, -1)
@@ -123,7 +124,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
-        """Parse and check. Raises CheckpointError when damaged, of another format, or naming files outside."""
+        """Parse and check. Raises CheckpointError if it is damaged, has another format, or names files outside of the
+        checkpoint."""
         try:
             body = json.loads(data)
             stated = body.pop("self")
@@ -131,16 +133,16 @@ class Manifest:
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error})") from error
         if not intact:
-            raise CheckpointError(f"{path} is damaged: its content does not have the hash that it states")
+            raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
         if body.get("format") != FORMAT or body.get("block_bytes") != BLOCK_BYTES:
             raise CheckpointError(f"{path} has format {body.get('format')}, this version reads {FORMAT}")
-        filled = {"hub_commits": {}, "bases": {}, "branch": "", "ancestry": {}} | body  # which older checkpoints lack
+        filled = {"hub_commits": {}, "bases": {}, "branch": "", "ancestry": {}} | body  # older checkpoints lack these
         if wrong := [name for name, fits in _FIELDS.items() if not fits(filled.get(name))]:
-            raise CheckpointError(f"{path} is none of ours: {', '.join(wrong)} is not what it should be: refused")
+            raise CheckpointError(f"{path} is not a valid manifest: wrong type or value of {', '.join(wrong)}")
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
         for name in files:
             if name.startswith("/") or ".." in name.split("/"):
-                raise CheckpointError(f"{path} names {name}, outside of the checkpoint: refused")
+                raise CheckpointError(f"{path} names {name}, which is outside of the checkpoint: refused")
         return cls(
             body["step"],
             files,
@@ -153,7 +155,7 @@ class Manifest:
         )
 
     def roles(self) -> list[str]:
-        """Return roles in the checkpoint."""
+        """Return the roles in the checkpoint, sorted."""
         return sorted(self.layouts)
 
 
@@ -182,7 +184,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "branch": lambda value: isinstance(value, str),
     "ancestry": _all_are(int),
 }
-"""Key of a manifest → whether a value can be its. The hash of a manifest is right for whoever wrote it."""
+"""Key of a manifest → whether a value is valid. The hash alone does not show who wrote the manifest."""
 
 
 def _self_hash(body: dict[str, Any]) -> str:
@@ -190,13 +192,13 @@ def _self_hash(body: dict[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return versions that a reader of the checkpoint may want to know."""
+    """Return the versions of Python and of the packages that wrote the checkpoint."""
     packages = ("torch", "megatron-core", "skyrl-megatron", "numpy")
     return {"python": platform.python_version()} | {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str:
-    """Return the installed version; "not installed" for code that runs from a source tree on PYTHONPATH."""
+    """Return the installed version; "not installed" for a source tree on PYTHONPATH."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -204,20 +206,20 @@ def _version(package: str) -> str:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Return the manifest of a checkpoint folder. Raises CheckpointError when there is none or it is damaged."""
+    """Return the manifest of a checkpoint folder. Raises CheckpointError if it is missing or damaged."""
     path = f"{folder}/{MANIFEST}"
     storage.refuse_escape(folder, path)
     try:
         data = storage.read(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: not a complete checkpoint") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a complete checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     return Manifest.from_bytes(data, path)
 
 
 def check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless every listed file is there, inside of the folder, and of the right size."""
+    """Raise CheckpointError unless every listed file exists, is inside of the folder, and has the right size."""
     for name, entry in manifest.files.items():
         path = f"{folder}/{name}"
         storage.refuse_escape(folder, path)
@@ -232,7 +234,7 @@ def check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
 
 
 def check_block(path: str, index: int, data: memoryview, expected: str) -> None:
-    """Raise CheckpointError when a block does not have its hash."""
+    """Raise CheckpointError if a block does not have its hash."""
     if blake3.blake3(data).hexdigest() != expected:
         raise CheckpointError(f"{path} is damaged between bytes {index * BLOCK_BYTES} and {(index + 1) * BLOCK_BYTES}")
 
@@ -249,7 +251,7 @@ def check_hashes(storage: Storage, folder: str, manifest: Manifest, names: Itera
 
 
 def read_into(file: Any, buffer: memoryview, path: str) -> int:
-    """Fill ``buffer``. Raises CheckpointError when the file ends or fails before."""
+    """Fill ``buffer`` and return its size. Raises CheckpointError if the file ends early or cannot be read."""
     filled = 0
     while filled < len(buffer):
         try:
@@ -263,28 +265,31 @@ def read_into(file: Any, buffer: memoryview, path: str) -> int:
 
 
 def read_verified(storage: Storage, folder: str, manifest: Manifest, name: str) -> bytes:
-    """Return a small file of the checkpoint, after its hash was checked. Raises CheckpointError."""
+    """Return the content of a small file of the checkpoint after checking its hash. Raises CheckpointError."""
     path = f"{folder}/{name}"
     if name not in manifest.files:
-        raise CheckpointError(f"{path} is not a part of the checkpoint")
+        raise CheckpointError(f"{path} is not listed in the checkpoint's {MANIFEST}")
     storage.refuse_escape(folder, path)
     try:
         data = storage.read(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     if hash_bytes(data) != manifest.files[name]:
-        raise CheckpointError(f"{path} is damaged: it does not have the hash of the manifest")
+        raise CheckpointError(f"{path} is damaged: its hash differs from the manifest's")
     return data
 
 
 STATE = "state.json"
-_AFTER_EXIT_S = 60.0  # once the main thread has ended, other ranks may be gone: do not keep the process for long
+_AFTER_EXIT_S = (
+    60.0  # after the main thread has ended, other ranks may be gone: do not keep the process alive for long
+)
 
-Note = dict[str, Any]
+RankNote = dict[str, Any]
 
 
-def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, timeout_s: float) -> list[Note]:
-    """Wait for the notes of all ranks of a role and return them. Raises CheckpointError when one failed or is late."""
+def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, timeout_s: float) -> list[RankNote]:
+    """Wait for the notes of all ranks of a role and return them. Raises CheckpointError if a rank failed or is
+    late."""
     parts = f"{folder}/{role}/{PARTS}"
     began, pause = time.monotonic(), 0.005
     exited: float | None = None
@@ -305,12 +310,12 @@ def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, ti
         pause = min(pause * 1.5, 0.25)
 
 
-def complete_role(storage: Storage, folder: str, role: str, notes: list[Note]) -> dict[str, FileEntry]:
-    """Write what concerns all ranks, remove the notes, and return the role's files (paths from ``folder``).
+def complete_role(storage: Storage, folder: str, role: str, notes: list[RankNote]) -> dict[str, FileEntry]:
+    """Write the role's common files, remove the notes, and return all files of the role (paths from ``folder``).
 
-    Raises CheckpointError when the ranks' chunks do not cover every tensor exactly once, or disagree.
+    Raises CheckpointError if the ranks' chunks do not cover every tensor exactly once, or ranks disagree.
     """
-    from bridges.torch_dist import FORMAT  # torch.distributed.checkpoint, which a start need not await
+    from bridges.torch_dist import FORMAT  # imports torch.distributed.checkpoint, which would slow down the start
 
     target = f"{folder}/{role}"
     metadata = _metadata(notes, target)
@@ -336,8 +341,8 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[Note]) -
     return {f"{role}/{name}": entry for name, entry in files.items()}
 
 
-def _metadata(notes: list[Note], target: str) -> Metadata:
-    """Return torch's metadata of all chunks of all ranks, in an order that does not depend on the ranks'."""
+def _metadata(notes: list[RankNote], target: str) -> Metadata:
+    """Return torch's metadata of all chunks of all ranks, in an order that does not depend on the ranks."""
     from bridges.torch_dist import Chunk, build_metadata
 
     kinds: dict[str, tuple[Shape, torch.dtype]] = {}
@@ -358,7 +363,7 @@ def _metadata(notes: list[Note], target: str) -> Metadata:
 
 
 class HashedFile:
-    """A file being written from front to back (a :class:`FileWriter`), whose entry of the manifest grows with it."""
+    """A sequentially written file (a :class:`FileWriter`) that computes its entry of the manifest on the way."""
 
     def __init__(self, file: FileWriter) -> None:
         self._file = file

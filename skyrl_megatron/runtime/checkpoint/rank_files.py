@@ -1,10 +1,10 @@
-"""A rank's part of a save and of a load: weights, optimizer ranges, schedule, random states.
+"""One rank's part of a save and of a load: weights, optimizer ranges, learning-rate schedule, random states.
 
-They are per rank. At another layout there is no right state to give a rank, so the states are derived anew from
-(seed, step): reproducible, but not the continuation of the old streams.
+Writing does not communicate, so a background thread can do it while the ranks train. The rank's note
+(``<role>/parts/<rank>.json``) appears atomically after all its files are durable.
 
-Nothing here communicates, so a background thread may do it while the ranks train. The note
-(``<role>/parts/<rank>.json``) appears, at once, when everything of this rank is durable.
+Random states belong to a rank. At another layout no saved state fits, so new states are derived from (seed, step):
+reproducible, but not a continuation of the saved ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
     step_count,
 )
 from skyrl_megatron.runtime.checkpoint.reader import RoleReader, as_bytes
-from skyrl_megatron.runtime.checkpoint.storage import Background, Storage, open_storage
+from skyrl_megatron.runtime.checkpoint.storage import BackgroundTask, Storage, open_storage
 from skyrl_megatron.runtime.offload import HostMemory
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _TRACKER = "tracker/"
 
 
 def capture_rng() -> bytes:
-    """Return all states of this rank as the content of a safetensors file."""
+    """Return all random states of this rank as the content of a safetensors file."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     plain = {
@@ -78,7 +78,7 @@ def capture_rng() -> bytes:
 
 
 def restore_rng(data: bytes) -> None:
-    """Put all states back, as :func:`capture` took them on a rank of the same layout."""
+    """Restore all random states from :func:`capture_rng` of the same rank at the same layout."""
     length = int.from_bytes(data[:8], "little")
     plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["states"])
     tensors = safetensors_torch.load(data)
@@ -102,7 +102,8 @@ def restore_rng(data: bytes) -> None:
 
 
 def derive_rng(seed: int, step: int, data_parallel_rank: int, pipeline_rank: int) -> None:
-    """Start anew from (seed, step): what ranks of one replica must share stays shared, replicas differ."""
+    """Derive new random states from (seed, step). States that ranks of one replica must share are equal; replicas
+    differ."""
     base = zlib.crc32(f"{seed}/{step}".encode()) & 0x3FFFFFFF
     model_parallel_cuda_manual_seed(base + 100 * pipeline_rank, force_reset_rng=True)
     own = base + 100 * pipeline_rank + 1_000_003 * data_parallel_rank
@@ -111,24 +112,24 @@ def derive_rng(seed: int, step: int, data_parallel_rank: int, pipeline_rank: int
     torch.manual_seed(own)
 
 
-ALIGNMENT = 64  # bytes: where any dtype may be viewed
+ALIGNMENT = 64  # bytes: sufficient for every dtype
 
 
 @dataclass(slots=True)
 class RankState:
-    """The objects of a rank that a checkpoint saves and a load fills. ``optimizer`` and ``lr_schedule`` may be None
-    (a model without training state). All ranks of the default process group belong to the same role."""
+    """The objects of a rank that a checkpoint saves and loads. ``optimizer`` and ``lr_schedule`` may be None (a model
+    without training state). All ranks of the default process group have the same role."""
 
     model_chunks: list[Any]
     groups: ProcessGroups
     optimizer: MegatronOptimizer | None = None
     lr_schedule: OptimizerParamScheduler | None = None
     base: str | None = None
-    """Fingerprint of the weights that adapters are added to; None where the weights themselves are saved."""
+    """Fingerprint of the base weights of the adapters; None if the weights themselves are saved."""
 
     @property
     def rank(self) -> int:
-        """This rank among those of the role."""
+        """Number of this rank in its role."""
         return dist.get_rank()
 
     def layout(self) -> dict[str, int]:
@@ -139,19 +140,19 @@ class RankState:
 
 
 class RankWriter:
-    """Writes this rank's share, in the foreground or from a copy in the background. One save at a time."""
+    """Writes this rank's part, directly or from a copy in the background. One save at a time."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
-        self._background = Background("a background write")
+        self._background = BackgroundTask("a background write")
         self.stall_s = 0.0
-        """Seconds that the last save kept the caller."""
+        """Seconds that the last save blocked the caller."""
 
     def write(self, folder: str, role: str, step: int, state: RankState, *, background: bool = False) -> None:
         """Write to ``folder/role`` (an existing folder, or an address of an object store).
 
-        With ``background`` the call returns when a copy of the rank's own state was made; the weights may change
-        from then on. Raises CheckpointError when the disk refuses, or when a background write is still under way.
+        With ``background`` the call returns after copying the rank's state; then the weights may change. Raises
+        CheckpointError if the storage fails, or if a background write is still in progress.
         """
         self._background.check_idle()
         began = time.perf_counter()
@@ -168,13 +169,13 @@ class RankWriter:
         self.stall_s = time.perf_counter() - began
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the background write has ended. Raises CheckpointError when it failed or takes longer."""
+        """Wait for the background write. Raises CheckpointError if it failed or takes longer than ``timeout_s``."""
         self._background.wait(timeout_s)
 
     def copy(self, blocks: list[Block]) -> list[Block]:
-        """Return the same blocks with a copy of all data on the host, where ``.to("cpu")`` would return live tensors.
+        """Return the blocks with all data copied to host memory, also data that is on the host already.
 
-        The copy is valid until the next one is made.
+        The copy is valid until the next call.
         """
         self._memory.rewind()
         copies = []
@@ -195,7 +196,7 @@ def _write_rank(folder: str, role: str, note: dict[str, Any], blocks: list[Block
     except OSError as error:
         reason = f"rank {rank} cannot write {error.filename or target} ({error.strerror or error})"
         _note_failure(storage, target, rank, reason)
-        raise CheckpointError(f"{reason}; make room or check trainer.ckpt_path") from error
+        raise CheckpointError(f"{reason}; free disk space or check trainer.ckpt_path") from error
     except BaseException:
         _note_failure(storage, target, rank, f"rank {rank} failed:\n{traceback.format_exc()}")
         raise
@@ -229,16 +230,16 @@ def _write_files(
 
 
 def _note_failure(storage: Storage, target: str, rank: int, reason: str) -> None:
-    """Tell whoever waits for this rank that nothing will come, where the storage still lets us."""
+    """Leave a note that this rank failed, if the storage still allows it, so that nobody waits for its files."""
     try:
         storage.write(f"{target}/{PARTS}/{rank}.failed", reason.encode())
     except OSError:
         pass
 
 
-def agree[T](work: Callable[[], T]) -> list[T]:
-    """Return the results of ``work()``, by rank. When it fails anywhere, raises CheckpointError on every rank,
-    so that none is left waiting for another."""
+def run_on_all_ranks[T](work: Callable[[], T]) -> list[T]:
+    """Run ``work()`` on every rank and return the results by rank. If it fails on any rank, raise CheckpointError on
+    all, so that no rank waits for another. Collective over the default process group."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
     except (CheckpointError, OSError) as error:
@@ -254,12 +255,12 @@ def agree[T](work: Callable[[], T]) -> list[T]:
 
 
 def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
-    """Fill ``state`` from a checkpoint folder; every rank of the role calls it. Returns the checkpoint's step.
+    """Load ``state`` from a checkpoint folder and return the checkpoint's step. Every rank of the role calls it.
 
-    With an optimizer of None the stored optimizer is passed over. At another layout than the one that saved, random
-    states are derived from (``seed``, step), with a warning. Every byte is compared with the manifest before it is
-    used. Raises CheckpointError, on all ranks, when anything is missing, damaged or unexpected; weights may have been
-    overwritten in part by then.
+    If ``state.optimizer`` is None, the saved optimizer is ignored. At another layout than the saved one, random states
+    are derived from (``seed``, step), with a warning. All bytes are verified against the manifest before use. Raises
+    CheckpointError on all ranks if anything is missing, damaged or unexpected; some weights may be overwritten by
+    then.
     """
     storage = open_storage(folder)
     reader: RoleReader
@@ -276,35 +277,35 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
         blocks = list(blocks_to_load(state.model_chunks, ranges, state.groups))
         return {block.key for block in blocks}, set(reader.tensors)
 
-    keys = agree(prepare)
+    keys = run_on_all_ranks(prepare)
     _refuse_unread(set().union(*(wanted for wanted, _ in keys)), keys[0][1], folder, state)
 
     def fill() -> int:
         with torch.no_grad():
             reader.load(blocks)
             for each in ranges:
-                if each.put_back is not None:
-                    each.put_back(each.tensors)
+                if each.write_back is not None:
+                    each.write_back(each.tensors)
         return _restore_counters(storage, storage.root, role, state, seed)
 
-    return agree(fill)[0]
+    return run_on_all_ranks(fill)[0]
 
 
 def _refuse_other_base(folder: str, saved: str | None, ours: str | None) -> None:
-    """Raise CheckpointError where adapters would be added to other weights, or are none."""
+    """Raise CheckpointError if the saved adapters have another base, or only one side has adapters."""
     if saved == ours:
         return
     if saved is None:
         reason = "holds weights, not adapters: set trainer.policy.model.lora.rank=0"
     elif ours is None:
-        reason = "holds adapters: set trainer.policy.model.lora.rank to theirs"
+        reason = "holds adapters: set trainer.policy.model.lora.rank to their rank"
     else:
         reason = "holds adapters of another base model: set trainer.policy.model.path to the one they were trained on"
     raise CheckpointError(f"{folder} {reason}, or trainer.resume_mode=none to start anew")
 
 
 def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankState) -> None:
-    """Raise CheckpointError when a stored tensor is asked for by no rank: it belongs to another model."""
+    """Raise CheckpointError if no rank loads a stored tensor: the checkpoint is of another model."""
     unread = stored - wanted
     if state.optimizer is None:
         unread = {key for key in unread if not key.startswith(OPTIMIZER_PREFIX)}
@@ -327,15 +328,15 @@ def _restore_counters(storage: Storage, folder: str, role: str, state: RankState
         restore_rng(read_verified(storage, folder, manifest, f"{role}/rng_{state.rank:05d}.safetensors"))
     else:
         _warn_once(
-            f"{folder} was saved at {_degrees(saved['layout'])} and is loaded at {_degrees(state.layout())}: random "
-            f"states start anew from seed {seed} and step {saved['step']}"
+            f"{folder} was saved at {_degrees(saved['layout'])} and is loaded at {_degrees(state.layout())}: new "
+            f"random states are derived from seed {seed} and step {saved['step']}"
         )
         derive_rng(seed, saved["step"], state.groups.dp.rank(), state.groups.pp.rank())
     return int(saved["step"])
 
 
 def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
-    """Continue at the saved step. The rest of the schedule is what the configuration says now."""
+    """Continue at the saved step. The other values of the schedule come from the current configuration."""
     changed = {
         name: (value, now)
         for name, value in saved.items()
@@ -353,6 +354,6 @@ def _degrees(layout: dict[str, int]) -> str:
 
 
 def _warn_once(message: str) -> None:
-    """Warn on one rank, for all."""
+    """Warn on rank 0 only."""
     if dist.get_rank() == 0:
         warnings.warn(message, SkyRLMegatronWarning, stacklevel=3)

@@ -1,8 +1,7 @@
-"""Read blocks of global tensors from a role's folder at any layout. Bytes are compared with the manifest first.
+"""Read blocks of global tensors from a role's folder at any layout, verified against the manifest.
 
-A block that is wanted meets one or more stored chunks. Chunks are read in the order in which they lie in their files;
-each is verified, then copied to where it belongs. Nothing is unpickled but ``.metadata`` and ``common_state``, through
-their allow-lists.
+A block overlaps one or more stored chunks. Chunks are read in file order. Each is verified, then copied into the
+blocks. Only ``.metadata`` and ``common_state`` are unpickled, through allow-lists.
 """
 
 from __future__ import annotations
@@ -36,40 +35,40 @@ from skyrl_megatron.runtime.offload import host_bytes
 
 
 class HostBuffer:
-    """A buffer that grows to the largest piece asked for."""
+    """A host buffer that grows to the largest requested size."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, count: int) -> torch.Tensor:
-        """Return ``count`` bytes, uint8; what they held before is lost."""
+        """Return ``count`` bytes, uint8; the previous content is lost."""
         if self._bytes.numel() < count:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one before taking the new one
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             self._bytes = host_bytes(count)
         return self._bytes[:count]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host; a copy of it (at most a bucket) when it is on a GPU."""
+    """Return the memory of a contiguous tensor; a host copy (at most a bucket) if it is on a GPU."""
     return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 WINDOW_BLOCKS = 12
 AHEAD_BLOCKS = 4
-"""Read while the blocks before them are hashed and used: the storage always has a request."""
+"""Blocks that are read ahead while earlier ones are hashed and used, so that the storage is always busy."""
 
 
 class VerifiedFile:
-    """The ``ranges`` (first byte, end) of one file, to be read in ascending order; every block that they touch is read
-    and hashed once.
+    """Reads the ``ranges`` (first byte, end) of one file in ascending order. Every block that they touch is read and
+    hashed once.
 
-    What is used is exactly what was hashed: a file that changes on disk between check and use cannot slip through.
-    Memory: a window of :data:`WINDOW_BLOCKS` blocks, or the longest range, and what is read ahead: two requests of the
-    storage, or :data:`AHEAD_BLOCKS`.
+    The bytes that are used are the bytes that were hashed, even if the file changes on disk. Memory: a window of
+    :data:`WINDOW_BLOCKS` blocks or the longest range, plus the read-ahead of two storage requests or
+    :data:`AHEAD_BLOCKS`.
     """
 
     def __init__(
@@ -89,25 +88,26 @@ class VerifiedFile:
         ahead = max(2, AHEAD_BLOCKS // request) * request * BLOCK_BYTES
         memory = memoryview(buffer.reserve(window + ahead).numpy())
         self._memory = memory[:window]
-        self._begin = self._end = 0  # bytes of the file that the window holds, verified
+        self._begin = self._end = 0  # range of verified bytes that the window holds
         self._ahead = _ReadAhead(storage.open(path), path, requests, memory[window:], request * BLOCK_BYTES)
         self._blocks = self._verified()
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``[start, stop)``, valid until the next. Raises CheckpointError on damage or a short file."""
+        """Return bytes ``[start, stop)``, valid until the next call. Raises CheckpointError for a damaged or short
+        file."""
         if not (self._begin <= start and stop <= self._end):
             self._fill(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
         return self._memory[start - self._begin : stop - self._begin]
 
     def _fill(self, first: int, end: int) -> None:
-        """Hold blocks ``[first, end)`` and those needed right after them, as far as there is room."""
+        """Read blocks ``[first, end)`` into the window, and needed blocks right after them while they fit."""
         while end in self._needed and end - first < self._capacity:
             end += 1
         begin, end_byte = first * BLOCK_BYTES, min(end * BLOCK_BYTES, self._entry.bytes)
         kept = max(0, self._end - begin) if self._begin <= begin else 0
         if kept:
             self._memory[:kept] = self._memory[begin - self._begin : begin - self._begin + kept]
-        self._begin = self._end = begin  # until the rest is verified, only what is kept counts
+        self._begin = self._end = begin  # until the rest is verified, only the kept bytes are valid
         self._end += kept
         while self._end < end_byte:
             start, block = next(self._blocks)
@@ -116,7 +116,7 @@ class VerifiedFile:
             self._end += len(block)
 
     def _verified(self) -> Iterator[tuple[int, memoryview]]:
-        """(first byte, bytes) of the needed blocks, in order; valid until the next one."""
+        """Yield (first byte, bytes) of the needed blocks in order; valid until the next block."""
         for start, data in self._ahead.requests():
             for place in range(0, len(data), BLOCK_BYTES):
                 block, index = data[place : place + BLOCK_BYTES], (start + place) // BLOCK_BYTES
@@ -129,7 +129,7 @@ class VerifiedFile:
 
 
 class _ReadAhead:
-    """Reads ``requests`` (first byte, end) of a file in a thread, into slots of ``memory`` that take turns."""
+    """Reads ``requests`` (first byte, end) of a file in a thread, into alternating slots of ``memory``."""
 
     def __init__(
         self, file: IO[bytes], path: str, requests: list[tuple[int, int]], memory: memoryview, slot_bytes: int
@@ -156,7 +156,7 @@ class _ReadAhead:
             self._read.put(error)
 
     def requests(self) -> Iterator[tuple[int, memoryview]]:
-        """(first byte, bytes) of each request, in order; valid until the next one. Raises CheckpointError."""
+        """Yield (first byte, bytes) of each request in order; valid until the next one. Raises CheckpointError."""
         for _ in self._requests:
             item = self._read.get()
             if isinstance(item, BaseException):
@@ -174,7 +174,7 @@ class _ReadAhead:
 
 
 def _runs(blocks: list[int], longest: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of consecutive numbers, at most ``longest`` each."""
+    """Yield (first, end) of runs of consecutive numbers, at most ``longest`` each."""
     first = None
     for number, block in enumerate(blocks):
         first = block if first is None else first
@@ -185,7 +185,7 @@ def _runs(blocks: list[int], longest: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _format_errors() -> Iterator[None]:
-    """Raise what the format's own code refuses as CheckpointError."""
+    """Raise a BridgeError of the format's code as CheckpointError."""
     try:
         yield
     except BridgeError as error:
@@ -193,14 +193,14 @@ def _format_errors() -> Iterator[None]:
 
 
 class RoleReader:
-    """The tensors of one role (``policy``, ``critic``) of a checkpoint. Raises CheckpointError when its metadata is
-    damaged, asks for anything but metadata classes, or points outside of the checkpoint's files."""
+    """The tensors of one role (``policy``, ``critic``) of a checkpoint. Raises CheckpointError if the metadata are
+    damaged, unpickle anything except metadata classes, or point outside of the checkpoint's files."""
 
     @_format_errors()
     def __init__(self, storage: Storage, folder: str, manifest: Manifest, role: str) -> None:
         if role not in manifest.layouts:
             named = any("/" in each for each in (role, *manifest.roles()))
-            fix = "; trainer.policy.model.lora.adapters says which adapters a run has" if named else ""
+            fix = "; check the names in trainer.policy.model.lora.adapters" if named else ""
             raise CheckpointError(f"{folder} holds {', '.join(manifest.roles())}, not {role}{fix}")
         self._storage, self._manifest, self._role = storage, manifest, role
         self._folder = f"{folder}/{role}"
@@ -216,7 +216,7 @@ class RoleReader:
 
     @_format_errors()
     def common_state(self) -> dict[str, Any]:
-        """Return Megatron's ``common_state``: plain values, read through an allow-list after the hash was checked."""
+        """Return Megatron's ``common_state``: plain values, verified, then unpickled through an allow-list."""
         place = common_state_chunk(self._metadata, self._folder)
         file = self._open(place.file, [place])
         try:
@@ -226,8 +226,8 @@ class RoleReader:
 
     @_format_errors()
     def load(self, blocks: Iterable[Block]) -> None:
-        """Fill ``data`` of every block. Raises CheckpointError when a tensor is missing, has another shape, or the
-        chunks do not cover a block; memory of some blocks may have been overwritten by then."""
+        """Fill ``data`` of every block. Raises CheckpointError if a tensor is missing or has another shape, or the
+        chunks do not cover a block; some blocks may be overwritten by then."""
         wanted: dict[str, dict[Chunk, list[tuple[Block, Shape, Shape]]]] = defaultdict(lambda: defaultdict(list))
         for block in blocks:
             stored = self._stored(block)
@@ -241,7 +241,7 @@ class RoleReader:
                 covered += math.prod(shared[1])
                 wanted[chunk.file][chunk].append((block, *shared))
             if covered != block.data.numel() and not (resized and covered < block.data.numel()):
-                raise CheckpointError(f"{self._folder}: {block.key} is stored incompletely at {block.offsets}")
+                raise CheckpointError(f"{self._folder}: {block.key} is incomplete at offsets {block.offsets}")
         for name in sorted(wanted):
             chunks = sorted(wanted[name], key=lambda chunk: chunk.start)
             file = self._open(name, chunks)

@@ -1,18 +1,20 @@
-"""The folder of a run's checkpoints: which are complete, which is the newest, which one a run resumes from.
+"""The folder of a run's checkpoints: which are complete, which is the newest, and which one a run resumes from.
 
-    <root>/latest_ckpt_global_step.txt           the newest complete step, for people and tools
-    <root>/global_step_<N>/MANIFEST.json         last in the folder: without it, this is not a checkpoint
+    <root>/latest_ckpt_global_step.txt           the pointer: the newest complete step, for people and tools
+    <root>/global_step_<N>/MANIFEST.json         written last: a folder without it is not a checkpoint
     <root>/global_step_<N>/{data,trainer_state}.json
     <root>/global_step_<N>/{policy,critic}/      torch_dist: .metadata, metadata.json, __<rank>_0.distcp,
                                                  state.json, rng_<rank>.safetensors
-    <root>/global_step_<N>/<role>/adapter/       LoRA adapters, free of topology (safetensors)
+    <root>/global_step_<N>/<role>/adapter/       LoRA adapters, independent of the layout (safetensors)
 
-A save goes: shards → manifest → folder renamed from ``global_step_<N>.tmp`` → pointer → older ones pruned. Every step
-is durable before the next begins, so a process may end anywhere. A store may be driven by a process that is no rank.
+A save writes shards, then the manifest, renames the folder from ``global_step_<N>.tmp``, writes the pointer, and
+prunes older checkpoints. Each stage is durable before the next begins, so a process may die at any time. The process
+that drives a store need not be a rank.
 
-A folder may hold checkpoints of several runs, or branches of one: a run that starts anew, or goes back to an earlier
-step, leaves those of the run before it, with steps as high as they were. The pointer says which branch is meant; each
-manifest, which branches its own continues. Resuming and retention look at the checkpoints of that line alone.
+A folder may hold checkpoints of several runs, or of several branches of a run: a run that starts anew or resumes from
+an earlier step leaves the existing checkpoints, even those of higher steps. The pointer names a checkpoint of the
+current branch, and each manifest lists the branches that its own branch continues. The ancestors and descendants of
+the pointer's checkpoint are the pointer's line. Resume and retention only consider this line.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.runtime.checkpoint.manifest import (
     MANIFEST,
     PARTS,
@@ -42,7 +45,7 @@ from skyrl_megatron.runtime.checkpoint.manifest import (
     versions,
     wait_for_notes,
 )
-from skyrl_megatron.runtime.checkpoint.storage import FolderLock, LocalStorage, open_storage
+from skyrl_megatron.runtime.checkpoint.storage import LocalStorage, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +58,14 @@ _TMP, _REPLACED, _REMOVED = ".tmp", ".replaced", ".removed"
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A complete checkpoint: where it is, and its manifest. Contents are hash-checked as they are read."""
+    """The folder and manifest of a complete checkpoint. Files are verified when they are read."""
 
     folder: str
     manifest: Manifest
 
     @property
     def step(self) -> int:
-        """Training step after which it was taken."""
+        """Training step after which it was saved."""
         return self.manifest.step
 
 
@@ -70,8 +73,8 @@ class CheckpointStore:
     """All checkpoints under ``root``, a folder or an ``s3://``/``gs://`` address.
 
     Reading needs no lock. The first :meth:`begin` takes the lock of a folder until :meth:`close`. An object store has
-    neither locks nor renames: there, one writer is the caller's promise, and saving a step anew removes its old
-    checkpoint first. ``keep``: how many checkpoints stay; -1: all. ``hub_commits``: noted in every manifest.
+    neither locks nor renames: the caller must ensure that there is one writer, and saving a step again removes its old
+    checkpoint first. ``keep``: number of checkpoints to keep; -1: all. ``hub_commits``: recorded in every manifest.
     """
 
     def __init__(self, root: str | Path, *, keep: int = -1, hub_commits: Mapping[str, str] | None = None) -> None:
@@ -83,21 +86,21 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------ writing
     def continue_from(self, checkpoint: SavedCheckpoint) -> None:
-        """Save from here on as a branch that continues ``checkpoint``; without this call, as one with a new start."""
+        """Save later steps as a branch that continues ``checkpoint``. Without this call, a new branch starts."""
         manifest = checkpoint.manifest
         self._branch, self._ancestry = uuid.uuid4().hex, manifest.ancestry | {manifest.branch: manifest.step}
         if open_storage(checkpoint.folder).root != self.folder(manifest.step):
-            self._ancestry.pop("", None)  # older checkpoints of another folder are not those of this one
+            self._ancestry.pop("", None)  # older checkpoints (without a branch) of another folder are not of this line
 
     def begin(self, step: int, roles: Mapping[str, int], *, last_step_finite: bool = True) -> str | None:
-        """Make the folder into which the ranks of ``roles`` (role → number of ranks) write step ``step``.
+        """Create and return the folder into which the ranks of ``roles`` (role → number of ranks) write step ``step``.
 
-        None, with a warning, after a step whose gradient or loss was not finite. Raises CheckpointError when the
+        Returns None, with a warning, if the gradient or loss of the step was not finite. Raises CheckpointError if the
         folder cannot be written or another run writes it.
         """
         if not last_step_finite:
             warnings.warn(
-                f"step {step} was not finite: no checkpoint is made of it", SkyRLMegatronWarning, stacklevel=2
+                f"step {step} was not finite: it is not saved as a checkpoint", SkyRLMegatronWarning, stacklevel=2
             )
             return None
         folder = self.storage.path(self._name(step, writing=True))
@@ -107,7 +110,7 @@ class CheckpointStore:
             for role in roles:
                 self.storage.make_folder(f"{folder}/{role}/{PARTS}")
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be made ({error.strerror}); check trainer.ckpt_path") from error
+            raise CheckpointError(f"{folder} cannot be created ({error.strerror}); check trainer.ckpt_path") from error
         return folder
 
     def commit(
@@ -118,10 +121,10 @@ class CheckpointStore:
         *,
         timeout_s: float,
     ) -> str:
-        """Wait for all ranks, complete the folder, and make it the newest checkpoint. Returns its path.
+        """Wait for all ranks, complete the folder, and make it the newest checkpoint. Return its path.
 
-        ``extras``: contents of :data:`DATA`, :data:`TRAINER_STATE`, and of small files below a role's folder. On any
-        failure what was written of this step is removed, older checkpoints stay, and CheckpointError is raised.
+        ``extras``: contents of :data:`DATA`, :data:`TRAINER_STATE`, and small files in a role's folder. On failure it
+        removes the folder of this step, keeps older checkpoints, and raises CheckpointError.
         """
         folder = self.storage.path(self._name(step, writing=True))
         try:
@@ -134,27 +137,29 @@ class CheckpointStore:
             raise CheckpointError(f"{error.filename or folder} cannot be written ({error.strerror})") from error
         try:
             self.storage.write(self.storage.path(POINTER), f"{step}\n".encode())
-            self.prune(self.keep, sound=step)
+            self.prune(self.keep, intact=step)
         except OSError as error:
-            raise CheckpointError(f"{self.root}: {error.strerror}; step {step} itself is complete") from error
+            raise CheckpointError(
+                f"{self.root}: {error.strerror}; step {step} is saved, but {POINTER} is stale or old steps remain"
+            ) from error
         return final
 
-    def give_up(self, step: int, role: str, ranks: Iterable[int]) -> None:
-        """Note that ``ranks``, which are lost, write nothing more of a save that is under way."""
+    def mark_lost(self, step: int, role: str, ranks: Iterable[int]) -> None:
+        """Record that the lost ``ranks`` will not finish the save that is in progress."""
         folder = self.storage.path(self._name(step, writing=True), role, PARTS)
         for rank in ranks:
             if not self.storage.exists(f"{folder}/{rank}.json"):
                 self.storage.write(f"{folder}/{rank}.failed", f"rank {rank} was lost".encode())
 
     def discard(self, step: int) -> None:
-        """Remove what was written of an incomplete save."""
+        """Remove the folder of an incomplete save."""
         folder = self.storage.path(self._name(step, writing=True))
         if self.storage.renames or not self.storage.exists(f"{folder}/{MANIFEST}"):
             self.storage.remove(folder)
 
     def open_for_writing(self) -> None:
-        """Take the lock and clear up after a run that was killed: half-written saves go, a checkpoint that was being
-        replaced comes back. Raises CheckpointError when another run writes here."""
+        """Take the lock and clean up after a killed run: remove incomplete saves, restore a checkpoint whose
+        replacement did not finish. Raises CheckpointError if another run writes here."""
         if self._lock is not None or not isinstance(self.storage, LocalStorage):
             return
         self.storage.make_folder(self.root)
@@ -163,7 +168,7 @@ class CheckpointStore:
             if not _STEP.match(name):
                 continue
             if name.endswith((_TMP, _REMOVED)):
-                logger.warning("%s: clearing up after a run that was interrupted", self.storage.path(name))
+                logger.warning("%s: removed, because a run was interrupted while writing it", self.storage.path(name))
                 self.storage.remove(self.storage.path(name))
             elif name.endswith(_REPLACED):
                 whole = self.storage.path(name.removesuffix(_REPLACED))
@@ -173,7 +178,7 @@ class CheckpointStore:
                     self.storage.rename(self.storage.path(name), whole)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -204,7 +209,7 @@ class CheckpointStore:
             return folder
         final = self.folder(step)
         aside = final + _REPLACED
-        if self.storage.exists(final):  # a step saved anew, after an older one was resumed
+        if self.storage.exists(final):  # a step saved again, after a resume from an older one
             self.storage.rename(final, aside)
         try:
             self.storage.rename(folder, final)
@@ -217,7 +222,7 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------ reading
     def folder(self, step: int) -> str:
-        """Return where the complete checkpoint of a step lies."""
+        """Return the path of the complete checkpoint of a step."""
         return self.storage.path(self._name(step))
 
     def steps(self) -> list[int]:
@@ -226,23 +231,23 @@ class CheckpointStore:
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def has_checkpoints(self) -> bool:
-        """Return whether anything here was ever a complete checkpoint. On an object store a prefix without a manifest
-        is a save that did not end; a folder got its name when it was complete."""
+        """Return whether there ever was a complete checkpoint here. A folder gets its name when it is complete; on an
+        object store only a prefix with a manifest is complete."""
         steps = self.steps()
         if self.storage.renames:
             return bool(steps)
         return any(self.storage.exists(self.storage.path(self._name(step), MANIFEST)) for step in steps)
 
     def complete_steps(self) -> list[int]:
-        """Return the steps of the pointer's line whose checkpoint has all its files, newest first."""
+        """Return the steps of the line whose checkpoint has all its files, newest first."""
         line, _ = self._line(self.steps())
         return [step for step in line if self._is_complete(step)]
 
     def _line(self, steps: list[int]) -> tuple[list[int], list[int]]:
-        """Part ``steps`` into those of the pointer's line, and those of other runs or branches.
+        """Split ``steps`` into those of the pointer's line, and those of other runs or branches.
 
-        Of the line are the checkpoints that the pointer's descends from, and those that descend from it: a run that
-        was killed before it moved the pointer has lost nothing. Without a pointer all are.
+        Descendants of the pointer's checkpoint belong to the line, because a run may be killed before it updates the
+        pointer. Without a pointer all steps belong to it.
         """
         named = self.pointer()
         if named is None or named not in steps:
@@ -259,27 +264,27 @@ class CheckpointStore:
             return None
 
     def open(self, step: int) -> SavedCheckpoint:
-        """Open the checkpoint of a step. Raises CheckpointError unless the manifest is sound and all files are there,
-        with the right sizes."""
+        """Open the checkpoint of a step. Raises CheckpointError unless the manifest is valid and all files exist with
+        the right sizes."""
         return self._open(self.folder(step), step)
 
     def _open(self, folder: str, step: int | None = None) -> SavedCheckpoint:
         manifest = read_manifest(self.storage, folder)
         if step is not None and manifest.step != step:
-            raise CheckpointError(f"{folder}/{MANIFEST} is of step {manifest.step}")
+            raise CheckpointError(f"{folder}/{MANIFEST} belongs to step {manifest.step}, not {step}")
         check_files(self.storage, folder, manifest)
         return SavedCheckpoint(folder, manifest)
 
     def verify(self, folder: str) -> SavedCheckpoint:
-        """Read every byte of a checkpoint and compare every hash. Raises CheckpointError, naming the file."""
+        """Read every byte of a checkpoint and compare every hash. Raises CheckpointError with the name of the file."""
         found = self._open(folder)
         check_hashes(self.storage, folder, found.manifest)
         return found
 
     def candidates(self) -> Iterator[SavedCheckpoint]:
-        """Yield the checkpoints to resume from, newest first: those of the pointer's line.
+        """Yield the checkpoints of the pointer's line, newest first.
 
-        Each incomplete or damaged one is passed with a warning, and those of other runs or branches are named in one.
+        Skips incomplete or damaged ones with a warning each, and those of other runs or branches with one warning.
         """
         steps = self.steps()
         self._compare_pointer(steps)
@@ -287,8 +292,8 @@ class CheckpointStore:
         if others:
             names = ", ".join(self._name(step) for step in others[:8]) + (", …" if len(others) > 8 else "")
             warnings.warn(
-                f"{self.root}: {names} belong to another run or branch than {POINTER} names: left alone. Resume one "
-                "with trainer.resume_mode=from_path, or remove what is not needed; max_ckpts_to_keep counts none",
+                f"{self.root}: {names} belong to another run or branch than the step in {POINTER}: they are ignored, "
+                "and not counted by max_ckpts_to_keep. Resume one with trainer.resume_mode=from_path, or remove them",
                 SkyRLMegatronWarning,
                 stacklevel=2,
             )
@@ -296,10 +301,10 @@ class CheckpointStore:
             try:
                 yield self.open(step)
             except CheckpointError as error:
-                warnings.warn(f"{error}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
+                warnings.warn(f"{error}: skipped, trying the previous one", SkyRLMegatronWarning, stacklevel=2)
 
     def pointer(self) -> int | None:
-        """Return the step that the pointer file names; None when it is missing or not a number."""
+        """Return the step in the pointer file; None if it is missing or not a number."""
         try:
             return int(self.storage.read(self.storage.path(POINTER)))
         except (OSError, ValueError):
@@ -309,7 +314,7 @@ class CheckpointStore:
         named = self.pointer()
         if named is None and self.storage.exists(self.storage.path(POINTER)):
             warnings.warn(
-                f"{self.storage.path(POINTER)} does not hold a step: the folders are used instead",
+                f"{self.storage.path(POINTER)} does not contain a step: the folders are used instead",
                 SkyRLMegatronWarning,
                 stacklevel=3,
             )
@@ -321,15 +326,15 @@ class CheckpointStore:
             )
 
     def read_json(self, checkpoint: SavedCheckpoint, name: str) -> dict[str, Any]:
-        """Return ``data.json`` or ``trainer_state.json`` of a checkpoint, after its hash was checked."""
+        """Return the verified content of ``data.json`` or ``trainer_state.json`` of a checkpoint."""
         return dict(json.loads(read_verified(self.storage, checkpoint.folder, checkpoint.manifest, name)))
 
     # ------------------------------------------------------------------------------------------ retention
-    def prune(self, keep: int, *, sound: int | None = None) -> list[int]:
-        """Remove all but the newest ``keep`` complete checkpoints of the pointer's line; returns the removed steps.
+    def prune(self, keep: int, *, intact: int | None = None) -> list[int]:
+        """Remove all but the newest ``keep`` complete checkpoints of the pointer's line; return the removed steps.
 
-        Incomplete ones do not count. Before anything is removed, hashes are compared until one checkpoint is found
-        to be sound, and that one stays; ``sound``: a step whose hashes were taken from what was just written.
+        Incomplete ones do not count. Before it removes anything, it verifies checkpoints, newest first, until one is
+        intact. That one is kept. ``intact``: a step that was just written and need not be verified.
         """
         if keep < 0:
             return []
@@ -338,9 +343,9 @@ class CheckpointStore:
         surplus = complete[max(keep, 1) :]
         if not surplus:
             return []
-        if sound not in complete:
-            sound = next((step for step in complete if self._is_sound(step)), None)
-        removed = [step for step in surplus if step != sound and sound is not None]
+        if intact not in complete:
+            intact = next((step for step in complete if self._is_intact(step)), None)
+        removed = [step for step in surplus if step != intact and intact is not None]
         for step in removed:
             folder = self.folder(step)
             if self.storage.renames:
@@ -358,7 +363,7 @@ class CheckpointStore:
             return False
         return True
 
-    def _is_sound(self, step: int) -> bool:
+    def _is_intact(self, step: int) -> bool:
         try:
             self.verify(self.folder(step))
         except CheckpointError:
@@ -367,28 +372,28 @@ class CheckpointStore:
 
 
 def _in_line(step: int, manifest: Manifest | None, named: int, pointed: Manifest | None) -> bool:
-    """Return whether the checkpoint of a step is of the line of the one that the pointer names."""
-    if manifest is None:  # not complete: it is met, and reported, where it would have been read
+    """Return whether the checkpoint of ``step`` belongs to the line of step ``named`` (manifest ``pointed``)."""
+    if manifest is None:  # incomplete: it is reported when it is opened
         return True
     if step <= named:
         return pointed is None or pointed.descends_from(manifest)
-    # Older checkpoints know no branches: nothing says that the pointer was only not moved yet.
+    # Older checkpoints have no branch, so it is unknown whether the pointer was merely not updated yet.
     return pointed is not None and bool(manifest.branch) and manifest.descends_from(pointed)
 
 
 def json_bytes(value: Mapping[str, Any], name: str) -> bytes:
-    """Return the content of the JSON file ``name``. Raises CheckpointError for what JSON cannot hold."""
+    """Return the content of the JSON file ``name``. Raises CheckpointError for values that are not JSON."""
     try:
         return json.dumps(dict(value), indent=1).encode()
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{name} can hold plain JSON values only: {error}") from error
+        raise CheckpointError(f"{name} can only hold plain JSON values: {error}") from error
 
 
 class Candidates(Iterator[SavedCheckpoint]):
-    """Checkpoints to try, best first. A caller that could not load one calls :meth:`reject` and takes the next.
+    """The checkpoints to try, newest first. A caller that cannot load one calls :meth:`reject` and takes the next.
 
-    Ends when there is nothing to resume. Raises CheckpointError when checkpoints were there and all of them were
-    passed: starting anew would in time prune them.
+    Ends if there is nothing to resume. Raises CheckpointError if checkpoints exist and all were rejected: a new start
+    would prune them in time.
     """
 
     def __init__(self, found: Iterator[SavedCheckpoint], *, root: str, only: bool, any_folder: bool) -> None:
@@ -406,15 +411,15 @@ class Candidates(Iterator[SavedCheckpoint]):
             ) from None
 
     def reject(self, reason: str) -> None:
-        """Pass the last one, which could not be loaded. Raises CheckpointError when it was the only choice."""
+        """Skip the last checkpoint, which could not be loaded. Raises CheckpointError if it was the only choice."""
         if self._only:
             raise CheckpointError(reason)
-        warnings.warn(f"{reason}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
+        warnings.warn(f"{reason}: skipped, trying the previous one", SkyRLMegatronWarning, stacklevel=2)
 
 
-def choose(store: CheckpointStore, mode: str | None, path: str | None) -> Candidates:
-    """Return the checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, naming the key to change, for
-    an unknown mode and for a ``path`` that is no complete checkpoint."""
+def resume_candidates(store: CheckpointStore, mode: str | None, path: str | None) -> Candidates:
+    """Return the checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, with the key to change, for an
+    unknown mode and for a ``path`` that is not a complete checkpoint."""
     if mode is None or mode == "none":
         return Candidates(iter(()), root=store.root, only=True, any_folder=False)
     if mode == "latest":

@@ -1,4 +1,4 @@
-"""Adapters on a model: where they hang, what is trained, and the sums of gradients that Megatron does not make."""
+"""Attach adapters to a model, freeze the base, and reduce the gradients that Megatron does not reduce."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
 class Adapters:
-    """All adapters of this rank's chunks. The base is frozen; they are switched off with :meth:`disabled`."""
+    """All adapters of this rank's chunks. The base is frozen. :meth:`disabled` switches the adapters off."""
 
     def __init__(
         self, model: ModelChunks, groups: ProcessGroups, selection: Selection, settings: AdapterSettings
     ) -> None:
         self.model, self.groups, self.selection, self.settings = model, groups, selection, settings
-        self.of_weight: dict[int, Adapter] = {}
-        """``id`` of a base parameter → the adapter that its map has."""
-        self.hung: list[AdapterList] = []
+        self.by_weight: dict[int, Adapter] = {}
+        """``id`` of a base parameter → the adapter of its layer."""
+        self.by_chunk: list[AdapterList] = []
         """The adapters of each chunk."""
-        self.of_head: Adapter | None = None
-        """That of the output layer."""
+        self.output_adapter: Adapter | None = None
+        """The adapter of the output layer."""
         self._enabled = True
 
-    def hang(self) -> None:
-        """Let the model compute with these adapters, and its chunks have their factors among their parameters."""
-        for chunk, hung in zip(self.model.chunks, self.hung, strict=True):
-            chunk.adapters = hung
+    def attach(self) -> None:
+        """Make the model compute with these adapters, and register their factors as parameters of its chunks."""
+        for chunk, adapters in zip(self.model.chunks, self.by_chunk, strict=True):
+            chunk.adapters = adapters
         self._enabled = True
 
-    def take_off(self) -> None:
-        """Leave the model to other adapters: nothing of it computes with these or finds them."""
+    def detach(self) -> None:
+        """Remove these adapters from the model, so that others can be attached."""
         for chunk in self.model.chunks:
             del chunk.adapters
         self._enabled = False
 
     @property
     def enabled(self) -> bool:
-        """Whether the model computes with its adapters."""
+        """Whether the model computes with these adapters."""
         return self._enabled
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Compute as the base model does: the reference of a policy that is trained by adapters."""
+        """Compute as the base model within the block. The base model is the reference of a policy with adapters."""
         self._enabled = False
         try:
             yield
@@ -77,28 +77,31 @@ class Adapters:
             self._enabled = True
 
     def on_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (h [P, rank], this rank's rows of B [V_padded / tp, rank]) for hidden states [P, H]: the output
-        layer's adapter adds h·Bᵀ to their logits. None where it has none, or adapters are off."""
-        return self.of_head.narrow(hidden) if self.of_head is not None and self.enabled else None
+        """Return (h [P, rank], this rank's rows of B [V_padded / tp, rank]) for hidden states [P, H].
+
+        The output layer's adapter adds h·Bᵀ to the logits. None if the layer has no adapter, or adapters are off.
+        """
+        return self.output_adapter.narrow(hidden) if self.output_adapter is not None and self.enabled else None
 
     def factors(self) -> Iterator[Factor]:
         """Yield the parameters of all adapters, chunk by chunk."""
-        for hung in self.hung:
-            for adapter in adapter_modules(hung):
+        for chunk in self.by_chunk:
+            for adapter in adapter_modules(chunk):
                 yield from adapter.factors()
 
     def merged(self, parameter: Tensor) -> Tensor:
-        """Return a base weight with its adapter added, in the weight's dtype; the weight itself where it has none."""
-        adapter, weight = self.of_weight.get(id(parameter)), weight_data(parameter)
+        """Return a base weight with its adapter merged, in the weight's dtype; the weight itself if it has none."""
+        adapter, weight = self.by_weight.get(id(parameter)), weight_data(parameter)
         if adapter is None:
             return weight
         return (weight.float() + adapter.delta().view_as(parameter)).to(parameter.dtype)
 
     def sum_over_etp(self) -> None:
-        """Sum the reduced gradients of factors that all ranks of an expert have whole, each from its columns or rows.
+        """Sum the gradients of experts' factors that are replicated over etp. Each rank has its columns' or rows'
+        part.
 
-        Collective over etp, after Megatron's own reduction (distributed/finalize_model_grads.py does the same for
-        parameters that sequence parallelism replicates over tp).
+        Collective over etp, after Megatron's reduction. distributed/finalize_model_grads.py does the same for
+        parameters that sequence parallelism replicates over tp.
         """
         parameters: list[Any] = [factor.tensor for factor in self.factors()]
         grads = [parameter.main_grad for parameter in parameters if parameter.sum_over_etp]
@@ -110,7 +113,7 @@ class Adapters:
 
 
 class AdapterList(torch.nn.ModuleList):
-    """The adapters of a chunk, a part of its tree: where buffers, optimizer and checkpoints look for parameters."""
+    """The adapters of a chunk, as a submodule: DDP buffers, optimizer and checkpoints find the factors there."""
 
     def __init__(self, adapters: list[Adapter], experts: int) -> None:
         super().__init__(adapters)
@@ -119,7 +122,7 @@ class AdapterList(torch.nn.ModuleList):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe every factor by its canonical name; experts are an axis in front of the matrix."""
+        """Describe every factor by its canonical name; experts are a leading axis."""
         return {
             f"{prefix}{factor.name}{'' if factor.experts is None else factor.experts[0]}": ShardedTensorFactory(
                 f"{ADAPTERS}.{factor.name}",
@@ -142,21 +145,21 @@ def attach(
     shared_outer: bool = False,
     expert_rank: int | None = None,
 ) -> Adapters:
-    """Freeze ``model`` and hang an adapter on each of this rank's selected linear maps.
+    """Freeze ``model`` and attach an adapter to each of this rank's selected linear layers.
 
-    ``separate``: a pair of factors for each HF projection. ``shared_outer``: the factor at the outside of the experts
-    (A before ``linear_fc1``, B behind ``linear_fc2``) is one for all experts of a layer. ``expert_rank``: rank of the
-    experts' adapters, default that of all.
+    ``separate``: one pair of factors for each HF projection. ``shared_outer``: all experts of a layer share the outer
+    factor (A of ``linear_fc1``, B of ``linear_fc2``). ``expert_rank``: rank of the experts' adapters, default
+    ``settings.rank``.
     """
     adapters = Adapters(model, groups, selection, settings)
     for chunk in model.chunks:
         for module in chunk.modules():
-            module.frozen_expert_bias = True  # Megatron would go on balancing the router
+            module.frozen_expert_bias = True  # else Megatron continues to balance the router
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
     offset = first_expert(model, groups)
     for index, chunk in enumerate(model.chunks):
-        hung: list[Adapter] = []
+        attached: list[Adapter] = []
         first_layer = model.layers(groups.pp.rank(), index).start
         for name, module in chunk.named_modules():
             weight = _weight(module)
@@ -171,20 +174,20 @@ def attach(
             build = _Builder(entry, module, weight, groups, settings, rank, offset)
             adapter = build.adapter(taken, separate=separate, shared_outer=shared_outer)
             for parameter in _weights(module):
-                adapters.of_weight[id(parameter)] = adapter
+                adapters.by_weight[id(parameter)] = adapter
             if full == "output_layer.weight":
-                adapters.of_head = adapter
+                adapters.output_adapter = adapter
             module.register_forward_hook(_Addition(adapters, adapter, module))
-            hung.append(adapter)
+            attached.append(adapter)
         device = next(chunk.parameters()).device
-        adapters.hung.append(AdapterList(hung, model.config.num_moe_experts or 0).to(device))
+        adapters.by_chunk.append(AdapterList(attached, model.config.num_moe_experts or 0).to(device))
         _let_gradients_in(chunk)
-    adapters.hang()
+    adapters.attach()
     return adapters
 
 
 def _let_gradients_in(chunk: Any) -> None:
-    """Let the embedding's output ask for a gradient: recomputed blocks pass none on to adapters otherwise."""
+    """Make the embedding's output require a gradient. Without it recomputed blocks pass no gradient to adapters."""
     if chunk.pre_process and chunk.config.recompute_granularity is not None:
         chunk.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
@@ -192,11 +195,11 @@ def _let_gradients_in(chunk: Any) -> None:
 
 
 class _Addition:
-    """The forward hook of a linear map: adds the adapter's output to the map's."""
+    """The forward hook of a linear layer: adds the adapter's output to the layer's output."""
 
     def __init__(self, adapters: Adapters, adapter: Adapter, module: torch.nn.Module) -> None:
         self.adapters, self.adapter = adapters, adapter
-        self.norm: Any = getattr(module, "layer_norm_weight", None)  # Transformer Engine's norm inside the map
+        self.norm: Any = getattr(module, "layer_norm_weight", None)  # Transformer Engine's norm inside the layer
         self.epsilon = getattr(module, "eps", None)
 
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -212,7 +215,7 @@ class _Addition:
 
 
 class _Builder:
-    """The adapter of one map: sizes of this rank's shares, and their first values."""
+    """Builds the adapter of one layer: sizes of this rank's shards, and their initial values."""
 
     def __init__(
         self,
@@ -312,7 +315,7 @@ def _weight(module: torch.nn.Module) -> Tensor | None:
 
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:
-    """Return a map's own weights: one, or with Transformer Engine's grouped experts one for each."""
+    """Return the weights of a layer: one, or one per expert with Transformer Engine's grouped experts."""
     if _is_te_grouped(module):
         own = dict(module.named_parameters(recurse=False))
         return [own[f"weight{number}"] for number in range(len(own)) if f"weight{number}" in own]
@@ -340,7 +343,7 @@ def _shards(
     groups: ProcessGroups,
     total: int,
 ) -> list[ShardedTensor]:
-    """Describe a factor as blocks of its global tensor; experts, ``total`` of them, are an axis in front."""
+    """Describe a factor as blocks of its global tensor; the ``total`` experts are a leading axis."""
     over, replicas = (groups.tp, groups.dp_cp) if factor.experts is None else (groups.etp, groups.edp)
     split, parts = factor.split, factor.parts
     replica = (0, over.rank() if split is None else 0, replicas.rank())
@@ -370,7 +373,7 @@ def _never_merged(parts: Any) -> Any:
 
 
 def adapter_modules(chunk: Any) -> Iterator[Adapter]:
-    """Yield the adapters of a chunk (or of its list of them)."""
+    """Yield the adapters of a chunk, or of an :class:`AdapterList`."""
     for adapter in getattr(chunk, ADAPTERS, chunk):
         assert isinstance(adapter, Adapter)
         yield adapter

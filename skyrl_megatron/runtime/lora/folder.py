@@ -1,4 +1,4 @@
-"""Adapters of all ranks as one PEFT folder, and back at any layout."""
+"""Save the adapters of all ranks as one PEFT folder, and load a folder at any layout."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from bridges.rules import Entry
 from bridges.staging import staged, write_file
 from skyrl_megatron.errors import CheckpointError, ModelLoadError, SkyRLMegatronWarning
 from skyrl_megatron.hub import origin
-from skyrl_megatron.runtime.hf_weights import HfPiece, write_pieces
+from skyrl_megatron.runtime.hf_weights import HfTensor, write_pieces
 from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
 from skyrl_megatron.runtime.lora.layers import Adapter, AdapterSettings, Factor
-from skyrl_megatron.runtime.lora.targets import BASE, base_file, base_misfit, misfits, selected_modules
+from skyrl_megatron.runtime.lora.targets import BASE, adapter_mismatches, base_file, base_mismatch, selected_modules
 from skyrl_megatron.runtime.parallel_state import ProcessGroups, from_rank_0, raise_on_all_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class HfFactor:
-    """A factor of one HF projection (of one expert's)."""
+    """A factor of one HF projection, of one expert if it belongs to experts."""
 
     module: str
     """HF module, e.g. ``model.layers.3.self_attn.q_proj`` or ``model.layers.3.mlp.experts.7.gate_proj``."""
@@ -38,17 +38,17 @@ class HfFactor:
     """``A`` [rank, in] or ``B`` [out, rank]."""
     tensor: Tensor
     scale: float
-    """What the product B·A of this projection is multiplied by."""
+    """The factor by which B·A of this projection is multiplied."""
 
 
 @torch.no_grad()
 def stream_factors(
     adapters: Adapters, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
 ) -> Iterator[HfFactor]:
-    """Yield every factor exactly once over all ranks, on the rank that gathers its shares, in module order.
+    """Yield every factor exactly once over all ranks, on the rank that gathers its shards, in module order.
 
-    Every rank must exhaust it (tp and etp groups gather). A factor that serves several projections or experts comes
-    once for each of them. ``of`` picks what is streamed of each parameter, such as its gradient.
+    Every rank must exhaust the iterator (tp and etp groups gather). A factor that serves several projections or
+    experts is yielded once for each of them. ``of`` selects the tensor of each parameter, such as its gradient.
     """
     for chunk in adapters.model.chunks:
         for adapter in adapter_modules(chunk):
@@ -61,7 +61,7 @@ def stream_factors(
 
 
 def _gathered(factor: Factor, share: Tensor, adapter: Adapter, groups: ProcessGroups) -> Tensor | None:
-    """Return the whole tensor (of this rank's experts) on the first rank of the group that it is split over."""
+    """Return the whole tensor (for this rank's experts) on the first rank of the group that it is split over."""
     over, replicas = (groups.tp, groups.dp_cp) if factor.experts is None else (groups.etp, groups.edp)
     if replicas.rank() != 0:
         return None
@@ -87,7 +87,7 @@ def _of_experts(adapters: Adapters, adapter: Adapter, factor: Factor, whole: Ten
 
 
 def entry_of(adapters: Adapters, adapter: Adapter, expert: int | None) -> Entry:
-    """Return the weight of the map that an adapter stands beside (of one of its experts)."""
+    """Return the plan's entry for the weight of an adapter's layer, or for one of its experts."""
     name = adapter.name if expert is None else adapter.name.replace(".experts.", f".experts.{expert}.")
     return adapters.model.hf.plan.by_name[f"{name}.weight"]
 
@@ -105,15 +105,15 @@ def _projections(adapter: Adapter, factor: Factor, entry: Entry, matrix: Tensor)
         yield HfFactor(module, letter, tensor, adapter.scale)
 
 
-class UnfitFactor(Exception):
-    """A factor that is missing or does not fit; says which and why."""
+class FactorMismatch(Exception):
+    """A factor is missing or does not fit. The message says which and why."""
 
 
 @torch.no_grad()
 def fill_factors(adapters: Adapters, groups: ProcessGroups, find: Callable[[str, str], Tensor]) -> None:
-    """Set this rank's share of every factor. ``find(module, letter)`` returns the whole factor of a HF projection.
+    """Set this rank's shard of every factor. ``find(module, letter)`` returns the whole factor of an HF projection.
 
-    Raises UnfitFactor where projections that share a factor here have different ones, or shapes differ.
+    Raises FactorMismatch if projections that share a factor here have different ones, or shapes differ.
     """
     for chunk in adapters.model.chunks:
         for adapter in adapter_modules(chunk):
@@ -139,8 +139,8 @@ def _whole(
         return entry.to_megatron(found)
     for module, other in zip(modules[1:], found[1:], strict=True):
         if not torch.equal(found[0], other):
-            raise UnfitFactor(
-                f"{modules[0]} and {module} have different lora_A, which lora_type=lora keeps as one; set "
+            raise FactorMismatch(
+                f"{modules[0]} and {module} have different lora_A, but lora_type=lora shares one; set "
                 "trainer.policy.megatron_config.lora_config.lora_type=canonical_lora"
             )
     return found[0]
@@ -149,14 +149,14 @@ def _whole(
 def _of_all_experts(
     adapters: Adapters, adapter: Adapter, factor: Factor, find: Callable[[str, str], Tensor]
 ) -> Tensor:
-    """Return the factor that all experts of a layer share, having looked at every expert's."""
+    """Return the factor that all experts of a layer share. Raises FactorMismatch if an expert's factor differs."""
     first = _whole(adapters, adapter, factor, 0, find)
     for expert in range(1, adapters.model.config.num_moe_experts or 0):
         if not torch.equal(_whole(adapters, adapter, factor, expert, find), first):
             module = entry_of(adapters, adapter, expert).hf[0].name.removesuffix(".weight")
-            raise UnfitFactor(
-                f"{module} has another lora_{factor.name[-1]} than expert 0, and experts_shared_outer_loras keeps one "
-                "for all: set trainer.policy.megatron_config.lora_config.experts_shared_outer_loras=false"
+            raise FactorMismatch(
+                f"{module} has another lora_{factor.name[-1]} than expert 0, but experts_shared_outer_loras shares "
+                "one: set trainer.policy.megatron_config.lora_config.experts_shared_outer_loras=false"
             )
     return first
 
@@ -170,7 +170,7 @@ def _share(whole: Tensor, factor: Factor, like: Tensor, groups: ProcessGroups) -
         pieces = whole.chunk(factor.parts, 0) if factor.split == 0 else (whole,)
         share = torch.cat([piece.chunk(over.size(), factor.split)[over.rank()] for piece in pieces])
     if share.shape != like.shape:
-        raise UnfitFactor(f"{factor.name} is {list(share.shape)}, the model needs {list(like.shape)}")
+        raise FactorMismatch(f"{factor.name} is {list(share.shape)}, the model needs {list(like.shape)}")
     return share
 
 
@@ -179,20 +179,20 @@ def by_module(factors: Mapping[str, Tensor]) -> Callable[[str, str], Tensor]:
 
     def find(module: str, letter: str) -> Tensor:
         if f"{module}.{letter}" not in factors:
-            raise UnfitFactor(f"{module} has no lora_{letter}")
+            raise FactorMismatch(f"{module} has no lora_{letter}")
         return factors[f"{module}.{letter}"]
 
     return find
 
 
 def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, base: str | None = None) -> None:
-    """Write the adapters as a PEFT folder with experts one by one; every rank calls it and writes what it owns.
+    """Write the adapters as a PEFT folder with experts one by one. Every rank calls it and writes what it owns.
 
-    All projections have the rank of the settings: where experts have a smaller one, their factors end in zeros, and
-    ``lora_B`` takes up what their scale differs by. ``base``: fingerprint of the weights, for whoever loads the
-    folder. ``out`` must be on a file system that all ranks share; it appears whole or not at all. Raises
-    CheckpointError on every rank, with nothing left behind, when it cannot be written. Warns on rank 0 of modules that
-    PEFT leaves out when it opens the folder.
+    All projections have the rank of the settings. If experts have a smaller rank, their factors are padded with zeros,
+    and ``lora_B`` compensates the difference of scales. ``base``: fingerprint of the base weights, which a load
+    compares. ``out`` must be on a file system that all ranks share. It appears complete or not at all. Raises
+    CheckpointError on every rank if it cannot be written. Warns on rank 0 about modules that PEFT ignores when it
+    loads the folder.
     """
     out = Path(out)
     writer, problem = None, None
@@ -225,7 +225,7 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, bas
 
 
 def _warn_of_peft(adapters: Adapters) -> None:
-    """Name the modules that PEFT drops; the text has no folder in it, so that a run prints it once for all exports."""
+    """Warn about modules that PEFT ignores. The text names no folder, so that a run prints it once for all exports."""
     hf = adapters.model.hf
     dropped = dropped_by_peft(str(hf.config["model_type"]), selected_modules(adapters.selection, hf.plan))
     if dropped:
@@ -238,14 +238,14 @@ def _warn_of_peft(adapters: Adapters) -> None:
         )
 
 
-def _pieces(adapters: Adapters, groups: ProcessGroups) -> Iterator[HfPiece]:
+def _pieces(adapters: Adapters, groups: ProcessGroups) -> Iterator[HfTensor]:
     for factor in stream_factors(adapters, groups):
         factor = in_common_rank(factor, adapters.settings)
-        yield HfPiece(*tensor_on_disk(factor.module, factor.letter, factor.tensor))
+        yield HfTensor(*tensor_on_disk(factor.module, factor.letter, factor.tensor))
 
 
 def in_common_rank(factor: HfFactor, settings: AdapterSettings) -> HfFactor:
-    """Return a factor of the rank and scale of ``settings`` with the same product; itself where it has them."""
+    """Return an equivalent factor with the rank and scale of ``settings``; the factor itself if it has them."""
     dim = 0 if factor.letter == "A" else 1
     missing = settings.rank - factor.tensor.shape[dim]
     if not missing:
@@ -288,30 +288,30 @@ def _config(adapters: Adapters) -> bytes:
 
 
 def load_adapter(adapters: Adapters, groups: ProcessGroups, folder: str | Path, base: str | None = None) -> None:
-    """Set the adapters from a PEFT folder; every rank calls it and reads its own shares.
+    """Load the adapters from a PEFT folder. Every rank calls it and reads its own shards.
 
-    ``base``: fingerprint of the weights that they are added to. Raises ModelLoadError on every rank, naming file or
-    projection and remedy: a folder that is damaged, of another model or base, of another rank or scale, or that does
-    not have exactly the projections that are adapted here.
+    ``base``: fingerprint of the base weights. Raises ModelLoadError on every rank, with the file or projection and the
+    fix, if the folder is damaged, is of another model, base, rank or scale, or does not have exactly the projections
+    that are adapted here.
     """
     problem = None
     try:
         settings, plan = adapters.settings, adapters.model.hf.plan
         peft = PeftFolder(folder, plan)
         wanted = AdapterConfig(settings.rank, settings.alpha, settings.rank_stabilised, None)
-        wrong = [*misfits(peft, wanted, adapters.selection, plan)]
-        if base is not None and (other := base_misfit(Path(folder), base)):
+        wrong = [*adapter_mismatches(peft, wanted, adapters.selection, plan)]
+        if base is not None and (other := base_mismatch(Path(folder), base)):
             wrong.append(other)
         if wrong:
-            raise UnfitFactor("; ".join(wrong))
+            raise FactorMismatch("; ".join(wrong))
         fill_factors(adapters, groups, _OwnRanks(peft, adapters))
-    except (BridgeError, UnfitFactor, OSError) as error:
+    except (BridgeError, FactorMismatch, OSError) as error:
         problem = str(error) if str(folder) in str(error) else f"{folder}: {error}"
     raise_on_all_ranks(ModelLoadError(problem) if problem else None)
 
 
 class _OwnRanks:
-    """The factors of a folder in the ranks that adapters have here: the inverse of :func:`in_common_rank`."""
+    """Reads the factors of a folder in the ranks that adapters have here: the inverse of :func:`in_common_rank`."""
 
     def __init__(self, peft: PeftFolder, adapters: Adapters) -> None:
         self.peft, self.settings = peft, adapters.settings
@@ -340,8 +340,8 @@ class _OwnRanks:
         dim = 0 if letter == "A" else 1
         kept, cut = whole.split([rank, self.settings.rank - rank], dim)
         if cut.count_nonzero():
-            raise UnfitFactor(
-                f"{module} uses a rank of more than {rank}, which normalize_moe_lora leaves to experts: set "
+            raise FactorMismatch(
+                f"{module} has a rank above {rank}, which is all that normalize_moe_lora leaves to experts: set "
                 "trainer.policy.megatron_config.lora_config.normalize_moe_lora=false"
             )
         if letter == "B":

@@ -1,19 +1,19 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) on Megatron's linear layers: y = W·x + scale · B·(A·x).
 
-Beside a frozen map they are bound by memory: autograd's own writes B·h, its scaled copy and the sum, each as large as
-the map's output, and gathers the experts'. Here each is written where it belongs, scaled and summed as it is made.
+Next to a frozen layer, adapters are memory-bound: plain autograd writes B·h, its scaled copy and the sum, each as
+large as the layer's output, and concatenates those of the experts. Here one kernel scales and adds B·h in place.
 
-How the two factors lie over tensor-parallel ranks follows from the map that they stand beside (``TensorSplit``):
+The layer's tensor parallelism determines how the two factors are sharded (``TensorSplit``):
 
 =======  ==============================  ==================  =============================================
-COLUMN   output rows split               A whole, B split    A·x of the own tokens, gathered, then B
-ROW      input columns split             A split, B whole    A·x summed and scattered to own tokens, then B
-WHOLE    every rank has all of it        both whole          nothing travels
+COLUMN   output rows split               A whole, B split    A·x of the own tokens, all-gather, then B
+ROW      input columns split             A split, B whole    A·x, reduce-scatter to the own tokens, then B
+WHOLE    replicated                      both whole          no communication
 =======  ==============================  ==================  =============================================
 
 A whole factor sees only the rank's own tokens (Megatron's sequence parallelism), so its gradient is summed over tp
-(``sequence_parallel``). Experts see tokens that the dispatcher has gathered over etp already and sums again behind
-them: nothing travels in here, and gradients of their whole factors are summed over etp (``attach.py``).
+(``sequence_parallel``). Experts see tokens that the dispatcher has already gathered over etp and reduces after them.
+So their adapters do not communicate, and the gradients of their whole factors are summed over etp (``attach.py``).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from skyrl_megatron.runtime.cpu_patches import grouped_gemm
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 _ALIGNED = 16
-"""Bytes that rows of a CUDA kernel's grouped products must be multiples of."""
+"""The rows of a grouped GEMM on CUDA must be multiples of this many bytes."""
 
 
 def factor_product(x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-    """Compute x · weightᵀ: [..., k] × [m, k] → [..., m]; or with [E, m, k] of rows sorted by expert, ``counts`` [E] of
-    each. Differentiable."""
+    """Compute x · weightᵀ: [..., k] × [m, k] → [..., m]; with [E, m, k] the rows of ``x`` are sorted by expert, and
+    ``counts`` [E] is their number per expert. Differentiable."""
     if weight.dim() == 3 and x.is_cuda:
         return _grouped(x, weight, _required(counts))
     return _product(None, x, weight, counts, 1.0)
 
 
 def add_factor_product(base: Tensor, x: Tensor, weight: Tensor, counts: Tensor | None, scale: float) -> Tensor:
-    """Add scale · :func:`factor_product` to ``base`` [..., m], in its memory, and return that. Differentiable.
+    """Add scale · :func:`factor_product` to ``base`` [..., m] in place, and return it. Differentiable.
 
-    Nothing else may read ``base`` afterwards, as nothing reads the output of a linear map that its hook replaces; a
-    backward pass that needs its old values raises autograd's error. Types are those of ``base``.
+    Nothing else may read ``base`` afterwards; a backward pass that needs its old values raises autograd's error. The
+    forward hook meets this, because it replaces the layer's output. The dtype is that of ``base``.
     """
     if weight.dim() == 3 and base.is_cuda:
         return base + _grouped(x * scale, weight, _required(counts))
@@ -66,8 +66,10 @@ def add_factor_product(base: Tensor, x: Tensor, weight: Tensor, counts: Tensor |
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply as :func:`grouped_gemm`, with zeros beside a rank that no kernel for all experts takes: without them
-    the host would wait for ``counts`` in every layer, and start a kernel for each expert."""
+    """Call :func:`grouped_gemm`, with a rank that grouped kernels do not support padded with zeros.
+
+    Without padding the host would wait for ``counts`` in every layer, and launch one kernel per expert.
+    """
     missing_in, missing_out = (-size % (_ALIGNED // x.element_size()) for size in (x.shape[-1], weight.shape[-2]))
     if not missing_in and not missing_out:
         return grouped_gemm(x, weight, counts)
@@ -82,15 +84,15 @@ def _product(base: Tensor | None, x: Tensor, weight: Tensor, counts: Tensor | No
 
 
 class _FactorProduct(torch.autograd.Function):
-    """base[rows of e] + scale · x[rows of e] @ w[e]ᵀ, in the memory of ``base``; without one, a new tensor. A matrix
-    of no expert is that of the only one."""
+    """Compute base[rows of e] + scale · x[rows of e] @ w[e]ᵀ for each expert e, in place in ``base``; without a base,
+    in a new tensor. A layer without experts counts as one expert."""
 
     @staticmethod
     def forward(ctx: Any, base: Tensor | None, x: Tensor, weight: Tensor, counts: list[int], scale: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.scale = counts, scale
         out = x.new_empty(*x.shape[:-1], weight.shape[-2]) if base is None else base.detach().contiguous()
-        kept = 0.0 if base is None else 1.0  # times zero, memory is not read: what lay there may be no number
+        kept = 0.0 if base is None else 1.0  # with beta=0, memory is not read: it is uninitialised
         for rows, own, matrix in zip(_split(out, counts), _split(x, counts), _each(weight), strict=True):
             rows.addmm_(own, matrix.t(), beta=kept, alpha=scale)
         return out
@@ -112,7 +114,7 @@ class _FactorProduct(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return gradᵀ · x, by the order that is faster for a thin side: that of A is grad's, that of B is x's."""
+    """Return gradᵀ · x, in the order that is faster for a thin matrix: for A it is ``grad``, for B it is ``x``."""
     return grad.t() @ x if grad.shape[-1] < x.shape[-1] else (x.t() @ grad).t()
 
 
@@ -132,7 +134,7 @@ def _split(rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
 
 
 class TensorSplit(enum.Enum):
-    """How the linear map beside an adapter is split over tp (experts: etp)."""
+    """How the linear layer of an adapter is split over tp (experts: etp)."""
 
     COLUMN = enum.auto()
     ROW = enum.auto()
@@ -141,8 +143,8 @@ class TensorSplit(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Where the rows of several projections stand in one Megatron tensor: for each of ``groups`` runs, so many rows
-    of each projection (``sizes``). Of one rank's share: ``q0 q1 k0 v0 | q2 q3 k1 v1`` is (2, (2, 1, 1))."""
+    """The order of the rows of several projections in one rank's shard of a Megatron tensor: ``groups`` groups, each
+    with ``sizes`` rows of each projection. ``q0 q1 k0 v0 | q2 q3 k1 v1`` is (2, (2, 1, 1))."""
 
     groups: int
     sizes: tuple[int, ...]
@@ -153,7 +155,7 @@ class RowOrder:
         return self.groups * sum(self.sizes)
 
     def join(self, outputs: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Put outputs [..., groups · size] in Megatron's order, [..., rows]; None stands for zeros."""
+        """Join outputs [..., groups · size] in Megatron's order, [..., rows]; None means zeros."""
         lead = like.shape[:-1]
         pieces = [
             like.new_zeros(*lead, self.groups, size) if out is None else out.reshape(*lead, self.groups, size)
@@ -164,7 +166,7 @@ class RowOrder:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What all adapters of a run have in common."""
+    """The settings that all adapters of a run share."""
 
     rank: int
     alpha: int
@@ -180,21 +182,21 @@ class AdapterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A parameter of an adapter as a tensor of the whole model: what checkpoints, folders and syncs go by."""
+    """A parameter of an adapter as a tensor of the whole model, for checkpoints, folders and syncs."""
 
     name: str
     """Canonical name, e.g. ``decoder.layers.3.self_attention.linear_qkv.A`` or ``….linear_qkv.q_proj.B``."""
     tensor: torch.nn.Parameter
-    """This rank's share: [rows, columns], or [local experts, rows, columns]."""
+    """This rank's shard: [rows, columns], or [local experts, rows, columns]."""
     split: int | None
-    """Dimension of the matrix that is split over tp (etp), None where every rank has the whole."""
+    """Dimension of the matrix that is split over tp (etp); None if every rank has the whole matrix."""
     parts: int
-    """Along dim 0 the matrix is so many pieces of equal length, each split on its own."""
+    """Number of equal parts along dim 0, each of which is split separately."""
     experts: range | None
-    """Numbers of the experts whose factors the tensor holds; None where it belongs to no expert of its own: such a
-    factor is split over tp and replicated over dp·cp, others over etp and edp."""
+    """Numbers of the experts whose factors the tensor holds; None if it belongs to no single expert. A factor without
+    experts is split over tp and replicated over dp·cp, others over etp and edp."""
     rows: int | None = None
-    """Rows of the whole matrix that are no padding, where they are a vocabulary's; None: they are not."""
+    """Rows of the whole matrix without padding, if the rows are the vocabulary; else None."""
 
     def matrices(self, tensor: Tensor | None = None) -> Iterator[tuple[int | None, Tensor]]:
         """Yield (expert, matrix) of the parameter, or of another ``tensor`` of its shape."""
@@ -206,10 +208,10 @@ class Factor:
 
 
 class LowRank(torch.nn.Module):
-    """Two factors. ``A``: [rank, in], ``B``: [out, rank]; those of several experts have a leading axis of them.
+    """Two factors, ``A`` [rank, in] and ``B`` [out, rank]; several experts are a leading axis.
 
-    ``expert``: it stands beside a map of experts. ``shared``: the factor (``A`` or ``B``) that all experts of the
-    layer have in common.
+    ``expert``: the layer belongs to experts. ``shared``: the factor (``A`` or ``B``) that all experts of the layer
+    share.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class LowRank(torch.nn.Module):
         }
         self.split: Mapping[str, int | None] = split
         sequence_parallel = groups.parallel.sequence_parallel
-        parameter: Any  # Megatron keeps its facts about a parameter as attributes of it
+        parameter: Any  # Megatron stores its metadata as attributes of the parameter
         for name, parameter in self.named_parameters():
             dim = split[name]
             alone = expert and name != shared
@@ -240,12 +242,12 @@ class LowRank(torch.nn.Module):
             parameter.tensor_model_parallel = dim is not None  # else it counts once in the gradient norm
             if dim is not None:
                 parameter.partition_dim, parameter.partition_stride = dim + parameter.dim() - 2, 1
-            # Each tp rank sees tokens, or experts, of its own.
+            # Each tp rank sees different tokens, or different experts.
             parameter.sequence_parallel = sequence_parallel and not alone and (dim is None or expert)
             parameter.sum_over_etp = alone and dim is None and groups.etp.size() > 1
 
     def forward(self, x: Tensor, counts: Tensor | None) -> Tensor:
-        """Map [..., in] → [..., out] without scale. ``counts`` [experts]: rows of ``x`` that each expert has."""
+        """Map [..., in] → [..., out] without scale. ``counts`` [experts]: number of rows of ``x`` per expert."""
         return factor_product(self.narrow(x, counts), self.B, counts)
 
     def add_to(self, base: Tensor, x: Tensor, counts: Tensor | None, scale: float) -> Tensor:
@@ -253,7 +255,7 @@ class LowRank(torch.nn.Module):
         return add_factor_product(base, self.narrow(x, counts), self.B, counts, scale)
 
     def narrow(self, x: Tensor, counts: Tensor | None) -> Tensor:
-        """Map [..., in] → A·x [..., rank], for the tokens of the map's output."""
+        """Map [..., in] → A·x [..., rank], for the tokens of the layer's output."""
         hidden = factor_product(x, self.A, counts)
         if self.groups.parallel.sequence_parallel and not self.expert:
             if self.tensor_split is TensorSplit.COLUMN:
@@ -264,10 +266,10 @@ class LowRank(torch.nn.Module):
 
 
 class EmbeddingLowRank(LowRank):
-    """The factors of an embedding, a map of one-hot rows: ``A`` [rank, hidden], ``B`` [vocabulary / tp, rank]. PEFT's
-    ``lora_embedding_A`` is Bᵀ, its ``lora_embedding_B`` is Aᵀ.
+    """The factors of an embedding: ``A`` [rank, hidden], ``B`` [vocabulary / tp, rank]. PEFT's ``lora_embedding_A`` is
+    Bᵀ, its ``lora_embedding_B`` is Aᵀ.
 
-    Rows of ``B`` are looked up as Megatron's embedding looks up its own, with its masks and its sum over tp.
+    Rows of ``B`` are looked up like rows of Megatron's embedding, with its masks and its sum over tp.
     """
 
     def __init__(self, a: Tensor, b: Tensor, embedding: torch.nn.Module, groups: ProcessGroups) -> None:
@@ -275,8 +277,8 @@ class EmbeddingLowRank(LowRank):
         lookup: Any = copy.copy(embedding)
         lookup._forward_hooks = type(embedding._forward_hooks)()
         lookup._parameters = {"weight": self.B}
-        self._lookup = (lookup,)  # in a tuple: no module of this one, whose parameter it has
-        # Each tp rank goes on with the tokens of its own, as whole factors expect.
+        self._lookup = (lookup,)  # in a tuple, so that it is not a submodule: it shares the parameter B
+        # Each tp rank continues with its own tokens, as whole factors expect.
         assert lookup.reduce_scatter_embeddings == groups.parallel.sequence_parallel
 
     def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -286,8 +288,8 @@ class EmbeddingLowRank(LowRank):
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of one of Megatron's linear maps: one :class:`LowRank` over all its rows, or one for each of its HF
-    projections, named after them."""
+    """The adapter of one of Megatron's linear layers: one :class:`LowRank` for all its rows, or one for each of its HF
+    projections, by name."""
 
     def __init__(
         self,
@@ -305,17 +307,17 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.name, self.order, self.projections, self.parts = name, order, projections, parts
         self.vocab_size = vocab_size
-        """Rows that are no padding, where the map's rows are the vocabulary; None: they are not."""
+        """Rows without padding, if the layer's rows are the vocabulary; else None."""
         self.experts = experts
-        """Numbers of the experts that the map is of; None: of none."""
+        """Numbers of the experts of the layer; None if it has none."""
         self.low_ranks = torch.nn.ModuleDict(dict(low_ranks))
         self.scale, self.dropout = scale, dropout
         first = next(iter(low_ranks.values()))
         self.expert, self.groups, self.tensor_split = first.expert, first.groups, first.tensor_split
 
     def forward(self, x: Tensor, counts: Tensor | None, base: Tensor) -> Tensor:
-        """Return ``base``, the linear map's output [..., out], which this may overwrite, with the adapter's added.
-        ``x``: inputs of the map [..., in]."""
+        """Return ``base``, the layer's output [..., out], plus the adapter's output. May overwrite ``base``.
+        ``x``: inputs of the layer [..., in]."""
         if self.embeds:  # without dropout, as in PEFT
             embedded: Tensor = self.low_ranks[JOINED](x) * self.scale
             return base + embedded.to(base.dtype)
@@ -331,8 +333,8 @@ class Adapter(torch.nn.Module):
         return base + (ordered * self.scale).to(base.dtype)
 
     def narrow(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (scale · A·x [..., rank], this rank's rows of B), whose product is what :meth:`forward` adds, for
-        inputs that are the same on every tp rank."""
+        """Return (scale · A·x [..., rank], this rank's rows of B). Their product is what :meth:`forward` adds, for
+        inputs that are equal on every tp rank."""
         low_rank = low_rank_of(self, JOINED)
         x = self._dropped(x, (get_data_parallel_rng_tracker_name(),))
         return F.linear(x, low_rank.A) * self.scale, low_rank.B
@@ -345,8 +347,11 @@ class Adapter(torch.nn.Module):
         return x
 
     def _random_state(self) -> tuple[str, ...]:
-        """Return the name of the random state of dropout masks: inputs differ between tp ranks, and so must the masks;
-        but before the first map of experts every etp rank has the same tokens, and drops the same of them."""
+        """Return the name of the random state of dropout masks.
+
+        Inputs differ between tp ranks, so masks must differ. Before the experts' first layer all etp ranks have the
+        same tokens, so masks must be equal.
+        """
         if not self.expert:
             return ()
         same = self.tensor_split is TensorSplit.COLUMN and self.groups.etp.size() > 1
@@ -354,7 +359,7 @@ class Adapter(torch.nn.Module):
 
     @property
     def embeds(self) -> bool:
-        """Whether it stands beside an embedding, whose input are token ids."""
+        """Whether the layer is an embedding, whose inputs are token ids."""
         return self.is_joined and isinstance(self.low_ranks[JOINED], EmbeddingLowRank)
 
     @property
@@ -364,15 +369,17 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """Return this rank's share of scale · B·A, [out, in] or [experts, out, in], in fp32 and Megatron's order of
-        rows."""
+        """Return this rank's shard of scale · B·A, [out, in] or [experts, out, in], in fp32, rows in Megatron's
+        order."""
         a, b = self.whole_factors()
         return b @ a * self.scale
 
     @torch.no_grad()
     def whole_factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [R, in] and B [out, R] in fp32, of experts with a leading axis unless they share one: this rank's
-        share of B·A, in Megatron's order of rows. R: the ranks of all projections, of which each has rows of its own.
+        """Return A [R, in] and B [out, R] in fp32, whose product is this rank's shard, rows in Megatron's order.
+
+        Experts are a leading axis, unless they share a factor. R: the sum of the ranks of all projections; each
+        projection has its own rows of A and columns of B.
         """
         factors = {name: low_rank_of(self, name) for name in self.low_ranks}
         if self.is_joined:
@@ -383,8 +390,8 @@ class Adapter(torch.nn.Module):
         before = 0
         for name, each in factors.items():
             own = each.B.float().expand(*lead, -1, -1).transpose(-1, -2)
-            behind = a.shape[-2] - before - own.shape[-2]
-            columns[name] = F.pad(own, (0, 0, before, behind))
+            after = a.shape[-2] - before - own.shape[-2]
+            columns[name] = F.pad(own, (0, 0, before, after))
             before += own.shape[-2]
         return a, self.order.join([columns.get(name) for name in self.projections], a).transpose(-1, -2)
 
@@ -404,7 +411,7 @@ class Adapter(torch.nn.Module):
 
 
 JOINED = "joined"
-"""The key of a pair of factors over all projections of a map."""
+"""The key of a pair of factors for all projections of a layer."""
 
 
 def low_rank_of(adapter: Adapter, projection: str) -> LowRank:
@@ -415,7 +422,8 @@ def low_rank_of(adapter: Adapter, projection: str) -> LowRank:
 
 
 def first_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -> Tensor:
-    """Draw a whole A [rank, in] in fp32 on the host from the seed and its global name: equal at every layout.
+    """Draw a whole A [rank, in] in fp32 on the host from the seed and its global name, so that it is equal at every
+    layout.
 
     ``kaiming``: uniform as torch's ``Linear``; ``xavier``: normal; ``normal``: deviation 1 / rank; ``zero``: zeros.
     """
@@ -436,8 +444,8 @@ def first_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -
 
 
 def second_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -> Tensor:
-    """Return a whole B [out, rank]: zeros, so that the adapter changes nothing at first; where A is zero, uniform, or
-    no gradient would ever reach either of them."""
+    """Return a whole B [out, rank]: zeros, so that the adapter has no effect at first. If A is zero, B is uniform,
+    because otherwise both gradients would stay zero."""
     matrix = torch.zeros(shape)
     if settings.init == "zero":
         generator = torch.Generator().manual_seed(_seed(name, settings.seed))

@@ -1,5 +1,5 @@
-"""Which linear layers get an adapter, by Hugging Face's or Megatron's names; whether a PEFT folder fits. Imports no
-Megatron.
+"""Select the linear layers that get an adapter, by Hugging Face's or Megatron's names, and check whether a PEFT folder
+fits. Does not import Megatron.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDS = ("embedding.word_embeddings", "output_layer")
 
 @dataclass(frozen=True)
 class Target:
-    """A weight of the model that adapters can be added to: one linear map of Megatron's, one to three of HF's."""
+    """A weight that can have an adapter: one linear layer of Megatron, one to three HF projections."""
 
     entry: Entry
 
@@ -63,7 +63,7 @@ class Selection:
 
 
 def targets(plan: Plan) -> Iterator[Target]:
-    """Yield every linear map of a model; routers are none. Embedding and output layer come with the others."""
+    """Yield every linear layer of a model, including embedding and output layer, without routers."""
     for entry in plan.entries:
         linear = ".linear_" in entry.name or entry.name.removesuffix(".weight") in _ENDS
         if linear and entry.name.endswith(".weight") and len(entry.shape) == 2:
@@ -81,13 +81,14 @@ def select(
     separate: bool = False,
     key: str = KEY,
 ) -> Selection:
-    """Choose modules by ``target_modules`` and ``exclude_modules``: names separated by commas, each a run of whole
-    parts of a HF or Megatron module name (``q_proj``, ``linear_fc1``, ``mlp.experts``, ``layers.0``).
+    """Select modules by ``target_modules`` and ``exclude_modules``: names separated by commas. Each name is one or
+    more consecutive parts of a HF or Megatron module name (``q_proj``, ``linear_fc1``, ``mlp.experts``, ``layers.0``).
 
-    ``attention``, ``mlp``, ``unembed``: the switches of ``train_attn``, ``train_mlp`` and ``train_unembed``, which say
-    what ``all-linear`` means. ``separate``: every HF projection has an adapter of its own (``canonical_lora``); else
-    those of one Megatron module go together. Raises ConfigError: a name that fits nothing, with the nearest ones; a
-    part of a joined module; nothing left; a family whose layers on disk no adapter fits.
+    ``attention``, ``mlp``, ``unembed``: ``train_attn``, ``train_mlp`` and ``train_unembed``, which define
+    ``all-linear``. ``separate``: every HF projection has a separate adapter (``canonical_lora``); else the projections
+    of one Megatron module share an adapter. Raises ConfigError for a name that matches nothing (with the nearest
+    names), for a part of a joined module, for an empty selection, and for a family whose layers on disk cannot have
+    adapters.
     """
     everything = list(targets(plan))
     wanted = _words(names)
@@ -113,15 +114,15 @@ def select(
     if "untied" not in plan.shape.flags:
         problems += _tied(chosen, unembed, names, key)
     if not chosen and not problems:
-        problems.append(Problem(f"{key}.target_modules", names, "no linear layer is left to adapt: name at least one"))
+        problems.append(Problem(f"{key}.target_modules", names, "selects no linear layer: name at least one"))
     if problems:
         raise ConfigError(list({str(problem): problem for problem in problems}.values()))
     return Selection(chosen)
 
 
 def _tied(chosen: Mapping[str, object], unembed: bool, names: str, key: str) -> Iterator[Problem]:
-    """Yield why a matrix that is embedding and output layer has no adapter: PEFT's would be in one of them alone."""
-    fix = "this model's output layer is its embedding, and an adapter of one of them would part them: "
+    """Yield problems for an adapter of tied embeddings. PEFT would apply it to only one of the two layers."""
+    fix = "this model's output layer is its embedding, and an adapter of only one of them would untie them: "
     if unembed:
         yield Problem(f"{key}.train_unembed", True, fix + "leave it off")
     if _ENDS[0] in chosen:
@@ -130,18 +131,18 @@ def _tied(chosen: Mapping[str, object], unembed: bool, names: str, key: str) -> 
 
 def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str, key: str) -> list[Problem]:
     if not target.entry.has_rows_of_hf:
-        fix = f"{target.hf_modules[0]} holds all experts in one tensor, to which no adapter is added; exclude it"
+        fix = f"{target.hf_modules[0]} holds all experts in one tensor, which cannot have an adapter; exclude it"
         return [Problem(f"{key}.exclude_modules", None, fix)]
     if separate and len(target.projections) > 1 and not target.entry.bound.conversion.keeps_order:
         fix = (
-            f"the rows of {', '.join(target.projections)} lie between one another here, so that none has an adapter "
-            "of its own: exclude it, or set trainer.policy.megatron_config.lora_config.lora_type=lora"
+            f"the rows of {', '.join(target.projections)} are interleaved here, so they cannot have separate "
+            "adapters: exclude it, or set trainer.policy.megatron_config.lora_config.lora_type=lora"
         )
         return [Problem(f"{key}.exclude_modules", None, fix)]
     if not separate and len(taken) < len(target.projections):
         left = ", ".join(p for p in target.projections if p not in taken)
         fix = (
-            f"{', '.join(taken)} without {left}: they are one layer of Megatron's; name all of them, or set "
+            f"{', '.join(taken)} without {left}: they are one layer in Megatron; name all of them, or set "
             "trainer.policy.megatron_config.lora_config.lora_type=canonical_lora"
         )
         return [Problem(f"{key}.target_modules", names, fix)]
@@ -163,13 +164,13 @@ def _unknown(everything: Sequence[Target], names: Sequence[str], key: str) -> li
             continue
         known = {t.module.rpartition(".")[2] for t in everything} | {p for t in everything for p in t.projections}
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        fix = f"no linear layer of this model is called so; {'nearest' if near else 'there are'}: "
+        fix = f"no linear layer of this model has this name; {'nearest' if near else 'there are'}: "
         problems.append(Problem(key, name, fix + ", ".join(near or sorted(known))))
     return problems
 
 
 def adapted(plan: Plan, selection: Selection) -> Iterator[tuple[Entry, HfSlice]]:
-    """Yield every adapted HF projection of the model, in order, with the Megatron weight that it is rows of."""
+    """Yield every adapted HF projection of the model, in order, with the Megatron weight that contains it."""
     for entry in plan.entries:
         taken = selection.modules.get(entry.name.removesuffix(".weight"))
         if taken is not None:
@@ -194,13 +195,13 @@ def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:
 
 
 def expert_rank(cfg: SkyRLTrainConfig, top_k: int | None) -> int:
-    """Return the rank of experts' adapters. ``top_k``: experts that a token goes to. Raises ConfigError for a rank
-    that ``normalize_moe_lora`` cannot divide."""
+    """Return the rank of experts' adapters. ``top_k``: experts per token. Raises ConfigError for a rank that
+    ``normalize_moe_lora`` cannot divide."""
     rank = cfg.trainer.policy.model.lora.rank
     if not cfg.trainer.policy.megatron_config.lora_config.normalize_moe_lora or not top_k:
         return rank
     if rank % top_k:
-        fix = f"normalize_moe_lora divides it among the {top_k} experts of a token: take a multiple of {top_k}"
+        fix = f"normalize_moe_lora divides it among the {top_k} experts of a token: set a multiple of {top_k}"
         raise ConfigError([Problem(f"{KEY}.rank", rank, fix)])
     return rank // top_k
 
@@ -208,7 +209,7 @@ def expert_rank(cfg: SkyRLTrainConfig, top_k: int | None) -> int:
 def rank_problems(
     plan: Plan, selection: Selection, rank: int, expert_rank: int, parallel: ParallelConfig
 ) -> Iterator[Problem]:
-    """Yield a Problem where the rank exceeds a side of a selected matrix on a rank: more than it could ever use."""
+    """Yield a Problem if the LoRA rank exceeds a side of a selected matrix on a rank: it could never use more."""
     worst: tuple[int, Problem] | None = None
     for entry in plan.entries:
         if entry.name.removesuffix(".weight") not in selection.modules:
@@ -217,7 +218,7 @@ def rank_problems(
         sides = [size // (over if axis == entry.split.dim else 1) for axis, size in enumerate(entry.shape)]
         most = min(sides)
         if own > most and (worst is None or most < worst[0]):
-            fix = f"{entry.name} is {sides} on a rank: take a rank of at most {most}, or exclude it"
+            fix = f"{entry.name} is {sides} on a rank: set a rank of at most {most}, or exclude it"
             worst = most, Problem(f"{KEY}.rank", own, fix)
     if worst is not None:
         yield worst[1]
@@ -227,9 +228,9 @@ SAMPLES, SAMPLE_BYTES = 64, 64 * 2**10
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a BLAKE3 hash over every safetensors file of a folder: its name, size, header, and 64 pieces of 64 KiB
-    spread evenly over its data (all of it where it has no more). Equal for copies of the folder; weights that a
-    training step has changed differ in every piece."""
+    """Return a BLAKE3 hash over every safetensors file of a folder: name, size, header, and 64 samples of 64 KiB
+    spread evenly over its data (all data of a smaller file). It is equal for copies of the folder. After a training
+    step every sample differs."""
     hasher = blake3.blake3()
     for path in sorted(folder.glob("*.safetensors")):
         with open_regular(path) as file:
@@ -238,20 +239,20 @@ def fingerprint(folder: Path) -> str:
             header = file.read(8)
             hasher.update(header + file.read(min(int.from_bytes(header, "little"), size)))
             start = file.tell()
-            for place in _places(start, size):
+            for place in _sample_offsets(start, size):
                 hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, place))
     return hasher.hexdigest()
 
 
-def _places(start: int, stop: int) -> list[int]:
-    """Return where the pieces of ``[start, stop)`` begin."""
+def _sample_offsets(start: int, stop: int) -> list[int]:
+    """Return the first byte of each sample of ``[start, stop)``."""
     if stop - start <= SAMPLES * SAMPLE_BYTES:
         return list(range(start, stop, SAMPLE_BYTES))
     return [start + (stop - start - SAMPLE_BYTES) * piece // (SAMPLES - 1) for piece in range(SAMPLES)]
 
 
 BASE = "base_model.json"
-"""The file of an adapter folder that says by hash which weights the adapter was trained on; PEFT has none for it."""
+"""The file of an adapter folder with the fingerprint of the base weights; PEFT defines no such file."""
 _HASH = "fingerprint"
 
 
@@ -261,12 +262,12 @@ def selected_modules(selection: Selection, plan: Plan) -> dict[str, Shape]:
 
 
 def base_file(base: str) -> bytes:
-    """Return the content of :data:`BASE`. ``base``: fingerprint of the weights (``base.py``)."""
+    """Return the content of :data:`BASE`. ``base``: fingerprint of the base weights (:func:`fingerprint`)."""
     return (json.dumps({_HASH: base}, indent=2) + "\n").encode()
 
 
-def misfits(peft: PeftFolder, wanted: AdapterConfig, selection: Selection, plan: Plan) -> Iterator[str]:
-    """Yield what ``peft`` has otherwise than ``wanted`` and ``selection``, with the setting to change."""
+def adapter_mismatches(peft: PeftFolder, wanted: AdapterConfig, selection: Selection, plan: Plan) -> Iterator[str]:
+    """Yield the differences between ``peft`` and ``wanted`` or ``selection``, with the setting to change."""
     config = peft.config
     for name, theirs, ours in (
         ("rank", config.rank, wanted.rank),
@@ -283,9 +284,9 @@ def misfits(peft: PeftFolder, wanted: AdapterConfig, selection: Selection, plan:
         yield f"{extra[0]} has an adapter there ({len(extra)} in all): set {KEY}.target_modules to fit"
 
 
-def base_misfit(folder: Path, base: str | Path) -> str | None:
-    """Say that an adapter was trained on other weights than ``base``: their fingerprint, or their folder. None where
-    they are the same, or the folder does not say (other programs write no :data:`BASE`)."""
+def base_mismatch(folder: Path, base: str | Path) -> str | None:
+    """Return a message if an adapter was trained on other weights than ``base`` (fingerprint or folder), else None.
+    Also None if the folder has no :data:`BASE`, which other programs do not write."""
     try:
         saved = read_json(folder / BASE).get(_HASH)
     except BridgeError:
@@ -294,4 +295,4 @@ def base_misfit(folder: Path, base: str | Path) -> str | None:
     if not isinstance(saved, str) or saved == ours:
         return None
     fix = "set trainer.policy.model.path to the model that it was trained on"
-    return f"it is an adapter of another base model ({BASE} has {saved[:12]}…, these weights are {ours[:12]}…): {fix}"
+    return f"the adapter has another base model ({BASE} has {saved[:12]}…, these weights have {ours[:12]}…): {fix}"

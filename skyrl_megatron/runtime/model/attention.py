@@ -1,13 +1,13 @@
 """Core attention without Transformer Engine: SDPA over packed sequences, with zig-zag context parallelism.
 
-Each sequence (padded to a multiple of 2·cp) is cut into 2·cp chunks; rank r holds chunks r and 2·cp − 1 − r, so that
-causal attention costs every rank the same. A rank's local tensor holds, sequence by sequence, its first, then its
-second chunk: what Megatron's rotary embedding for packed sequences expects (models/common/embeddings/rope_utils.py).
+Each sequence (padded to a multiple of 2·cp) is split into 2·cp chunks. Rank r holds chunks r and 2·cp − 1 − r, so that
+causal attention costs the same on every rank. The local tensor of a rank holds, for each sequence, its first and then
+its second chunk, as Megatron's rotary embedding for packed sequences expects (models/common/embeddings/rope_utils.py).
 
 Megatron's ``DotProductAttention`` supports neither packed sequences nor context parallelism. Here sequences of similar
-length (with context parallelism: the two chunks of each) become one padded SDPA call, which is exact because causal
-queries never see the padding behind them. Keys and values are gathered over cp. The plan of a pack is cached by its
-lengths.
+length (with context parallelism: the two chunks of each) are padded and run in one SDPA call. This is exact, because
+causal queries never see the padding after them. Keys and values are gathered over cp. The plan of a pack is cached by
+its lengths.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
-    """Return where the tokens of ``rank``, in its local order, stand in the packed global order: [P / cp] int64."""
+    """Return the positions of the tokens of ``rank``, in local order, in the packed global order: [P / cp] int64."""
     if cp == 1:
         return torch.arange(sum(padded_lengths))
     pieces, start = [], 0
@@ -49,7 +49,7 @@ def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tens
 
 @lru_cache(maxsize=64)
 def global_order(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
-    """Return where each token of the packed global order stands in the ranks' tokens laid end to end: [P] int64."""
+    """Return the index of each token of the packed global order in the concatenated tokens of all ranks: [P] int64."""
     held = torch.cat([local_positions(padded_lengths, cp, rank) for rank in range(cp)])
     order = torch.empty_like(held)
     order[held] = torch.arange(len(held))
@@ -57,10 +57,10 @@ def global_order(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All ranks' tokens in global order.
+    """Gathers the tokens of all ranks in global order.
 
-    ``shared_loss``: every rank computes the same loss from the gathered tensor, so a rank's gradient is its own slice
-    of the (equal) gradients. Otherwise (keys and values, used by other queries on each rank) the slices are summed.
+    ``shared_loss``: every rank computes the same loss from the gathered tensor, so all gradients are equal and a rank
+    takes its own slice. Otherwise (keys and values, used by different queries on each rank) gradients are summed.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ def gather_tokens(
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges tokens for heads (``to_heads``) or back; each way is the other's transpose."""
+    """Exchanges tokens for heads (``to_heads``) or heads for tokens. Each is the transpose of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup, to_heads: bool) -> Tensor:
@@ -121,7 +121,7 @@ def _heads_to_tokens(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGro
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send ``x[rank]`` to each rank of the group; returns what came, by sender."""
+    """Send ``x[rank]`` to each rank of the group; return the received tensors, by sender."""
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)
@@ -129,8 +129,10 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_to_heads(x: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Exchange [P / cp, n, …], this rank's tokens of all heads, for [P, n / cp, …], all tokens in the packed global
-    order of a cp-th of the heads; differentiable."""
+    """Exchange [P / cp, n, …], this rank's tokens with all heads, for [P, n / cp, …]; differentiable.
+
+    The result has all tokens, in the packed global order, with a cp-th of the heads.
+    """
     if group.size() == 1:
         return x
     exchanged: Tensor = _Exchange.apply(x, padded_lengths, group, True)  # type: ignore[no-untyped-call]
@@ -147,16 +149,15 @@ def heads_to_tokens(x: Tensor, padded_lengths: tuple[int, ...], group: dist.Proc
 
 @cache
 def _grouped_queries(grouped: bool) -> dict[str, Any]:
-    """Return what ``varlen_attn`` asks for with fewer heads of keys than of queries: torch 2.11 takes them as they are
-    and has no such argument, 2.13 demands it."""
+    """Return the ``varlen_attn`` argument for fewer KV heads than query heads: torch 2.13 needs it, 2.11 lacks it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": grouped} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Consecutive queries of one sequence on this rank, and the keys that they can see."""
+class _QueryChunk:
+    """Consecutive queries of one sequence on this rank, and the keys they can see."""
 
     query_start: int  # in the rank's local tokens
     queries: int
@@ -165,30 +166,30 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceGroup:
-    """Pieces of similar size, run as one batch of n."""
+class ChunkGroup:
+    """Chunks of similar size that run as one batch of n."""
 
     query_index: Tensor  # [n · q] int64 into the local tokens
     key_index: Tensor  # [n · k] int64 into the global tokens
     shape: tuple[int, int, int]  # n, q, k
     mask: Tensor | None  # [n, 1, q, k] bool, True = attend; None: plain causal with q == k
     kept: Tensor  # rows of the flattened [n · q] result that are real
-    contiguous: bool  # query_index is a run without padding: a view will do
+    contiguous: bool  # query_index is one run without padding, so a view is enough
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The groups to run, and where each local token's result stands in their concatenated results."""
+    """The groups to run, and the index of each local token in their concatenated results."""
 
-    groups: tuple[PieceGroup, ...]
+    groups: tuple[ChunkGroup, ...]
     order: Tensor | None  # None: already in order
 
 
-def repeatable(out: Tensor) -> Tensor:
-    """Let the kernel that made ``out`` take its deterministic backward in a deterministic run.
+def with_deterministic_backward(out: Tensor) -> Tensor:
+    """Make the kernel that computed ``out`` use its deterministic backward pass in a deterministic run.
 
-    torch's attention kernels have one, and take it only where an operation without one would raise, not where it
-    warns (aten/src/ATen/native/transformers/cuda/attention_backward.cu), as in ``device.use_deterministic_kernels``.
+    torch's attention kernels use it only if nondeterministic operations raise, not if they warn
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu), and ``device.use_deterministic_kernels`` warns.
     """
     warns = torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     if warns and out.grad_fn is not None:
@@ -197,27 +198,27 @@ def repeatable(out: Tensor) -> Tensor:
     return out
 
 
-_SIMILAR = 0.75  # pieces shorter than this share of a group's longest start a group of their own
+_SIMILAR = 0.75  # a chunk shorter than this fraction of its group's longest starts a new group
 
 
 @lru_cache(maxsize=64)
 def attention_plan(
     lengths: tuple[int, ...], cp: int, rank: int, window: int | None, device: torch.device
 ) -> AttentionPlan:
-    """Plan the attention of the queries of cp ``rank`` in a pack of sequences with these padded ``lengths``.
+    """Plan the attention of cp ``rank`` for a pack of sequences with these padded ``lengths``.
 
-    ``window``: keys that a query sees, itself included; None: all up to itself.
+    ``window``: number of keys that a query sees, itself included; None: full causal attention.
     """
-    pieces: list[_Piece] = []
+    pieces: list[_QueryChunk] = []
     key_start = query_start = 0
     for length in lengths:
         chunk = length // (2 * cp) if cp > 1 else length
         for index in (rank, 2 * cp - 1 - rank) if cp > 1 else (0,):
-            pieces.append(_Piece(query_start, chunk, key_start, (index + 1) * chunk))
+            pieces.append(_QueryChunk(query_start, chunk, key_start, (index + 1) * chunk))
             query_start += chunk
         key_start += length
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].keys, -pieces[i].queries))
-    groups: list[PieceGroup] = []
+    groups: list[ChunkGroup] = []
     members: list[int] = []
     for i in order:
         if members and not _similar(pieces[members[0]], pieces[i]):
@@ -230,11 +231,11 @@ def attention_plan(
     return AttentionPlan(tuple(groups), None if in_order else torch.argsort(results))
 
 
-def _similar(longest: _Piece, other: _Piece) -> bool:
+def _similar(longest: _QueryChunk, other: _QueryChunk) -> bool:
     return other.keys >= _SIMILAR * longest.keys and other.queries >= _SIMILAR * longest.queries
 
 
-def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.device) -> PieceGroup:
+def _group(pieces: list[_QueryChunk], cp: int, window: int | None, device: torch.device) -> ChunkGroup:
     q, k = max(p.queries for p in pieces), max(p.keys for p in pieces)
     step_q, step_k = torch.arange(q), torch.arange(k)
     queries = torch.tensor([p.queries for p in pieces])[:, None]
@@ -252,7 +253,7 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
         mask = mask[:, None].to(device)
     kept = (step_q[None, :] < queries).flatten().nonzero().squeeze(1)
     contiguous = len(kept) == len(query_index) and bool((query_index.diff() == 1).all())
-    return PieceGroup(
+    return ChunkGroup(
         query_index.to(device),
         key_index.to(device),
         (len(pieces), q, k),
@@ -262,27 +263,27 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
     )
 
 
-class Chosen(NamedTuple):
-    """Which keys the queries of a group see, and what chose them, where that learns from the attention paid."""
+class KeySelection(NamedTuple):
+    """The keys that the queries of a group attend to, and the scores that selected them if the indexer is trained."""
 
     mask: Tensor
-    """[n, 1, q, k] bool, True = attend, of the n pieces of a group; of padded inputs [b, 1, S, S]."""
+    """[n, 1, q, k] bool, True = attend, for the n chunks of a group; [b, 1, S, S] for padded inputs."""
     scores: Tensor | None = None
-    """[n, q, k] of every key, with a gradient; None: nothing learns."""
+    """[n, q, k] indexer score of every key, differentiable; None if the indexer is not trained."""
     counted: Tensor | None = None
-    """[n, q] 1.0 for queries of real tokens, 0.0 for others; given with ``scores``."""
+    """[n, q]: 1.0 for queries of real tokens, 0.0 for padding; set with ``scores``."""
 
 
-Choice = Callable[[PieceGroup | None], Chosen]
-"""What is chosen for a group; for padded inputs, None."""
+KeySelector = Callable[[ChunkGroup | None], KeySelection]
+"""Selects keys for a group of chunks; the argument is None for padded inputs."""
 
 
 class PackedAttention(torch.nn.Module):
     """Causal scaled dot-product attention for packed (``thd``) and padded (``sbhd``) inputs.
 
-    Takes the arguments of Megatron's core attention; multi-latent attention also gives ``k_channels``, ``v_channels``.
-    Sliding windows (``config.window_size``) and learnable sinks (``config.softmax_type``: one logit per head that
-    takes part in the softmax and is dropped) work as in transformer/dot_product_attention.py.
+    Takes the arguments of Megatron's core attention, and ``k_channels`` and ``v_channels`` of multi-latent attention.
+    Sliding windows (``config.window_size``) and learnable sinks (``config.softmax_type``: one extra softmax logit per
+    head, without a value) work as in transformer/dot_product_attention.py.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class PackedAttention(torch.nn.Module):
         self.config, self.groups = config, pg_collection
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         head_dim = channels.get("k_channels") or config.kv_channels
-        self.own_rotary = config.multi_latent_attention  # applied before, to a part of each head
+        self.own_rotary = config.multi_latent_attention  # MLA applies rotary embedding itself, to a part of each head
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
@@ -321,11 +322,11 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **more: Any,
     ) -> Tensor:
-        """Attend: query [p, heads, d], key and value [p, kv heads, d] → [p, heads · d]; p are this rank's tokens.
+        """Attend: query [p, heads, d], key and value [p, kv heads, d] → [p, heads · d], for p tokens on this rank.
 
         Padded inputs have [S, b, …] in place of [p, …].
         """
-        choose = self.choice(packed_seq_params, **more)
+        choose = self.key_selector(packed_seq_params, **more)
         if packed_seq_params is None:
             mask = self._window_mask(query) if choose is None else choose(None)
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -344,14 +345,14 @@ class PackedAttention(torch.nn.Module):
         out = results[0] if len(results) == 1 else torch.cat(results)
         return out if plan.order is None else out.index_select(0, plan.order)
 
-    def choice(self, packed_seq_params: PackedSeqParams | None, **_: Any) -> Choice | None:
-        """Return what chooses the keys that queries see, of those that the mask leaves; None: all of them."""
+    def key_selector(self, packed_seq_params: PackedSeqParams | None, **_: Any) -> KeySelector | None:
+        """Return a function that selects keys among those that the mask allows; None: queries see all of them."""
         return None
 
     def _attend_group(
-        self, query: Tensor, key: Tensor, value: Tensor, group: PieceGroup, choose: Choice | None
+        self, query: Tensor, key: Tensor, value: Tensor, group: ChunkGroup, choose: KeySelector | None
     ) -> Tensor:
-        """Attend in one batch of pieces → [real queries, heads · d]."""
+        """Attend in one batch of chunks → [real queries, heads · d]."""
         n, q, k = group.shape
         if group.contiguous and n * q == len(query):
             rows = [x.view(n, -1, *x.shape[1:]) for x in (query, key, value)]
@@ -363,15 +364,15 @@ class PackedAttention(torch.nn.Module):
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         return out if len(group.kept) == n * q else out.index_select(0, group.kept)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Chosen | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | KeySelection | None) -> Tensor:
         """Attend: [n, heads, q, d] × [n, kv heads, k, d] → [n, heads, q, d]. ``mask`` None: plain causal."""
-        mask = mask.mask if isinstance(mask, Chosen) else mask
+        mask = mask.mask if isinstance(mask, KeySelection) else mask
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         dropout = self.dropout if self.training else 0.0
         if self.softmax_offset is None:
-            return repeatable(
+            return with_deterministic_backward(
                 F.scaled_dot_product_attention(
                     query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale
                 )
@@ -384,10 +385,10 @@ class PackedAttention(torch.nn.Module):
         return F.dropout(weights, dropout) @ value
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """Run flash attention over variable lengths in one kernel (CUDA, half precision, no context parallelism).
+        """Run variable-length flash attention in one kernel (CUDA, half precision, no context parallelism).
 
-        The kernel takes heads of one size: multi-latent attention's narrower values are padded with zeros, which
-        come out as zeros and are cut off.
+        The kernel needs one head size. The narrower values of multi-latent attention are padded with zeros, and the
+        padding is removed from the result.
         """
         from torch.nn.attention.varlen import varlen_attn
 
@@ -408,7 +409,7 @@ class PackedAttention(torch.nn.Module):
             **_grouped_queries(key.shape[1] != query.shape[1]),
         )
         assert isinstance(out, Tensor)
-        return repeatable(out)[..., :width].flatten(1)
+        return with_deterministic_backward(out)[..., :width].flatten(1)
 
     def _window_mask(self, query: Tensor) -> Tensor | None:
         """Return the sliding window of padded inputs [S, b, …] as [S, S] bool; None without one."""
@@ -422,7 +423,7 @@ class PackedAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the sinks as split over tp by head: those of a plain module would be taken for replicated."""
+        """Declare the sinks as split over tp by head; Megatron's default would declare them as replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,

@@ -1,4 +1,4 @@
-"""Which attention kernels Transformer Engine has for a model and a GPU, as its attention layer itself asks."""
+"""Query which attention kernels Transformer Engine would use for a model on this GPU."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """What the choice depends on: packed bf16 sequences, trained, causal."""
+    """The inputs of Transformer Engine's choice, for causal training on packed bf16 sequences."""
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    """Of multi-latent attention, where values are narrower; None: ``head_dim``."""
+    """Size of a value head in multi-latent attention; None: ``head_dim``."""
     cp: int = 1
     """Context-parallel degree."""
     sequences: int = 2
     tokens: int = 4096
-    """Of the longest sequence."""
+    """Length of the longest sequence."""
     deterministic: bool = False
-    """Backward gives the same bits every time."""
+    """Whether the backward pass must be bitwise reproducible."""
 
     @classmethod
     def of(cls, config: TransformerConfig, sequences: int, tokens: int) -> AttentionCase:
-        """Return that of a rank of a model."""
+        """Return the case of one rank of a model."""
         heads, latent = config.num_attention_heads // config.tensor_model_parallel_size, config.multi_latent_attention
         sizes = getattr(config, "qk_head_dim", 0) + getattr(config, "qk_pos_emb_head_dim", 0)
         groups = config.num_query_groups or config.num_attention_heads
@@ -53,14 +53,14 @@ CASES = {
     "context parallel": AttentionCase(32, 4, 128, cp=2),
     "latent": AttentionCase(16, 16, 192, 128),
 }
-"""Those of released models: Qwen3-30B-A3B, the same with context parallelism, DeepSeek-V3's attention."""
+"""Cases of released models: Qwen3-30B-A3B, the same with context parallelism, DeepSeek-V3's attention."""
 
 
 def attention_kernels(case: AttentionCase) -> list[str]:
-    """Return which of ``flash``, ``fused`` (cuDNN) and ``unfused`` can be used, the one that would be chosen first.
+    """Return the usable kernels among ``flash``, ``fused`` (cuDNN) and ``unfused``; the selected one comes first.
 
-    Reads NVTE_FLASH_ATTN and its kin, as the layer does. Empty: the first forward pass would raise "No dot product
-    attention backend". Needs Transformer Engine and a GPU.
+    Reads the NVTE_*_ATTN variables, as Transformer Engine's layer does. If the list is empty, the first forward pass
+    would raise "No dot product attention backend". Needs Transformer Engine and a GPU.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
@@ -86,16 +86,18 @@ def attention_kernels(case: AttentionCase) -> list[str]:
         deterministic=case.deterministic,
     )
     flash, _, fused, _, unfused, available = utils.get_attention_backend(params)
-    chosen = dict(zip(("flash", "fused", "unfused"), (flash, fused, unfused), strict=True))
-    usable = dict(zip(chosen, available, strict=True))
-    return [name for name, taken in chosen.items() if taken] + [
-        name for name, can in usable.items() if can and not chosen[name]
+    selected = dict(zip(("flash", "fused", "unfused"), (flash, fused, unfused), strict=True))
+    usable = dict(zip(selected, available, strict=True))
+    return [name for name, is_selected in selected.items() if is_selected] + [
+        name for name, is_usable in usable.items() if is_usable and not selected[name]
     ]
 
 
 def require_deterministic(config: TransformerConfig, sequences: int, tokens: int, prefix: str) -> None:
-    """Raise ConfigError where layers of a deterministic run have no attention kernel, or only the unfused one, which
-    keeps the scores of all pairs of tokens and was not asked for. ``prefix``: of the role's ``megatron_config``."""
+    """Raise ConfigError if a deterministic run has no attention kernel, or only the unfused one without asking for it.
+
+    The unfused kernel stores the scores of all pairs of tokens. ``prefix``: the role's ``megatron_config`` key.
+    """
     if not config.deterministic_mode or config.attention_backend.name == "unfused":
         return
     case = AttentionCase.of(config, sequences, tokens)
@@ -104,11 +106,11 @@ def require_deterministic(config: TransformerConfig, sequences: int, tokens: int
 
 
 def no_deterministic_kernel(sequences: int, heads: int, tokens: int, prefix: str) -> Problem:
-    """Say that Transformer Engine has no deterministic kernel for a micro-batch, and what to do."""
+    """Return the problem that Transformer Engine has no deterministic attention kernel for a micro-batch."""
     size = f"{sequences} sequence(s) of {tokens} tokens with {heads} heads a rank"
     fix = (
-        f"Transformer Engine has no deterministic kernel for the attention of {size}: take our own layers "
-        f"({prefix}transformer_config_kwargs.transformer_impl=local), whose kernel has one for every size, or set "
-        "false"
+        f"Transformer Engine has no deterministic kernel for the attention of {size}: set "
+        f"{prefix}transformer_config_kwargs.transformer_impl=local, whose kernel is deterministic for every size, or "
+        "set trainer.deterministic=false"
     )
     return Problem("trainer.deterministic", True, fix)

@@ -56,11 +56,11 @@ def transformer_config(
     on_meta: bool = False,
     prefix: str = PREFIX,
 ) -> TransformerConfig:
-    """Make the ``TransformerConfig`` (``MLATransformerConfig`` for multi-latent attention) of a model in a layout.
+    """Return the ``TransformerConfig`` (``MLATransformerConfig`` for multi-latent attention) of a model in a layout.
 
-    ``overrides`` (``transformer_config_kwargs``) are its fields, applied last; keys that start with ``rope_`` or
-    belong to the layout are refused, because they have settings of their own. Raises ConfigError for an unknown or
-    refused field, and with Megatron's own message when it rejects the combination.
+    ``overrides`` (``transformer_config_kwargs``) are fields applied last. Fields of the layout are rejected, because
+    they have separate settings. Raises ConfigError for an unknown or rejected field, and with Megatron's message if
+    Megatron rejects the combination.
     """
     overrides = dict(overrides or {})
     cls = MLATransformerConfig if model.megatron.multi_latent_attention else TransformerConfig
@@ -73,17 +73,17 @@ def transformer_config(
         if name not in known
     ]
     problems += [
-        Problem(f"{key}.{name}", value, f"the layout decides it ({layout[name]}); set {prefix}* instead")
+        Problem(f"{key}.{name}", value, f"set by the layout ({layout[name]}); set {prefix}* instead")
         for name, value in overrides.items()
         if name in layout and value != layout[name]
     ]
     biased = model.layout_shape.num_experts and model.megatron.transformer.get("add_bias_linear")
     if biased and parallel.etp > 1:
-        fix = "experts with biases are not split: set it to 1 and raise expert_model_parallel_size instead"
+        fix = "experts with biases cannot be split: set it to 1 and raise expert_model_parallel_size instead"
         problems.append(Problem(f"{prefix}expert_tensor_parallel_size", parallel.etp, fix))
     name, own = "moe_router_enable_expert_bias", model.megatron.transformer.get("moe_router_enable_expert_bias", False)
     if bool(overrides.get(name, own)) != own:
-        fix = f"the model has {'a' if own else 'no'} bias for each expert: leave it out"
+        fix = f"the model has {'an' if own else 'no'} expert bias: remove this setting"
         problems.append(Problem(f"{prefix}{name}", overrides[name], fix))
     if problems:
         raise ConfigError(problems)
@@ -107,14 +107,16 @@ def transformer_config(
 
 
 def _has_fused_rotary(megatron: MegatronModelConfig) -> bool:
-    """Tell whether there is a fused kernel that rotates as the model does. That of multi-latent attention knows YaRN
-    alone (transformer_config.py refuses another); Transformer Engine's for packed sequences leaves out YaRN's
-    ``mscale`` (models/common/embeddings/rope_utils.py), and where pairs are neighbours it asks for the version of
-    Transformer Engine, which was not tried."""
+    """Return whether a fused rotary kernel computes what the model needs.
+
+    The kernel of multi-latent attention supports only YaRN (transformer_config.py rejects the rest). Transformer
+    Engine's kernel for packed sequences ignores YaRN's ``mscale`` (models/common/embeddings/rope_utils.py). With
+    interleaved pairs it depends on the version of Transformer Engine and is untested.
+    """
     if megatron.multi_latent_attention:
         return bool(megatron.transformer["rope_type"] == "yarn")
-    neighbours = megatron.transformer.get("rotary_interleaved", False)
-    return not neighbours and bool(megatron.model.get("position_embedding_type") != "yarn")
+    interleaved = megatron.transformer.get("rotary_interleaved", False)
+    return not interleaved and bool(megatron.model.get("position_embedding_type") != "yarn")
 
 
 def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
@@ -128,14 +130,14 @@ def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         "sequence_parallel": parallel.sequence_parallel,
-        # Batched sends between two interleaved stages are matched in the wrong order: gradients come out wrong.
+        # Batched sends between two interleaved stages are matched in the wrong order and give wrong gradients.
         "overlap_p2p_comm": parallel.uses_overlapped_p2p,
         "batch_p2p_comm": not parallel.uses_overlapped_p2p,
     }
 
 
 def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str, Any]:
-    """Return fields that do not depend on the model: precision, varying shapes, fused kernels where they exist."""
+    """Return the fields that do not depend on the model: dtype, variable lengths, fused kernels if they exist."""
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -155,7 +157,7 @@ def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str,
         "moe_permute_fusion": use_te,
         "gradient_accumulation_fusion": False,
         **SUMMED_GRADIENTS,
-        # Weights come from a checkpoint; on_meta, modules make them where torch.device("meta") says.
+        # Weights come from a checkpoint. With on_meta, torch.device("meta") decides where modules create them.
         "perform_initialization": False,
         "use_cpu_initialization": on_meta and not use_te,
         "init_model_with_meta_device": on_meta,
@@ -163,41 +165,41 @@ def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str,
     }
 
 
-_HANDS_ON = "hands_hidden_states_on"
+_RETURNS_HIDDEN = "returns_hidden_states"
 
 
 def returns_hidden_states(output_layer: Any) -> bool:
-    """Return whether :func:`return_hidden_states` was here: what comes out of the layer are no logits."""
-    return getattr(output_layer, _HANDS_ON, False)
+    """Return whether :func:`return_hidden_states` changed this output layer to return hidden states."""
+    return getattr(output_layer, _RETURNS_HIDDEN, False)
 
 
 def return_hidden_states(chunk: Any, groups: ProcessGroups) -> Tensor:
-    """Make the last chunk return [b, s, H] instead of [b, s, V_padded / tp]; returns the head's weight.
+    """Make the last chunk return [b, s, H] instead of [b, s, V_padded / tp]; return the head's weight.
 
-    The output layer stays where it is, with its weight, its checkpoint key and its hooks; only its ``forward`` hands
-    the hidden states on, gathered over tp where the sequence is split. Their gradient is summed over tp on the way
-    back, since each tp rank computes the part that its columns of the vocabulary give.
+    The output layer keeps its weight, checkpoint key and hooks. Only its ``forward`` is replaced: it returns the
+    hidden states, gathered over tp under sequence parallelism. The backward pass sums their gradient over tp, because
+    each tp rank computes the contribution of its vocabulary columns.
     """
 
-    def hand_on(
+    def return_hidden(
         hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         if chunk.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
         return hidden, None
 
-    chunk.output_layer.forward = hand_on
-    setattr(chunk.output_layer, _HANDS_ON, True)
+    chunk.output_layer.forward = return_hidden
+    setattr(chunk.output_layer, _RETURNS_HIDDEN, True)
     tied = chunk.share_embeddings_and_output_weights
     weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
     return weight
 
 
 class ValueHead(torch.nn.Module):
-    """Linear map H → 1 in place of ``GPTModel.output_layer``; whole on every tp rank.
+    """Linear layer H → 1 that replaces ``GPTModel.output_layer``; replicated on all tp ranks.
 
-    Starts from a normal distribution of deviation 1 / (H + 1), equal on all ranks. Computes in fp32, because values
-    are regressed.
+    Initialised from a normal distribution with standard deviation 1 / (H + 1), equal on all ranks. Computes in fp32,
+    because values are a regression.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, *, seed: int = 0) -> None:
@@ -215,7 +217,7 @@ class ValueHead(torch.nn.Module):
         """Map [s, b, H] (s / tp under sequence parallelism) → ([s, b, 1] float32 on every tp rank, None)."""
         values = hidden.float() @ self.weight.float().t()
         if self.sequence_parallel:
-            # Every tp rank goes on to compute the same loss, so a rank keeps the gradient of its own tokens.
+            # Every tp rank computes the same loss, so a rank keeps the gradient of its own tokens.
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.groups.tp
             )
@@ -224,7 +226,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the one replicated tensor, ``output_layer.weight`` [1, H]."""
+        """Declare the replicated tensor ``output_layer.weight`` [1, H]."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {}, sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp
@@ -235,7 +237,7 @@ class ValueHead(torch.nn.Module):
 Head = Literal["lm", "value"]
 _BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _CHOSEN_BACKENDS = {name: value for name, value in os.environ.items() if name.startswith(_BACKENDS)}
-"""The user's own choice of attention kernels, from before any model was built."""
+"""The user's choice of attention kernels, read before any model is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,17 +253,17 @@ class ModelChunks:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary without padding."""
+        """Size of the vocabulary without padding."""
         return self.hf.vocab_size
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary padded to a multiple of tp; logits have a tp-th of it as columns."""
+        """Size of the vocabulary padded to a multiple of tp; a rank's logits have a tp-th of it."""
         return padded_rows(self.hf.vocab_size, self.parallel.tp)
 
     @property
     def layer_kind(self) -> str:
-        """Whose layers these are, and why not Transformer Engine's if they are not."""
+        """The implementation of the layers, and the reason if it is not Transformer Engine."""
         return describe(self.hf, self.config.transformer_impl == TRANSFORMER_ENGINE)
 
     def layers(self, pp_rank: int, chunk: int) -> range:
@@ -283,17 +285,17 @@ def build_model(
     prefix: str = PREFIX,
     frozen: bool = False,
 ) -> ModelChunks:
-    """Build this rank's chunks of the model in a HF folder (or of a config), with weights unset (see ``load_hf``).
+    """Build this rank's chunks of the model of a HF folder or config. ``load_hf`` sets the weights.
 
-    ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or a critic's values from a
-    head that starts from ``seed``.
-    ``transformer_config_kwargs``: fields of Megatron's ``TransformerConfig``, applied last. ``model_config_kwargs``:
-    changes to ``config.json``. ``device``: of the parameters; ``torch.device("meta")`` allocates nothing. ``frozen``:
-    the weights will not learn, so that those of a quantised folder get their memory when they are loaded.
-    Layers are Transformer Engine's on a GPU, if they can express the model, else those of ``layer_spec.py``.
+    ``dtype``: of the parameters, by default ``device.default_dtype()``. ``head``: ``lm`` for logits, ``value`` for a
+    critic's values, with a head initialised from ``seed``. ``transformer_config_kwargs``: fields of Megatron's
+    ``TransformerConfig``, applied last. ``model_config_kwargs``: changes to ``config.json``. ``device``: of the
+    parameters; ``torch.device("meta")`` allocates nothing. ``frozen``: the weights are not trained; memory for the
+    weights of a quantised folder is then allocated by ``load_hf``. On a GPU the layers are Transformer Engine's if
+    they support the model, else those of ``layer_spec.py``.
 
-    Raises ModelLoadError for a bad folder or unsupported model, ConfigError for a layout that does not fit the model,
-    a field that Megatron does not know, or layers that cannot be had (``layer_choice.py``).
+    Raises ModelLoadError for a bad folder or an unsupported model. Raises ConfigError for a layout that does not fit
+    the model, a field that Megatron does not know, or an unavailable ``transformer_impl``.
     """
     model = (
         source
@@ -373,7 +375,7 @@ def _chunk(
 def _te_block_spec(
     config: TransformerConfig, model: HfModel, groups: ProcessGroups, stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return Transformer Engine's layers with our router in the expert layers."""
+    """Return the spec of Transformer Engine's layers with our router in the expert layers."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage, pp_rank=groups.pp.rank())
     for layer in spec.layer_specs or ():
         keywords = getattr(layer.submodules.mlp, "keywords", {})  # functools.partial(MoELayer or MLP, submodules=…)
@@ -384,9 +386,11 @@ def _te_block_spec(
 
 @contextlib.contextmanager
 def _attention_environment() -> Iterator[None]:
-    """Let Megatron write ``attention_backend`` into the environment, where Transformer Engine reads it, and put back
-    what the user set there: Megatron (models/common/language_module) refuses any other value, be it the user's or that
-    of the last model in this process, such as a policy beside a critic."""
+    """Let Megatron write ``attention_backend`` into the environment, and restore the user's variables afterwards.
+
+    Transformer Engine reads the NVTE variables. Megatron (models/common/language_module) rejects values that differ
+    from its own, also those of an earlier model in this process, such as a policy and a critic.
+    """
     for name in [name for name in os.environ if name.startswith(_BACKENDS)]:
         del os.environ[name]
     yield
@@ -395,7 +399,7 @@ def _attention_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_deprecation() -> Iterator[None]:
-    """Silence Megatron 0.19, which announces GPTModel's successor every time one is built."""
+    """Silence the deprecation message that Megatron 0.19 logs for every GPTModel."""
     logger = logging.getLogger(GPTModel.__module__)
     level = logger.level
     logger.setLevel(logging.ERROR)

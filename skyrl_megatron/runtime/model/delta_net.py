@@ -1,7 +1,7 @@
-"""Gated delta nets (Qwen3-Next), which stand in the place of attention, for packed sequences and any layout.
+"""Gated delta nets (Qwen3-Next) for packed sequences and any layout. They replace attention in some layers.
 
-Megatron's (``megatron.core.ssm.gated_delta_net``) has kernels for GPUs alone and refuses packed sequences without
-them. Rows of its input projection are in sections; here they are by key head, so that tp splits plain runs of rows.
+Megatron's own module (``megatron.core.ssm.gated_delta_net``) has GPU kernels only and rejects packed sequences without
+them. Its input projection is ordered by section; here it is ordered by key head, so that tp splits contiguous rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.runtime.model.attention import heads_to_tokens, tokens_to_heads
-from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, short_convolution, unit
+from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, l2_normalize, short_convolution
 from skyrl_megatron.runtime.model.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class GatedDeltaNet(MegatronModule):
-    """A short causal convolution of queries, keys and values, the gated delta rule, and a gated norm of its result.
+    """A short causal convolution of queries, keys and values, the gated delta rule, and a gated norm of the result.
 
-    tp splits key heads, each with its value heads; cp exchanges tokens for heads before the convolution and back
-    behind the norm, because the state runs through a whole sequence.
+    tp splits key heads, each with its value heads. cp exchanges tokens for heads before the convolution and back after
+    the norm, because the recurrent state needs the whole sequence.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GatedDeltaNet(MegatronModule):
         return out, None
 
     def _mix(self, heads: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """Mix whole sequences of some key heads: [P, n, rows] → [P, n, value rows]."""
+        """Mix whole sequences for some key heads: [P, n, rows] → [P, n, value rows]."""
         plan = chunk_plan(lengths, heads.device)
         mixed, gate, beta, step = heads.split([self.mixed_rows, self.value_rows, self.ratio, self.ratio], -1)
         mixed = short_convolution(mixed.flatten(1), self._mine(self.conv_weight).squeeze(1), plan.positions)
@@ -89,14 +89,14 @@ class GatedDeltaNet(MegatronModule):
         rate = self._mine(self.A_log).float().exp().view(shape)
         kept = -rate * F.softplus(step.float() + self._mine(self.dt_bias).float().view(shape))
         v = v.unflatten(-1, (self.ratio, self.value_size))
-        out, _ = gated_delta_rule(unit(q), unit(k), v, kept, beta.sigmoid(), plan)
+        out, _ = gated_delta_rule(l2_normalize(q), l2_normalize(k), v, kept, beta.sigmoid(), plan)
         out = out.to(heads.dtype)
         gate = gate.view(out.shape)
         normed: Tensor = (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
         return normed
 
     def _mine(self, parameter: Tensor) -> Tensor:
-        """Return the part of a parameter [rows of the heads, …] whose heads this cp rank mixes."""
+        """Return the rows of a parameter [rows of the heads, …] for the heads of this cp rank."""
         cp = self.groups.cp
         mine: Tensor = parameter.chunk(cp.size())[cp.rank()]
         return mine
@@ -108,7 +108,7 @@ class GatedDeltaNet(MegatronModule):
         metadata: dict[str, Any] | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """Describe what is split by head as such: Megatron would take it for replicated."""
+        """Declare these parameters as split by head; Megatron's default would declare them as replicated."""
         own = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(own, 0), sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp

@@ -1,8 +1,8 @@
-"""The gated delta rule over packed sequences, chunk by chunk: a linear attention whose state forgets and corrects.
+"""The gated delta rule over packed sequences in chunked form. It is a linear attention with decay and correction.
 
-A state S [key size, value size] per head starts at zero in each sequence, and at each token
-``S ← exp(g)·S``, ``S ← S + k (β (v − Sᵀk))ᵀ``, output ``Sᵀq / √(key size)`` (arXiv:2412.06464, section 3). Within a
-chunk of tokens the corrections are one triangular system, so that only chunks follow one another (section 3.3).
+The state S [key size, value size] of a head is zero at the start of each sequence. At each token ``S ← exp(g)·S``,
+``S ← S + k (β (v − Sᵀk))ᵀ``, and the output is ``Sᵀq / √(key size)`` (arXiv:2412.06464, section 3). The corrections of
+a chunk of tokens are one triangular system, so only the loop over chunks is sequential (section 3.3).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _EPSILON = 1e-6  # transformers' and FLA's
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Chunks of a pack by step: first those that begin a sequence, longest sequence first, then the second ones, …"""
+    """Chunks of a pack, by step: the first chunk of every sequence (longest sequence first), then the second, …"""
 
     tokens: Tensor
-    """[chunks · CHUNK] int64: the token at each place; where a sequence has none, any."""
+    """[chunks · CHUNK] int64: the token of each slot; arbitrary in padding slots."""
     real: Tensor
-    """[chunks, CHUNK] bool: where there is a token."""
-    places: Tensor
-    """[P] int64: the place of each token."""
+    """[chunks, CHUNK] bool: whether a slot has a token."""
+    slots: Tensor
+    """[P] int64: the slot of each token."""
     order: Tensor
-    """[sequences] int64: longest sequence first."""
+    """[sequences] int64: the sequences, longest first."""
     active: tuple[int, ...]
-    """How many of them, in this order, have a chunk in each step."""
+    """Number of sequences, in this order, with a chunk in each step."""
     positions: Tensor
-    """[P] int64: of each token in its sequence."""
+    """[P] int64: position of each token in its sequence."""
 
 
 @lru_cache(maxsize=64)
 def chunk_plan(lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
-    """Cut a pack of sequences of these ``lengths`` into chunks."""
+    """Split a pack of sequences of these ``lengths`` into chunks."""
     starts = [0]
     for length in lengths[:-1]:
         starts.append(starts[-1] + length)
@@ -53,14 +53,14 @@ def chunk_plan(lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
     within = torch.arange(CHUNK)
     real = within < counts
     tokens = (begins + torch.minimum(within, counts - 1)).flatten()
-    places = torch.empty(sum(lengths), dtype=torch.int64)
+    slots = torch.empty(sum(lengths), dtype=torch.int64)
     kept = real.flatten().nonzero().squeeze(1)
-    places[tokens[kept]] = kept
+    slots[tokens[kept]] = kept
     positions = torch.cat([torch.arange(length) for length in lengths])
     return ChunkPlan(
         tokens.to(device),
         real.to(device),
-        places.to(device),
+        slots.to(device),
         torch.tensor(order, device=device),
         tuple(active),
         positions.to(device),
@@ -72,10 +72,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule on each sequence.
 
-    ``q``, ``k``: [P, n, key size]; ``v``: [P, n, r, value size], r value heads share a key head; ``g``: [P, n, r],
-    the logarithm of how much of the state is kept, ≤ 0; ``beta``: [P, n, r]. ``start``: [sequences, n, r, key size,
-    value size], the states before the first tokens, zeros if None. Returns [P, n, r, value size] and the states behind
-    the last tokens. Computed in fp32, or in fp64 where the inputs are.
+    ``q``, ``k``: [P, n, key size]; ``v``: [P, n, r, value size], where r value heads share a key head; ``g``:
+    [P, n, r], logarithm of the decay, ≤ 0; ``beta``: [P, n, r]. ``start``: [sequences, n, r, key size, value size],
+    the initial states, zeros if None. Returns the outputs [P, n, r, value size] and the final states. Computes in
+    fp32, or in fp64 for fp64 inputs.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, v = (_chunks(x.to(dtype), plan) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, n, …, CHUNK, size]
@@ -108,25 +108,27 @@ def gated_delta_rule(
         first += count
     out = torch.cat(results).movedim(-2, 1).flatten(0, 1)  # [C · CHUNK, n, r, value size]
     states = torch.cat([state, *reversed(ended)])
-    return out.index_select(0, plan.places), states[plan.order.argsort()]
+    return out.index_select(0, plan.slots), states[plan.order.argsort()]
 
 
-def unit(x: Tensor) -> Tensor:
-    """Scale the last dimension to length 1, in fp32."""
+def l2_normalize(x: Tensor) -> Tensor:
+    """Normalise the last dimension to L2 norm 1, in fp32."""
     x = x.float()
-    unit_length: Tensor = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
-    return unit_length
+    normalized: Tensor = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
+    return normalized
 
 
 def _chunks(x: Tensor, plan: ChunkPlan) -> Tensor:
-    """Cut [P, …, size] into [C, …, CHUNK, size]."""
+    """Gather [P, …, size] into chunks [C, …, CHUNK, size]."""
     cut: Tensor = x.index_select(0, plan.tokens).unflatten(0, (-1, CHUNK)).movedim(1, -2)
     return cut
 
 
 def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """Mix each channel of ``x`` [P, channels] with the tokens before it in its sequence, by ``weight`` [channels,
-    taps], the last of which is the token's own. Computed in fp32 or above; same shape and dtype."""
+    """Apply a causal depthwise convolution within each sequence: [P, channels] → same shape and dtype.
+
+    ``weight``: [channels, taps]; the last tap is that of the token itself. Computes in fp32 or wider.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     values, weight = x.to(dtype), weight.to(dtype)
     out = values * weight[:, -1]

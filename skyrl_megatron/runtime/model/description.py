@@ -1,6 +1,4 @@
-"""A model as its HF folder describes it: config, table of tensors, Megatron's settings, and which layers it is built
-from.
-"""
+"""Read a model's description from its HF folder, translate it for Megatron, and choose the layer implementation."""
 
 from __future__ import annotations
 
@@ -8,12 +6,13 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bridges.errors import BridgeError
 from bridges.family import MegatronModelConfig
 from bridges.files import read_hf_config
 from bridges.plan import Plan
+from bridges.source import Source
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.layout import PREFIX, ModelDimensions
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
@@ -24,17 +23,17 @@ class HfModel:
     """The description of a model in ``config.json``."""
 
     path: Path | None
-    """The folder; None when only a config was given."""
+    """The folder; None if only a config was given."""
     config: Mapping[str, Any]
-    """``config.json``, changes applied."""
+    """``config.json`` with the changes applied."""
     plan: Plan
-    """Every tensor by its HF and its Megatron name."""
+    """Every tensor with its HF and Megatron names."""
     megatron: MegatronModelConfig
-    """Settings of a Megatron model that computes the same."""
+    """Settings of the equivalent Megatron model."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, padding for tp not counted."""
+        """Rows of the embedding, without padding for tp."""
         return self.plan.shape.dims["V"]
 
     @property
@@ -44,12 +43,12 @@ class HfModel:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """Whether the output layer shares the embedding's weight."""
         return "untied" not in self.plan.shape.flags
 
     @property
     def layout_shape(self) -> ModelDimensions:
-        """The sizes that a layout must divide."""
+        """The sizes that must be divisible by the degrees of a layout."""
         dims, moe = self.plan.shape.dims, self.plan.shape.moe
         return ModelDimensions(
             num_layers=len(moe),
@@ -71,13 +70,13 @@ def read_hf_model(
     trust_remote_code: bool = False,
     draft: bool = False,
 ) -> HfModel:
-    """Read ``config.json`` of a folder (or take it as a dict) and translate it for Megatron.
+    """Read ``config.json`` of a folder, or a config as a dict, and translate it for Megatron.
 
-    ``changes``: keys of the config to replace first (``model_config_kwargs``). ``draft``: the layer of multi-token
-    prediction is part of the model. No code of the folder is ever run; a
-    config that names some is refused unless ``trust_remote_code``, because tokenizers and engines would run it.
-    Raises ModelLoadError naming file and fix: folder or file missing or broken, an unsupported ``model_type`` (with
-    the nearest one), an option that Megatron cannot express.
+    ``changes``: keys of the config to replace first (``model_config_kwargs``). ``draft``: include the
+    multi-token-prediction layer. This function never runs code of the folder. A config with ``auto_map`` is rejected
+    unless ``trust_remote_code``, because tokenizers and engines would run its code. Raises ModelLoadError, with file
+    and fix, for a missing or broken folder or file, an unsupported ``model_type``, or an option that Megatron does not
+    support.
     """
     path = None if isinstance(source, Mapping) else Path(source).expanduser()
     where = "config.json" if path is None else str(path / "config.json")
@@ -85,8 +84,8 @@ def read_hf_model(
         config = dict(source) if isinstance(source, Mapping) else read_hf_config(Path(source).expanduser())
         if config.get("auto_map") and not trust_remote_code:
             raise ModelLoadError(
-                f"{where}: auto_map names code to be run from the folder ({_first_value(config['auto_map'])}); set "
-                "trainer.trust_remote_code=true if you trust it, or take auto_map out of the file"
+                f"{where}: auto_map would run code of the folder ({_first_value(config['auto_map'])}); set "
+                "trainer.trust_remote_code=true if you trust it, or remove auto_map from the file"
             )
         config |= dict(changes or {})
         plan = Plan.of(config, draft=draft)
@@ -100,8 +99,8 @@ def with_rotary(
 ) -> dict[str, Any]:
     """Return the ``changes`` for :func:`read_hf_model` that set ``trainer.rope_scaling`` and ``rope_theta``.
 
-    Both spellings of transformers are understood: ``rope_parameters``, and ``rope_scaling`` beside ``rope_theta``.
-    ``rope_scaling`` replaces what the config says; keys as in HF (``rope_type``, ``factor``, …).
+    ``config`` may use ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``. The argument ``rope_scaling``
+    replaces the scaling of the config; it has HF's keys (``rope_type``, ``factor``, …).
     """
     if not rope_scaling and rope_theta is None:
         return {}
@@ -127,68 +126,107 @@ LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 def use_transformer_engine(
     model: HfModel, asked: str | None = None, *, on_meta: bool = False, prefix: str = PREFIX
 ) -> bool:
-    """Tell whether ``model`` gets Transformer Engine's layers: on a GPU, if they can express it.
+    """Return whether ``model`` is built from Transformer Engine's layers: on a GPU, if they support the model.
 
-    ``asked``: the user's ``transformer_config_kwargs.transformer_impl``. ``on_meta``: only if asked for, because those
-    layers cannot be made without a GPU. Raises ConfigError on a GPU where Transformer Engine does not import, unless
-    ``local`` is asked for, and where ``transformer_engine`` is asked for and cannot be had.
+    ``asked``: the user's ``transformer_config_kwargs.transformer_impl``. ``on_meta``: use them only if asked for,
+    because they cannot be built without a GPU. Raises ConfigError if ``transformer_engine`` is asked for and
+    unavailable, and on a GPU if Transformer Engine cannot be imported, unless ``local`` is asked for.
     """
     key = f"{prefix}transformer_config_kwargs.transformer_impl"
     if asked not in (None, LOCAL, TRANSFORMER_ENGINE):
-        raise ConfigError([Problem(key, asked, f"must be {TRANSFORMER_ENGINE} or {LOCAL}, or left out")])
-    missing = lacking(model)
+        raise ConfigError([Problem(key, asked, f"must be {TRANSFORMER_ENGINE} or {LOCAL}, or unset")])
+    missing = unsupported_by_te(model)
     if asked == LOCAL or (missing and asked is None):
         return False
     if missing:
-        fix = f"Transformer Engine's layers lack {missing}: leave it out, which takes {LOCAL} ones"
+        fix = f"Transformer Engine's layers do not support {missing}: set it to {LOCAL} or remove it"
         raise ConfigError([Problem(key, asked, fix)])
     if on_meta:
         return asked == TRANSFORMER_ENGINE
     if not device.has_cuda():
         if asked is None:
             return False
-        raise ConfigError([Problem(key, asked, f"needs a GPU: leave it out, which takes {LOCAL} layers here")])
+        raise ConfigError([Problem(key, asked, f"needs a GPU: set it to {LOCAL} or remove it")])
     if reason := _import_error():
         fix = (
-            f"this GPU run would be built from slower layers, because Transformer Engine does not import ({reason}): "
-            f"run launch/setup.sh gpu, or set {LOCAL} to take them"
+            f"Transformer Engine cannot be imported ({reason}), so this GPU run would use slower layers: run "
+            f"launch/setup.sh gpu, or set {LOCAL} to use the slower layers"
         )
         raise ConfigError([Problem(key, asked, fix)])
     return True
 
 
-def lacking(model: HfModel) -> str | None:
-    """Return what the model has that Megatron's Transformer Engine layers lack; None if they express it."""
+def unsupported_by_te(model: HfModel) -> str | None:
+    """Return the feature of the model that Megatron's Transformer Engine layers do not support; None if they do."""
     megatron = model.megatron
     if megatron.full_width_qk_norm:
-        return "norms of q and k over all heads"
+        return "q and k norms over all heads"
     if megatron.mla_norm_epsilon not in (None, megatron.transformer["layernorm_epsilon"]):
-        return "another epsilon of the norms inside multi-latent attention"
+        return "a different epsilon for the norms inside multi-latent attention"
     if megatron.transformer.get("experimental_attention_variant") == "gated_delta_net":
-        return "gated delta nets of packed sequences in any layout"
+        return "gated delta nets with packed sequences in every layout"
     if "indexer" in megatron.attributes:
-        return "attention to chosen keys in every layout"
+        return "sparse attention with an indexer in every layout"
     if "heads_by_layer" in megatron.attributes:
-        return "attention whose heads differ by layer"
+        return "attention heads that differ by layer"
     if megatron.transformer.get("add_bias_linear"):
         return "experts with biases"
     return None
 
 
 def describe(model: HfModel, use_te: bool) -> str:
-    """Name the layers of a model in a few words, and why they are not Transformer Engine's if they are not."""
+    """Name the layer implementation of a model, and the reason if it is not Transformer Engine."""
     if use_te:
         return "Transformer Engine"
-    if missing := lacking(model):
-        return f"skyrl_megatron's own (Transformer Engine's lack {missing})"
+    if missing := unsupported_by_te(model):
+        return f"skyrl_megatron's own (Transformer Engine does not support {missing})"
     return "skyrl_megatron's own"
 
 
 def _import_error() -> str | None:
-    """Return why Megatron does not see Transformer Engine; Megatron itself swallows an ImportError."""
+    """Return why Megatron cannot use Transformer Engine, else None; Megatron itself hides the ImportError."""
     try:
         importlib.import_module("transformer_engine.pytorch")
         found = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise anything
         return f"{type(error).__name__}: {error}"
     return None if found else "Megatron does not find it"
+
+
+def check_tensors(plan: Plan, source: Source, head: Literal["lm", "value"], prefix: str) -> str | None:
+    """Compare a folder with ``plan``; return the name of its value head's weight, None if it has none.
+
+    ``prefix``: ``trainer.algorithm.value_head_prefix``; its tensor is preferred to :data:`EXPORTED`. A policy ignores
+    value heads, a critic needs no LM head. Raises BridgeError for tensors that differ from the plan, and for a value
+    head of a critic that is not [1, H] or has a bias.
+    """
+    shapes, where = dict(source.shapes()), str(source.path)
+    found = {}
+    for name in (f"{prefix}.weight", EXPORTED):
+        for tensor in (name, _bias(name)):
+            if tensor in shapes and tensor not in plan.hf:
+                found[tensor] = shapes.pop(tensor)
+    if head == "value":
+        shapes = {name: shape for name, shape in plan.hf.items() if name == "lm_head.weight"} | shapes
+    plan.check(shapes, where)
+    weight = next((name for name in found if name.endswith(".weight")), None)
+    if weight is None or head != "value":
+        return None
+    hidden = plan.shape.dims["H"]
+    if found[weight] != (1, hidden):
+        raise BridgeError(
+            f"{where}: {weight} has shape {list(found[weight])}, a value head needs [1, {hidden}]: set "
+            "trainer.algorithm.value_head_prefix to the critic's tensor, or use a folder without a value head to "
+            "initialise a new one"
+        )
+    if _bias(weight) in found:
+        raise BridgeError(f"{where}: {_bias(weight)}: a bias of the value head is not supported; remove the tensor")
+    return weight
+
+
+def _bias(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+EXPORTED = "score.weight"
+"""HF name of a value head [1, H], as in ``…ForTokenClassification``. Loading accepts it with any prefix setting."""

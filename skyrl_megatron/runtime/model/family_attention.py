@@ -1,8 +1,9 @@
-"""Attention of some families: heads that differ by layer (MiMo-V2-Flash), multi-latent attention (DeepSeek-V2,
-arXiv:2405.04434), and sparse attention with an indexer (DeepSeek-V3.2).
+"""Attention variants of single families.
 
-Megatron's (``transformer/experimental_attention_variant/dsa.py``) needs kernels for GPUs. A choice has no gradient:
-the indexer stays as it is unless ``dsa_indexer_loss_coeff`` teaches it, by a loss of its own, where attention is paid.
+They are heads that differ by layer (MiMo-V2-Flash), multi-latent attention (DeepSeek-V2, arXiv:2405.04434), and sparse
+attention with an indexer (DeepSeek-V3.2). Megatron's sparse attention
+(``transformer/experimental_attention_variant/dsa.py``) needs GPU kernels. The selection of keys has no gradient. The
+indexer is frozen unless ``dsa_indexer_loss_coeff`` adds a loss that trains it to predict the attention weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron import device
-from skyrl_megatron.runtime.model.attention import Choice, Chosen, PackedAttention, PieceGroup, gather_tokens
+from skyrl_megatron.runtime.model.attention import (
+    ChunkGroup,
+    KeySelection,
+    KeySelector,
+    PackedAttention,
+    gather_tokens,
+)
 from skyrl_megatron.runtime.model.rotary import PackedRotary, rotate
 
 if TYPE_CHECKING:
@@ -34,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class HeadsByLayer(SelfAttention):
-    """Megatron's, with a configuration of the layer's own, and with values of another size than keys.
+    """Megatron's self-attention with a configuration per layer, and with different sizes of keys and values.
 
-    ``config.heads_by_layer``: what differs, a :class:`bridges.family.VaryingHeads`.
+    ``config.heads_by_layer``: a :class:`bridges.family.VaryingHeads`.
     """
 
     def __init__(
@@ -99,12 +106,12 @@ class HeadsByLayer(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as Megatron's, positions rotated by the layer's own base."""
+        """Attend as Megatron does, with the layer's own rotary base."""
         if self.rotary is not None and packed_seq_params is None:
             length = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
             rotary_pos_emb = self.rotary(length)
         elif self.rotary is not None:
-            packed_seq_params = self.rotary.again(packed_seq_params)
+            packed_seq_params = self.rotary.with_table(packed_seq_params)
         out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states,
             attention_mask,
@@ -116,7 +123,7 @@ class HeadsByLayer(SelfAttention):
 
 
 class Indexer(torch.nn.Module):
-    """Projections of the indexer, whole on every rank, and frozen unless they have a loss of their own.
+    """Projections of the indexer. They are replicated on all ranks, and frozen without ``dsa_indexer_loss_coeff``.
 
     ``config.indexer``: a :class:`bridges.family.IndexerSizes`.
     """
@@ -138,14 +145,14 @@ class Indexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, compressed: Tensor, table: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [p, heads, size], keys [p, size] and weights of the heads [p, heads] of tokens.
+        """Return queries [p, heads, size], keys [p, size] and head weights [p, heads] of p tokens.
 
-        ``hidden``: [p, H]; ``compressed``: queries before their up projection, [p, q_lora_rank]; ``table``: cosine
-        and sine [p, 1, d].
+        ``hidden``: [p, H]; ``compressed``: queries before the up projection, [p, q_lora_rank]; ``table``: cosine and
+        sine [p, 1, d].
         """
         queries = self.wq_b(compressed).unflatten(-1, (self.settings.heads, -1))
         keys = self.k_norm(self.wk(hidden)).unsqueeze(1)
-        if self.settings.interleaved:  # the table is for halves; keys and queries may be reordered alike
+        if self.settings.interleaved:  # the table is for halves; reordering keys and queries alike keeps the scores
             queries, keys = (_in_halves(x, table[0].shape[-1]) for x in (queries, keys))
         queries, keys = (rotate(x, table, interleaved=False) for x in (queries, keys))
         weights = self.weights_proj(hidden).float() * self.settings.heads**-0.5
@@ -153,25 +160,29 @@ class Indexer(torch.nn.Module):
 
 
 class SelectedAttention(PackedAttention):
-    """``PackedAttention`` in which each query sees the ``top_k`` keys of the highest scores."""
+    """``PackedAttention`` in which each query attends to the ``top_k`` keys with the highest indexer scores."""
 
-    requires_dsa_inputs = True  # Megatron then hands over hidden states and compressed queries
+    requires_dsa_inputs = True  # makes Megatron pass hidden states and compressed queries
     rotary: PackedRotary
-    """Of the attention that this is a part of."""
+    """The rotary embedding of the enclosing attention module."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.indexer = Indexer(config)
         self.divergence: Tensor | None = None
-        """[2] float64 since it was asked for: the sum over queries, and how many there were."""
+        """[2] float64 since the last :func:`indexer_metrics`: sum of divergences, number of queries."""
 
     @property
     def _learns(self) -> bool:
         return bool(self.config.dsa_indexer_loss_coeff) and self.training and torch.is_grad_enabled()
 
-    def choice(self, packed_seq_params: PackedSeqParams | None, **inputs: Any) -> Choice | None:
-        """Score keys by hidden states ``x`` [s, b, H] and compressed queries ``qr`` [s, b, R], both a tp-th of the
-        sequence with sequence parallelism. Sequences with no more tokens than a query may see need no choice."""
+    def key_selector(self, packed_seq_params: PackedSeqParams | None, **inputs: Any) -> KeySelector | None:
+        """Return a selector of keys by the indexer's scores, or None if all keys are selected.
+
+        The inputs are hidden states ``x`` [s, b, H] and compressed queries ``qr`` [s, b, R]; with sequence parallelism
+        both have a tp-th of the sequence. All keys are selected if no sequence has more than ``top_k`` tokens; an
+        indexer in training still needs its scores.
+        """
         learns, top_k = self._learns, self.config.indexer.top_k
         x: Tensor = inputs["x"].detach()
         hidden, compressed = self._whole(x), self._whole(inputs["qr"].detach().view(*x.shape[:2], -1))
@@ -186,9 +197,11 @@ class SelectedAttention(PackedAttention):
                 queries, keys, weights = (each.unflatten(0, (batch, length)) for each in (queries, keys, weights))
                 scores = _scores(queries, keys, weights)
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            mask = _chosen(scores.detach(), causal, top_k)
-            chosen = Chosen(mask, scores, torch.ones(scores.shape[:2], device=x.device)) if learns else Chosen(mask)
-            return lambda _: chosen
+            mask = _top_k_mask(scores.detach(), causal, top_k)
+            selection = KeySelection(mask)
+            if learns:
+                selection = KeySelection(mask, scores, torch.ones(scores.shape[:2], device=x.device))
+            return lambda _: selection
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if max(lengths) <= top_k and not learns:
             return None
@@ -198,54 +211,58 @@ class SelectedAttention(PackedAttention):
             keys = gather_tokens(keys, lengths, self.groups.cp, shared_loss=False)
         real = (~packed_seq_params.padding).float()
 
-        def choose(group: PieceGroup | None) -> Chosen:
+        def choose(group: ChunkGroup | None) -> KeySelection:
             assert group is not None
             n, q, k = group.shape
             with torch.set_grad_enabled(learns):
-                mine = (each.index_select(0, group.query_index).unflatten(0, (n, q)) for each in (queries, weights))
-                of_queries, of_heads = mine
-                theirs = keys.index_select(0, group.key_index).unflatten(0, (n, k))
-                scores = _scores(of_queries, theirs, of_heads)
+                group_queries, group_weights = (
+                    each.index_select(0, group.query_index).unflatten(0, (n, q)) for each in (queries, weights)
+                )
+                group_keys = keys.index_select(0, group.key_index).unflatten(0, (n, k))
+                scores = _scores(group_queries, group_keys, group_weights)
             if group.mask is not None:
                 visible = group.mask[:, 0]
             else:
                 visible = torch.ones(q, k, dtype=torch.bool, device=x.device).tril()
-            mask = _chosen(scores.detach(), visible, top_k)
+            mask = _top_k_mask(scores.detach(), visible, top_k)
             if not learns:
-                return Chosen(mask)
+                return KeySelection(mask)
             counted = torch.zeros(n * q, device=x.device)
             counted[group.kept] = real[group.query_index[group.kept]]
-            return Chosen(mask, scores, counted.view(n, q))
+            return KeySelection(mask, scores, counted.view(n, q))
 
         return choose
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Chosen | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | KeySelection | None) -> Tensor:
         out = super()._attend(query, key, value, mask)
-        if not isinstance(mask, Chosen) or mask.scores is None:
+        if not isinstance(mask, KeySelection) or mask.scores is None:
             return out
         loss = self.config.dsa_indexer_loss_coeff * self._divergence(query, key, mask)
-        taught: Tensor = _Taught.apply(out, loss * self.config.moe_grad_scale_func())  # type: ignore[no-untyped-call]
-        return taught
+        result: Tensor = _AttachLoss.apply(out, loss * self.config.moe_grad_scale_func())  # type: ignore[no-untyped-call]
+        return result
 
-    def _divergence(self, query: Tensor, key: Tensor, chosen: Chosen) -> Tensor:
-        """Sum, over real queries, Σ p log(p / q) over the chosen keys: p is the mean of the heads' attention, q the
-        softmax of the indexer's scores (DeepSeek-V3.2, section 2.1, sparse training stage)."""
-        assert chosen.scores is not None and chosen.counted is not None
+    def _divergence(self, query: Tensor, key: Tensor, selection: KeySelection) -> Tensor:
+        """Return the KL divergence of the indexer, Σ p log(p / q) over selected keys, summed over real queries.
+
+        p is the attention averaged over heads, q the softmax of the indexer's scores (DeepSeek-V3.2, section 2.1,
+        sparse training stage).
+        """
+        assert selection.scores is not None and selection.counted is not None
         with torch.no_grad():
             logits = query.float() @ key.float().transpose(-1, -2) * self.scale
-            paid = logits.masked_fill(~chosen.mask, -torch.inf).softmax(-1).sum(1)
+            attention = logits.masked_fill(~selection.mask, -torch.inf).softmax(-1).sum(1)
             if self.groups.tp.size() > 1:
-                dist.all_reduce(paid, group=self.groups.tp)
-            paid /= self.config.num_attention_heads
-        seen = chosen.mask[:, 0]
-        logs = chosen.scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
-        divergence = (torch.xlogy(paid, paid) - paid * logs).sum(-1) * chosen.counted
-        found = torch.stack([divergence.detach().sum(), chosen.counted.sum()]).double()
+                dist.all_reduce(attention, group=self.groups.tp)
+            attention /= self.config.num_attention_heads
+        seen = selection.mask[:, 0]
+        logs = selection.scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+        divergence = (torch.xlogy(attention, attention) - attention * logs).sum(-1) * selection.counted
+        found = torch.stack([divergence.detach().sum(), selection.counted.sum()]).double()
         self.divergence = found if self.divergence is None else self.divergence + found
         return divergence.sum()
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Gather [s / tp, b, …] → [s, b, …] where tp ranks share the sequence."""
+        """Gather [s / tp, b, …] → [s, b, …] under sequence parallelism."""
         tp = self.groups.tp
         if not self.config.sequence_parallel or tp.size() == 1:
             return x
@@ -255,7 +272,7 @@ class SelectedAttention(PackedAttention):
 
 
 def _in_halves(x: Tensor, width: int) -> Tensor:
-    """Reorder the first ``width`` entries of the last dimension: those at even places, then those at odd ones."""
+    """Reorder the first ``width`` entries of the last dimension: even indices first, then odd indices."""
     return torch.cat([x[..., 0:width:2], x[..., 1:width:2], x[..., width:]], -1)
 
 
@@ -266,17 +283,19 @@ def _scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("nqh,nqhk->nqk", weights, products)
 
 
-def _chosen(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """Return masks [n, 1, q, k] of the visible keys with the highest ``scores``, [n, q, k]; ``visible``: [n, q, k] or
-    [q, k] bool."""
+def _top_k_mask(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
+    """Return the mask [n, 1, q, k] of the ``top_k`` visible keys with the highest ``scores`` [n, q, k].
+
+    ``visible``: [n, q, k] or [q, k] bool.
+    """
     total = scores.masked_fill(~visible, -torch.inf)
     best = total.topk(min(top_k, total.shape[-1]), dim=-1).indices
-    chosen = torch.zeros_like(total, dtype=torch.bool).scatter(-1, best, True)
-    return (chosen & visible).unsqueeze(1)
+    mask = torch.zeros_like(total, dtype=torch.bool).scatter(-1, best, True)
+    return (mask & visible).unsqueeze(1)
 
 
-class _Taught(torch.autograd.Function):
-    """Lets a loss have its gradient wherever the attention's result has one."""
+class _AttachLoss(torch.autograd.Function):
+    """Returns the attention output unchanged and backpropagates an auxiliary loss with it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
@@ -289,8 +308,10 @@ class _Taught(torch.autograd.Function):
 
 
 def indexer_metrics(chunks: Iterable[torch.nn.Module]) -> dict[str, float]:
-    """Return ``indexer_loss``: the mean divergence of a query and layer, in nats, over all ranks since the last call.
-    Collective over all ranks; with tp each has all queries. Nothing where no indexer learns."""
+    """Return ``indexer_loss``: mean divergence per query and layer in nats, over all ranks, since the last call.
+
+    Collective over all ranks; with tp each rank has all queries. Empty if no indexer is trained.
+    """
     found = torch.zeros(2, dtype=torch.float64, device=device.device())
     for chunk in chunks:
         for module in chunk.modules():
@@ -302,12 +323,12 @@ def indexer_metrics(chunks: Iterable[torch.nn.Module]) -> dict[str, float]:
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with separate norms before the up projections and with correct gradients under tp.
+    """Megatron's multi-latent attention, with separate norms before the up projections and correct gradients under tp.
 
-    Megatron's local spec refuses models without a compressed query, because it looks for a matrix that holds the norm.
-    With tp > 1 its column-split down projection gives each rank all rotary keys but only the gradient of the rank's
-    own heads (logits are right, gradients are not). Here the gathered result goes back to the sequence-parallel
-    region, from where Megatron gathers it in a way that sums the gradients.
+    Megatron's local spec rejects models without compressed queries, because it expects a matrix with a fused norm.
+    With tp > 1 its column-parallel down projection gives each rank all rotary keys but only the gradient of the rank's
+    own heads: logits are correct, gradients are not. Here the gathered result is scattered to the sequence-parallel
+    region, and Megatron's own gather from there sums the gradients.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -44,7 +44,7 @@ def block_spec(
 def layer_spec(
     config: TransformerConfig, model: MegatronModelConfig, moe: bool, kind: str, groups: ProcessGroups
 ) -> ModuleSpec:
-    """Return the spec of one layer with a dense or expert MLP. ``kind``: an entry of ``ModelShape.mixers``."""
+    """Return the spec of one layer. ``moe``: expert or dense MLP. ``kind``: an entry of ``ModelShape.mixers``."""
     latent = model.multi_latent_attention
     delta_net = kind == DELTA_NET
     if delta_net:

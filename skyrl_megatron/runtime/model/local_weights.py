@@ -1,4 +1,4 @@
-"""The weights that a rank holds, by name, and their scales where they are kept in 8 bits."""
+"""Map a rank's parameters and buffers to canonical weight names and entries of the family's table."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ _STACKED = "mlp.experts.linear_fc"
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _OF_DRAFT = f"{DRAFT}."
 ADAPTERS = "adapters"
-"""The module of a chunk that holds its low-rank adapters, which no family's table knows."""
+"""The module of a chunk that holds its LoRA adapters, which are not in the family's table."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWeight:
-    """A parameter or buffer, or one expert's slice of it, as this rank holds it."""
+    """This rank's shard of a parameter or buffer, or of one expert's slice of it."""
 
     name: str
     """Canonical global name, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``."""
     tensor: Tensor
-    """This rank's share; a view of the module's tensor."""
+    """This rank's shard; a view of the module's tensor."""
     entry: Entry
-    """The row of the family's table: HF names, global shape, how it is split."""
+    """The entry of the family's table: HF names, global shape, split."""
     make: Callable[[slice, slice], Tensor] | None = None
-    """Makes rows and columns of a parameter that is kept in 8 bits; ``tensor`` is then what ``of`` says of it, and its
-    data has no memory."""
+    """For a parameter that is kept in 8 bits: dequantises rows and columns. The data of ``tensor`` then has no
+    memory."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is the last stage's copy of tied embeddings."""
+        """Whether this is the last stage's copy of a tied embedding."""
         return self.name != self.entry.name
 
 
 def local_weights(
     model: ModelChunks, groups: ProcessGroups, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
 ) -> Iterator[LocalWeight]:
-    """Yield every weight that this rank holds, chunk by chunk, in module order.
+    """Yield every weight of this rank, by chunk, in module order.
 
-    ``of`` picks what is listed of each parameter: its data, say, or its gradient. Buffers are listed as they are.
-    The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
-    has no row in any table and is left out. Raises KeyError for a parameter that the table does not know.
+    ``of`` maps a parameter to the tensor to yield, for example its data or its gradient. Buffers are not mapped. The
+    last stage's copy of a tied embedding has its own name and the embedding's entry. A critic's value head is not
+    in the table and is skipped. Raises KeyError for a parameter that the table lacks.
     """
     for index, chunk in enumerate(model.chunks):
         names = _Names(model, groups, index)
@@ -65,14 +65,14 @@ def local_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlace:
-    """A parameter of a module, and the weights of the table that it holds: one, or one of each expert."""
+class WeightLocation:
+    """A parameter of a module with the table's weights that it holds: one, or one per expert."""
 
     module: torch.nn.Module
     name: str
-    """Of the parameter in its module."""
+    """Name of the parameter in ``module``."""
     weights: Mapping[str, Entry]
-    """By canonical global name, as in :class:`LocalWeight`."""
+    """Entries by canonical global name, as in :class:`LocalWeight`."""
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -80,15 +80,15 @@ class WeightPlace:
         return self.module.get_parameter(self.name)
 
 
-def weight_places(model: ModelChunks, groups: ProcessGroups) -> Iterator[WeightPlace]:
-    """Yield the parameter behind every weight that :func:`local_weights` yields, buffers left out."""
+def weight_locations(model: ModelChunks, groups: ProcessGroups) -> Iterator[WeightLocation]:
+    """Yield the parameter of every weight of :func:`local_weights`, without buffers."""
     for index, chunk in enumerate(model.chunks):
         names = _Names(model, groups, index)
         for name, parameter in _parameters(chunk):
             full = names.of(name, parameter)
             if full:
                 owner, _, last = name.rpartition(".")
-                yield WeightPlace(chunk.get_submodule(owner), last, {each: names.entry(each) for each in full})
+                yield WeightLocation(chunk.get_submodule(owner), last, {each: names.entry(each) for each in full})
 
 
 class _Names:
@@ -100,11 +100,11 @@ class _Names:
         self.expert_offset = first_expert(model, groups)
 
     def stacked(self, name: str) -> bool:
-        """Tell whether a parameter holds a matrix, or a row, of each expert."""
+        """Return whether a parameter stacks a matrix, or a bias, of every expert."""
         return _STACKED in name and not name[-1].isdigit()
 
     def of(self, name: str, tensor: Tensor) -> list[str]:
-        """List the weights that a tensor of the chunk is; none for a critic's head, which has no row in any table."""
+        """Return the canonical names of the weights in a tensor of the chunk; empty for a critic's value head."""
         if name == _OUTPUT:
             return [] if self.model.head == "value" else [_OUTPUT]
         if name.startswith(_OF_DRAFT):
@@ -117,12 +117,12 @@ class _Names:
         return [canonical(each, **offsets) for each in own]
 
     def entry(self, name: str) -> Entry:
-        """Return the table's entry of a weight; the last stage's copy of tied embeddings has the embedding's."""
+        """Return the table's entry of a weight; for the last stage's copy of a tied embedding, the embedding's."""
         return self.entries[_EMBEDDING if name == _OUTPUT and self.model.hf.tied else name]
 
 
 def _entries(model: ModelChunks) -> Mapping[str, Entry]:
-    """Return the table's entries by name, split as the model's layers split them."""
+    """Return the table's entries by name, with the split that the model's layers use."""
     entries = model.hf.plan.by_name
     if model.config.transformer_impl != "transformer_engine":
         return entries
@@ -130,7 +130,7 @@ def _entries(model: ModelChunks) -> Mapping[str, Entry]:
 
 
 def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, and the buffers that are weights: others are derived."""
+    """Yield the parameters and the buffers that are weights; other buffers are derived."""
     yield from _parameters(chunk)
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):
@@ -138,13 +138,13 @@ def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the chunk's own, without adapters."""
+    """Yield the chunk's parameters, without adapters."""
     for name, parameter in chunk.named_parameters():
         if not name.startswith(f"{ADAPTERS}."):
             yield name, parameter
 
 
 def first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
-    """Return the number of the first expert that this rank holds of each layer."""
+    """Return the number of the first expert that this rank holds in each layer."""
     experts = model.config.num_moe_experts or 0
     return groups.ep.rank() * (experts // groups.ep.size())

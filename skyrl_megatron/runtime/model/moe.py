@@ -1,7 +1,7 @@
-"""Routers and experts without Transformer Engine: all local experts in one module, with grouped GEMMs.
+"""Routers, and experts without Transformer Engine: all local experts in one module, with grouped GEMMs.
 
-Megatron 0.19 without Transformer Engine has only ``SequentialMLP``, one module and several autograd nodes per expert.
-Here the weights of all local experts are two tensors, and a layer is two grouped GEMMs and one activation.
+Megatron 0.19 without Transformer Engine has only ``SequentialMLP``, with one module and several autograd nodes per
+expert. Here the weights of all local experts are two tensors, and a layer is two grouped GEMMs and one activation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear map per local expert: ``weight`` [E, out, in], and ``bias`` [E, out] or None.
+    """One linear layer per local expert: ``weight`` [E, out, in], and ``bias`` [E, out] or None.
 
-    ``split``: the dimension of one expert's matrix that is split over etp, 0 or 1. ``parts``: along dim 0 the matrix
-    is this many pieces, each split on its own (2: gate rows, then up rows).
+    ``split``: the dimension of one expert's matrix that is split over etp, 0 or 1. ``parts``: number of separately
+    split parts of the matrix along dim 0 (2: gate rows, then up rows).
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class GroupedLinear(torch.nn.Module):
         if config.perform_initialization:
             for matrix in self.weight.data:
                 init(matrix)
-        parameter: Any  # Megatron keeps its facts about a parameter as attributes of it
+        parameter: Any  # Megatron stores metadata of a parameter in its attributes
         for parameter in self.parameters():
             parameter.allreduce = False  # gradients are summed over expert-data-parallel ranks only
             split_over_etp = parameter is self.weight or split == 0
-            parameter.tensor_model_parallel = split_over_etp  # every etp rank's share counts in the gradient norm
+            parameter.tensor_model_parallel = split_over_etp  # makes every etp shard count in the gradient norm
             if split_over_etp:
                 parameter.partition_dim, parameter.partition_stride = 1 + split, parts
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Map rows sorted by expert, [n, in] → [n, out]; the bias is left to the caller."""
+        """Map rows sorted by expert, [n, in] → [n, out]; the caller adds the bias."""
         return grouped_gemm(x, self.weight, tokens_per_expert)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe ``weight`` and ``bias`` with an axis of all experts before the matrix."""
+        """Declare ``weight`` and ``bias`` with a leading axis of all experts."""
         return {
             f"{prefix}{name}": ShardedTensorFactory(
                 f"{prefix}{name}",
@@ -113,13 +113,13 @@ class GroupedLinear(torch.nn.Module):
         first = self.groups.ep.rank() * self.experts
         shards = []
         for expert, matrix in enumerate(tensor):
-            places = [*offsets, (len(offsets), first + expert, self.total_experts)]
-            axis = len(places) + self.split
-            for part, piece in enumerate(matrix.chunk(self.parts, 0)):
-                at = [] if replicated else [(axis, part * etp + rank, self.parts * etp)]
+            leading = [*offsets, (len(offsets), first + expert, self.total_experts)]
+            axis = len(leading) + self.split
+            for number, part in enumerate(matrix.chunk(self.parts, 0)):
+                offset = [] if replicated else [(axis, number * etp + rank, self.parts * etp)]
                 shards.append(
                     ShardedTensor.from_rank_offsets(
-                        key, piece, *places, *at, replica_id=replica_id, prepend_axis_num=len(places)
+                        key, part, *leading, *offset, replica_id=replica_id, prepend_axis_num=len(leading)
                     )
                 )
         return shards
@@ -127,16 +127,16 @@ class GroupedLinear(torch.nn.Module):
 
 @torch.no_grad()
 def _merge_shards(shards: list[Tensor], *, parts: int) -> Tensor:
-    """Stack [expert · part] tensors, in order, as the module's tensor with a leading expert axis."""
+    """Concatenate the parts of each expert and stack the experts; ``shards`` are in order [expert · part]."""
     return torch.stack([torch.cat(shards[i : i + parts]) for i in range(0, len(shards), parts)])
 
 
 class GroupedExperts(torch.nn.Module):
-    """Gated MLPs of this rank's experts. E local experts, H hidden, f = moe_ffn_hidden_size.
+    """Gated MLPs of this rank's experts: E local experts, H hidden size, f = moe_ffn_hidden_size.
 
     ``linear_fc1.weight`` [E, 2f / etp, H] holds gate rows, then up rows; ``linear_fc2.weight`` [E, H, f / etp]. Under
-    etp the dispatcher gathers the tokens before and sums the outputs after, so the GEMMs here stay local. Biases are
-    those of gpt-oss, scaled by the routing probability; that of ``linear_fc2`` is added on etp rank 0 only,
+    etp the dispatcher gathers the tokens before and sums the outputs after, so the GEMMs here are local. Biases are
+    for gpt-oss and are scaled by the routing probability. The bias of ``linear_fc2`` is added on etp rank 0 only,
     because outputs are summed over etp.
     """
 
@@ -172,7 +172,7 @@ class GroupedExperts(torch.nn.Module):
         return out, None
 
     def _gate(self, h: Tensor) -> Tensor:
-        """Return activation(gate) · (up + offset), clamped where the config says so (transformer/mlp.py, glu)."""
+        """Return activation(gate) · (up + offset), clamped if configured (transformer/mlp.py, glu)."""
         gate, up = h.chunk(2, dim=-1)
         limit = self.config.activation_func_clamp_value
         if limit is not None:
@@ -182,12 +182,12 @@ class GroupedExperts(torch.nn.Module):
         return gated
 
     def backward_dw(self) -> None:
-        """Do nothing: Megatron calls this where weight gradients may be delayed; here they are not."""
+        """Do nothing. Megatron calls this to compute delayed weight gradients; here none are delayed."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the weights with keys and shapes of Transformer Engine's grouped experts."""
+        """Declare the weights with the keys and shapes of Transformer Engine's grouped experts."""
         state = {}
         for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             for key, shards in linear.sharded_state_dict(f"{name}.", sharded_offsets, metadata).items():
@@ -199,19 +199,22 @@ class GroupedExperts(torch.nn.Module):
 class TokenWeightedRouter(TopKRouter):
     """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
 
-    Megatron multiplies the loss by the *local* count of valid tokens times the ranks (megatron/core/transformer/moe/
-    router.py, ``attach_and_log_load_balancing_loss``): right only when all tp·cp ranks hold equally many. Packed
-    sequences of odd lengths do not, and a micro-batch without a valid token divides by zero. Both are fixed here: the
-    gradient is the same for every tp and cp.
+    Megatron multiplies the loss by the *local* count of valid tokens times the number of ranks
+    (megatron/core/transformer/moe/router.py, ``attach_and_log_load_balancing_loss``). That is correct only if all
+    tp·cp ranks hold equally many tokens, which packed sequences do not guarantee, and a micro-batch without valid
+    tokens divides by zero. Here the gradient is the same for every tp and cp.
     """
 
     load: Tensor | None = None
     """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
-    Σ entropy in nats, tokens. Of training passes only; a pass that is recomputed counts once."""
+    Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits [..., E]. Where Transformer Engine is installed, Megatron computes them by its GEMM, which
-        rounds fp32 inputs to TF32; bf16 inputs it multiplies exactly."""
+        """Return the logits [..., E], without rounding fp32 inputs to TF32.
+
+        If Transformer Engine is installed, Megatron uses its GEMM, which rounds fp32 inputs to TF32. For bf16 inputs
+        that GEMM is exact.
+        """
         both_fp32 = input.dtype == self.weight.dtype == torch.float32
         if te_general_gemm is not None and both_fp32 and self.config.moe_router_dtype != "fp64":
             return torch.nn.functional.linear(input, self.weight, self.bias)
@@ -219,9 +222,9 @@ class TokenWeightedRouter(TopKRouter):
         return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route as ``TopKRouter`` does, and count. ``padding_mask``, [sequence, batch], is True on padding."""
+        """Route as ``TopKRouter`` does and update ``load``. ``padding_mask``: [sequence, batch], True on padding."""
         if padding_mask is not None and padding_mask.numel() != logits.shape[:-1].numel():
-            # Megatron gives each sequence-parallel rank its part on the first pipeline stage only
+            # Megatron splits the mask over sequence-parallel ranks on the first pipeline stage only
             # (megatron/core/models/gpt/gpt_model.py, _preprocess).
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
@@ -239,7 +242,7 @@ class TokenWeightedRouter(TopKRouter):
         self.load = found if self.load is None else self.load + found
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Pass the mask as a column: Megatron combines it with a [tokens, experts] map."""
+        """Pass the mask as a column, because Megatron combines it with a [tokens, experts] map."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
     def _apply_aux_loss(
@@ -273,8 +276,11 @@ class TokenWeightedRouter(TopKRouter):
 
 
 class LogOddsRouter(TokenWeightedRouter):
-    """Scores are softmax probabilities, and a bias takes part in the choice alone (ERNIE 4.5), which Megatron has for
-    sigmoid scores only: the sigmoid of a probability's log-odds is the probability."""
+    """Router with softmax scores and a bias that affects only the selection of experts (ERNIE 4.5).
+
+    Megatron supports such a bias for sigmoid scores only. The sigmoid of a probability's log-odds is the probability,
+    so this router passes log-odds to Megatron's sigmoid routing.
+    """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route by the softmax of ``logits`` [sequence, batch, E]."""
@@ -284,7 +290,8 @@ class LogOddsRouter(TokenWeightedRouter):
 def log_odds(logits: Tensor) -> Tensor:
     """Return log(p / (1 − p)) of the softmax probabilities p over the last dimension, [.., E].
 
-    1 − p is a sum over the others, which for the largest p cannot be had by a subtraction; all others are below 1/2.
+    For the largest p, 1 − p is computed as the sum of the other probabilities, because a subtraction would cancel. All
+    others are below 1/2.
     """
     largest = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.argmax(-1, keepdim=True), True)
     others = logits.masked_fill(largest, -torch.inf).logsumexp(-1, keepdim=True)
@@ -294,12 +301,12 @@ def log_odds(logits: Tensor) -> Tensor:
 
 
 def router_class(model: MegatronModelConfig) -> type[TokenWeightedRouter]:
-    """Return the router that computes a model's scores."""
+    """Return the router class for a model's scores."""
     return LogOddsRouter if model.softmax_log_odds else TokenWeightedRouter
 
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
-    """List the routers of some model chunks, in their order, without a draft head's."""
+    """Return the routers of model chunks in order, without that of a draft head."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return [module for module in modules if isinstance(module, TokenWeightedRouter) and not module.is_mtp_layer]
 
@@ -307,15 +314,14 @@ def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
 def router_metrics(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
 ) -> tuple[dict[str, float], dict[int, Tensor]]:
-    """Measure balance and entropy of the routers over all ranks' valid tokens since the last call, and count the
-    tokens of each expert, [E] float64 by layer; both empty without experts.
+    """Return (router metrics, layer → tokens per expert [E] float64) over all valid tokens since the last call.
 
-    ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_dead_experts``: the
-    share of experts without a token; ``moe_router_entropy``: mean entropy of the routing distribution, in nats. With
-    given routes also ``moe_routing_replayed``, the share of tokens that had some, and ``moe_routing_mismatch``, the
-    share of these that the model would have sent to other experts. Means over layers; ``per_layer`` adds each layer
-    as ``…/layer_N``.
-    Collective over all ranks: with tp > 1 the sequence is split, so that each token is counted on one rank.
+    ``moe_load_imbalance``: tokens of the busiest expert divided by the mean (1 is even). ``moe_dead_experts``: share
+    of experts without a token. ``moe_router_entropy``: mean entropy of the routing distribution, in nats. With
+    replayed routes also ``moe_routing_replayed``, the share of tokens with routes, and ``moe_routing_mismatch``, the
+    share of these that the model would have sent to other experts. Metrics are means over layers; ``per_layer`` adds
+    each layer as ``…/layer_N``. Both results are empty without experts. Collective over all ranks; with tp > 1 the
+    sequence is split, so each token is counted on one rank.
     """
     if not config.num_moe_experts:
         return {}, {}

@@ -1,13 +1,14 @@
 """Multi-token prediction (arXiv:2412.19437, 2.2): a separately trained layer predicts the token after the next.
 
-Engines draft tokens with it (speculative decoding), so it has to follow the policy; the policy must not follow it. It
-reads the model's last hidden states, embedding and output layer as constants, so that one backward pass of both losses
-leaves every other gradient as it is, bit for bit. Its parameters have gradient buffers and a gradient norm of their
-own (``trained.py``, ``optimizer.py``) and belong to the same optimizer.
+Engines use it to draft tokens (speculative decoding), so it must follow the policy without changing it. It reads the
+model's last hidden states, embedding and output layer as constants. One backward pass of both losses therefore leaves
+every other gradient bitwise unchanged. Its parameters have separate gradient buffers and a separate gradient norm
+(``optimizer.py``), and belong to the same optimizer.
 
-It stands in the last chunk as ``draft``, where loading, exports, syncs and checkpoints find it; its layer is the one
-behind the last. Megatron's own way (transformer/multi_token_prediction.py) runs it within ``GPTModel.forward``, which
-takes labels and no policy-gradient loss, and has the last stage train a second embedding.
+It is the submodule ``draft`` of the last chunk, where loading, exports, syncs and checkpoints find it. Its layer
+number is one more than that of the last layer. Megatron's implementation (transformer/multi_token_prediction.py) runs
+inside ``GPTModel.forward``, needs labels instead of a policy-gradient loss, and trains a second embedding on the last
+stage.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from skyrl_megatron.runtime.model.norm import RMSNorm
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 DRAFT = "draft"
-"""The module of the last chunk."""
-_OF_DECODER = ("hidden_states", "inference_context", "rotary_pos_cos_sin")
-"""What a decoder is called with and a layer is not given here."""
+"""Name of the submodule of the last chunk."""
+_DECODER_ONLY = ("hidden_states", "inference_context", "rotary_pos_cos_sin")
+"""Arguments of a decoder that are not passed to the layer."""
 
 
 class DraftHead(MegatronModule):
-    """h' = layer(W [norm(embedding of the next token); norm(h)]), normalised; logits are the model's head of h'.
+    """h' = norm(layer(W [norm(embedding of the next token); norm(h)])); the model's head turns h' into logits.
 
-    ``spec``: of a decoder layer with experts; ``layer_number``: from 1, behind the model's.
+    ``spec``: spec of a decoder layer with experts. ``layer_number``: counts from 1 and follows the model's layers.
     """
 
     def __init__(self, config: TransformerConfig, spec: ModuleSpec, layer_number: int, groups: ProcessGroups) -> None:
@@ -66,22 +67,24 @@ class DraftHead(MegatronModule):
         self.final_layernorm = RMSNorm(own, own.hidden_size, own.layernorm_epsilon)
         for parameter in self.parameters():
             parameter.grad_norm_group = "mtp"  # a name that Megatron's optimizer knows
-        self._seen: tuple[Tensor, dict[str, Any]] | None = None
+        self._captured: tuple[Tensor, dict[str, Any]] | None = None
         self._embedding: Tensor | None = None
 
     def watch(self, chunk: Any) -> None:
-        """Keep what the last training pass of the chunk's decoder made and was called with."""
+        """Capture the output and the arguments of the last training pass of the chunk's decoder."""
 
-        def keep(module: torch.nn.Module, _: Any, arguments: dict[str, Any], hidden: Tensor) -> None:
+        def capture(module: torch.nn.Module, _: Any, arguments: dict[str, Any], hidden: Tensor) -> None:
             if module.training and torch.is_grad_enabled():
-                given = {name: value for name, value in arguments.items() if name not in _OF_DECODER}
-                self._seen = hidden.detach(), given
+                for_layer = {name: value for name, value in arguments.items() if name not in _DECODER_ONLY}
+                self._captured = hidden.detach(), for_layer
 
-        chunk.decoder.register_forward_hook(keep, with_kwargs=True)
+        chunk.decoder.register_forward_hook(capture, with_kwargs=True)
 
     def refresh(self, chunks: Sequence[Any]) -> None:
-        """Have the embedding as it is now; the first stage calls :func:`send_embedding`. With several stages this rank
-        keeps a copy of its rows, without a gradient."""
+        """Update the embedding; the first stage must call :func:`send_embedding`.
+
+        With several stages this rank keeps a copy of the rows, without a gradient.
+        """
         if self.groups.pp.size() == 1:
             self._embedding = chunks[0].embedding.word_embeddings.weight.detach()
             return
@@ -91,19 +94,20 @@ class DraftHead(MegatronModule):
         dist.broadcast(self._embedding, group_src=0, group=self.groups.embd)
 
     def forward(self, next_tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return h' of the micro-batch that the chunk saw last, [b·s, H], the same on all tp ranks; its gradient is to
-        be summed over them. ``next_tokens``, ``positions``: [b, s], the token behind each, and each one's position.
+        """Return h' of the chunk's last micro-batch, [b·s, H], equal on all tp ranks.
 
-        The first position of a sequence gets zeros for an embedding, as in engines (vLLM's ``deepseek_mtp``).
+        Its gradient must be summed over the tp ranks. ``next_tokens``: [b, s], the token after each token.
+        ``positions``: [b, s], position of each token in its sequence. The embedding at position 0 is zero, as in
+        engines (vLLM's ``deepseek_mtp``).
         """
-        assert self._seen is not None, "the draft head follows a training pass of its chunk"
-        (hidden, given), self._seen = self._seen, None
+        assert self._captured is not None, "the draft head needs a training pass of its chunk before each call"
+        (hidden, arguments), self._captured = self._captured, None
         embedded = self._embedded(next_tokens, positions)
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
         projected = gather_from_tensor_model_parallel_region(self.eh_proj(joined)[0], group=self.groups.tp)
         if self.config.sequence_parallel:
             projected = scatter_to_sequence_parallel_region(projected, group=self.groups.tp)
-        out = self.layer(hidden_states=projected, **given)
+        out = self.layer(hidden_states=projected, **arguments)
         out = self.final_layernorm(out[0] if isinstance(out, tuple) else out)
         if self.config.sequence_parallel:
             out = gather_from_sequence_parallel_region(out, group=self.groups.tp)
@@ -112,7 +116,7 @@ class DraftHead(MegatronModule):
 
     @torch.no_grad()
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Look tokens up in the rows that tp ranks share: [s, b, H], or with sequence parallelism a tp-th of s."""
+        """Look up tokens in the embedding split over tp: [s, b, H], with sequence parallelism [s / tp, b, H]."""
         assert self._embedding is not None
         tp, rows = self.groups.tp, len(self._embedding)
         local = tokens - tp.rank() * rows
@@ -131,6 +135,6 @@ def send_embedding(chunks: Sequence[Any], groups: ProcessGroups) -> None:
 
 
 def draft_of(chunks: Sequence[torch.nn.Module]) -> DraftHead | None:
-    """Return the draft head of a rank's chunks, where it has one."""
+    """Return the draft head of a rank's chunks, None without one."""
     found = getattr(chunks[-1], DRAFT, None)
     return found if isinstance(found, DraftHead) else None

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.Module):
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467). Weights are stored less 1
-    where ``zero_centred``, by default ``layernorm_zero_centered_gamma``.
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467).
 
-    Megatron's ``WrappedTorchNorm`` (transformer/torch_norm.py) refuses sequence parallelism, which MoE with tp > 1
-    requires; this one marks its weight so that ``finalize_model_grads`` sums its gradient over tp. The q and k norms
-    see all positions of their own heads: ``finalize_model_grads`` finds those by name.
+    ``zero_centred``: the stored weight is the weight minus 1; the default is ``layernorm_zero_centered_gamma``.
+    Megatron's ``WrappedTorchNorm`` (transformer/torch_norm.py) rejects sequence parallelism, which MoE with tp > 1
+    requires. This class marks its weight so that ``finalize_model_grads`` sums the gradient over tp. The q and k norms
+    see all positions of their own heads; ``finalize_model_grads`` finds these by name.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class FullWidthNorm(torch.nn.Module):
-    """RMSNorm of q or k over all heads together (OLMoE), which are split over tp.
+    """RMSNorm of q or k over all heads together (OLMoE), where heads are split over tp.
 
-    Takes the arguments of the norm of one head that it replaces, and ``heads``, the number in the whole model. The
-    weight [heads · head size] is whole on every rank, because ``finalize_model_grads`` finds q and k norms by name and
-    sums their gradients over tp.
+    Takes the arguments of the per-head norm that it replaces, and ``heads``, the number of heads of the whole model.
+    The weight [heads · head size] is replicated on every rank, because ``finalize_model_grads`` finds q and k norms by
+    name and sums their gradients over tp.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FullWidthNorm(torch.nn.Module):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group; ranks use the sum for different heads, so the gradients are summed too."""
+    """Sums over a group. Ranks use the sum for different heads, so the backward pass sums the gradients too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
-"""Rotary embedding of packed sequences, for all of them at once.
+"""Rotary embedding of all packed sequences at once.
 
-Megatron's path without Transformer Engine rotates one packed sequence after the other, in every layer, for queries and
-for keys (models/common/embeddings/rope_utils.py). Here each micro-batch looks up cosine and sine of its tokens once,
-and the core attention rotates all tokens in a few operations.
+Without Transformer Engine, Megatron rotates one packed sequence after another, in every layer, for queries and for
+keys (models/common/embeddings/rope_utils.py). Here cosine and sine of a micro-batch's tokens are looked up once, and
+the core attention rotates all tokens in a few operations.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-_STEP = 256  # tables are made for lengths rounded up to this, so that few are made
+_STEP = 256  # table lengths are rounded up to multiples of this, which limits the number of tables
 
 
 class PackedRotary(torch.nn.Module):
-    """Replaces ``GPTModel.rotary_pos_emb``: leaves a micro-batch's table in its ``PackedSeqParams``, and nothing for
-    Megatron's attention to apply. Inputs that are not packed are left to ``stock``.
+    """Replacement of ``GPTModel.rotary_pos_emb`` that stores a micro-batch's table in its ``PackedSeqParams``.
 
-    ``stock``: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
+    Megatron's attention then applies no rotary embedding. ``stock``: Megatron's ``RotaryEmbedding`` or
+    ``YarnRotaryEmbedding``, which still handles inputs that are not packed.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -34,8 +34,10 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, params: Any = None
     ) -> int:
-        """Store the table and return 0; without packing, the stock length. ``GPTModel`` calls it before
-        :meth:`forward`: here alone it shows the sequence boundaries."""
+        """Store the table in ``params`` and return 0; without packing, return the stock length.
+
+        ``GPTModel`` calls this before :meth:`forward`, and passes the sequence boundaries only here.
+        """
         if params is None:
             length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config)
             return length
@@ -43,13 +45,16 @@ class PackedRotary(torch.nn.Module):
         return 0
 
     def forward(self, length: int, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Return what ``GPTModel`` hands to its layers: None where the table is in the ``PackedSeqParams``."""
+        """Return the value that ``GPTModel`` passes to its layers: None if the table is in the ``PackedSeqParams``."""
         if not packed_seq:
             return self.stock(length, packed_seq=False, cp_group=cp_group)
         return (None, None) if isinstance(self.stock, YarnRotaryEmbedding) else None
 
-    def again(self, params: PackedSeqParams) -> PackedSeqParams:
-        """Return ``params`` with this table in place of the model's: for layers of another base, which share it."""
+    def with_table(self, params: PackedSeqParams) -> PackedSeqParams:
+        """Return ``params`` with this table in place of the model's, for layers with a different rotary base.
+
+        The result is cached in ``params`` and shared by these layers.
+        """
         if getattr(params, "other_rotary", None) is None:
             other = copy.copy(params)
             other.rotary = self.table(params.positions, params.max_seqlen_q)
@@ -58,7 +63,7 @@ class PackedRotary(torch.nn.Module):
         return other_params
 
     def table(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Look up cosine and sine [p, 1, d] of ``positions`` [p], d ≤ head size. ``longest``: of the sequences."""
+        """Look up cosine and sine [p, 1, d] of ``positions`` [p], d ≤ head size. ``longest``: longest sequence."""
         length = -(-longest // _STEP) * _STEP
         angles, scale = self.stock(length, packed_seq=True), 1.0
         if isinstance(self.stock, YarnRotaryEmbedding):
@@ -68,7 +73,7 @@ class PackedRotary(torch.nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """x·cos + R(x)·sin, where R turns each pair (a, b) into (−b, a). Its transpose is the same with −sin."""
+    """x·cos + R(x)·sin, where R maps each pair (a, b) to (−b, a). The transpose is the same with −sin."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -94,7 +99,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Split into first and second members of the pairs: halves, or neighbours where ``interleaved``."""
+    """Split into the first and second members of the pairs: adjacent entries if ``interleaved``, else halves."""
     if interleaved:
         return x[..., 0:width:2], x[..., 1:width:2]
     return x[..., : width // 2], x[..., width // 2 : width]

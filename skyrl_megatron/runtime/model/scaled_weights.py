@@ -1,10 +1,10 @@
-"""A frozen base in the 8 bits of its checkpoint: each linear map makes its weight when it computes.
+"""Keep a frozen base model in the 8 bits of its checkpoint; linear layers dequantise their weights when they run.
 
-A map's weight is a buffer of values and one of scales (``bridges/scaled.py``), and its parameter, by which adapters,
-checkpoints and exports know it, has shape and dtype but no memory. While the map's ``forward`` runs, the dequantised
-weight stands in the parameter's place; what autograd would keep of it for the backward pass is made again there
-(``torch.autograd.graph.saved_tensors_hooks``), so that one layer's weights exist at a time. Whose layers they are
-(ours, Megatron's, Transformer Engine's) does not matter.
+A layer's weight is a buffer of values and a buffer of scales (:class:`bridges.quantized.ScaledMatrix`). Its parameter
+is still the handle of adapters, checkpoints and exports; it has shape and dtype, but no memory. During ``forward`` the
+dequantised weight replaces the parameter. Autograd does not save it: the backward pass dequantises it again
+(``torch.autograd.graph.saved_tensors_hooks``), so only one layer's weights exist at a time. This works for our layers,
+Megatron's and Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VALUES, SCALES = "_values", "_scales"
 
 @dataclass(slots=True)
 class ScaledWeight:
-    """Where a parameter's values and scales are: in buffers of its module, which move to other devices."""
+    """An 8-bit parameter. Its values and scales are buffers of ``module``, so they move with the module."""
 
     module: torch.nn.Module
     name: str
@@ -34,7 +34,7 @@ class ScaledWeight:
     dtype: torch.dtype
 
     def matrix(self) -> ScaledMatrix:
-        """Return the weight as it is kept: [out, in], or [experts, out, in]."""
+        """Return the quantised weight: [out, in], or [experts, out, in]."""
         values, scales = (self.module.get_buffer(self.name + end) for end in (VALUES, SCALES))
         return ScaledMatrix(values, scales, self.columns, self.first)
 
@@ -43,25 +43,25 @@ class ScaledWeight:
         return self.matrix().dequantized(self.dtype)
 
     def part(self, rows: slice, columns: slice, expert: int | None = None) -> Tensor:
-        """Return rows and columns of the weight (of one of its experts)."""
-        place = rows if expert is None else (expert, rows)
-        return self.matrix().rows(lambda tensor: tensor[place]).dequantized(self.dtype)[:, columns]
+        """Return dequantised rows and columns of the weight, or of one expert's weight."""
+        index = rows if expert is None else (expert, rows)
+        return self.matrix().rows(lambda tensor: tensor[index]).dequantized(self.dtype)[:, columns]
 
 
 def scaled_weight(parameter: Tensor) -> ScaledWeight | None:
-    """Return where a parameter of 8 bits is kept; None for one that is what it says."""
+    """Return the :class:`ScaledWeight` of an 8-bit parameter; None for any other parameter."""
     found: ScaledWeight | None = getattr(parameter, "scaled_weight", None)
     return found
 
 
 def weight_data(parameter: Tensor) -> Tensor:
-    """Return a parameter's values: its data, or made of 8 bits."""
+    """Return a parameter's data, dequantised if it is kept in 8 bits."""
     scaled = scaled_weight(parameter)
     return parameter.data if scaled is None else scaled.dequantized()
 
 
 def keep_scaled(module: torch.nn.Module, name: str, matrix: ScaledMatrix) -> None:
-    """Keep ``matrix`` as the parameter ``name`` of ``module``, which is frozen from now on."""
+    """Store ``matrix`` as the parameter ``name`` of ``module``, and freeze the parameter."""
     parameter: Any = module.get_parameter(name)
     assert matrix.values.shape == parameter.shape, (name, matrix.values.shape, parameter.shape)
     for end, tensor in ((VALUES, matrix.values), (SCALES, matrix.scales)):
@@ -74,29 +74,29 @@ def keep_scaled(module: torch.nn.Module, name: str, matrix: ScaledMatrix) -> Non
 
 
 def without_memory(like: Tensor) -> Tensor:
-    """Return a tensor like another whose entries are one in memory, and no number: whoever reads it sees that."""
+    """Return a tensor of the same shape whose entries all share one NaN, so that an accidental read is visible."""
     return like.new_full((), torch.nan).expand(like.shape)
 
 
 class _Forward:
-    """A map's ``forward``, with its weights for as long as it runs."""
+    """Runs a layer's ``forward`` with dequantised weights."""
 
     def __init__(self, module: torch.nn.Module, plain: Callable[..., Any]) -> None:
         self.module, self.plain = module, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in self.module._parameters.items() if p is not None and scaled_weight(p)}
-        made = {name: weight_data(parameter) for name, parameter in own.items()}
-        of_storage = {tensor.untyped_storage()._cdata: own[name] for name, tensor in made.items()}
+        dequantized = {name: weight_data(parameter) for name, parameter in own.items()}
+        of_storage = {tensor.untyped_storage()._cdata: own[name] for name, tensor in dequantized.items()}
 
-        def pack(kept: Tensor) -> Tensor | _Again:
-            parameter = of_storage.get(kept.untyped_storage()._cdata)
+        def pack(saved: Tensor) -> Tensor | _SavedView:
+            parameter = of_storage.get(saved.untyped_storage()._cdata)
             if parameter is None:
-                return kept
-            return _Again(parameter, tuple(kept.shape), kept.stride(), int(kept.storage_offset()))
+                return saved
+            return _SavedView(parameter, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
 
         parameters: dict[str, Any] = self.module._parameters
-        parameters.update(made)
+        parameters.update(dequantized)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return self.plain(*args, **kwargs)
@@ -105,8 +105,8 @@ class _Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
-    """What autograd keeps in place of a view of a weight that was made."""
+class _SavedView:
+    """Saved by autograd in place of a view of a dequantised weight."""
 
     parameter: Tensor
     shape: tuple[int, ...]
@@ -114,10 +114,10 @@ class _Again:
     offset: int
 
 
-def _unpack(kept: Tensor | _Again) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    return weight_data(kept.parameter).as_strided(kept.shape, kept.stride, kept.offset)
+def _unpack(saved: Tensor | _SavedView) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return weight_data(saved.parameter).as_strided(saved.shape, saved.stride, saved.offset)
 
 
 def scaled_buffers(chunk: torch.nn.Module) -> Iterator[Tensor]:
@@ -130,8 +130,10 @@ def scaled_buffers(chunk: torch.nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def built_without_memory() -> Iterator[None]:
-    """Let modules that are made meanwhile have matrices without memory: a model larger than the device can be built,
-    and be filled by :func:`keep_scaled` and :func:`give_memory`."""
+    """Build modules with weight matrices that have no memory while the context is active.
+
+    A model larger than the device can then be built; :func:`keep_scaled` and :func:`give_memory` fill it.
+    """
 
     def replace(module: torch.nn.Module, name: str, parameter: Any) -> torch.nn.Parameter | None:
         if parameter is None or not name.startswith("weight") or parameter.dim() < 2:
@@ -146,6 +148,6 @@ def built_without_memory() -> Iterator[None]:
 
 
 def give_memory(parameter: torch.nn.Parameter) -> None:
-    """Give memory to a parameter that was built without."""
+    """Allocate memory for a parameter that was built without."""
     if parameter.dim() and not any(parameter.stride()):
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

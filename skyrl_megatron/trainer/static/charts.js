@@ -10,7 +10,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** Places of an axis in powers of ten: [where, what], where in decades. */
+/** Ticks of a logarithmic axis: [position in decades, value]. */
 function decades(low, high) {
   const found = [], marks = high - low > 2.5 ? [1] : [1, 2, 5], every = Math.max(1, Math.ceil((high - low) / 6));
   for (let power = Math.floor(low); power <= high; power++) for (const mark of marks) {
@@ -25,7 +25,7 @@ function smoothed(values, weight) {
   return values.map((value) => { kept = weight * kept + (1 - weight) * value; mass = weight * mass + 1 - weight; return kept / mass; });
 }
 
-/** Pixel path of a curve; of each pixel column first, lowest, highest and last point, so that no spike is lost. */
+/** Path of a curve in pixels. Each pixel column keeps its first, lowest, highest and last point, so no spike is lost. */
 function pathOf(x, y, px, py) {
   const parts = [];
   let column = null, first, low, high, last;
@@ -47,7 +47,7 @@ function nearest(xs, at) {
   return low > 0 && at - xs[low - 1] < xs[low] - at ? low - 1 : low;
 }
 
-/** A card with a curve for each metric and run. `spec`: title, names, log (scale), floor (lowest top of the axis). */
+/** A card with a curve for each metric and run. `spec`: title, names, log (scale), floor (minimum for the top of the axis). */
 function lineCard(spec) {
   const names = spec.names.flatMap(matching);
   if (!names.length) return null;
@@ -119,11 +119,11 @@ function lineCard(spec) {
   return card;
 }
 
-const shortName = (name) => name.replace(/^(policy|reward|generate|timing|trainer|async|memory|loss)\//, "").replace("loss_metrics/", "").replace("rollout_train_logprobs_abs_diff", "gap");
-/** The name of a curve among those of a chart: the whole name where two short ones are the same. */
+const shortName = (name) => name.replace(/^(policy|reward|generate|timing|trainer|async|memory|loss)\//, "").replace("loss_metrics/", "").replace("rollout_train_logprobs_abs_diff", "logprob diff");
+/** The label of a curve: its short name, or the full name if another curve of the chart has the same short name. */
 const labelOf = (name, names) => names.filter((each) => shortName(each) === shortName(name)).length > 1 ? name : shortName(name);
 
-/** Pointer and keys of a chart: a cursor for all charts, a zoom by dragging. */
+/** Pointer and keys of a chart: they move the cursor of all charts; dragging zooms. */
 function listen(chart, zooms) {
   const { svg } = chart;
   let begin = null, brush = null;
@@ -156,7 +156,7 @@ function setZoom(zoom) {
   for (const chart of drawn) chart.draw();
 }
 
-/** A question mark that says what the metrics of a card mean, and what bad values point to. */
+/** A question mark that shows what the metrics of a card mean, and what bad values point to. */
 function whyButton(names) {
   const known = names.filter((name) => state.metrics[name]).slice(0, 6);
   if (!known.length) return null;

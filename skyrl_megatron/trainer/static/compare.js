@@ -1,13 +1,13 @@
-// Configuration and last values; of several runs what differs.
+// Configuration and last values; for several runs, their differences.
 function settings() {
   const keys = [...new Set(state.runs.flatMap((run) => Object.keys(run.config)))].sort(), several = state.runs.length > 1;
   const differs = (key) => new Set(state.runs.map((run) => run.config[key])).size > 1;
-  const search = el("input", { type: "search", placeholder: "a part of the key", "aria-label": "find keys", input: () => fill() }), only = el("input", { type: "checkbox", id: "only", checked: several, change: () => fill() });
+  const search = el("input", { type: "search", placeholder: "part of the key", "aria-label": "find keys", input: () => fill() }), only = el("input", { type: "checkbox", id: "only", checked: several, change: () => fill() });
   const body = el("tbody", {});
   const fill = () => body.replaceChildren(...keys.filter((key) => key.includes(search.value.trim()) && (!several || !only.checked || differs(key))).map((key) => el("tr", { class: several && differs(key) ? "differs" : "" }, el("td", {}, key), ...state.runs.map((run) => el("td", {}, run.config[key] ?? "–")))));
   fill();
   return [lastValues(), el("h2", {}, several ? `configuration: ${keys.filter(differs).length} of ${keys.length} keys differ` : "configuration"),
-    el("div", { class: "card wide" }, el("div", { class: "row" }, search, several ? el("label", { for: "only" }, only, " only what differs") : null), el("div", { class: "scroll" }, el("table", { class: "settings" }, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...state.runs.map((run) => el("th", {}, run.name)))), body)))];
+    el("div", { class: "card wide" }, el("div", { class: "row" }, search, several ? el("label", { for: "only" }, only, " only differences") : null), el("div", { class: "scroll" }, el("table", { class: "settings" }, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...state.runs.map((run) => el("th", {}, run.name)))), body)))];
 }
 
 function lastValues() {
@@ -18,5 +18,5 @@ function lastValues() {
     const ratio = several && values[0] ? values[1] / values[0] : NaN;
     return el("tr", { title: meaning }, el("td", {}, name, " ", el("span", { class: "unit" }, unit)), ...values.map((value) => el("td", { class: "number" }, format(value))), several ? el("td", { class: "number" }, ratio === ratio ? `${format(100 * (ratio - 1))} %` : "") : null);
   });
-  return el("div", { class: "card wide" }, el("h3", {}, "last values"), el("div", { class: "scroll" }, el("table", { class: "values" }, el("thead", {}, el("tr", {}, el("th", {}, "metric"), ...state.runs.map((run) => el("th", { style: "text-align:right" }, run.name)), several ? el("th", { style: "text-align:right" }, "second to first") : null)), el("tbody", {}, ...rows))));
+  return el("div", { class: "card wide" }, el("h3", {}, "last values"), el("div", { class: "scroll" }, el("table", { class: "values" }, el("thead", {}, el("tr", {}, el("th", {}, "metric"), ...state.runs.map((run) => el("th", { style: "text-align:right" }, run.name)), several ? el("th", { style: "text-align:right" }, "second vs. first") : null)), el("tbody", {}, ...rows))));
 }

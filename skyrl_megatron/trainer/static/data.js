@@ -1,4 +1,4 @@
-// What the page shows: unpacked from the file, and with a server kept up to date.
+// The data of the page: unpacked from the file, and kept up to date by a server.
 const state = { runs: [], metrics: {}, live: false, tab: "", zoom: null, cursor: null, smooth: 0, hidden: new Set() };
 const token = new URLSearchParams(location.search).get("token") || "";
 
@@ -9,7 +9,7 @@ async function inflate(text) {
   return new Response(stream).arrayBuffer();
 }
 
-/** Take a block of data (page.py says how it is laid out): whole runs, or lines that were added to those known. */
+/** Read a block of data (layout: run_report.py): whole runs, or new lines of known runs. */
 function take(buffer) {
   const size = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
@@ -33,7 +33,7 @@ function take(buffer) {
   Object.assign(state, { runs, live: header.live, metrics: header.metrics });
 }
 
-/** Ask the server what was added; true when there is something new. */
+/** Ask the server for new lines; returns whether there are any. */
 async function ask() {
   const known = state.runs.map((run) => `${run.life}:${run.lines}`).join(",");
   const before = state.runs.map((run) => `${run.life}:${run.lines}:${run.log.length}`).join();
@@ -47,7 +47,7 @@ async function served(path) {
   return answer;
 }
 
-/** The samples of a step: from the file, else from the server; null where only a server would have them. */
+/** The samples of a step, from the file or the server; null if neither has them. */
 async function samplesOf(run, step) {
   if (!run.samples[step] && state.live) run.samples[step] = await (await served(`samples?run=${run.number}&step=${step}`)).json();
   return run.samples[step] || null;
@@ -61,7 +61,7 @@ function decoded(text, kind) {
 
 const axisOf = (name) => (name.startsWith("warmup/") ? "warmup/step" : "step");
 
-/** Points of a metric: x, y without gaps, within the zoom. */
+/** Points of a metric within the zoom: x, y without NaN. */
 function points(run, name) {
   const ys = run.columns.get(name), xs = run.columns.get(axisOf(name)), x = [], y = [];
   if (!ys || !xs) return { x, y };
@@ -74,7 +74,7 @@ function points(run, name) {
 
 const hasNumbers = (run, name) => { const column = run.columns.get(name); return !!column && column.some((v) => v === v); };
 
-/** All metrics of any run that a pattern names; `*` stands for anything. */
+/** All metrics of any run that match a pattern; `*` matches anything. */
 function matching(pattern) {
   const test = new RegExp(`^${pattern.replace(/[.+?^${}()|[\]\\/]/g, "\\$&").replace(/\*/g, ".*")}$`);
   const names = new Set(state.runs.flatMap((run) => run.names));

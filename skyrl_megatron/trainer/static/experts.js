@@ -1,6 +1,6 @@
-// How tokens spread over experts: layers × experts of one step, and one layer's experts over the steps.
+// Distribution of tokens over experts: layers × experts of one step, and the experts of one layer over the steps.
 function heatCard(title, note, rows, columns, value, labels) {
-  const canvas = el("canvas", { role: "img", "data-chart": title, "aria-label": title, tabindex: 0 }), said = el("p", { class: "note", "aria-live": "polite" }, note);
+  const canvas = el("canvas", { role: "img", "data-chart": title, "aria-label": title, tabindex: 0 }), caption = el("p", { class: "note", "aria-live": "polite" }, note);
   const chart = { svg: canvas, move() {} };
   chart.draw = () => {
     const style = getComputedStyle(document.documentElement), [from, to] = ["--heat0", "--heat1"].map((name) => rgb(style.getPropertyValue(name).trim())), warn = rgb(style.getPropertyValue("--c1").trim());
@@ -17,19 +17,19 @@ function heatCard(title, note, rows, columns, value, labels) {
   };
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect(), r = Math.floor(((event.clientY - box.top) / box.height) * rows()), c = Math.floor(((event.clientX - box.left) / box.width) * columns());
-    if (r >= 0 && r < rows() && c >= 0 && c < columns()) said.textContent = `${labels(r, c)}: ${format(value(r, c))} × the mean`;
+    if (r >= 0 && r < rows() && c >= 0 && c < columns()) caption.textContent = `${labels(r, c)}: ${format(value(r, c))} × the mean`;
   });
   drawn.push(chart);
-  return el("section", { class: "card wide" }, el("div", { class: "head" }, el("h3", {}, title), el("span", { class: "unit" }, "none", el("i", { class: "scale", style: "background:linear-gradient(90deg,var(--heat0),var(--heat1),var(--c1))" }), "6 × the mean")), canvas, said);
+  return el("section", { class: "card wide" }, el("div", { class: "head" }, el("h3", {}, title), el("span", { class: "unit" }, "none", el("i", { class: "scale", style: "background:linear-gradient(90deg,var(--heat0),var(--heat1),var(--c1))" }), "6 × the mean")), canvas, caption);
 }
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
 function experts() {
   const routing = grid(ROUTING), perLayer = matching("policy/moe_load_imbalance/layer_*");
-  if (perLayer.length) routing.append(lineCard({ title: "busiest expert by layer", names: perLayer.slice(0, 8), floor: 1 }));
+  if (perLayer.length) routing.append(lineCard({ title: "load of the busiest expert by layer", names: perLayer.slice(0, 8), floor: 1 }));
   const run = state.runs.find((each) => each.experts.length);
-  if (!run) return [routing.children.length ? routing : el("p", { class: "note" }, "This model has no experts, or no step has been logged yet."), ...(routing.children.length ? [el("p", { class: "note" }, "This run recorded no tokens by expert (expert_load.jsonl).")] : [])];
+  if (!run) return [routing.children.length ? routing : el("p", { class: "note" }, "This model has no experts, or no step has been logged yet."), ...(routing.children.length ? [el("p", { class: "note" }, "This run recorded no tokens per expert (expert_load.jsonl).")] : [])];
   const lines = run.experts.map((line) => ({ ...line, share: line.load.map((row) => { const mean = row.reduce((a, b) => a + b, 0) / row.length || 1; return row.map((v) => v / mean); }) }));
   const now = () => lines[step.selectedIndex], layers = () => now().layers;
   const step = el("select", { "aria-label": "step of the loads", change: () => { state.loadStep = +step.value; redraw(); } }, ...lines.map((line) => el("option", { value: line.step }, `step ${line.step}`)));

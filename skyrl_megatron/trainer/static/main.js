@@ -1,9 +1,9 @@
-// The page itself: views, keys, and with a server what is new.
+// The page: views, keys, and updates from a server.
 const VIEWS = [["overview", overview], ["time", times], ["experts", experts], ["weights", weights], ["samples", samples], ["all metrics", everything], ["settings", settings]];
 const EVERY_MS = 2000;
 let seen = null;
 
-/** Draw each chart once it is near the window; may be called again when there are others. */
+/** Draw each chart when it comes near the window. Call it again after charts were added. */
 function drawWhenSeen() {
   if (seen) seen.disconnect();
   const waiting = new Map(drawn.map((chart) => [chart.svg, chart]));
@@ -37,11 +37,11 @@ function head() {
   document.getElementById("title").textContent = state.runs.map((run) => run.name).join("  ·  ");
   const parts = state.runs.map((run) => {
     const { x } = points({ columns: run.columns }, "step"), total = +run.config["trainer.max_training_steps"] || null;
-    const age = run.age_s === null ? "nothing written yet" : state.live ? `last word ${run.age_s < 90 ? `${Math.round(run.age_s)} s` : `${Math.round(run.age_s / 60)} min`} ago` : "";
+    const age = run.age_s === null ? "nothing written yet" : state.live ? `last output ${run.age_s < 90 ? `${Math.round(run.age_s)} s` : `${Math.round(run.age_s / 60)} min`} ago` : "";
     return [x.length ? `step ${format(x[x.length - 1])}${total ? ` of ${format(total)}` : ""}` : "no step yet", age].filter(Boolean).join(", ");
   });
   const quiet = state.runs.every((run) => run.age_s !== null && run.age_s > 300);
-  document.getElementById("status").replaceChildren(state.live ? el("span", { class: state.lost ? "stale" : quiet ? "" : "live" }, state.lost ? "server gone · " : quiet ? "quiet · " : "live · ") : "", parts.join("  ·  "));
+  document.getElementById("status").replaceChildren(state.live ? el("span", { class: state.lost ? "stale" : quiet ? "" : "live" }, state.lost ? "server lost · " : quiet ? "quiet · " : "live · ") : "", parts.join("  ·  "));
 }
 
 function open(name) { state.tab = name; history.replaceState(null, "", `${location.search}#${name.replace(" ", "-")}`); scrollTo(0, 0); show(); }

@@ -1,4 +1,4 @@
-// Which metrics stand together in which view.
+// The charts of each view and their metrics.
 const OVERVIEW = [
   { title: "reward", names: ["reward/avg_raw_reward", "eval/all/avg_score"] },
   { title: "pass at n", names: ["reward/avg_pass_at_*", "eval/all/pass_at_*"], floor: 1 },
@@ -9,16 +9,16 @@ const OVERVIEW = [
   { title: "loss", names: ["policy/policy_loss", "policy/final_loss"] },
   { title: "response length", names: ["generate/avg_num_tokens", "generate/max_num_tokens", "generate/min_num_tokens"], floor: 1 },
   { title: "clipped", names: ["policy/loss_metrics/clip_ratio", "policy/loss_metrics/tis_*"], floor: 0.01 },
-  { title: "trainer against engine", names: ["policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_max"], log: true },
+  { title: "log-prob difference, trainer − engine", names: ["policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_max"], log: true },
   { title: "probability ratio", names: ["policy/loss_metrics/is_ratio_*"] },
   { title: "groups without variance", names: ["reward/zero_variance_groups"], floor: 1 },
-  { title: "cut off, failed, unfinished", names: ["generate/truncated_ratio", "generate/num_failed", "generate/num_unfinished"], floor: 1 },
+  { title: "truncated, failed, unfinished", names: ["generate/truncated_ratio", "generate/num_failed", "generate/num_unfinished"], floor: 1 },
   { title: "advantages", names: ["loss/avg_raw_advantages_abs", "loss/avg_raw_advantages"] },
   { title: "turns", names: ["generate/avg_turns"], floor: 1 },
   { title: "critic", names: ["critic/explained_variance"] },
   { title: "environment", names: ["environment/*"] },
   { title: "throughput", names: ["trainer/tokens_per_second", "policy/tokens_per_second_per_rank", "*/score_tokens_per_second_per_rank", "generate/tokens_per_second_per_rank"], floor: 1 },
-  { title: "use of the device", names: ["policy/mfu", "critic/mfu", "*/score_mfu", "generate/mfu"], floor: 0 },
+  { title: "MFU", names: ["policy/mfu", "critic/mfu", "*/score_mfu", "generate/mfu"], floor: 0 },
   { title: "learning rate", names: ["policy/policy_lr", "critic/critic_lr"], floor: 0 },
 ];
 const MEMORY = [
@@ -28,9 +28,9 @@ const MEMORY = [
   { title: "memory: peak of a rank", names: ["policy/peak_memory_bytes", "critic/peak_memory_bytes"] },
 ];
 const ROLLOUT_TIME = [
-  { title: "a trajectory's time", names: ["generate/trajectory_time_completion_mean", "generate/trajectory_time_llm_mean", "generate/trajectory_time_env_mean", "generate/trajectory_time_other_mean"], floor: 0 },
+  { title: "time of a trajectory", names: ["generate/trajectory_time_completion_mean", "generate/trajectory_time_llm_mean", "generate/trajectory_time_env_mean", "generate/trajectory_time_other_mean"], floor: 0 },
   { title: "the slowest trajectories", names: ["generate/trajectory_time_completion_p90", "generate/trajectory_time_completion_max"], floor: 0 },
-  { title: "arithmetic of a rank", names: ["policy/flops_per_second_per_rank", "critic/flops_per_second_per_rank", "*/score_flops_per_second_per_rank", "generate/flops_per_second_per_rank"], floor: 0 },
+  { title: "FLOP/s per rank", names: ["policy/flops_per_second_per_rank", "critic/flops_per_second_per_rank", "*/score_flops_per_second_per_rank", "generate/flops_per_second_per_rank"], floor: 0 },
 ];
 const ROUTING = [
   { title: "load of the busiest expert", names: ["policy/moe_load_imbalance"], floor: 1 },
@@ -42,7 +42,7 @@ const WEIGHTS = [
   { title: "staleness", names: ["async/staleness_max", "async/staleness_mean", "async/staleness_min"], floor: 1 },
   { title: "weight sync", names: ["timing/sync_weights", "timing/sync_weights_only_transfer", "async/pause_seconds"], floor: 0 },
   { title: "bandwidth", names: ["trainer/weight_sync_gb_per_second"], floor: 0 },
-  { title: "gap after a sync", names: ["trainer/weight_sync_probe_max_abs_diff"], log: true },
+  { title: "log-prob difference after a sync", names: ["trainer/weight_sync_probe_max_abs_diff"], log: true },
   { title: "groups waiting and in flight", names: ["async/buffer_size", "async/in_flight_groups"], floor: 1 },
   { title: "groups lost", names: ["async/dropped_groups", "async/filtered_groups", "async/retried_groups", "async/failed_groups"], floor: 1 },
 ];
@@ -64,10 +64,10 @@ function weights() {
   return panels.children.length ? [panels] : [el("p", { class: "note" }, "No weight sync has been logged yet.")];
 }
 
-/** Every metric, by a part of its name. */
+/** All metrics, with a search by part of the name. */
 function everything() {
   const found = el("div", { class: "grid" }), names = matching("*").filter((name) => name !== "step");
-  const search = el("input", { type: "search", placeholder: `a part of the name of ${names.length} metrics`, "aria-label": "find metrics", size: 34, input: () => fill() });
+  const search = el("input", { type: "search", placeholder: `part of the name of ${names.length} metrics`, "aria-label": "find metrics", size: 34, input: () => fill() });
   const fill = () => {
     drawn = drawn.filter((chart) => !found.contains(chart.svg));
     found.replaceChildren(...names.filter((name) => name.includes(search.value.trim())).map((name) => lineCard({ title: name, names: [name] })));

@@ -1,4 +1,4 @@
-// Samples of a step: its groups, a list, and one of them in full.
+// Samples of a step: its groups, a list of samples, and one sample in full.
 const look = { run: 0, step: null, sample: 0, kind: "log-prob difference", whole: "tokens" };
 
 function samples() {
@@ -17,7 +17,7 @@ function samples() {
   again();
   const left = run.sample_steps.length - there.length;
   return [el("div", { class: "row" }, holders.length > 1 ? which : null, el("button", { click: () => move(-1), "aria-label": "earlier step" }, "◂"), select, el("button", { click: () => move(1), "aria-label": "later step" }, "▸"),
-    el("span", { class: "unit" }, left > 0 ? `${left} further steps are in the run's folder; serve it to see them` : "")), below];
+    el("span", { class: "unit" }, left > 0 ? `${left} more steps are in the run's folder: open it with skyrl-megatron dashboard to see them` : "")), below];
 }
 
 async function fill(run, below) {
@@ -32,14 +32,14 @@ async function fill(run, below) {
   if (list.length) choose(look.sample);
 }
 
-/** A square for each prompt of the step: its mean reward; hatched where all responses got the same. */
+/** A square for each prompt of the step, coloured by mean reward; hatched if all rewards are equal. */
 function groupsOf(step, list, choose) {
   const means = step.groups.map((group) => group[1]), low = Math.min(...means), high = Math.max(...means);
   const squares = step.groups.map(([uid, mean, std, count]) => {
     const kept = list.findIndex((sample) => sample.uid === uid), text = `prompt ${uid}: ${count} responses, mean reward ${format(mean)}, deviation ${format(std)}${kept < 0 ? "" : "; kept"}`;
     return el("button", { class: `${std > 0 ? "" : "flat"} ${kept < 0 ? "" : "kept"}`, title: text, "aria-label": text, style: `background-color:${tinted(mean, low, high, false)}`, disabled: kept < 0, click: () => choose(kept) });
   });
-  return el("div", { style: "margin-bottom:.8em" }, el("h3", {}, "groups"), el("p", { class: "note" }, `${step.flat_groups} of ${step.group_count} have one reward for all responses (hatched)${step.groups.length < step.group_count ? `; ${step.groups.length} are shown` : ""}. Darker: more reward.`), el("div", { class: "groups" }, ...squares));
+  return el("div", { style: "margin-bottom:.8em" }, el("h3", {}, "groups"), el("p", { class: "note" }, `${step.flat_groups} of ${step.group_count} have equal rewards for all responses (hatched)${step.groups.length < step.group_count ? `; ${step.groups.length} are shown` : ""}. Darker: higher reward.`), el("div", { class: "groups" }, ...squares));
 }
 
 function sampleTable(list, choose) {
@@ -62,7 +62,7 @@ function meanOf(values, mask) {
 }
 
 function showSample(sample, pieces, detail) {
-  const said = el("p", { class: "note", "aria-live": "polite" }, "Point at a token, or move with the arrow keys.");
+  const caption = el("p", { class: "note", "aria-live": "polite" }, "Point at a token, or use the arrow keys.");
   const body = el("div", {}), bar = el("div", { class: "row" });
   const draw = () => {
     const buttons = ["tokens", "conversation"].map((name) => el("button", { "aria-pressed": String(look.whole === name), click: () => { look.whole = name; draw(); } }, name));
@@ -70,9 +70,9 @@ function showSample(sample, pieces, detail) {
     const usable = [...kinds.options].some((option) => option.value === look.kind) ? look.kind : "mask";
     kinds.value = usable;
     if (look.whole === "conversation") { bar.replaceChildren(...buttons); body.replaceChildren(conversation(sample, pieces)); return; }
-    const { box, legend } = strip(sample, pieces, usable, (text) => { said.textContent = text; });
+    const { box, legend } = strip(sample, pieces, usable, (text) => { caption.textContent = text; });
     bar.replaceChildren(...buttons, kinds, legend);
-    body.replaceChildren(box, said);
+    body.replaceChildren(box, caption);
   };
   draw();
   const facts = [`prompt ${sample.uid}`, `reward ${format(sample.reward)}`, `${sample.prompt.length} + ${sample.tokens.length} tokens`, sample.stop && `ended: ${sample.stop}`, sample.adapter && `adapter ${sample.adapter}`,

@@ -1,12 +1,12 @@
-// A sample as its tokens, coloured by what is known of each, or as a conversation.
-const BLOCK = 400; // tokens of a part that the browser may leave out while it is not seen
+// A sample as tokens, coloured by one of their values, or as a conversation.
+const BLOCK = 400; // tokens of a block that the browser need not render while it is invisible
 
 const COLOURINGS = {
   "log-prob difference": { of: (s) => s.trainer && s.engine && s.engine.map((v, i) => (s.own[i] ? s.trainer[i] - v : NaN)), unit: "nats, trainer − engine", signed: true },
   advantage: { of: (s) => s.advantages, unit: "advantage", signed: true },
   "log-prob": { of: (s) => s.engine && s.engine.map((v, i) => (s.own[i] ? -v : NaN)), unit: "−log-prob, nats" },
   mask: { of: (s) => s.mask && Float32Array.from(s.mask), unit: "trained on" },
-  support: { of: (s) => s.support && Float32Array.from(s.support), unit: "entries sampled from; 0: all" },
+  support: { of: (s) => s.support && Float32Array.from(s.support), unit: "vocabulary entries sampled from; 0: all" },
   version: { of: (s) => s.versions.length > 0 && versionOf(s), unit: "weights that sampled it" },
   reward: { of: (s) => s.rewards, unit: "reward at the token", signed: true },
 };
@@ -20,7 +20,7 @@ function versionOf(sample) {
 /** Unpack a sample of samples/step_N.json. */
 function unpacked(raw) {
   const floats = (name) => (raw[name] ? decoded(raw[name], Float32Array) : null);
-  const own = decoded(raw.sampled || raw.mask, Uint8Array); // the policy's tokens: those of environments have no log-probs
+  const own = decoded(raw.sampled || raw.mask, Uint8Array); // the policy's tokens; tokens of environments have no log-probs
   return { ...raw, own, prompt: decoded(raw.prompt, Int32Array), tokens: decoded(raw.tokens, Int32Array), mask: decoded(raw.mask, Uint8Array), engine: floats("engine"), trainer: floats("trainer"), advantages: floats("advantages"), rewards: floats("rewards"), support: raw.support ? decoded(raw.support, Int32Array) : null, versions: raw.versions || [] };
 }
 
@@ -33,7 +33,7 @@ function tinted(value, low, high, signed) {
   return `color-mix(in srgb, var(--c0) ${Math.round(8 + (50 * (value - low)) / (high - low || 1))}%, transparent)`;
 }
 
-/** Tokens one after the other. Returns the element; keys move from token to token. */
+/** The tokens of a sample. Returns {box, legend}; arrow keys move from token to token. */
 function strip(sample, pieces, kind, say) {
   const { of, unit, signed } = COLOURINGS[kind], values = of(sample), box = el("div", { class: "strip", tabindex: 0, role: "group", "aria-label": "tokens of the sample" });
   let low = Infinity, high = -Infinity;
@@ -82,7 +82,7 @@ function strip(sample, pieces, kind, say) {
   return { box, legend };
 }
 
-/** Prompt, the policy's turns and what the environment answered; calls of tools stand out. */
+/** Prompt, turns of the policy and answers of the environment; tool calls are highlighted. */
 function conversation(sample, pieces) {
   const text = (ids) => Array.from(ids, (id) => pieces[id] ?? `⟨${id}⟩`).join(""), parts = [turn("prompt", "prompt", text(sample.prompt))];
   const { own } = sample;

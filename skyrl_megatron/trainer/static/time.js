@@ -1,4 +1,4 @@
-// Where the time goes: phases of every step, stacked, and one step as lanes of trainer, ranks and engines.
+// Time: stacked phases of every step, and the timeline of one step with lanes for trainer, ranks and engines.
 const PHASES = ["generate", "postprocess_generator_output", "convert_to_training_input", "teacher", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train", "update_ref", "save_checkpoints", "save_hf_model", "sync_weights", "eval"];
 const MAIN = { generate: 0, policy_train: 1, sync_weights: 2, fwd_logprobs_values_reward: 3, eval: 4, save_checkpoints: 5, critic_train: 6 };
 
@@ -7,7 +7,7 @@ const hue = (name) => {
   return phase in MAIN ? colour(MAIN[phase]) : /sync|weights|sleep|wake|pause|resume|probe/.test(phase) ? colour(2) : colour(7);
 };
 
-/** Seconds of each phase by step, the rest of the step too: {x, layers: [[name, [seconds]]]}. */
+/** Seconds of each phase and of the rest, per step: {x, layers: [[name, [seconds]]], shares}. */
 function phaseSeconds(run) {
   const steps = points(run, "timing/step"), at = new Map(steps.x.map((x, i) => [x, i]));
   const rest = [...steps.y], layers = [];
@@ -24,7 +24,7 @@ function phaseSeconds(run) {
 
 function stackedCard(run) {
   const svg = el("svg", { height: 240, tabindex: 0, role: "img", "data-chart": "phases", "aria-label": "seconds of each phase by step" }), legend = el("div", { class: "legend" });
-  const card = el("section", { class: "card wide" }, el("div", { class: "head" }, el("h3", {}, "time per phase ", el("span", { class: "unit" }, "s a step"))), svg, legend);
+  const card = el("section", { class: "card wide" }, el("div", { class: "head" }, el("h3", {}, "time per phase ", el("span", { class: "unit" }, "s per step"))), svg, legend);
   const chart = { svg, series: [] };
   chart.draw = () => {
     const { x, layers } = phaseSeconds(run), width = svg.clientWidth || 800, high = 240, bars = Math.min(x.length, Math.floor((width - LEFT - RIGHT) / 3)), per = x.length / Math.max(bars, 1);
@@ -59,12 +59,12 @@ function stackedCard(run) {
   return card;
 }
 
-/** One step as lanes: who works when, and who waits. */
+/** The timeline of one step: one lane for each process. */
 function ganttCard(run) {
   const chosen = run.spans.findIndex((line) => line.step === state.spanStep), select = el("select", { "aria-label": "step of the lanes", change: () => { state.spanStep = +select.value; chart.draw(); } }, ...run.spans.map((line) => el("option", { value: line.step }, `step ${line.step}`)));
   select.selectedIndex = chosen < 0 ? run.spans.length - 1 : chosen;
-  const svg = el("svg", { role: "img", "data-chart": "lanes", "aria-label": "lanes of one step" }), said = el("p", { class: "note", "aria-live": "polite" }, "Point at a bar to read it; the share at the right is how much of the step a lane works.");
-  const card = el("section", { class: "card wide" }, el("div", { class: "head" }, el("h3", {}, "lanes of one step"), select), svg, said);
+  const svg = el("svg", { role: "img", "data-chart": "lanes", "aria-label": "lanes of one step" }), caption = el("p", { class: "note", "aria-live": "polite" }, "Point at a bar to see its times. The share at the right is the part of the step in which the lane works.");
+  const card = el("section", { class: "card wide" }, el("div", { class: "head" }, el("h3", {}, "lanes of one step"), select), svg, caption);
   const chart = { svg, move() {} };
   chart.draw = () => {
     const line = run.spans[Math.max(select.selectedIndex, 0)], lanes = Object.entries(line.lanes), width = svg.clientWidth || 800, names = width < 500 ? 84 : 130, high = 22 * lanes.length + 24;
@@ -76,7 +76,7 @@ function ganttCard(run) {
       parts.push(el("text", { x: names - 8, y: y + 12, "text-anchor": "end" }, lane.length > names / 6.2 ? `…${lane.slice(-Math.floor(names / 6.6))}` : lane, el("title", {}, lane)));
       for (const [name, begin, end] of spans) {
         const text = `${lane} · ${name}: ${format(end - begin)} s, from ${format(begin - from)} to ${format(end - from)} s`, wide = px(end) - px(begin);
-        parts.push(el("rect", { class: "span", x: px(begin), y, width: Math.max(wide, 1), height: 17, style: `fill:${hue(name)}`, pointerenter: () => { said.textContent = text; } }, el("title", {}, text)));
+        parts.push(el("rect", { class: "span", x: px(begin), y, width: Math.max(wide, 1), height: 17, style: `fill:${hue(name)}`, pointerenter: () => { caption.textContent = text; } }, el("title", {}, text)));
         if (wide > 6.4 * name.length) parts.push(el("text", { class: "onspan", x: px(begin) + 4, y: y + 12 }, name));
       }
       parts.push(el("text", { x: width - 4, y: y + 12, "text-anchor": "end" }, `${Math.round((100 * covered(spans)) / (until - from))} %`));
@@ -88,7 +88,7 @@ function ganttCard(run) {
   return card;
 }
 
-/** Seconds that a lane works: overlapping spans count once. */
+/** Seconds in which a lane works; overlapping spans count once. */
 function covered(spans) {
   let sum = 0, end = -Infinity;
   for (const [, from, to] of [...spans].sort((a, b) => a[1] - b[1])) { sum += Math.max(0, to - Math.max(from, end)); end = Math.max(end, to); }
@@ -97,7 +97,7 @@ function covered(spans) {
 
 function shareTable(run) {
   const rows = phaseSeconds(run).shares.sort((a, b) => b[1] - a[1]).slice(0, 8);
-  return el("section", { class: "card" }, el("h3", {}, `shares of the time · ${run.name}`), el("table", { class: "shares" }, el("thead", {}, el("tr", {}, ...["phase", "share", "s a step"].map((t) => el("th", {}, t)))),
+  return el("section", { class: "card" }, el("h3", {}, `shares of the time · ${run.name}`), el("table", { class: "shares" }, el("thead", {}, el("tr", {}, ...["phase", "share", "s per step"].map((t) => el("th", {}, t)))),
     el("tbody", {}, ...rows.map(([name, share, seconds]) => el("tr", {}, el("td", {}, el("i", { class: "scale", style: `width:.8em;height:.8em;margin:0 .5em 0 0;background:${hue(name)}` }), name), el("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), el("td", { class: "number" }, format(seconds)))))));
 }
 

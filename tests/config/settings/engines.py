@@ -114,9 +114,9 @@ def layout(cfg):
 
 def devices(cfg):
     """Devices of each role and of the engines."""
-    from skyrl_megatron.config.rules.placement_rules import gpus_asked
+    from skyrl_megatron.config.rules.placement_rules import gpus_requested
 
-    return gpus_asked(cfg)
+    return gpus_requested(cfg)
 
 
 def folder(cfg):

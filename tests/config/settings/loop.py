@@ -74,7 +74,7 @@ def plan(cfg):
 
     class Noting(RayPPOTrainer):
         def collect_experience(self):
-            prompts = next(self._prompts)
+            prompts = next(self.rollouts.prompts)
             generator_input, uids = self.prepare_generator_input(prompts, "train")
             notes.append(("generate", uids, generator_input["env_classes"][0]))
             return _batch_of(uids)
@@ -144,15 +144,15 @@ def heals(cfg):
         replace=replace,
         rebuild=lambda: None,
         keep_state=lambda: notes.append("keep") or 0,
-        kept_by=lambda new: None if cfg.trainer.healing.copies == "none" else {},
+        peer_holders=lambda new: None if cfg.trainer.healing.copies == "none" else {},
         roll_back=lambda holders: notes.append("back"),
     )
-    trainer.healing.begin()
+    trainer.recovery.begin()
     type(trainer).can_rewind, whole = property(lambda self: False), type(trainer).can_rewind
     try:
         for step in (1, 2, 4, 5):
             trainer.global_step = step
-            trainer.healing.repeated(work)
+            trainer.recovery.run(work)
     except RankLostError:
         notes.append("ended")
     finally:
@@ -191,7 +191,7 @@ def _batch_of(uids):
 
 def stream(cfg):
     """What a stream of rollouts keeps to; None where nothing runs ahead."""
-    stream = getattr(trainer_of(cfg), "stream", None)
+    stream = getattr(trainer_of(cfg).rollouts, "stream", None)
     return stream and stream.limits
 
 
@@ -204,7 +204,7 @@ def rollouts(cfg):
 
 def adapts(cfg):
     """Whether the stream looks at the places of engines."""
-    stream = getattr(trainer_of(cfg), "stream", None)
+    stream = getattr(trainer_of(cfg).rollouts, "stream", None)
     return stream and stream.concurrency.free is not None
 
 
@@ -226,7 +226,7 @@ def replays(cfg):
     from skyrl_megatron.errors import ConfigError
 
     try:
-        return type(trainer_of(cfg).stream)
+        return type(trainer_of(cfg).rollouts.stream)
     except ConfigError as error:
         return error.problems
 
@@ -256,10 +256,10 @@ def dumps(cfg):
 
 def exports(cfg):
     """Who else is told of numbers and spans."""
-    from skyrl_megatron.trainer.observe import RunWatch
+    from skyrl_megatron.trainer.observe import RunRecorder
     from skyrl_megatron.trainer.tracking import Tracking
 
-    tracking, collector = Tracking(cfg), RunWatch(cfg, None, 1).collector
+    tracking, collector = Tracking(cfg), RunRecorder(cfg, None, 1).collector
     tracking.open(total_steps=1)
     kinds = [type(sink).__name__ for sink in tracking.sinks]
     tracking.finish()
@@ -302,4 +302,4 @@ def synchronizer(cfg):
 
     made = weight_synchronizer(cfg, SimpleNamespace(group=SimpleNamespace(actors=[])), None, dtype="float32")
     probe = made.probe_interval, made.probe_limit
-    return made.options, probe, made.deadline_s, made.phase_s, made.shared_gpus, made.routed
+    return made.options, probe, made.deadline_s, made.phase_s, made.shared_gpus, made.reshard

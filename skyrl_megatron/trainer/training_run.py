@@ -1,0 +1,484 @@
+"""The run around the training loop: models and engines, checkpoints and exports, the log and the end of the run.
+
+:class:`RayPPOTrainer` (``ppo.py``) derives from :class:`TrainingRun` and adds the loop and its steps. Everything here
+can be overridden in a trainer as well: ``build_models``, ``init_weight_sync_state``, ``load_checkpoints``,
+``save_checkpoints`` and ``save_models`` have their names in SkyRL.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from skyrl_megatron.algorithms.kl import get_kl_controller
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.roles import (
+    active_roles,
+    engine_ranks,
+    is_frozen,
+    role_configs,
+    shares_policy_gpus,
+    weight_path,
+)
+from skyrl_megatron.data.prompts import PromptLoader, warn_of_changes
+from skyrl_megatron.interrupts import report_end
+from skyrl_megatron.progress import current_task
+from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
+from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
+from skyrl_megatron.trainer.checkpoints import prepare_export, run_checkpointer
+from skyrl_megatron.trainer.console import Phases, StartUp
+from skyrl_megatron.trainer.evaluate import evaluate
+from skyrl_megatron.trainer.event_loop import LoopThread
+from skyrl_megatron.trainer.hang import write_stacks
+from skyrl_megatron.trainer.observe import RunRecorder
+from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
+from skyrl_megatron.trainer.rollout_source import PromptRollouts
+from skyrl_megatron.trainer.step_batch import LearningSignal
+from skyrl_megatron.trainer.stopping import StopSignal, remaining_work, step_limit
+from skyrl_megatron.trainer.summary import summary_lines, write_curves
+from skyrl_megatron.trainer.teachers import Teachers
+from skyrl_megatron.trainer.tracking import as_numbers
+from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
+from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
+    from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron.workers.placement import Placement
+    from skyrl_megatron.workers.sync_calls import SyncReport
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+MEASURED_PHASES = (
+    "generate",
+    "teacher",
+    "fwd_logprobs_values_reward",
+    "critic_train",
+    "policy_train",
+    "update_ref",
+    "sync_weights",
+)
+"""Phases at whose end the device memory of each role is measured, if all roles share the GPUs."""
+
+
+class TrainingRun:
+    """The parts of a run and their life. Made by :meth:`BasePPOExp.get_trainer`, all arguments by keyword.
+
+    ``generator``: a ``GeneratorInterface``; ``train_dataset``, ``eval_dataset``: ``PromptDataset``; ``tracker``:
+    :class:`Tracking`; ``colocate_pg``: the :class:`Placement` of the run.
+    """
+
+    REPEATED: ClassVar[tuple[str, ...]] = ("metrics", "global_step", "epochs", "finite", "kl_controller")
+    """Attributes that are restored before a part of a step is repeated after a lost rank."""
+
+    def __init__(
+        self,
+        cfg: SkyRLTrainConfig,
+        tracker: Tracking,
+        tokenizer: Any,
+        train_dataset: Any,
+        inference_engine_client: Any,
+        generator: Any,
+        colocate_pg: Placement,
+        eval_dataset: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        self.cfg, self.tracker, self.tokenizer = cfg, tracker, tokenizer
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.inference_engine_client, self.generator = inference_engine_client, generator
+        self.placement, self.callbacks = colocate_pg, list(callbacks)
+        self.global_step = 0
+        self.train_dataloader = PromptLoader(train_dataset, cfg.trainer.train_batch_size, seed=cfg.trainer.seed)
+        self.position = self.train_dataloader.state_dict()
+        """The position in the data after the last step, for a checkpoint."""
+        self.limit = step_limit(cfg, len(self.train_dataloader))
+        self.total_steps = self.limit.steps
+        self.remaining_work = remaining_work(cfg)
+        """What is left to do of a run that took its last step before; None while steps are left."""
+        self.epochs = 0
+        """Completed passes over the training prompts."""
+        in_reward = cfg.trainer.algorithm.use_kl_in_reward
+        self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if in_reward else None
+        sampling = cfg.trainer.algorithm.dynamic_sampling
+        self.sampler = DynamicSampler(sampling, cfg.trainer.train_batch_size, cfg.trainer.seed)
+        self.phases, self.start_up = Phases(self._role_bytes), StartUp(tracker.say)
+        self.memory_forecast = MemoryForecast()
+        self.watch, self.stragglers = RunRecorder(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
+        self.learning_signal = LearningSignal()
+        self.sampled: list[np.ndarray] = []
+        """Tokens of the sequences that were sampled for the current step."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the current step."""
+        self.logged_step = 0
+        """The last logged step. A step is logged after its evaluation."""
+        self.finite = True
+        """Whether every optimizer step of the last training step was applied."""
+        self.stop, self.loop = StopSignal(), LoopThread()
+        self.roles: dict[str, WorkerGroup] = {}
+        """Ranks of policy, reference, critic and teachers, once they are built."""
+        self.teachers = Teachers(cfg, self.roles, self.loop)
+        self.checkpoints: Checkpointer | None = None
+        self.resume_from = (cfg.trainer.resume_mode, cfg.trainer.resume_path)
+        """What :meth:`load_checkpoints` loads: as configured, or the latest once the run has saved one."""
+        self.weights: WeightSynchronizer | None = None
+        self.recovery = Recovery(self)
+        self.rollouts = self.make_rollouts()
+
+    def make_rollouts(self) -> PromptRollouts:
+        """Return the source of the rollouts."""
+        return PromptRollouts(self)
+
+    # ------------------------------------------------------------------ start
+    def start(self) -> bool:
+        """Load models, engines and the checkpoint, and sync the first weights. Returns whether the loop has to run:
+        false if the run is finished already, or only had to export its last step."""
+        self.stop.waits = False  # no step is in progress: a signal ends the run at once
+        if note := str(self.remaining_work or self.limit.note):
+            self.tracker.say(note)
+        if self.remaining_work is not None and self.remaining_work.nothing:
+            return False
+        self.build_models()
+        with current_task("load the checkpoint"):
+            self.load_checkpoints()
+        if not self.needs_engines and self.is_last_step:
+            self.watch.begin_steps(self.global_step, self.roles)
+            self.finish_last_step()
+            return False
+        if self.remaining_work is not None and not self.is_last_step:  # its last checkpoint is damaged
+            started, self.remaining_work = self.needs_engines, None
+            if not started:
+                self.start_engines()
+        self.init_weight_sync_state()
+        self.give_first_weights()
+        self.before_training()
+        self.recovery.begin()
+        self.stop.waits = True
+        gc.collect()
+        gc.freeze()  # the collector no longer scans the objects of the start in each step
+        self.watch.begin_steps(self.global_step, self.roles)
+        return True
+
+    def build_models(self) -> None:
+        """Start the ranks of every role and the engines. All load at the same time, unless they share GPUs: then an
+        engine reserves its share of the free memory first, and sleeps while the models are built."""
+        logs = str(run_folder(self.cfg) / "workers")
+        shared_gpus = self.cfg.trainer.placement.colocate_all
+        with self.phases("build_models"):
+            if shared_gpus:
+                self.start_engines()
+            for key, (name, cfg) in role_configs(self.cfg).items():
+                self.roles[key] = WorkerGroup(cfg, name, self.placement[key])
+                self.roles[key].group.look = lambda: write_stacks(run_folder(self.cfg))
+                self.roles[key].start_building(self._updates_of(name), logs)
+            if not shared_gpus:
+                self.start_engines()
+            for role in self.roles.values():
+                role.finish_building()
+            self.offload_others("policy")
+            if shared_gpus:
+                with current_task("allocate host memory for offloaded state"):
+                    self.policy.offload()
+        built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
+        layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
+        at_once = "" if shared_gpus or not self.needs_engines else ", loaded while the engines started"
+        self.start_up.done(f"models: {built} Megatron ranks{layers}{at_once}")
+        trained: dict[str, RoleRanks] = {}
+        for name, role in self.roles.items():
+            if not is_frozen(role.name) or (name == "ref" and self.cfg.trainer.update_ref_every_epoch):
+                trained |= role.checkpointed()
+        self.checkpoints = run_checkpointer(self.cfg, trained)
+
+    def start_engines(self) -> None:
+        """Wait until the engines answer, unless nothing is sampled. Engines that share GPUs with the models sleep
+        afterwards. Raises EngineError, LaunchError."""
+        if not self.needs_engines:
+            return
+        starting = self.inference_engine_client.start()
+        self.loop.run(starting, "start engines", timeout_s=self.cfg.trainer.phase_timeout_s)
+        self.start_up.done(f"engines: {len(self.inference_engine_client.pool.alive())} ready")
+        if self.cfg.trainer.placement.colocate_all:
+            self.loop.run(self.inference_engine_client.pool.sleep(self.cfg.trainer.phase_timeout_s))
+
+    def init_weight_sync_state(self) -> None:
+        """Make the weight synchronizer. The first sync connects ranks and engines."""
+        engines = self.inference_engine_client
+        self.weights = weight_synchronizer(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
+        self.loop.run(engines.watch(self.weights.sync_engine))
+
+    def renew_weight_sync(self) -> None:
+        """Give the weight synchronizer the current ranks of the policy."""
+        if self.weights is not None:
+            self.loop.run(self.weights.replace_ranks(policy_ranks(self.policy)))
+
+    def give_first_weights(self) -> None:
+        """Sync the weights of the run's start into the engines, and report it."""
+        self.sync_weights()
+        assert self.weights is not None
+        path = weight_path(self.cfg, sliced=self.weights.plan is not None)
+        self.start_up.done(f"weights: version {self.global_step} in every engine, {path}")
+
+    def sync_weights(self) -> SyncReport:
+        """Send the policy's weights to every engine, as version ``global_step``."""
+        assert self.weights is not None
+        with self.phases("sync_weights"):
+            report = self.loop.run(self.weights.sync(str(self.global_step), self.policy.changed_adapters()))
+        for failure in report.failures:
+            self.tracker.say(f"weight sync: {failure}")
+        self.metrics["timing/sync_weights_only_transfer"] = report.seconds["transfer"]
+        if report.logprob_diffs:
+            largest = max(diff.largest for diff in report.logprob_diffs.values())
+            self.metrics["trainer/weight_sync_probe_max_abs_diff"] = largest
+        self.metrics["trainer/weight_sync_gb_per_second"] = report.gigabytes_per_second
+        self.rollouts.advance(self.global_step, report.total_seconds)
+        return report
+
+    def begin_training(self) -> None:
+        """Take the ranks for training: engines that restart get no weights until the next sync."""
+        assert self.weights is not None
+        self.loop.run(self.weights.begin_training())
+
+    def offload_others(self, name: str) -> None:
+        """Offload the roles that share GPUs with ``name``, which is about to compute."""
+        for other, role in self.roles.items():
+            if other != name and (self.cfg.trainer.placement.colocate_all or self._shares_policy_gpus(other)):
+                role.offload()
+
+    # ------------------------------------------------------------------ checkpoints and exports
+    def load_checkpoints(self) -> None:
+        """Load the checkpoint that ``trainer.resume_mode`` names, or start at step 0, and report which."""
+        assert self.checkpoints is not None
+        loaded = self.checkpoints.load(*self.resume_from)
+        if loaded is not None:
+            self.global_step = loaded.step
+            self.train_dataloader.load_state_dict(loaded.data)
+            self.load_trainer_state(loaded.trainer_state)
+            self.epochs = self.train_dataloader.finished_epochs
+            self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
+            self.start_up.done(f"checkpoint: step {self.global_step} loaded")
+        self.position = self.train_dataloader.state_dict()
+        resumed_from = self.global_step if loaded else None
+        logged = self.tracker.open(total_steps=self.total_steps, resumed_from=resumed_from)
+        self.watch.open(resumed_from)
+        self.logged_step = self.global_step
+        if loaded is not None and not logged and (unlogged := loaded.trainer_state.get("unlogged")):
+            self.logged_step -= 1
+            self.metrics, self.phases.timings = unlogged["metrics"], unlogged["timings"]
+        self.rollouts.open()
+
+    def save_checkpoints(self) -> None:
+        """Save a checkpoint of the whole run."""
+        assert self.checkpoints is not None
+        state = self.trainer_state()
+        with self.phases("save_checkpoints"):
+            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
+        if folder is not None:
+            self.resume_from = ("latest", None)
+            notify(self.callbacks, "on_save", self, folder)
+        self.rollouts.checkpoint_saved()
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores of the trainer itself, as plain values."""
+        state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
+        if (files := getattr(self.eval_dataset, "fingerprint", None)) is not None:
+            state["eval_files"] = files
+        if self.kl_controller is not None:
+            state["kl_coef"] = self.kl_controller.value
+        if self.logged_step < self.global_step:
+            state["unlogged"] = {"metrics": as_numbers(self.metrics), "timings": self.phases.so_far()}
+        return state | self.rollouts.state()
+
+    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`trainer_state` returned, after the position in the data."""
+        self.sampler.rng.bit_generator.state = state["sampler_rng"]
+        if self.eval_dataset is not None:
+            warn_of_changes(state.get("eval_files"), getattr(self.eval_dataset, "fingerprint", []))
+        if self.kl_controller is not None:
+            self.kl_controller.value = state["kl_coef"]
+        self.rollouts.load_state(state)
+
+    def save_models(self) -> None:
+        """Export policy and critic as Hugging Face folders, ``export_path/global_step_N/{policy,critic}``."""
+        with self.phases("save_hf_model"):
+            for role in (self.policy, self.critic):
+                if role is not None:
+                    self.offload_others(role.name)
+                    role.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step, role.name)))
+
+    def save_on_stop(self) -> None:
+        """Save a checkpoint of the last complete step, unless it is saved already."""
+        if self.global_step > 0 and self.checkpoints is not None and self.checkpoints.saved_step != self.global_step:
+            self.save_checkpoints()
+        report_end()
+        self.tracker.say(f"stopped after step {self.global_step}; the same command continues from there")
+
+    # ------------------------------------------------------------------ evaluation, log and end
+    def before_training(self) -> None:
+        """Evaluate the initial policy, with ``eval_before_train`` and at step 0."""
+        if self.cfg.trainer.eval_before_train and self.global_step == 0:
+            if self.eval():
+                self.start_up.done(f"evaluation: {len(self.eval_dataset)} held-out prompts")
+            self.tracker.log(self.metrics | self.phases.metrics(), 0)
+            self.metrics = {}
+
+    def finish_last_step(self) -> None:
+        """Evaluate, log and export the last step as far as the run that saved it did not, or was not asked to."""
+        left = self.remaining_work
+        if self.logged_step < self.global_step:
+            self.end_step()
+        elif left is not None and left.evaluation and self.eval():
+            self.tracker.log(self.metrics | self.phases.metrics(), self.global_step)
+            self.metrics = {}
+        if left is not None and left.exports:
+            self.save_models()
+
+    def end_step(self) -> None:
+        """Evaluate the policy if that is due, and log the step."""
+        if self._is_due(self.cfg.trainer.eval_interval) or (self.is_last_step and self.cfg.trainer.eval_interval > 0):
+            self.eval()
+        self.log_step()
+        notify(self.callbacks, "on_step_end", self)
+
+    def eval(self) -> dict[str, float]:
+        """Return scores on the evaluation data, and add them to the step's metrics; {} without such data."""
+        if self.eval_dataset is None or len(self.eval_dataset) == 0:
+            return {}
+        work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
+        with self.phases("eval"):
+            metrics = self.loop.run(work, stop=self.stop)
+        self.metrics |= metrics
+        notify(self.callbacks, "on_evaluate", self, metrics)
+        return metrics
+
+    def log_step(self) -> None:
+        """Log the metrics of the step, and start the next step with none."""
+        timings = self.phases.metrics()
+        seconds = timings["timing/step"]
+        tokens = self.metrics.pop("trainer/tokens", 0.0)
+        ranks = len(self.policy.group)
+        for name, role in self.roles.items():
+            self.metrics |= self.stragglers.look(name, role.take_own_seconds(), role.group.names)
+        self.metrics |= timings | {
+            "trainer/epoch": float(self.train_dataloader.epoch),
+            "trainer/global_step": float(self.global_step),
+            "trainer/tokens_per_second": tokens / seconds,
+            "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
+        }
+        self.metrics |= self.generation_speed(timings) | self.recovery.metrics()
+        self.tracker.log(self.metrics, self.global_step)
+        self.logged_step = self.global_step
+        notify(self.callbacks, "on_log", self, self.metrics)
+        self.metrics = {}
+        self.recovery.run(self.watch.end_step, self.global_step, self.roles)
+
+    def discard_step(self) -> None:
+        """Discard the metrics of a step that the run rewound from."""
+        self.metrics, self.sampled = {}, []
+        self.phases.metrics()
+
+    def generation_speed(self, timings: Mapping[str, float]) -> dict[str, float]:
+        """Return the sampling speed of an engine rank. ``timings``: of :meth:`Phases.metrics`. Rollouts that run ahead
+        take the whole step."""
+        engine, ahead = self.cfg.generator.inference_engine, self.cfg.trainer.fully_async.enabled
+        seconds = timings["timing/step"] if ahead else timings.get("timing/generate", 0.0)
+        speed, sampled, self.sampled = ThroughputMeter(), self.sampled, []
+        for lengths in sampled:
+            speed.add(lengths, self.policy.flops)
+        ranks = engine.num_engines * engine_ranks(self.cfg)
+        return speed.metrics("generate/", ranks, self.policy.peak_flops, seconds)
+
+    def finish(self) -> None:
+        """Stop sampling, complete pending writes, stop the ranks and write the report."""
+        gc.unfreeze()
+        try:
+            self.rollouts.close()
+        finally:
+            self._stop_roles_and_report()
+
+    def _stop_roles_and_report(self) -> None:
+        failed = sys.exception()
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+        finally:
+            for role in self.roles.values():
+                role.stop()
+            try:
+                self._write_report()
+            except OSError:
+                if failed is None:  # else the error that ended the run is reported, not the missing report
+                    raise
+
+    def _write_report(self) -> None:
+        """Draw the curves and the report, and print what ended the run and where its files are."""
+        self.tracker.finish()
+        if self.is_last_step and sys.exception() is None:
+            setting = self.limit.setting if self.total_steps == self.limit.steps else "no more batches"
+            self.tracker.say(f"ended after step {self.global_step} of {self.total_steps}: {setting}")
+        if self.global_step:
+            write_curves(run_folder(self.cfg))
+            self.watch.close()
+            saved = None if self.checkpoints is None else self.checkpoints.saved_step
+            for line in summary_lines(self.cfg, saved, self.global_step):
+                self.tracker.say(line)
+
+    # ------------------------------------------------------------------ facts
+    @property
+    def policy(self) -> WorkerGroup:
+        """Ranks of the policy, once they are built."""
+        return self.roles["policy"]
+
+    @property
+    def ref(self) -> WorkerGroup | None:
+        """Ranks of the reference; None if the run has none."""
+        return self.roles.get("ref")
+
+    @property
+    def critic(self) -> WorkerGroup | None:
+        """Ranks of the critic; None if the run has none."""
+        return self.roles.get("critic")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the policy in the whole run, where a decaying learning rate ends."""
+        return self._updates_of("policy") or 0
+
+    def _updates_of(self, name: str) -> int | None:
+        """Return the optimizer steps of a role in the whole run; None if it is not trained."""
+        if is_frozen(name):
+            return None
+        trainer, steps = self.cfg.trainer, self.total_steps
+        if name == "policy" and "critic" in active_roles(self.cfg):
+            steps = max(steps - trainer.critic_warmup_steps, 0)
+        per_step: int = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
+        return per_step * trainer.update_epochs_per_batch * steps
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether anything is sampled: false if a finished run only has to export."""
+        return self.remaining_work is None or self.remaining_work.evaluation
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the run can go back to an earlier step in the same process."""
+        return self.rollouts.can_rewind
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether :attr:`global_step` is the last one."""
+        return self.global_step >= self.total_steps
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.global_step % interval == 0
+
+    def _shares_policy_gpus(self, name: str) -> bool:
+        return name in self.roles and shares_policy_gpus(self.cfg, self.roles[name].name)
+
+    def _role_bytes(self, phase: str) -> dict[str, int]:
+        """Return the bytes of each role's state on its devices, if all roles share them."""
+        if not self.cfg.trainer.placement.colocate_all or phase not in MEASURED_PHASES:
+            return {}
+        return {name.replace("/", "_"): role.device_bytes() for name, role in self.roles.items() if role.ranks}
