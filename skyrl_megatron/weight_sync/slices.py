@@ -179,7 +179,7 @@ class TargetMap:
     @classmethod
     def of(cls, targets: Sequence[TargetTensor], copies: Sequence[Sequence[int]]) -> TargetMap:
         """Make a target map from rows of (tensor, target, *StridedCopy). Raises ReshardUnsupported if an element of a
-        target is copied to twice, or lies beyond its end."""
+        target is copied to twice, or is beyond its end."""
         table = np.array(copies, np.int64).reshape(-1, 9)
         target_map = cls(targets, table[np.argsort(table[:, TENSOR], kind="stable")])
         target_map.check()
