@@ -29,7 +29,7 @@ from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
-from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
+from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
@@ -124,7 +124,7 @@ class BasePPOExp:
 
     def get_tracker(self) -> Tracking:
         """Create the tracker of metrics and log lines."""
-        return Tracking(self.cfg)
+        return Tracking(self.cfg, resumed=resumed_step(self.cfg) > 0)
 
     # ------------------------------------------------------------------ the run
     def run(self) -> None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from skyrl_megatron.config import get_config_as_dict, get_config_as_yaml_str
 from skyrl_megatron.config.resolve import run_folder, trackers
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
-from skyrl_megatron.trainer.checkpoints import resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
 
@@ -339,12 +338,15 @@ def _prometheus(cfg: SkyRLTrainConfig) -> PrometheusEndpoint | None:
 
 
 class Tracking:
-    """All metric sinks of a run. Call :meth:`open` once the step from which the run continues is known."""
+    """All metric sinks of a run. Call :meth:`open` once the step from which the run continues is known.
 
-    def __init__(self, cfg: SkyRLTrainConfig) -> None:
+    With ``resumed``, experiment trackers continue the run that they recorded; otherwise they begin another.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, *, resumed: bool = False) -> None:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
-        self._named = named_trackers(cfg, resumed=resumed_step(cfg) > 0)
+        self._named = named_trackers(cfg, resumed=resumed)
         self._endpoint = _prometheus(cfg)
         self.sinks: list[MetricSink] = []
 

@@ -62,7 +62,7 @@ def test_every_host_of_a_cluster_is_asked(tmp_path):
 
     logs = tmp_path / "run" / "workers"
     logs.mkdir(parents=True)
-    command = [sys.executable, "-m", "skyrl_megatron.diagnose", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "skyrl_megatron", "diagnose", str(tmp_path / "run")]
     with runs.cluster(tmp_path) as variables, (logs / "policy_rank0.log").open("w") as log:
         environment = runs.environment(tmp_path) | variables
         waits = subprocess.Popen([sys.executable, "-c", WAITS], stdout=log, stderr=log)

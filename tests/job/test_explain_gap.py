@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 def explain(folder, run, *steps):
     """What the command says of each step: printed, and for programs."""
-    command = [sys.executable, "-m", "skyrl_megatron.explain_gap", str(run), "--step", *map(str, steps)]
+    command = [sys.executable, "-m", "skyrl_megatron", "explain-mismatch", str(run), "--step", *map(str, steps)]
     command += ["--json", str(run / "found.json")]
     done = subprocess.run(
         command, capture_output=True, text=True, env=runs.environment(folder), timeout=runs.TIMEOUT_S
