@@ -22,7 +22,6 @@ OLDER_KEYS = pytest.mark.filterwarnings("ignore:deprecated configuration keys:De
 OWN_KEYS = {
     "train_letters.py": {"trainer.price_of_a_token"},
     "run_moe.sh": {"model"},
-    "skyrl_megatron.compare": {"eval/all/avg_score", "timing/step"},
 }
 """Keys that a script adds to those of the configuration."""
 
