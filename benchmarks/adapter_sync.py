@@ -144,10 +144,10 @@ async def _syncs(
 ) -> tuple[dict[bool, Way], int, int]:
     """Return what syncs cost, by whether they go by routes, the own bytes of a worker, and tensors of engines."""
     from bridges.plan import Plan
-    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs
     from skyrl_megatron.workers import weight_synchronizer

@@ -110,9 +110,9 @@ def name_resolution(layers: int) -> float:
     """Microseconds from a module's parameter name to its entry, in a plan of so many layers of 128 experts."""
     from transformers import AutoConfig
 
-    from bridges.names import canonical
     from bridges.plan import Plan
     from bridges.rules import module_name
+    from bridges.tensor_names import canonical
 
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=layers, num_experts=128).to_dict()
     plan = Plan.of(config)

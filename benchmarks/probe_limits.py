@@ -115,8 +115,8 @@ async def measure(folder: Path, dtype: str, vocab_size: int, probes: int) -> dic
     """Condition → its probes."""
     from megatron.core.parallel_state import destroy_model_parallel
 
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.weight_sync.probe import EPSILON, limit_of, logprob_diff, probe_tokens
 
     engine = VLLMEngine(EngineSettings(str(folder), dtype=dtype, max_model_len=128, kv_cache_bytes=64 << 20))

@@ -133,8 +133,8 @@ def time_steps(rounds: int) -> None:
 def serve(pipe: Any, model: Path, routes: bool) -> None:
     """Sample what the pipe asks for; answer with tokens, seconds and bytes of routes."""
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.engine_pool import EnginePool
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     async def work() -> None:
         settings = dataclasses.replace(rollout.settings_of(model), enable_return_routed_experts=routes)

@@ -50,8 +50,8 @@ def prompts_and_sampling(kind: str, count: int) -> tuple[list[list[int]], dict[s
 
 def ours(pipe: Any, model: Path) -> None:
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.engine_pool import EnginePool
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     async def serve() -> None:
         pool = EnginePool([lambda: VLLMEngine(settings_of(model))])

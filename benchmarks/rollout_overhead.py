@@ -25,7 +25,7 @@ from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.envs import BaseTextEnv, register
 from skyrl_megatron.inference.protocol import Generation
-from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import TrajectoryID
 
 TURNS, ANSWER = 4, 24

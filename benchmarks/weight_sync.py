@@ -191,9 +191,9 @@ class Rank:
 
 async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> dict[str, float]:
     """Medians for one model, seconds."""
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.vllm.settings import EngineSettings
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.workers import weight_synchronizer
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 

@@ -15,7 +15,7 @@ import argparse
 from dataclasses import dataclass
 
 BUSIEST = 1.008
-"""What the busiest rank sends, to the average (``route_plan.py``)."""
+"""What the busiest rank sends, to the average (``reshard_plan.py``)."""
 BF16 = 2
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bridges.conversions import Conversion
 from bridges.errors import BridgeError
-from bridges.names import EXPERTS, local_spelling, te_spelling
 from bridges.rows import DELTA_NET, ModelShape, Row, Shape, Split
+from bridges.tensor_names import EXPERTS, local_spelling, te_spelling
 
 if TYPE_CHECKING:
     from bridges.family import Family
@@ -178,7 +178,7 @@ def expand(family: Family, hf_config: Mapping[str, Any], *, draft: bool = False)
 
 
 def module_name(entry: Entry, spec: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """Return the name of an entry in a built model; the inverse of :func:`bridges.names.canonical`.
+    """Return the name of an entry in a built model; the inverse of :func:`bridges.tensor_names.canonical`.
 
     ``spec``: ``local`` (sequential experts), ``te`` (grouped experts) or ``local_grouped`` (local norms, grouped
     experts).

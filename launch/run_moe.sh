@@ -20,7 +20,7 @@ hosts='' check='' rest=()
 while [ $# -gt 0 ]; do
   case $1 in
     --hosts)
-      [ $# -gt 1 ] || { echo "--hosts: give a file with a host name a line" >&2; exit 2; }
+      [ $# -gt 1 ] || { echo "--hosts: give a file with one host name per line" >&2; exit 2; }
       hosts=$2; shift ;;
     --hosts=*) hosts=${1#--hosts=} ;;
     --check|--check=*) check=1; rest+=("$1") ;;

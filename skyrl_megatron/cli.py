@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,12 +13,15 @@ VERBS = {
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
-    "convert": ("skyrl_megatron.entrypoints.convert", "convert a checkpoint to a Hugging Face folder"),
+    "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron.trainer.run_report", "write report.html of a run"),
     "dashboard": ("skyrl_megatron_tools.dashboard", "serve the dashboards of runs"),
     "compare": ("skyrl_megatron_tools.compare_runs", "compare a run with a baseline; exit code 1 if it is worse"),
     "diagnose": ("skyrl_megatron_tools.diagnose", "show what each process of a hanging run waits for"),
-    "explain-mismatch": ("skyrl_megatron_tools.logprob_mismatch.command", "why trainer and engine log-probs differ"),
+    "explain-mismatch": (
+        "skyrl_megatron_tools.logprob_mismatch.explain_mismatch",
+        "why trainer and engine log-probs differ",
+    ),
     "replay-batch": ("skyrl_megatron_tools.replay_batch", "repeat a training step from its dump"),
     "simulate": ("skyrl_megatron_tools.simulate.__main__", "predict step time and staleness"),
     "serve-engine": ("skyrl_megatron_tools.serve_engine", "serve an engine on another host"),
@@ -33,6 +37,7 @@ ALIASES = {
     "explain-gap": "explain-mismatch",
 }
 """Other names of verbs, including earlier ones."""
+BRIDGES_COMMANDS = ("list", "inspect", "import", "export", "merge", "verify")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = VERBS[verb][0].partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
     return work(arguments)
+
+
+def convert(args: Sequence[str]) -> int:
+    """``skyrl-megatron convert CHECKPOINT OUT``: convert a checkpoint to a Hugging Face folder.
+
+    CHECKPOINT is the folder that a run prints at its end (``checkpoint: …/global_step_N``), or any Megatron checkpoint
+    folder. OUT must not exist. ``python -m bridges export --help`` lists further arguments. If the first argument is a
+    command of ``python -m bridges`` (list, inspect, import, export, merge, verify), that command runs.
+    """
+    from bridges import __main__ as bridges
+
+    if not args or args[0] in ("-h", "--help"):
+        print(inspect.getdoc(convert))
+        return 0 if args else 2
+    if args[0] in BRIDGES_COMMANDS or args[0].startswith("-"):
+        return bridges.main(args)
+    if len(args) < 2 or args[1].startswith("-"):
+        print(f"convert {args[0]}: add the folder to write as the second argument", file=sys.stderr)
+        return 2
+    return bridges.main(["export", "--megatron", args[0], "--out", *args[1:]])
 
 
 if __name__ == "__main__":

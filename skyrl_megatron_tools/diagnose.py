@@ -53,8 +53,8 @@ def _on_every_host(address: str, run: Path, lines: int) -> int:
     import ray
 
     from skyrl_megatron.workers.nodes import start_on_nodes
-    from skyrl_megatron.workers.processes import joined_environment
     from skyrl_megatron.workers.ray_setup import join
+    from skyrl_megatron.workers.runtime_env import joined_environment
 
     join(address, joined_environment())
     try:

@@ -86,8 +86,8 @@ class _Step:
         from skyrl_megatron import device
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.inference.client import InferenceClient
-        from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm.engine import EngineSettings
+        from skyrl_megatron.inference.engine_pool import EnginePool
+        from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings
         from skyrl_megatron.workers.engines import RayEngine
         from skyrl_megatron.workers.placement import BundleAllocation, reserve
         from skyrl_megatron.workers.policy_rank import weight_synchronizer

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from skyrl_megatron.plugins import register_generator
-from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput
 
 HINT = "Count well. "

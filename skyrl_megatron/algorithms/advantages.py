@@ -26,6 +26,7 @@ from skyrl_megatron.algorithms.distillation import distillation
 from skyrl_megatron.algorithms.masked import (
     check_mask,
     check_token_tensors,
+    discounted_suffix_sum,
     finite_rows,
     keep_masked,
     masked_mean,
@@ -257,34 +258,6 @@ def _checked(name: str, result: object, shape: torch.Size) -> tuple[Tensor, Tens
             raise AlgorithmError(f"{wanted}; {what} is {tensor.dtype} {list(tensor.shape)}")
     advantages, returns = result
     return advantages, returns
-
-
-BLOCK = 32
-
-
-def discounted_suffix_sum(x: Tensor, factor: float | Tensor) -> Tensor:
-    """Return ``y_t = Σ_{s≥t} factor^(s-t) · x_s`` for x [B, T] and 0 ≤ factor ≤ 1, as a new tensor [B, T].
-
-    ``factor`` is a number, or [B] float64 with one number per row. One matrix product computes the sums within blocks
-    of tokens, then the same runs over the sums of the blocks: log(T) products.
-    """
-    rows, length = x.shape
-    size = min(BLOCK, length)
-    if isinstance(factor, Tensor):
-        factor = factor.view(-1, 1, 1)
-    steps = torch.arange(size, device=x.device, dtype=torch.float64)
-    distance = steps[:, None] - steps[None, :]  # from the token of the column to the later token of the row
-    powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(x.dtype)
-    padding = -length % size
-    padded = torch.nn.functional.pad(x, (padding, 0)) if padding else x
-    blocks = padded.view(rows, -1, size)
-    within = blocks @ powers if powers.dim() == 3 else (blocks.reshape(-1, size) @ powers).view(blocks.shape)
-    if within.shape[1] > 1:
-        whole = factor**size
-        totals = discounted_suffix_sum(within[:, :, 0], whole.flatten() if isinstance(whole, Tensor) else whole)
-        reach = (factor ** (size - steps)).to(x.dtype)  # from the first token of the next block
-        within[:, :-1].addcmul_(totals[:, 1:, None], reach)
-    return within.reshape(rows, -1)[:, padding:]
 
 
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from skyrl_megatron.errors import AlgorithmError
 from skyrl_megatron.types import TrainingBatch
 
-BLOCK = 1 << 18
+SUM_BLOCK = 1 << 18
+"""Elements that a masked sum multiplies at once."""
 
 
 def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -25,7 +26,7 @@ def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, map: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
     """Return Σ map(values)·mask as a scalar. Works in blocks, as allocating a second large tensor costs more time."""
-    blocks = zip(torch.split(values.flatten(), BLOCK), torch.split(mask.flatten(), BLOCK), strict=True)
+    blocks = zip(torch.split(values.flatten(), SUM_BLOCK), torch.split(mask.flatten(), SUM_BLOCK), strict=True)
     return torch.stack([(map(part) * valid).sum() for part, valid in blocks]).sum()
 
 
@@ -69,7 +70,8 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return (values - mean) * scale if shift_mean else (values - mean) * scale + mean
 
 
-BLOCK_SIZE = 1 << 20
+CHECK_BLOCK = 1 << 20
+"""Elements of a mask that are checked at once."""
 
 
 def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
@@ -99,7 +101,7 @@ def check_mask(name: str, mask: Tensor) -> None:
     if mask.dtype == torch.bool or not mask.numel():
         return
     # Only 0, 1 and infinity are their own squares. Blocks avoid a second mask in memory.
-    if mask.max() <= 1 and all(torch.equal(part * part, part) for part in torch.split(mask.flatten(), BLOCK_SIZE)):
+    if mask.max() <= 1 and all(torch.equal(part * part, part) for part in torch.split(mask.flatten(), CHECK_BLOCK)):
         return
     row, token = ((mask != 0) & (mask != 1)).nonzero()[0].tolist()
     raise AlgorithmError(
@@ -153,3 +155,32 @@ def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
             mask = batch.loss_mask if name.endswith("logprobs") else None
             keep &= finite_rows(name, values, mask, nonfinite=nonfinite, uids=batch.uids or None)
     return keep
+
+
+SCANNED_TOKENS = 32
+"""Tokens of a row that one matrix product sums."""
+
+
+def discounted_suffix_sum(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return ``y_t = Σ_{s≥t} factor^(s-t) · x_s`` for x [B, T] and 0 ≤ factor ≤ 1, as a new tensor [B, T].
+
+    ``factor`` is a number, or [B] float64 with one number per row. One matrix product computes the sums within blocks
+    of tokens, then the same runs over the sums of the blocks: log(T) products.
+    """
+    rows, length = x.shape
+    size = min(SCANNED_TOKENS, length)
+    if isinstance(factor, Tensor):
+        factor = factor.view(-1, 1, 1)
+    steps = torch.arange(size, device=x.device, dtype=torch.float64)
+    distance = steps[:, None] - steps[None, :]  # from the token of the column to the later token of the row
+    powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(x.dtype)
+    padding = -length % size
+    padded = torch.nn.functional.pad(x, (padding, 0)) if padding else x
+    blocks = padded.view(rows, -1, size)
+    within = blocks @ powers if powers.dim() == 3 else (blocks.reshape(-1, size) @ powers).view(blocks.shape)
+    if within.shape[1] > 1:
+        whole = factor**size
+        totals = discounted_suffix_sum(within[:, :, 0], whole.flatten() if isinstance(whole, Tensor) else whole)
+        reach = (factor ** (size - steps)).to(x.dtype)  # from the first token of the next block
+        within[:, :-1].addcmul_(totals[:, 1:, None], reach)
+    return within.reshape(rows, -1)[:, padding:]

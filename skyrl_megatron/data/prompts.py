@@ -16,7 +16,7 @@ import numpy as np
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
-from skyrl_megatron.data.tokenizer import render
+from skyrl_megatron.data.tokenizer import render, require_template
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
@@ -73,11 +73,7 @@ class PromptDataset:
         self.prompt_key, self.env_class_key = prompt_key, env_class_key
         self.tokenizer, self.max_prompt_length = tokenizer, max_prompt_length
         self._render: dict[str, Any] = {"template": template, **(template_kwargs or {})}
-        if template is None and not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
-                " generator.chat_template, or use the tokenizer of an instruction-tuned model"
-            )
+        require_template(tokenizer, template)
         sources = [load_source(name, num_workers, hub_commits or {}, say) for name in names]
         for name, source in zip(names, sources, strict=True):
             require_prompts(source, name, prompt_key)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bridges.errors import BridgeError
 from bridges.files import check_folder
-from skyrl_megatron.errors import ModelLoadError
+from skyrl_megatron.errors import DataError, ModelLoadError
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -65,6 +65,15 @@ def load_tokenizer(
             f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; download it again"
         ) from error
     return tokenizer
+
+
+def require_template(tokenizer: Any, template: str | None) -> None:
+    """Raise DataError if there is no chat template: neither ``template`` nor one of the tokenizer."""
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
+            " generator.chat_template, or use the tokenizer of an instruction-tuned model"
+        )
 
 
 def _first_line(error: Exception) -> str:

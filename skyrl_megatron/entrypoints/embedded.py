@@ -37,7 +37,7 @@ from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
 from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, require_memory, run_command, run_hardware
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.preflight import check, load_config
-from skyrl_megatron.workers.processes import start_server
+from skyrl_megatron.workers.runtime_env import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.prompts import PromptDataset

@@ -21,12 +21,12 @@ from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.entrypoints.command import redirect_stderr, report_if_finished, terminal
 from skyrl_megatron.entrypoints.crash_report import crash_reporter
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
-from skyrl_megatron.envs import base as registry
+from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
 from skyrl_megatron.progress import current_task, heartbeat
-from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
@@ -35,8 +35,8 @@ from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
-from skyrl_megatron.workers.processes import start_server
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
+from skyrl_megatron.workers.runtime_env import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command
 from skyrl_megatron.preflight import check, load_config
-from skyrl_megatron.workers.processes import start_server
+from skyrl_megatron.workers.runtime_env import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, skyrl_entrypoint

@@ -1,6 +1,6 @@
 """Environments: the interface, the registry, and the built-in environments."""
 
-from skyrl_megatron.envs.base import (
+from skyrl_megatron.envs.base_text_env import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
     ConversationType,
@@ -14,7 +14,7 @@ from skyrl_megatron.envs.base import (
     spec,
     tool,
 )
-from skyrl_megatron.envs.pool import within
+from skyrl_megatron.envs.env_pool import within
 
 __all__ = [
     "BaseTextEnv",

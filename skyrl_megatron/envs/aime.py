@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text
+from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, answer_text
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAIL = 300  # characters of a response that are searched; the longest answer of MATH-500 has 159

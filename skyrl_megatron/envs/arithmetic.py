@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
+from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
 
 _BOXED = re.compile(r"\\boxed\{([^}]+)\}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
+from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from skyrl_megatron.envs.base import (
+from skyrl_megatron.envs.base_text_env import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
     ConversationType,

@@ -1,6 +1,6 @@
 """Re-exports for scripts written for SkyRL."""
 
-from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,

@@ -25,7 +25,7 @@ from skyrl_megatron.hub.download import (
     quiet,
     resolve,
 )
-from skyrl_megatron.hub.names import (
+from skyrl_megatron.hub.repo_names import (
     FILE_SUFFIXES,
     DataSource,
     Repo,

@@ -24,7 +24,7 @@ from typing import Any
 from bridges.errors import BridgeError
 from bridges.files import read_json
 from skyrl_megatron.errors import HubError
-from skyrl_megatron.hub.names import Repo, cache, explain, offline, silent
+from skyrl_megatron.hub.repo_names import Repo, cache, explain, offline, silent
 
 type Say = Callable[[str], None]
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
-from skyrl_megatron.inference.pool import (
+from skyrl_megatron.inference.engine_pool import (
     EnginePool,
     EngineSlot,
     EngineState,
@@ -152,9 +152,9 @@ class InferenceClient:
 
     A retry starts over with a new id on a serving engine. A late answer to the lost attempt is discarded, so every
     request has one continuation. A request that kills engines is rejected
-    (:class:`~skyrl_megatron.inference.pool.SuspectRequests`). ``deterministic``: a batch is distributed round-robin,
-    and each engine gets its share at once and in order, so that it forms the same batches in every run. Requests
-    should then have seeds (:func:`~skyrl_megatron.inference.sampling_params.request_seed`).
+    (:class:`~skyrl_megatron.inference.engine_pool.SuspectRequests`). ``deterministic``: a batch is distributed
+    round-robin, and each engine gets its share at once and in order, so that it forms the same batches in every run.
+    Requests should then have seeds (:func:`~skyrl_megatron.inference.sampling_params.request_seed`).
     """
 
     def __init__(

@@ -30,8 +30,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
+from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot, EngineState
 from skyrl_megatron.inference.http_endpoint import error_response, guarded_app, json_body
-from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
 

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skyrl_megatron.errors import EngineError, LaunchError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
-from skyrl_megatron.inference.pool import WITHDRAW_S
+from skyrl_megatron.inference.engine_pool import WITHDRAW_S
 from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.sampling_params import (
     TOKENS,

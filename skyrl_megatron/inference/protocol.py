@@ -1,8 +1,8 @@
 """The interface of an inference engine: token ids in, token ids out. Imports neither Ray nor vLLM.
 
-``vllm/engine.py`` implements :class:`InferenceEngine` with vLLM in this process, and ``workers/engines.py`` runs it in
-a Ray actor. ``vllm/remote.py`` implements it with a vLLM server. A custom engine needs all methods. If it shares no
-GPUs with the trainer, ``sleep`` and ``wake`` may do nothing.
+``vllm/vllm_engine.py`` implements :class:`InferenceEngine` with vLLM in this process, and ``workers/engines.py`` runs
+it in a Ray actor. ``vllm/remote.py`` implements it with a vLLM server. A custom engine needs all methods. If it shares
+no GPUs with the trainer, ``sleep`` and ``wake`` may do nothing.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def warn_of_missing_answers(name: str, counts: Mapping[str, int], rows: int) -> 
 def _is_built_in(env_class: str) -> bool | None:
     """Return whether an environment is part of the package; None if it is unknown, which is reported once for all
     rows."""
-    from skyrl_megatron.envs import base as registry
+    from skyrl_megatron.envs import base_text_env as registry
 
     try:
         return str(getattr(registry.spec(env_class).load(), "__module__", "")).startswith(BUILT_IN_ENVS)
@@ -263,7 +263,7 @@ def _is_built_in(env_class: str) -> bool | None:
 def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, row: dict[str, Any]) -> Problem | None:
     """Create the built-in environment of a row, and return its error. Custom environments are not created, because
     they may start processes."""
-    from skyrl_megatron.envs import base as registry
+    from skyrl_megatron.envs import base_text_env as registry
 
     env_class = row.get("env_class") or run.cfg.environment.env_class
     extras = {column: value for column, value in row.items() if column not in ("prompt", "env_class")}
@@ -301,7 +301,7 @@ def _too_few(needed: int, prompts: str) -> Problem:
 
 def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem | NotChecked]:
     """Check the environments of the rows, and warn if ``environment.env_class`` applies to no row."""
-    from skyrl_megatron.envs import base as registry
+    from skyrl_megatron.envs import base_text_env as registry
 
     default = run.cfg.environment.env_class
     chosen = run.cfg.environment.is_set("env_class")

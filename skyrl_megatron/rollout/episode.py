@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from skyrl_megatron.envs import base as registry
-from skyrl_megatron.envs.base import ConversationType
-from skyrl_megatron.envs.pool import EnvPool, EnvTimeout
+from skyrl_megatron.envs import base_text_env as registry
+from skyrl_megatron.envs.base_text_env import ConversationType
+from skyrl_megatron.envs.env_pool import EnvPool, EnvTimeout
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning, with_origin
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import ChatConversation, TrajectoryOutput

@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
-from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.types import TokenSupport

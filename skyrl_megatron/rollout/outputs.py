@@ -13,7 +13,7 @@ import torch
 
 from skyrl_megatron.config import GeneratorConfig
 from skyrl_megatron.data.batch import collate, failed_uid
-from skyrl_megatron.envs import base as registry
+from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
 from skyrl_megatron.rollout.episode import Trajectory
 from skyrl_megatron.rollout.interface import (

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import ChatTemplateConfig
-from skyrl_megatron.data.tokenizer import render
-from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.data.tokenizer import render, require_template
+from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,11 +82,7 @@ class ChatFormat:
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if template is None and not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
-                " generator.chat_template, or use the tokenizer of an instruction-tuned model"
-            )
+        require_template(tokenizer, template)
         self.tokenizer: Any = tokenizer  # its type hints are narrower than what templates take
         self.template, self.kwargs = template, dict(kwargs or {})
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None

@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skyrl_megatron.trainer.fully_async import FullyAsyncRayPPOTrainer
-    from skyrl_megatron.trainer.ppo import RayPPOTrainer
+    from skyrl_megatron.trainer.ppo import FullyAsyncRayPPOTrainer, RayPPOTrainer
 
 __all__ = ["FullyAsyncRayPPOTrainer", "RayPPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RayPPOTrainer":
-        from skyrl_megatron.trainer.ppo import RayPPOTrainer
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_megatron.trainer import ppo
 
-        return RayPPOTrainer
-    if name == "FullyAsyncRayPPOTrainer":
-        from skyrl_megatron.trainer.fully_async import FullyAsyncRayPPOTrainer
-
-        return FullyAsyncRayPPOTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(ppo, name)

@@ -8,7 +8,7 @@ changes. Scripts written for SkyRL override these by their names there: ``train`
 ``save_checkpoints`` and ``save_models``.
 
 What surrounds the loop is in ``training_run.py``, where rollouts come from in ``rollout_source.py``, and what happens
-when a rank is lost in ``recovery.py``.
+when a rank is lost in ``recovery.py``. :class:`FullyAsyncRayPPOTrainer` differs only in the source of its rollouts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_is_reference
+from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
-from skyrl_megatron.errors import HostMemoryError
+from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
+from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.step_batch import (
     advantage_metrics,
     for_each_adapter,
@@ -53,7 +55,7 @@ from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skyrl_megatron.config import MegatronConfig
+    from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 SCORES = {"ref": "ref_logprobs", "critic": "values"}
@@ -351,3 +353,19 @@ class RayPPOTrainer(TrainingRun):
         """Return the adapter of each row; [] if adapters have no names."""
         named = bool(self.cfg.trainer.policy.model.lora.adapters)
         return list(self.train_dataset.adapters_of(uids)) if named else []
+
+
+class FullyAsyncRayPPOTrainer(RayPPOTrainer):
+    """A trainer whose rollouts run ahead by at most ``trainer.fully_async.max_staleness_steps``.
+
+    Raises ConfigError unless ``trainer.fully_async.enabled``, on which rules of the configuration depend.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, *args: Any, **kwargs: Any) -> None:
+        if not cfg.trainer.fully_async.enabled:
+            raise ConfigError([Problem("trainer.fully_async.enabled", False, "FullyAsyncRayPPOTrainer needs true")])
+        super().__init__(cfg, *args, **kwargs)
+
+    def make_rollouts(self) -> PromptRollouts:
+        """Return the stream, or the synchronous source if nothing may run ahead."""
+        return StreamedRollouts(self) if generates_ahead(self.cfg) else super().make_rollouts()

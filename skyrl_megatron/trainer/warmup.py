@@ -14,8 +14,7 @@ import torch
 
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.errors import AlgorithmError
-from skyrl_megatron.trainer.fully_async import FullyAsyncRayPPOTrainer
-from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.trainer.ppo import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
 
 

@@ -24,17 +24,17 @@ from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.errors import EngineGoneError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
+from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.fleet import Fleet, engine_requirements
-from skyrl_megatron.inference.pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine, OpenAIAnswer
-from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
+from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
 from skyrl_megatron.plugins import ENGINES
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
 from skyrl_megatron.workers.placement import RAY
-from skyrl_megatron.workers.processes import runtime_environment
+from skyrl_megatron.workers.runtime_env import runtime_environment
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -24,7 +24,7 @@ from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.progress import timed
 from skyrl_megatron.workers.actor_group import WATCH
-from skyrl_megatron.workers.processes import take_port
+from skyrl_megatron.workers.runtime_env import take_port
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.types import Part
     from skyrl_megatron.weight_sync.buckets import TensorMeta
     from skyrl_megatron.weight_sync.point_to_point import ExchangeSchedule

@@ -33,8 +33,8 @@ from skyrl_megatron.config.roles import active_roles, engine_ranks, role_world_s
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.interrupts import hangups_blocked
 from skyrl_megatron.workers.nodes import check_nodes
-from skyrl_megatron.workers.processes import LOOPBACK, joined_environment, user_sets_threads, worker_environment
 from skyrl_megatron.workers.ray_guard import guard_agents
+from skyrl_megatron.workers.runtime_env import LOOPBACK, joined_environment, user_sets_threads, worker_environment
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig

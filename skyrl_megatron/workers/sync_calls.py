@@ -16,7 +16,7 @@ import numpy as np
 
 from skyrl_megatron import progress as spans
 from skyrl_megatron.errors import EngineError, EngineGoneError, RankLostError, WeightSyncError
-from skyrl_megatron.inference.pool import EngineSlot
+from skyrl_megatron.inference.engine_pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.point_to_point import plan_exchange

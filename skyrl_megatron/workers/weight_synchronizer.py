@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.inference.client import SILENT_S
-from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
+from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot, same_failure
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
 from skyrl_megatron.plugins import TRANSPORTS
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES

@@ -20,8 +20,8 @@ from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
 from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker, ReplaceableWorker
 from skyrl_megatron.workers.placement import cores_per_gpu, find_peer_holders, peer_distance
-from skyrl_megatron.workers.processes import runtime_environment
 from skyrl_megatron.workers.ray_setup import rank_environment
+from skyrl_megatron.workers.runtime_env import runtime_environment
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from skyrl_megatron.errors import LaunchError
-from skyrl_megatron.workers.processes import LOOPBACK
+from skyrl_megatron.workers.runtime_env import LOOPBACK
 
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With 0, Ray keeps a loopback address on any system. Otherwise it replaces it with the machine's own address."""

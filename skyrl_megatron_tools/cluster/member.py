@@ -22,7 +22,7 @@ from skyrl_megatron import device
 from skyrl_megatron import progress as start_times
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronError
 from skyrl_megatron.interrupts import replace_handlers, restore_handlers
-from skyrl_megatron.workers.processes import LOOPBACK
+from skyrl_megatron.workers.runtime_env import LOOPBACK
 from skyrl_megatron_tools.cluster.hosts import (
     LOOPBACK_ALONE,
     ClusterFolder,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.workers.processes import LOOPBACK, free_port
+from skyrl_megatron.workers.runtime_env import LOOPBACK, free_port
 from skyrl_megatron_tools.doctor import Finding
 
 if TYPE_CHECKING:
@@ -292,8 +292,8 @@ def _opened(open_transport: Callable[..., Any], name: str, port: int) -> Any:
 def engine() -> str:
     """Start vLLM on the embedded model and sample :data:`TOKENS` tokens."""
     from skyrl_megatron.entrypoints.embedded import VOCAB_SIZE, write_embedded_model
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

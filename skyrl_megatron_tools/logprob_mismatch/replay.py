@@ -15,12 +15,12 @@ import torch
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.inference.client import InferenceClient
-from skyrl_megatron.inference.pool import EnginePool
+from skyrl_megatron.inference.engine_pool import EnginePool
 from skyrl_megatron.inference.sampling_params import engine_sampling
 from skyrl_megatron.inference.vllm.compat import unpacked
-from skyrl_megatron.inference.vllm.engine import VLLMEngine
 from skyrl_megatron.inference.vllm.requests import sampling_parameters
 from skyrl_megatron.inference.vllm.settings import engine_settings
+from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.event_loop import LoopThread

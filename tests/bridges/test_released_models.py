@@ -79,9 +79,9 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_parameter_count(name):
-    from bridges.names import canonical
     from bridges.plan import Plan
     from bridges.rules import module_name
+    from bridges.tensor_names import canonical
 
     count, config = RELEASED[name]
     plan = Plan.of(config)

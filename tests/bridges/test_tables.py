@@ -112,8 +112,8 @@ def test_a_share_is_read_as_it_is_cut(folder, plan):
 
 
 def test_every_module_spelling_leads_back_to_the_entry(plan):
-    from bridges.names import canonical
     from bridges.rules import module_name
+    from bridges.tensor_names import canonical
 
     for spec in ("local", "te", "local_grouped"):
         for entry in plan.entries:

@@ -18,7 +18,7 @@ from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.preflight import PlannedRun, run_checks
 from tests.config.settings import base
 from tests.config.settings.table import NO_EFFECT, REFUSED, REFUSED_BY_RANKS, ROWS
-from tests.config.test_idle import IDLE_BY_DEFAULT
+from tests.config.test_ineffective import IDLE_BY_DEFAULT
 
 pytestmark = pytest.mark.slow
 

@@ -61,7 +61,7 @@ FAULTS = """
 import sys, torch, torch.distributed as dist
 from skyrl_megatron_tools.doctor import self_test as layer_rung, self_test as rungs
 from skyrl_megatron.runtime.model.local_weights import local_weights
-from skyrl_megatron.workers.processes import free_port
+from skyrl_megatron.workers.runtime_env import free_port
 
 def told(body, *arguments):
     try:
@@ -96,7 +96,7 @@ rungs._sync_end(end, "gloo", 0, port)
 
 def test_wrong_results_are_told(tmp_path):
     """A sum that is off by one, a projection 1.2 times too large, weights that are not those that were sent."""
-    from skyrl_megatron.workers.processes import free_port
+    from skyrl_megatron.workers.runtime_env import free_port
 
     run = [sys.executable, "-W", "ignore", "-c"]
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_megatron.config import GSM8kLLMJudgeEnvConfig, SearchEnvConfig, SkyRLGymConfig, Text2SQLEnvConfig
 from skyrl_megatron.envs import make
-from skyrl_megatron.envs.base import config_of
+from skyrl_megatron.envs.base_text_env import config_of
 
 
 def env(id, answer, config=None, max_turns=1, **extras):

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_megatron import envs
 from skyrl_megatron.envs import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, tool
-from skyrl_megatron.envs.pool import EnvPool, EnvTimeout
+from skyrl_megatron.envs.env_pool import EnvPool, EnvTimeout
 from skyrl_megatron.errors import DataError
 
 

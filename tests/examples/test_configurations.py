@@ -29,7 +29,7 @@ def typed_in(tiny, monkeypatch):
     """The folder, with the repository's ``launch`` in it; names that scripts register are forgotten."""
     from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
-    from skyrl_megatron.envs import base as registry
+    from skyrl_megatron.envs import base_text_env as registry
     from skyrl_megatron.plugins import GENERATORS
 
     monkeypatch.chdir(tiny)

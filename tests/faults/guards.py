@@ -69,7 +69,7 @@ WorkerGroup.stop = ask
 """
 ENGINES_KILLED_AT_THE_END = """
 import asyncio
-from skyrl_megatron.inference.pool import EnginePool
+from skyrl_megatron.inference.engine_pool import EnginePool
 from skyrl_megatron.workers import engines as inference_engine_client
 async def ask(self):
     await asyncio.gather(*(slot.engine.health() for slot in self.slots))
@@ -93,7 +93,7 @@ from skyrl_megatron.rollout.episode import Episode
 Episode._in_pool = lambda self, function, *arguments: self.config.pool.run(function, *arguments)
 """
 ENVIRONMENTS_TIMEOUT = """
-from skyrl_megatron.envs.pool import EnvPool
+from skyrl_megatron.envs.env_pool import EnvPool
 make = EnvPool.__init__
 EnvPool.__init__ = lambda self, workers, timeout_s: make(self, workers, timeout_s=1e6)
 """

@@ -29,7 +29,7 @@ to be broken.
 HEALED = """\
 ## With trainer.healing.enabled=true
 
-If one rank of two peers survives ([guide](guides/healing.md)); otherwise the steps since the last checkpoint are
+If one rank of two peers survives ([guide](guides/recovery.md)); otherwise the steps since the last checkpoint are
 repeated.
 """
 

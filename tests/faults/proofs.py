@@ -30,8 +30,8 @@ LOST_IN_SYNC = "tests/weight_sync/test_sync.py::test_an_engine_that_is_lost_is_r
 ENDS = "tests/faults/test_matrix.py::test_the_run_ends_with_one_message_and_goes_on"
 REPLACED = "tests/faults/test_matrix.py::test_an_engine_is_replaced_and_the_numbers_are_those_of_no_fault"
 
-REPLACED_RANKS = "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault"
-OTHER_ROLES = "tests/faults/test_healing.py::test_ranks_of_other_roles_are_replaced"
+REPLACED_RANKS = "tests/faults/test_recovery.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault"
+OTHER_ROLES = "tests/faults/test_recovery.py::test_ranks_of_other_roles_are_replaced"
 EP = ("policy rank, ep",)
 
 CELLS_END = "tests/faults/test_cells.py::test_the_run_ends"
@@ -41,7 +41,9 @@ CELLS_GO_ON = "tests/faults/test_cells.py::test_the_run_goes_on"
 PROOFS = (
     Proof(REPLACED_RANKS, EP, ("SIGKILL",), ("train", "sync", "save", "sample"), healing=True),
     Proof(REPLACED_RANKS, EP, ("SIGSEGV",), ("score",), healing=True),
-    Proof("tests/faults/test_healing.py::test_a_stopped_rank_is_replaced", EP, ("SIGSTOP",), ("train",), healing=True),
+    Proof(
+        "tests/faults/test_recovery.py::test_a_stopped_rank_is_replaced", EP, ("SIGSTOP",), ("train",), healing=True
+    ),
     Proof(OTHER_ROLES, ("reference",), ("SIGKILL",), ("score",), healing=True),
     Proof(OTHER_ROLES, ("critic",), ("SIGKILL",), ("train",), healing=True),
     Proof(ENDS, ("policy rank, ep",), ("SIGKILL", "SIGSTOP"), ("train",)),

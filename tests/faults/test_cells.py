@@ -10,7 +10,7 @@ from tests.faults.lives import NO_FAULT, Lives
 from tests.faults.matrix import NOTHING, entry
 from tests.faults.places import kind_of, why_not
 from tests.faults.seen import seen
-from tests.faults.test_healing import exported, numbers
+from tests.faults.test_recovery import exported, numbers
 from tests.faults.ways import (
     ENGINE_OF_TWO,
     LAYOUTS,

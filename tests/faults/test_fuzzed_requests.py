@@ -43,9 +43,9 @@ def servers(loop, tmp_path_factory):
     import threading
 
     from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.fleet import EngineRequirements, Fleet, build_registry
     from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
-    from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.trainer.exporters import PrometheusEndpoint
     from skyrl_megatron.trainer.run_report import RunReader
     from skyrl_megatron_tools.dashboard import DashboardServer

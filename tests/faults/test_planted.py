@@ -13,7 +13,7 @@ from tests.faults.lives import NO_FAULT, Lives
 from tests.faults.matrix import entry
 from tests.faults.places import kind_of, why_not
 from tests.faults.test_cells import HEALS, TWO_UPDATES, check_end
-from tests.faults.test_healing import numbers
+from tests.faults.test_recovery import numbers
 from tests.faults.ways import PHASE_TIMEOUT_S, way
 from tests.faults.words import Promise
 

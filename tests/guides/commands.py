@@ -62,7 +62,7 @@ COMMANDS = (
     Row(rf"{MAIN}entrypoints\.fully_async", needs=GPUS),
     Row(
         rf"{MAIN}entrypoints\.run_moe --recipe embedded trainer\.healing",
-        "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault",
+        "tests/faults/test_recovery.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault",
     ),
     Row(rf"{VERB}serve-engine", "tests/inference/test_fleet.py::test_an_engine_over_several_hosts"),
     # after a run
@@ -74,7 +74,7 @@ COMMANDS = (
     Row(rf"{VERB}dashboard", "tests/dashboard/test_server.py::test_what_is_new_is_given"),
     Row(rf"{VERB}compare", "tests/dashboard/test_compare.py::test_exit_codes"),
     Row(rf"{VERB}diagnose", "tests/dashboard/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
-    Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_gap.py::test_an_engine_with_a_wrong_weight"),
+    Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_mismatch.py::test_an_engine_with_a_wrong_weight"),
     Row(rf"{VERB}simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
     # data, models
     Row(rf"{MAIN}data\.prepare gsm8k", "tests/prompts/test_prompts.py::test_gsm8k_from_its_files"),

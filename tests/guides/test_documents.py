@@ -29,7 +29,7 @@ OWN_KEYS = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of its own to work in; what the guides register is forgotten."""
-    from skyrl_megatron.envs import base as registry
+    from skyrl_megatron.envs import base_text_env as registry
     from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
     from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 

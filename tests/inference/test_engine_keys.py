@@ -35,8 +35,8 @@ def address(monkeypatch):
 @pytest.mark.parametrize(("key", "expected"), [(None, None), ("", None), ("its own", "Bearer its own")])
 def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
     from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.fleet import EngineRequirements, Fleet, JoinRequest, package_versions
-    from skyrl_megatron.inference.pool import EnginePool
 
     url, sent = address
 

@@ -355,7 +355,7 @@ def test_a_process_that_dies_while_it_is_asked(pool, loop, process, call, said):
 @pytest.mark.full_matrix
 def test_an_engine_that_fails_to_start_twice_alike_is_dropped(pool, loop, model, tmp_path):
     from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     broken = shutil.copytree(model, tmp_path / "broken")
     (weights,) = broken.glob("*.safetensors")

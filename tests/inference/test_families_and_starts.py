@@ -33,7 +33,7 @@ def failing(loop, settings):
     import psutil
 
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     helpers = (
@@ -67,7 +67,7 @@ def failing(loop, settings):
     ],
 )
 def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     model = write_tiny_model(family, tmp_path)
     engine = VLLMEngine(tiny_settings(model))
@@ -86,7 +86,7 @@ def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
 @pytest.mark.parametrize("cached", [True, False])
 def test_states_of_gated_delta_nets(cached, loop, tmp_path):
     """Prompts in chunks, behind cached prefixes, and in places that aborted requests have left."""
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     model = write_tiny_model("qwen3_next", tmp_path)
     engine = VLLMEngine(tiny_settings(model, enable_prefix_caching=cached, max_num_batched_tokens=128, max_num_seqs=4))
@@ -131,7 +131,7 @@ def test_an_engine_that_fails_at_start_says_why(loop, tmp_path):
 
 ENGINE = """
 import asyncio, sys
-from skyrl_megatron.inference.vllm.engine import VLLMEngine
+from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 from tests.support.engines import tiny_settings
 
 async def work():

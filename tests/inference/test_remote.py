@@ -87,7 +87,7 @@ def loop():
 
 def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.vllm.remote import RemoteEngine
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 

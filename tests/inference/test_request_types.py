@@ -146,7 +146,7 @@ class Engine:
 def sample(losses, seeds=(0, 1)):
     """Ask for one prompt with each of the seeds in turn; what the engine was given."""
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.pool import EnginePool, EngineState
+    from skyrl_megatron.inference.engine_pool import EnginePool, EngineState
     from skyrl_megatron.inference.protocol import INITIAL_VERSION
 
     async def work():
@@ -232,7 +232,7 @@ def test_one_of_many_ends_its_engine_in_the_middle(engines, place, step, beside,
     """The others are answered, it alone is refused. Few are given alone at once, many after their second loss."""
     from skyrl_megatron.errors import RequestError
     from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
-    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.engine_pool import EnginePool
 
     async def work():
         pool = EnginePool([Mortal] * engines, wait_s=20)

@@ -15,7 +15,7 @@ class Engine:
 
 def test_restarts_of_the_last_hour_count():
     from skyrl_megatron.inference.client import HOUR_S, HealthMonitor
-    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.engine_pool import EnginePool
 
     async def lose(pool, times):
         (slot,) = pool.slots

@@ -63,7 +63,7 @@ class Digits(BaseTextEnv):
         return {"observations": again, "reward": reward, "done": done, "metadata": {}}
 '''
 EXPERIMENT = """\
-from skyrl_megatron.workers.processes import start_server
+from skyrl_megatron.workers.runtime_env import start_server
 if __name__ == "__main__":
     start_server()  # what ranks and engines import is imported while this script does
 from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment

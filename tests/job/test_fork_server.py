@@ -285,7 +285,7 @@ if "--looks-for-gpus" in sys.argv:
 def test_the_server_of_a_run_has_imported_everything_and_never_initialised_cuda(tmp_path):
     """A library in the place of CUDA's driver notes that it is initialised: nothing that is imported does so, as a
     question for GPUs would. Nor is Ray there, whose library reads a worker's environment when it is loaded."""
-    from skyrl_megatron.workers import processes as forked
+    from skyrl_megatron.workers import runtime_env as forked
 
     (tmp_path / "trap.c").write_text(TRAP)
     library = tmp_path / "libcuda.so.1"
@@ -293,7 +293,7 @@ def test_the_server_of_a_run_has_imported_everything_and_never_initialised_cuda(
     sprung = tmp_path / "sprung"
     paths = ":".join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
     environment = forked.server_environment() | {"LD_LIBRARY_PATH": paths, "TRAP_FOR_CUDA": str(sprung)}
-    server = fork_server.ForkServer.start("skyrl_megatron.workers.processes:import_all", environment)
+    server = fork_server.ForkServer.start("skyrl_megatron.workers.runtime_env:import_all", environment)
     try:
         script, kept = program(tmp_path, LOOKS), {"env": environment | {"LD_PRELOAD": ""}}
         found = line_of(started(server, script, **kept))
@@ -312,7 +312,7 @@ def test_the_server_of_a_run_has_imported_everything_and_never_initialised_cuda(
 
 
 def test_no_server_where_there_are_gpus_or_a_cluster_was_joined(tmp_path, monkeypatch):
-    from skyrl_megatron.workers import processes as forked
+    from skyrl_megatron.workers import runtime_env as forked
 
     monkeypatch.setattr(forked, "_server", None)  # another test of this process may have started one
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: one'\n")
@@ -340,7 +340,7 @@ class Rank:
 @pytest.fixture(scope="module")
 def ray_and_server():
     """A Ray, and a server whose variables are those of its actors."""
-    from skyrl_megatron.workers import processes as forked
+    from skyrl_megatron.workers import runtime_env as forked
     from skyrl_megatron.workers.ray_setup import local_ray
 
     environment = forked.server_environment() | {"HF_HUB_OFFLINE": "1"}

@@ -20,7 +20,7 @@ def config(*assignments):
 
 
 def test_variables_that_reach_every_actor(monkeypatch):
-    from skyrl_megatron.workers.processes import forwarded, worker_environment
+    from skyrl_megatron.workers.runtime_env import forwarded, worker_environment
 
     given = {
         **{"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"},
@@ -43,7 +43,7 @@ def test_kernels_are_compiled_by_the_nvcc_of_the_environment(tmp_path, monkeypat
 
     from skyrl_megatron.device import compiler_environment
     from skyrl_megatron.inference.vllm import settings as platform
-    from skyrl_megatron.workers.processes import joined_environment, worker_environment
+    from skyrl_megatron.workers.runtime_env import joined_environment, worker_environment
 
     home, programs = tmp_path / "nvidia" / "cu13", f"{sys.prefix}/bin"
     monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin"})
@@ -106,8 +106,8 @@ def test_memory_for_other_processes_is_not_in_segments_that_grow(monkeypatch):
 
 def test_ranks_on_gpus_have_their_share_of_the_cores(monkeypatch):
     from skyrl_megatron.workers import placement
-    from skyrl_megatron.workers.processes import DEFAULT_THREADS, worker_environment
     from skyrl_megatron.workers.ray_setup import rank_environment
+    from skyrl_megatron.workers.runtime_env import DEFAULT_THREADS, worker_environment
 
     for name in ("OMP_NUM_THREADS", DEFAULT_THREADS):
         monkeypatch.delenv(name, raising=False)
@@ -134,7 +134,7 @@ def test_a_port_is_free_on_the_address_that_it_is_used_on():
     import socket
 
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.workers.processes import free_port
+    from skyrl_megatron.workers.runtime_env import free_port
 
     with socket.create_server(("127.0.0.2", 0)) as taken:
         with socket.create_server(("127.0.0.1", free_port())):
@@ -152,7 +152,7 @@ def test_a_port_is_held_until_it_is_listened_on():
 
     import torch.distributed as dist
 
-    from skyrl_megatron.workers.processes import LOOPBACK, take_port
+    from skyrl_megatron.workers.runtime_env import LOOPBACK, take_port
 
     holder, timeout = take_port(), datetime.timedelta(seconds=30)
     port = holder.getsockname()[1]

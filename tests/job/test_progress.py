@@ -44,7 +44,7 @@ def test_a_run_that_prints_is_left_alone():
 
 
 def test_failures_that_differ_in_numbers_alone_are_the_same():
-    from skyrl_megatron.inference.pool import same_failure
+    from skyrl_megatron.inference.engine_pool import same_failure
 
     one = "the engine on /m died: RuntimeError: head size 16 at 0x7f3a, process 4711"
     assert same_failure(one, one.replace("4711", "4812").replace("0x7f3a", "0x88bc"))
@@ -53,7 +53,7 @@ def test_failures_that_differ_in_numbers_alone_are_the_same():
 
 
 def test_a_failure_noticed_later_is_the_same_with_what_followed():
-    from skyrl_megatron.inference.pool import same_failure
+    from skyrl_megatron.inference.engine_pool import same_failure
 
     early = "the engine on /m died: Worker proc VllmWorker-0 died unexpectedly\n  RuntimeError: cancelled"
     later = f"{early}\n  RuntimeError: Executor failed."

@@ -60,7 +60,7 @@ def test_a_ray_of_ours_writes_none_down(secrets, short, monkeypatch):
 
 JOINS = """
 import json, os, ray
-from skyrl_megatron.workers.processes import joined_environment
+from skyrl_megatron.workers.runtime_env import joined_environment
 from skyrl_megatron.workers.ray_setup import join
 from tests.job.test_secrets import seen_by_an_actor
 join(os.environ["RAY_ADDRESS"], joined_environment())

@@ -25,7 +25,7 @@ class Body:
         self.rank, self.world = rank, world
 
     def address(self):
-        from skyrl_megatron.workers.processes import LOOPBACK, free_port
+        from skyrl_megatron.workers.runtime_env import LOOPBACK, free_port
 
         return LOOPBACK, free_port()
 

@@ -12,7 +12,7 @@ def fuse_norms(model: Any) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
     from torch.nn import functional as F
 
-    from bridges.names import fused_norms
+    from bridges.tensor_names import fused_norms
 
     class NormLinear(ColumnParallelLinear):
         def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -104,7 +104,7 @@ MUTATIONS = (
         "skyrl_megatron/weight_sync/reshard_plan.py",
         "cut[1] += nth * most",
         "cut[1] += nth",
-        ("tests/weight_sync/test_route_plan.py",),
+        ("tests/weight_sync/test_reshard_plan.py",),
         "large matrices would arrive with rows missing",
     ),
     Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-seed-for-all-samples",
-        "skyrl_megatron/rollout/generator.py",
+        "skyrl_megatron/rollout/gym_generator.py",
         "request_seed(self.seed, uid, trajectory_id.repetition_id, step)",
         "request_seed(self.seed, uid, 0, step)",
         ("tests/rollout/test_generator.py::test_batched_requests_carry_seeds_of_their_own",),
@@ -205,7 +205,7 @@ MUTATIONS = (
     ),
     Mutation(
         "more-workers-than-asked-for",
-        "skyrl_megatron/envs/pool.py",
+        "skyrl_megatron/envs/env_pool.py",
         "if self._threads < min(self.workers, len(self._open)):",
         "if self._threads < len(self._open):",
         ("tests/envs/test_registry.py::test_pool_is_bounded_and_gives_results_and_errors",),
@@ -240,7 +240,7 @@ MUTATIONS = (
         "skyrl_megatron/trainer/staleness.py",
         "start = width - length",
         "start = 0",
-        ("tests/stream/test_lag.py",),
+        ("tests/stream/test_token_versions.py",),
         "staleness would be reported of padding",
     ),
     Mutation(
@@ -288,7 +288,7 @@ MUTATIONS = (
         "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
         "if other.within(known.exact) or (other.within(known.rounding) and other.mean * VANISHES <= gap.mean)",
         "if other.within(known.exact) or other.mean <= gap.mean",
-        ("tests/gap/test_diagnosis.py",),
+        ("tests/job/test_mismatch_diagnosis.py",),
         "explain-gap would blame routing for what stale weights did",
     ),
 )

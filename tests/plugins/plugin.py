@@ -7,9 +7,9 @@ from mine.family import mark
 
 from skyrl_megatron.algorithms import register_advantage_estimator, register_policy_loss
 from skyrl_megatron.envs import BaseTextEnv, register
-from skyrl_megatron.inference.vllm.engine import VLLMEngine
+from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 from skyrl_megatron.plugins import register_engine, register_generator, register_transport
-from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.weight_sync.transport import GlooTransport
 
 

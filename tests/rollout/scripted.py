@@ -165,7 +165,7 @@ def say(text="", reward=0.0, done=False, role="user", **more):
 
 def generator_of(style, engine, *, tokenizer=None, gym=None, cls=None, options=None, **config):
     """The real generator with a scripted engine."""
-    from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+    from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 
     config = {"max_turns": 4, "max_input_length": 512, **config}
     cfg = GeneratorConfig.from_dict_config(config)

@@ -295,7 +295,7 @@ def test_in_step_and_each_by_itself_make_the_same_rows():
 
 def test_generators_may_be_extended():
     """The hooks, and an agent loop of one's own."""
-    from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+    from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 
     class Hooked(SkyRLGymGenerator):
         def _setup_env_extras(self, env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length):

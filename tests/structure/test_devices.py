@@ -39,7 +39,7 @@ TABLE = {
     "skyrl_megatron.config.resolve": (3, "the table of what a CPU cannot do, or does at no cost"),
     "skyrl_megatron.config.hardware": (1, MEASURES),
     "skyrl_megatron.inference.vllm.settings": (3, VLLM),
-    "skyrl_megatron.inference.vllm.engine": (4, VLLM),
+    "skyrl_megatron.inference.vllm.vllm_engine": (4, VLLM),
     "skyrl_megatron.inference.vllm.compat": (2, VLLM),
     "skyrl_megatron.inference.vllm.remote": (1, VLLM),
     "skyrl_megatron_tools.doctor.self_test": (4, MEASURES),

@@ -94,9 +94,9 @@ class SharedEngines:
     def pool(self, *settings: Any, wait_s: float = 60.0) -> Iterator[Any]:
         """An ``EnginePool`` that serves with an engine for each of the settings, for the block. A restart in it is
         real."""
-        from skyrl_megatron.inference.pool import EnginePool
+        from skyrl_megatron.inference.engine_pool import EnginePool
         from skyrl_megatron.inference.protocol import INITIAL_VERSION
-        from skyrl_megatron.inference.vllm.engine import VLLMEngine
+        from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
         with contextlib.ExitStack() as lent:
             engines = [lent.enter_context(self._lend(each)) for each in settings]
@@ -144,7 +144,7 @@ class SharedEngines:
             shared.lent = False
 
     def _start(self, settings: Any) -> _Shared:
-        from skyrl_megatron.inference.vllm.engine import VLLMEngine
+        from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
         while sum(map(len, self._engines.values())) >= ALIVE and self._end_one(lent=False):
             pass

@@ -16,7 +16,7 @@ POLL_S = 0.05
 
 def secrets_of_all_names() -> dict[str, str]:
     """A secret under each name that libraries read, and under one that nobody knows for every forwarded prefix."""
-    from skyrl_megatron.workers.processes import FORWARDED_PREFIXES
+    from skyrl_megatron.workers.runtime_env import FORWARDED_PREFIXES
 
     names = (*KNOWN, "AWS_SECRET_ACCESS_KEY", *(f"{prefix}OF_NOBODY" for prefix in FORWARDED_PREFIXES))
     return {name: f"planted-{secrets.token_hex(16)}" for name in names}

@@ -20,7 +20,7 @@ LEAVE_S = 300.0
 @contextlib.contextmanager
 def ray_head(log: Path, *, cpus: int, gpus: int = 0, environment: dict[str, str]) -> Iterator[str]:
     """The address of a cluster of one node on the loopback interface, for the block. GPUs are Ray's counters."""
-    from skyrl_megatron.workers.processes import LOOPBACK, free_port
+    from skyrl_megatron.workers.runtime_env import LOOPBACK, free_port
 
     address = f"{LOOPBACK}:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="ray-") as files:

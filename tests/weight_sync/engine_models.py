@@ -94,7 +94,7 @@ def worker_model(
     from skyrl_megatron.weight_sync.slices import ReshardUnsupported
     from skyrl_megatron.weight_sync.vllm_backend import name_loaders
     from skyrl_megatron.weight_sync.vllm_reshard import record_targets
-    from tests.weight_sync.route_extension import without_packing
+    from tests.weight_sync.reshard_extension import without_packing
 
     dp = engine.get("dp", 1)
     config = EngineArgs(

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_megatron.weight_sync import point_to_point as parcel_receiver
 from skyrl_megatron.weight_sync import vllm_reshard as vllm_targets
-from tests.weight_sync.route_extension import RouteExtension
+from tests.weight_sync.reshard_extension import RouteExtension
 
 GATE = (64, 128)
 """Rows and columns of an expert's gate in the tiny model; nothing else has as many."""

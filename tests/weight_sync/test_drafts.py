@@ -152,7 +152,7 @@ def test_drafted_tokens_are_sampled_as_others_are(loop, tmp_path):
     counted: every step brings a token, and one more if its draft is accepted. Of few tokens, so that some are."""
     from prometheus_client import REGISTRY
 
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from tests.support.engines import tiny_settings
 
     folder = last_as_draft(write_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=LAYERS + 1, vocab_size=32))

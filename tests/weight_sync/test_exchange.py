@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 
 from tests.support.rank_pool import RankFailure
-from tests.weight_sync.routes_of_layouts import engine_target_maps, trainer_source_maps, whole_tensors
-from tests.weight_sync.test_route_plan import BUCKET_BYTES, layouts
+from tests.weight_sync.reshard_layouts import engine_target_maps, trainer_source_maps, whole_tensors
+from tests.weight_sync.test_reshard_plan import BUCKET_BYTES, layouts
 
 
 def carried_through(parts):

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.support.engines import tiny_settings
-from tests.weight_sync.test_routes import EXTENDED
+from tests.weight_sync.test_slices import EXTENDED
 
 KIB = 1 << 10
 

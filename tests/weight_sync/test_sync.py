@@ -285,7 +285,7 @@ def test_an_engine_that_is_lost_is_restarted_and_synced(
 
 @pytest.mark.full_matrix
 def test_an_engine_that_does_not_come_back_is_dropped(answers, pool, sync, loop, fresh, models):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     sync("good", "A")
     slot = pool.slots[1]
@@ -302,7 +302,7 @@ def test_an_engine_that_does_not_come_back_is_dropped(answers, pool, sync, loop,
 
 @pytest.mark.full_matrix
 def test_an_engine_that_fails_the_same_way_after_its_restart_is_dropped(answers, pool, sync, loop, fresh, models):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     started = []
 

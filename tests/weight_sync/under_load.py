@@ -27,8 +27,8 @@ class Trainer(TrainerProcess):
 def synced_engine(settings, models, *, transport=None, shared_gpus=False):
     """``(engine, loop, sync)``: ``sync(model, fault)`` gives a real engine the weights of ``models["A"]`` or
     ``models["B"]``."""
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.engine_pool import EnginePool
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     loop, trainer, count = LoopThread(), Trainer(transport), 0

@@ -18,7 +18,7 @@ from skyrl_megatron.config.roles import active_roles, has_teacher, needs_referen
 from skyrl_megatron.config.rules.rollout_rules import truncations
 from skyrl_megatron.config.rules.training_rules import UNCORRECTED, generates_ahead
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
-from skyrl_megatron.hub.names import is_hub_name
+from skyrl_megatron.hub.repo_names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ class FullyAsyncConfig(BaseConfig):
 
 @dataclass
 class HealingConfig(BaseConfig):
-    """Recovery of lost ranks during the run (docs/guides/healing.md)."""
+    """Recovery of lost ranks during the run (docs/guides/recovery.md)."""
 
     enabled: bool = False
     """Restart a rank whose process died, and repeat the interrupted phase. False: the run ends, and the same command

@@ -226,7 +226,7 @@ def run_other_host(arguments: Sequence[str]) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*arguments, "--headless"])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
     args.api_server_count = 0
     run_headless(args)
 

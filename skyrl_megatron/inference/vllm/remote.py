@@ -41,7 +41,6 @@ from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config, pl
 from skyrl_megatron.weight_sync.tensors import plain_metadata
 
 MODULE = "skyrl_megatron.inference.vllm.api_server"
-OTHER_HOST_MODULE = "skyrl_megatron.inference.vllm.further_host"
 REQUIRED_ARGUMENTS = {
     "worker_extension_cls": "skyrl_megatron.inference.vllm.compat.WorkerExtension",
     "weight_transfer_config": {"backend": "skyrl_megatron"},
@@ -99,7 +98,7 @@ class EngineServer:
             | hosts.arguments()
         )
         if hosts.number:
-            self.command = [sys.executable, "-m", OTHER_HOST_MODULE, *flags(arguments), *more]
+            self.command = [sys.executable, "-m", MODULE, "--headless", *flags(arguments), *more]
         else:
             guard = f"{EngineGuard.__module__}.{EngineGuard.__name__}"
             own = {"host": host, "port": port, "middleware": guard, "h11_max_incomplete_event_size": MAX_HEAD_BYTES}

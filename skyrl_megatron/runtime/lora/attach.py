@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bridges.conversions import InterleaveQkv, JoinByGroup
-from bridges.names import canonical
 from bridges.rules import Entry
+from bridges.tensor_names import canonical
 from skyrl_megatron.runtime.lora.layers import (
     JOINED,
     Adapter,

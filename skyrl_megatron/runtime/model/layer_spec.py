@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from bridges.family import MegatronModelConfig
-from bridges.names import fused_norms
 from bridges.rows import DELTA_NET
+from bridges.tensor_names import fused_norms
 from skyrl_megatron.runtime.model.attention import PackedAttention
 from skyrl_megatron.runtime.model.delta_net import GatedDeltaNet
 from skyrl_megatron.runtime.model.description import HfModel

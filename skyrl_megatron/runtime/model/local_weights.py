@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bridges.names import LAYERS, canonical
 from bridges.rules import Entry
+from bridges.tensor_names import LAYERS, canonical
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.mtp import DRAFT
 from skyrl_megatron.runtime.model.scaled_weights import scaled_weight

@@ -10,7 +10,7 @@ def samples(cfg):
     import asyncio
 
     from skyrl_megatron.errors import SkyRLMegatronError
-    from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+    from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
     from tests.rollout.scripted import ScriptedEngine, batch_of, generation, say, tokenizer_of
 
     tokenizer = tokenizer_of("chatml")
@@ -36,7 +36,7 @@ def samples(cfg):
 
 def workers(cfg):
     """How many environments work at a time, and for how long."""
-    from skyrl_megatron.envs.pool import EnvPool
+    from skyrl_megatron.envs.env_pool import EnvPool
 
     pool = EnvPool(cfg.environment.skyrl_gym.max_env_workers, cfg.environment.skyrl_gym.env_timeout)
     return sorted((name, value) for name, value in vars(pool).items() if isinstance(value, int | float))
@@ -64,7 +64,7 @@ def experiment(cfg):
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.errors import SkyRLMegatronError
     from skyrl_megatron.plugins import GENERATORS
-    from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+    from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 
     class OfTheTests(SkyRLGymGenerator):
         pass

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from skyrl_megatron.config.roles import ADAPTER_KEY
-from skyrl_megatron.envs import base as registry
-from skyrl_megatron.envs.base import ConversationType
-from skyrl_megatron.envs.pool import EnvPool
+from skyrl_megatron.envs import base_text_env as registry
+from skyrl_megatron.envs.base_text_env import ConversationType
+from skyrl_megatron.envs.env_pool import EnvPool
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.inference.sampling_params import engine_sampling, request_seed
 from skyrl_megatron.rollout.conversation import (

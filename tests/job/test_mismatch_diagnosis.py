@@ -146,7 +146,7 @@ def test_what_it_cannot_explain_is_one_error(tmp_path, capsys, run, step, messag
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.resolve import save_config
     from skyrl_megatron.preflight import load_config
-    from skyrl_megatron_tools.logprob_mismatch.command import main
+    from skyrl_megatron_tools.logprob_mismatch.explain_mismatch import main
     from tests.job import runs
 
     runs.prepare(tmp_path)

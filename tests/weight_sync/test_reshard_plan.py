@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.weight_sync.routes_of_layouts import carried_out, engine_target_maps, trainer_source_maps, whole_tensors
+from tests.weight_sync.reshard_layouts import carried_out, engine_target_maps, trainer_source_maps, whole_tensors
 
 BUCKET_BYTES = 1 << 13
 

@@ -1,6 +1,6 @@
 """A lost rank on the embedded job against the start of a rank, and what copies of the state cost a step.
 
-    python benchmarks/healing.py [healing] [copies] [watch] [--tokens 8192] [--layers 8]
+    python benchmarks/recovery.py [healing] [copies] [watch] [--tokens 8192] [--layers 8]
 
 ``healing``: the embedded job loses a policy rank in its fourth update. The time from its loss being known to the
 repeated step's begin (``timing/heal``), over that of starting one rank with the same model, process and imports
@@ -96,7 +96,7 @@ def watch(home: Path) -> dict[str, float]:
     from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.inference.client import HealthMonitor
-    from skyrl_megatron.inference.pool import EngineSlot
+    from skyrl_megatron.inference.engine_pool import EngineSlot
     from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer.callbacks import TrainerCallback
     from skyrl_megatron.trainer.recovery import MemoryForecast, Stragglers
@@ -228,7 +228,7 @@ def copies(home: Path, tokens: int, sizes: dict[str, int]) -> dict[str, float]:
     import skyrl_megatron.runtime.engine  # noqa: F401  (once, for both ranks)
     from benchmarks.step import large_model
     from benchmarks.weight_sync import LARGE
-    from skyrl_megatron.workers.processes import free_port
+    from skyrl_megatron.workers.runtime_env import free_port
 
     folder, port = large_model(home / "large", {**LARGE, **sizes}), free_port()
     context = multiprocessing.get_context("fork")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import tiny_settings
-from tests.weight_sync.test_routes import EXTENDED
+from tests.weight_sync.test_slices import EXTENDED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines("extended")]
 OPTIONS = {"phase_s": 15.0, "bucket_sizes": (4 << 20,)}  # experts are packed together, attention travels alone

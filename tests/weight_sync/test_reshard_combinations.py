@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.engine_models import ENGINES
-from tests.weight_sync.routes_of_layouts import UNTOUCHED, carried_out
+from tests.weight_sync.reshard_layouts import UNTOUCHED, carried_out
 from tests.weight_sync.test_layouts import BUCKET_BYTES, MORE, PLAIN, VOCABULARY, Model, seeds
 
 pytestmark = pytest.mark.vllm

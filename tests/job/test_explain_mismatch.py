@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.job import gap_run, runs
+from tests.job import mismatch_run, runs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = runs.prepare(tmp_path_factory.mktemp("run"))
-    (folder / "faulty.py").write_text(gap_run.FAULTY)
-    runs.run(folder, gap_run.FAULTS, **gap_run.RUN).check()
+    (folder / "faulty.py").write_text(mismatch_run.FAULTY)
+    runs.run(folder, mismatch_run.FAULTS, **mismatch_run.RUN).check()
     return folder
 
 
@@ -50,7 +50,7 @@ def test_what_is_wrong_with_the_record(folder):
 
 def test_an_engine_of_another_precision(folder):
     """The record is of an engine in fp32, the one that is configured now computes in bf16."""
-    run = gap_run.other_config(folder, "bf16", "model_dtype: float32", "model_dtype: bfloat16")
+    run = mismatch_run.other_config(folder, "bf16", "model_dtype: float32", "model_dtype: bfloat16")
     (text,), (found,) = explain(folder, run, 4)
     assert found["cause"] == "precision" and found["dtypes"] == ["bfloat16", "float32"], text
     assert found["place"]["where"] == "the first layer's input", "where the weights are rounded"
@@ -59,8 +59,8 @@ def test_an_engine_of_another_precision(folder):
 def test_an_engine_with_a_wrong_weight(folder):
     """Its loader makes another tensor of one that arrived whole: layer, part and tensor are named."""
     old = "kv_cache_memory_bytes: 33554432"
-    run = gap_run.other_config(folder, "wrong", old, f"{old}\n      worker_extension_cls: faulty.Altered")
+    run = mismatch_run.other_config(folder, "wrong", old, f"{old}\n      worker_extension_cls: faulty.Altered")
     (text,), (found,) = explain(folder, run, 4)
     assert found["cause"] == "wrong weight" and found["place"]["where"] == "layer 1, attention", text
-    assert [line.split()[0] for line in found["tensors"]] == [gap_run.ALTERED]
+    assert [line.split()[0] for line in found["tensors"]] == [mismatch_run.ALTERED]
     assert found["probe"] is not None and "differ from the trainer's" in found["probe"]
