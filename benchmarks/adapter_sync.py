@@ -4,9 +4,9 @@
 
 A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
 number of tensors is what costs. In one run, in turns: the median of syncs without their probe, by buckets that every
-worker gets and by routes, where each gets its own bytes alone; and the fastest of as many raw broadcasts of the bytes
+worker gets and by the plan, where each gets its own bytes alone; and the fastest of as many raw broadcasts of the bytes
 of buckets. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count them
-(A and B of every projection of every expert); by routes at most 1.05 times a worker's own bytes. On a machine that is
+(A and B of every projection of every expert); by the plan at most 1.05 times a worker's own bytes. On a machine that is
 busy with other work the processor time of all processes, counted in ticks of 10 ms and averaged over the rounds, says
 what a sync costs.
 """
@@ -40,7 +40,7 @@ FIXED_S, PER_TENSOR_S = 0.020, 2e-6
 
 @dataclass(frozen=True)
 class Way:
-    """Syncs by buckets or by routes: medians over the rounds."""
+    """Syncs by buckets or by the plan: medians over the rounds."""
 
     phases: dict[str, float]
     """From the first pause to the last resume, probe apart."""
@@ -59,9 +59,9 @@ class Way:
 @dataclass(frozen=True)
 class AdapterSync:
     buckets: Way
-    routes: Way
+    planned: Way
     own: int
-    """Bytes of factors that the worker of ``routes.received`` has a place for, each once."""
+    """Bytes of factors that the worker of ``planned.received`` has a place for, each once."""
     sent: int
     """Tensors that travel."""
     tensors: int
@@ -142,7 +142,7 @@ def _processor_seconds(trainer: int) -> dict[str, float]:
 async def _syncs(
     folder: Path, rank: Rank, trainer: int, rounds: int, bucket_bytes: int, workers: int
 ) -> tuple[dict[bool, Way], int, int]:
-    """Return what syncs cost, by whether they go by routes, the own bytes of a worker, and tensors of engines."""
+    """Return what syncs cost, by whether they go by the plan, the own bytes of a worker, and tensors of engines."""
     from bridges.plan import Plan
     from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
@@ -176,21 +176,21 @@ async def _syncs(
         ranks: list[Any] = [rank]
         options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_sizes=(bucket_bytes,), adapters=pairs)
         ways = {}
-        for routed in (False, True):
-            synchronizer = WeightSynchronizer(pool, ranks, reshard=routed, **options)
-            await synchronizer.sync(f"first {routed}")
+        for planned in (False, True):
+            synchronizer = WeightSynchronizer(pool, ranks, reshard=planned, **options)
+            await synchronizer.sync(f"first {planned}")
             before, found = _processor_seconds(trainer), []
             for number in range(rounds):
-                report = await synchronizer.sync(f"{number} {routed}")
+                report = await synchronizer.sync(f"{number} {planned}")
                 found.append(dict(report.seconds))
             after = _processor_seconds(trainer)
             phases = {phase: statistics.median(each[phase] for each in found) for phase in found[0]}
             fastest = min(sum(each.values()) for each in found)
             spent = {name: (after[name] - before[name]) / rounds for name in after}
             plan = synchronizer.plan
-            assert (plan is not None) == routed
+            assert (plan is not None) == planned
             received = report.nbytes if plan is None else max(each.nbytes for each in plan.reshard.workers)
-            ways[routed] = Way(phases, fastest, spent, received)
+            ways[planned] = Way(phases, fastest, spent, received)
         assert plan is not None
         (needed,) = synchronizer.planner._recorded.values()
         itemsize = [meta.torch_dtype.itemsize for meta in plan.tensors]
@@ -250,16 +250,16 @@ def main() -> None:
     found = measure(layers=args.layers, experts=args.experts, rounds=args.rounds, workers=args.tensor_parallel)
     print(f"{found.tensors:,} tensors of engines, sent as {found.sent:,}")
     print(f"raw broadcast       {found.raw_seconds * 1e3:7.1f} ms")
-    for name, way in (("buckets", found.buckets), ("routes", found.routes)):
+    for name, way in (("buckets", found.buckets), ("planned", found.planned)):
         print(f"by {name}: {way.received / 1e6:.1f} MB to a worker")
         print(f"  sync, probe apart {way.seconds * 1e3:7.1f} ms (wanted: at most {found.wanted * 1e3:.1f})")
         print("    " + ", ".join(f"{phase} {value * 1e3:.1f}" for phase, value in way.phases.items()))
         print(f"  fastest round     {way.fastest * 1e3:7.1f} ms")
         spent = ", ".join(f"{process} {value * 1e3:.0f}" for process, value in way.processor.items())
         print(f"  processor time    {sum(way.processor.values()) * 1e3:7.1f} ms a sync ({spent})")
-    routes, buckets, own = found.routes, found.buckets, found.own
-    print(f"routes / buckets: {routes.seconds / buckets.seconds:.2f} of the time")
-    print(f"by routes a worker receives {routes.received / own:.3f}x its own bytes (wanted: at most 1.05)")
+    planned, buckets, own = found.planned, found.buckets, found.own
+    print(f"planned / buckets: {planned.seconds / buckets.seconds:.2f} of the time")
+    print(f"by the plan a worker receives {planned.received / own:.3f}x its own bytes (wanted: at most 1.05)")
 
 
 if __name__ == "__main__":

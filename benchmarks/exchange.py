@@ -70,7 +70,7 @@ class Rank:
     def join(self, *arguments: Any) -> Any:
         return self.sender.join(*arguments)
 
-    def route(self, *arguments: Any) -> None:
+    def send_by_plan(self, *arguments: Any) -> None:
         self.sender.set_transfers(*arguments)
 
     def run(self) -> list[list[int]]:
@@ -205,7 +205,7 @@ def connected(members: Members, bucket_bytes: int, *, exchange: bool) -> tuple[i
     parts = plan_exchange(plan, tensors, numbers) if exchange else None
     addresses = members.call({("rank", n): ("listen",) for n in numbers})
     calls: dict[tuple[str, int], tuple[Any, ...]] = {}
-    routes: dict[tuple[str, int], tuple[Any, ...]] = {}
+    sends: dict[tuple[str, int], tuple[Any, ...]] = {}
     # workers are named by their number here, where the product has engines
     for ranks, workers in WorkerPlan(tensors, plan, [(None, n) for n in numbers], colocation).groups():  # type: ignore[misc]
         address, size = addresses["rank", ranks[0]], len(ranks) + len(workers)
@@ -213,13 +213,13 @@ def connected(members: Members, bucket_bytes: int, *, exchange: bool) -> tuple[i
         for number, rank in enumerate(ranks):
             calls["rank", rank] = ("join", GroupMember(address, number, len(ranks), size), TIMEOUT_S)
             part = () if parts is None else (parts[rank],)
-            routes["rank", rank] = ("route", *plan.ranks[rank].wire, places, *part)
+            sends["rank", rank] = ("send_by_plan", *plan.ranks[rank].wire, places, *part)
         for worker, place in places.items():
             of_rank = {rank: 0 if exchange else ranks.index(rank) for rank in plan.workers[worker].peers}
             where = GroupMember(address, place, len(ranks), size)
             calls["worker", worker] = ("join", plan.workers[worker], memories, of_rank, where, bucket_bytes)
     members.call(calls)
-    members.call(routes)
+    members.call(sends)
     crossing = sum(
         int(nbytes) for worker, each in enumerate(plan.workers) for rank, nbytes, *_ in each.buckets if rank != worker
     )

@@ -33,7 +33,7 @@ class LoadOnly(WorkerExtension):
         return time.perf_counter() - began
 
     def bench_pack(self) -> float:
-        """Seconds of packing alone, of zeros that lie where a sync by routes puts weights; there was one before."""
+        """Seconds of packing alone, of zeros that lie where a sync by the plan puts weights; there was one before."""
         from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets
 
         worker: Any = self

@@ -3,7 +3,7 @@
     python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
 
 A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a sync (pause,
-transfer with checksums, finish, resume), with buckets for every worker, by routes over TCP, and by routes through
+transfer with checksums, finish, resume), with buckets for every worker, by the plan over TCP, and by the plan through
 shared memory, as where trainer and engines share devices; vLLM loading the same tensors from its own memory (start,
 load, finish: nothing travels), experts one by one as on disk and as one tensor a layer; packing for vLLM's kernels
 alone; a raw broadcast of the same bytes; the checksums of a side; what sender and receiver hold beyond their models;
@@ -45,8 +45,8 @@ LARGE = dict(
 TIMED = (
     ("sync", "sync, checksums included"),
     ("transfer", "  of which transfer and finish"),
-    ("routes", "sync by routes"),
-    ("routes transfer", "  of which transfer and finish"),
+    ("plan", "sync by the plan"),
+    ("plan transfer", "  of which transfer and finish"),
     ("shared", "sync by shared memory"),
     ("shared transfer", "  of which transfer and finish"),
     ("packing", "packing alone"),
@@ -234,18 +234,18 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
             found[name].append((await engine.collective_rpc("bench_load", args=(fused,)))[0])
             found[f"memory of {name}"].append((await engine.collective_rpc("bench_peak"))[0])
     before = rank.ask("memory")
-    by_routes = WeightSynchronizer(pool, ranks, reshard=True, **options)
-    first_sync = await by_routes.sync("routes")
-    assert by_routes.plan is not None
+    by_plan = WeightSynchronizer(pool, ranks, reshard=True, **options)
+    first_sync = await by_plan.sync("plan")
+    assert by_plan.plan is not None
     for number in range(rounds):
         await engine.collective_rpc("bench_forget_peak")
-        sent = await by_routes.sync(f"routes {number}")
-        found["receiver by routes"].append((await engine.collective_rpc("bench_peak"))[0])
-        found["routes"].append(sent.total_seconds)
-        found["routes transfer"].append(sent.seconds["transfer"] + sent.seconds["finish"])
+        sent = await by_plan.sync(f"plan {number}")
+        found["receiver by the plan"].append((await engine.collective_rpc("bench_peak"))[0])
+        found["plan"].append(sent.total_seconds)
+        found["plan transfer"].append(sent.seconds["transfer"] + sent.seconds["finish"])
         found["packing"].append((await engine.collective_rpc("bench_pack"))[0])
-    found["routes bytes"], found["routes memory"] = [sent.nbytes], [rank.ask("memory") - before]
-    found["routes connect"] = [first_sync.seconds["connect"]]
+    found["plan bytes"], found["plan memory"] = [sent.nbytes], [rank.ask("memory") - before]
+    found["plan connect"] = [first_sync.seconds["connect"]]
     rank.ask("transport", "ipc")
     by_memory = WeightSynchronizer(pool, ranks, reshard=True, transport="ipc", **options)
     await by_memory.sync("shared")
@@ -304,15 +304,15 @@ def main() -> None:
     print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
     for name, text in (("load only", "load only"), ("load only, one by one", "expert by expert")):
         print(f"sync against       {text:17s} {rate['sync'] / rate[name]:7.2f} (wanted: at least 0.65)")
-    floor, beyond = max(raw, found["packing"]), found["receiver by routes"] - found["memory of load only"]
-    print(f"by routes against raw or packing  {found['routes'] / floor:7.2f} × (wanted: at most 1.3)")
-    print(f"by routes against load only       {found['routes'] / found['load only']:7.2f} × (wanted: below 1)")
-    paper = on_paper(nbytes, nbytes, nbytes / raw, found["packing"], fixed["routes"] - fixed["packing"], bucket_bytes)
+    floor, beyond = max(raw, found["packing"]), found["receiver by the plan"] - found["memory of load only"]
+    print(f"by the plan against raw or packing  {found['plan'] / floor:7.2f} × (wanted: at most 1.3)")
+    print(f"by the plan against load only       {found['plan'] / found['load only']:7.2f} × (wanted: below 1)")
+    paper = on_paper(nbytes, nbytes, nbytes / raw, found["packing"], fixed["plan"] - fixed["packing"], bucket_bytes)
     print(f"by shared memory against load only{found['shared'] / found['load only']:6.2f} × (wanted: at most 1)")
-    print(f"by routes against the paper model {found['routes'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
-    print(f"  bytes received                  {found['routes bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
-    print(f"  first connect, routes recorded  {found['routes connect'] * 1e3:7.0f} ms")
-    print(f"  sender's memory, beside buckets {found['routes memory'] / 1e6:7.0f} MB")
+    print(f"by the plan against the paper model {found['plan'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
+    print(f"  bytes received                  {found['plan bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
+    print(f"  first connect, targets recorded  {found['plan connect'] * 1e3:7.0f} ms")
+    print(f"  sender's memory, beside buckets {found['plan memory'] / 1e6:7.0f} MB")
     print(f"  receiver's peak beyond load only{beyond / 1e6:7.0f} MB (wanted: 2 buckets)")
     print(f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['sync']:.1%} (wanted: < 10 %)")
     print(
@@ -324,8 +324,8 @@ def main() -> None:
         f"(wanted: 2 buckets and the largest module, {(2 * bucket_bytes + largest) / 1e6:.0f} MB)"
     )
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
-    cost = fixed["routes"] - fixed["packing"]
-    print(f"fixed cost by routes beyond packing {cost * 1e3:5.0f} ms (wanted: at most 20)")
+    cost = fixed["plan"] - fixed["packing"]
+    print(f"fixed cost by the plan beyond packing {cost * 1e3:5.0f} ms (wanted: at most 20)")
     cost = fixed["shared"] - fixed["packing"]
     print(f"fixed cost by shared memory beyond packing {cost * 1e3:5.0f} ms (wanted: at most 20)")
     cost = fixed["sync"] - fixed["load only"]

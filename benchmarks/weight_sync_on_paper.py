@@ -1,4 +1,4 @@
-"""Seconds of a weight sync by routes on machines that are not at hand: 400 Gb/s of network for each GPU.
+"""Seconds of a weight sync by the plan on machines that are not at hand: 400 Gb/s of network for each GPU.
 
     python benchmarks/weight_sync_on_paper.py [--gbits 400] [--efficiency 0.8]
 
@@ -108,7 +108,7 @@ def main() -> None:
     rate, bucket_bytes = args.gbits / 8 * 1e9 * args.efficiency, 256 << 20
     reached, size = f"{args.efficiency:.0%} of it reached", f"buckets of {bucket_bytes >> 20} MiB"
     print(f"{args.gbits:g} Gb/s for each GPU, {reached}, {size}, bfloat16")
-    print(f"{'':24s}parameters  trainer  workers  received     sent  by routes  buckets for all")
+    print(f"{'':24s}parameters  trainer  workers  received     sent  by the plan  buckets for all")
     for name, shape in MODELS.items():
         ranks, engines, tensor, expert = RUNS[name]
         workers = engines * max(tensor, expert)

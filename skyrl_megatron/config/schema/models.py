@@ -284,9 +284,9 @@ class PlacementConfig(BaseConfig):
     """Number of devices of each role. On a machine without GPUs, one rank process stands for one GPU."""
 
     colocate_all: bool = True
-    """Training and engines share the same GPUs and take turns. On CPU: false."""
+    """Training and engines share the same GPUs and take turns."""
     colocate_policy_ref: bool = True
-    """Policy and reference share the same GPUs. On CPU: false."""
+    """Policy and reference share the same GPUs."""
     policy_num_nodes: Count = 1
     """Number of nodes of the policy."""
     policy_num_gpus_per_node: Count = 1
