@@ -4,11 +4,11 @@
 
 A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
 number of tensors is what costs. In one run, in turns: the median of syncs without their probe, by buckets that every
-worker gets and by the plan, where each gets its own bytes alone; and the fastest of as many raw broadcasts of the bytes
-of buckets. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count them
-(A and B of every projection of every expert); by the plan at most 1.05 times a worker's own bytes. On a machine that is
-busy with other work the processor time of all processes, counted in ticks of 10 ms and averaged over the rounds, says
-what a sync costs.
+worker gets and by the plan, where each gets its own bytes alone; and the fastest of as many raw broadcasts of the
+bytes of buckets. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count
+them (A and B of every projection of every expert); by the plan at most 1.05 times a worker's own bytes. On a machine
+that is busy with other work the processor time of all processes, counted in ticks of 10 ms and averaged over the
+rounds, says what a sync costs.
 """
 
 from __future__ import annotations
