@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,8 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_S = 50.0
 """Time in seconds that a command has to end all processes that it started."""
+LOOK_S = 0.25
+"""Time in seconds between two looks at whether the exception of a signal was dropped."""
 
 
 _reported = threading.Event()
@@ -100,7 +104,8 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 def ending_with_signals() -> Iterator[None]:
     """Let the first signal within the block raise :class:`Interrupted` in the main thread. Blocks can be nested.
 
-    If the block has not ended ``END_S`` seconds after the signal, kill this process and its descendants.
+    A KeyboardInterrupt of other code is raised as :class:`Interrupted`, too. If the block has not ended ``END_S``
+    seconds after the signal, kill this process and its descendants.
     """
     if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), _Ending):
         yield
@@ -109,31 +114,63 @@ def ending_with_signals() -> Iterator[None]:
     before = replace_handlers(ending.begin)
     try:
         yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as error:  # Ray raises its own in place of the one that the handler raised
+        raise Interrupted(ending.number or signal.SIGINT) from error
     finally:
         ending.over.set()
-        if ending.begun and _end_at_once in before.values():
+        if ending.number and _end_at_once in before.values():
             replace_handlers(signal.SIG_IGN)  # the command is about to report the first signal, and to exit
         else:
             restore_handlers(before)
 
 
 class _Ending:
+    """What the first signal starts: an exception in the main thread, and a thread that sees to it that it arrives.
+
+    C code that a signal interrupts may drop the exception (Ray's does). Then it is raised again.
+    """
+
     def __init__(self) -> None:
         self.over = threading.Event()
-        self.begun = False
+        self.number = 0
+        """The first signal; 0: none yet."""
+        self._raised: weakref.ref[Interrupted] | None = None
 
     def begin(self, number: int, frame: FrameType | None) -> None:
-        if self.begun:
+        if not self.number:
+            self.number = number
+            threading.Thread(target=self._see_to_the_end, daemon=True, name="end of the command").start()
+        elif not self._is_lost():
             return
-        self.begun = True
-        threading.Thread(target=self._end_in_time, args=(number,), daemon=True, name="end of the command").start()
-        raise Interrupted(number)
+        raise self._exception()  # no frame of its traceback may hold it, or it would never count as lost
 
-    def _end_in_time(self, number: int) -> None:
-        if not self.over.wait(END_S):
-            kill_descendants()
-            os.write(2, f"interrupted; killed the processes that did not end within {END_S:g} s\n".encode())
-            os._exit(exit_code(number))
+    def _exception(self) -> Interrupted:
+        error = Interrupted(self.number)
+        self._raised = weakref.ref(error)
+        return error
+
+    def _is_lost(self) -> bool:
+        """Return whether the exception is gone and the main thread handles no other KeyboardInterrupt in its place."""
+        if self._raised is None or self._raised() is not None:
+            return False
+        error = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        while error is not None and not isinstance(error, KeyboardInterrupt):
+            error = error.__context__
+        return error is None
+
+    def _see_to_the_end(self) -> None:
+        deadline, lost = time.monotonic() + END_S, 0
+        while not self.over.wait(LOOK_S):
+            lost = lost + 1 if self._is_lost() else 0
+            if lost == 2:
+                signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+                lost = 0
+            if time.monotonic() > deadline:
+                kill_descendants()
+                os.write(2, f"interrupted; killed the processes that did not end within {END_S:g} s\n".encode())
+                os._exit(exit_code(self.number))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[No
     try:
         yield
     finally:
-        ray.shutdown()
+        end_ray()
 
 
 def end_ray() -> None:
@@ -120,7 +121,7 @@ def end_ray() -> None:
     """
     ending = threading.Thread(target=ray.shutdown, daemon=True, name="end of ray")
     ending.start()
-    ending.join(END_TIMEOUT_S)
+    _join(ending)
     if not ending.is_alive():
         return
     ours = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
@@ -131,11 +132,30 @@ def end_ray() -> None:
         child.resume()
     for child in [] if stopped else [child for child in ours if child.name() == "gcs_server"]:
         child.kill()
-    ending.join(END_TIMEOUT_S)
+    _join(ending)
     if ending.is_alive():
         log.warning("Ray's head does not answer: the run exits without shutting Ray down")
         error = sys.exception()
         atexit.register(_exit, 0 if error is None else getattr(error, "exit_code", 1))
+
+
+def _join(ending: threading.Thread) -> None:
+    """Wait for ``ray.shutdown`` for at most :data:`END_TIMEOUT_S`, and keep the SIGTERM handler.
+
+    Ray's core worker sets SIGTERM to its default action when it ends (``RayLog::UninstallSignalAction``), of which
+    Python knows nothing: the next SIGTERM would end the process without the code and the sentence of the command.
+    """
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while ending.is_alive() and time.monotonic() < deadline:
+        ending.join(0.002)
+        restore_sigterm()
+
+
+def restore_sigterm() -> None:
+    """Set the handler of SIGTERM that Python has again. Outside the main thread this does nothing."""
+    with contextlib.suppress(ValueError):
+        if (handler := signal.getsignal(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _exit(code: int) -> None:
@@ -166,7 +186,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
             guard_agents()
             return
         except Exception as error:
-            ray.shutdown()
+            end_ray()
             if attempt + 1 == START_ATTEMPTS:
                 raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
 
@@ -194,7 +214,7 @@ def join(address: str, environment: dict[str, Any] | None = None, *, show_output
         with _sigterm_kept():
             ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
-        ray.shutdown()
+        end_ray()
         if any(word in repr(error).lower() for word in ("token", "authenticat")):
             raise LaunchError(
                 f"{setting}: the cluster does not accept this token ({_first_line(error)}); set RAY_AUTH_MODE=token, "

@@ -17,7 +17,7 @@ from tests.job import runs
 from tests.job.test_interrupts import CODES, hangups_end_processes  # noqa: F401  # a fixture of every test here
 from tests.support.processes import left_behind
 
-pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.unseen, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
+pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
 
 KEYS = {"trainer__ckpt_interval": 1, "trainer__max_training_steps": 2, "trainer__plugins": "[registers]"}
 

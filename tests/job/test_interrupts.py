@@ -102,6 +102,71 @@ def test_an_end_that_hangs_is_made_short():
     assert not left_behind([child])
 
 
+DROPPED = """
+import ctypes, os, signal, sys, time
+from skyrl_megatron.entrypoints.command import run_command
+
+def signal_itself():
+    os.kill(os.getpid(), {number})
+    time.sleep(0.2)
+
+def dropped():
+    ctypes.CFUNCTYPE(None)(signal_itself)()  # C code prints the exception and drops it
+
+def replaced():
+    try:
+        signal_itself()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None
+
+def work():
+    try:
+        {way}()
+        time.sleep(1000)
+    finally:
+        for _ in range(20):
+            try:
+                raise ValueError
+            except ValueError:
+                time.sleep(0.1)
+        print("ended", flush=True)
+
+sys.exit(run_command(work))
+"""
+
+
+@every_signal
+@pytest.mark.parametrize("way", ["dropped", "replaced"])
+def test_code_that_drops_or_replaces_the_exception(number, way):
+    """Ray does both. The end itself is not broken off."""
+    script = DROPPED.format(number=int(number), way=way)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if line == "interrupted"]
+    assert (done.returncode, done.stdout, len(said)) == (CODES[number], "ended\n", 1), done.stderr
+    assert ("Exception ignored" in done.stderr) == (way == "dropped")
+
+
+AFTER_RAY = """
+import os, signal, sys, time
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.workers.ray_setup import local_ray
+
+def work():
+    with local_ray(1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1000)
+
+sys.exit(run_command(work))
+"""
+
+
+def test_sigterm_after_ray_has_ended():
+    """Ray's core worker sets the default action of SIGTERM when it ends."""
+    done = subprocess.run([sys.executable, "-c", AFTER_RAY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (143, ["interrupted"]), done.stderr
+
+
 def test_a_command_under_nohup_does_not_notice_that_its_terminal_is_gone():
     with working(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, _):
         process.send_signal(signal.SIGHUP)
