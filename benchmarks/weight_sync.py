@@ -69,7 +69,7 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     from skyrl_megatron.weight_sync.buckets import checksum
     from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.transport import open_transport
+    from skyrl_megatron.weight_sync.transport import default_transport, open_transport
 
     torch.set_num_threads(1)
     megatron_patches.install()
@@ -112,7 +112,7 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
             answer = seconds_per_tensor(arguments[0], bucket_bytes)
         elif method == "broadcast":
             host, port, nbytes = arguments
-            transport = open_transport(sender.transport_name, host, port, 1, 2, 60.0, None)
+            transport = open_transport(default_transport(), host, port, 1, 2, 60.0, None)
             answer = broadcast(transport, nbytes, bucket_bytes)
         pipe.send(answer)
 
@@ -305,13 +305,13 @@ def main() -> None:
     for name, text in (("load only", "load only"), ("load only, one by one", "expert by expert")):
         print(f"sync against       {text:17s} {rate['sync'] / rate[name]:7.2f} (wanted: at least 0.65)")
     floor, beyond = max(raw, found["packing"]), found["receiver by the plan"] - found["memory of load only"]
-    print(f"by the plan against raw or packing  {found['plan'] / floor:7.2f} × (wanted: at most 1.3)")
-    print(f"by the plan against load only       {found['plan'] / found['load only']:7.2f} × (wanted: below 1)")
+    print(f"by the plan against raw, packing  {found['plan'] / floor:7.2f} × (wanted: at most 1.3)")
+    print(f"by the plan against load only     {found['plan'] / found['load only']:7.2f} × (wanted: below 1)")
     paper = on_paper(nbytes, nbytes, nbytes / raw, found["packing"], fixed["plan"] - fixed["packing"], bucket_bytes)
-    print(f"by shared memory against load only{found['shared'] / found['load only']:6.2f} × (wanted: at most 1)")
-    print(f"by the plan against the paper model {found['plan'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
+    print(f"shared memory against load only   {found['shared'] / found['load only']:7.2f} × (wanted: at most 1)")
+    print(f"by the plan against a paper model {found['plan'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
     print(f"  bytes received                  {found['plan bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
-    print(f"  first connect, targets recorded  {found['plan connect'] * 1e3:7.0f} ms")
+    print(f"  first connect, targets recorded {found['plan connect'] * 1e3:7.0f} ms")
     print(f"  sender's memory, beside buckets {found['plan memory'] / 1e6:7.0f} MB")
     print(f"  receiver's peak beyond load only{beyond / 1e6:7.0f} MB (wanted: 2 buckets)")
     print(f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['sync']:.1%} (wanted: < 10 %)")
