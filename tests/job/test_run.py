@@ -268,12 +268,12 @@ def test_a_continued_run_stays_with_the_commits_of_its_checkpoint(again, hub):
 def test_the_printed_checkpoint_is_converted_as_it_is(first, tmp_path):
     """Config and tokenizer are in it; the result is what the run exported."""
     from bridges import __main__ as bridges
-    from skyrl_megatron.entrypoints import convert
+    from skyrl_megatron.cli import convert
 
     printed = next(line for line in first.told if line.startswith("checkpoint: ")).partition(": ")[2]
     exported = first.folder / "exports/global_step_2/policy"
-    assert convert.main([printed, str(tmp_path / "step")]) == 0
-    assert convert.main([f"{printed}/policy", str(tmp_path / "policy")]) == 0
+    assert convert([printed, str(tmp_path / "step")]) == 0
+    assert convert([f"{printed}/policy", str(tmp_path / "policy")]) == 0
     for made in ("step", "policy"):
         assert bridges.main(["verify", str(tmp_path / made), str(exported)]) == 0
         assert (tmp_path / made / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
