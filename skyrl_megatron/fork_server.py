@@ -254,6 +254,7 @@ def main() -> NoReturn:
     The process has the environment, working directory, limits, signal mask and standard streams of this one. Each of
     the two processes ends with the other.
     """
+    starter = os.getppid()
     address, *arguments = sys.argv[1:]
     serving = arguments[0] == SERVING
     if serving:
@@ -281,7 +282,7 @@ def main() -> NoReturn:
     except EOFError:  # the server ended, but the process still runs
         code = 1
         with contextlib.suppress(ProcessLookupError):
-            _wait(os.pidfd_open(child))
+            _wait_with(starter, child)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -407,6 +408,19 @@ def _end_with(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         _wait(os.pidfd_open(process))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_with(starter: int, child: int) -> None:
+    """Wait for the end of ``child``. Kill it if ``starter``, the parent of this process, has ended before.
+
+    A process that is stopped (SIGSTOP) does not notice that it is alone. ``starter`` is Ray's raylet.
+    """
+    handle = os.pidfd_open(child)
+    while not _wait(handle, END_MS):
+        if os.getppid() != starter:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            _wait(handle, END_MS)
+            return
 
 
 def _wait(handle: int, timeout_ms: int | None = None) -> bool:

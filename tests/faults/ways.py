@@ -213,10 +213,15 @@ def _promise(cell: Cell, healing: bool) -> Promise | None:
 
 def in_order(phases: list[str]) -> list[tuple[str, int]]:
     """Give each phase a step of its own, every other one from 0 on, so that what is lost in one is missed before the
-    next: in the order of a step, those of start first and of shutdown last.
+    next: in the order of a step, those of start first and of shutdown last. The sync before the first step is part of
+    the start, so a first phase ``sync`` is that of the first step.
 
     >>> in_order(["shutdown", "train", "sample"])
     [('sample', 0), ('train', 2), ('shutdown', 4)]
+    >>> in_order(["sync", "eval"])
+    [('sync', 1), ('eval', 3)]
     """
     order = ["start", *STEP, "shutdown"]
-    return [(phase, 2 * number) for number, phase in enumerate(sorted(phases, key=order.index))]
+    ordered = sorted(phases, key=order.index)
+    first = int(ordered[0] == "sync")
+    return [(phase, 2 * number + first) for number, phase in enumerate(ordered)]

@@ -146,6 +146,21 @@ def test_a_server_that_is_killed_takes_nobody_along(server, tmp_path):
     assert process.wait(TIMEOUT_S) == 1  # how it ended was the server's to tell
 
 
+@pytest.mark.full_matrix
+def test_a_stopped_program_ends_when_server_and_starter_are_gone(server, tmp_path):
+    """As a rank that hangs when its run ends: the driver's server and Ray's raylet are gone."""
+    line = f"{fork_server.command(server)} {program(tmp_path, WAITS)}; true"  # "true": the shell stays the parent
+    starter = subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True)
+    pid = line_of(starter)
+    os.kill(pid, signal.SIGSTOP)
+    psutil.Process(pid).parent().kill()
+    until(lambda: not server.is_alive())
+    assert not ended(pid)
+    starter.kill()
+    starter.wait(TIMEOUT_S)
+    until(lambda: ended(pid))
+
+
 def test_a_server_that_cannot_import_says_why(tmp_path):
     broken = fork_server.ForkServer.start("no_such_module:function", os.environ)
     until(lambda: not broken.is_alive())
