@@ -312,7 +312,7 @@ def main() -> None:
     print(f"by the plan against a paper model {found['plan'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
     print(f"  bytes received                  {found['plan bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
     print(f"  first connect, targets recorded {found['plan connect'] * 1e3:7.0f} ms")
-    print(f"  sender's memory, beside buckets {found['plan memory'] / 1e6:7.0f} MB")
+    print(f"  sender's memory without buckets {found['plan memory'] / 1e6:7.0f} MB")
     print(f"  receiver's peak beyond load only{beyond / 1e6:7.0f} MB (wanted: 2 buckets)")
     print(f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['sync']:.1%} (wanted: < 10 %)")
     print(

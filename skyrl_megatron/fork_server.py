@@ -282,7 +282,7 @@ def main() -> NoReturn:
     except EOFError:  # the server ended, but the process still runs
         code = 1
         with contextlib.suppress(ProcessLookupError):
-            _wait_with(starter, child)
+            _wait_or_kill(starter, child)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -410,7 +410,7 @@ def _end_with(process: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_with(starter: int, child: int) -> None:
+def _wait_or_kill(starter: int, child: int) -> None:
     """Wait for the end of ``child``. Kill it if ``starter``, the parent of this process, has ended before.
 
     A process that is stopped (SIGSTOP) does not notice that it is alone. ``starter`` is Ray's raylet.

@@ -127,7 +127,7 @@ def ending_with_signals() -> Iterator[None]:
 
 
 class _Ending:
-    """What the first signal starts: an exception in the main thread, and a thread that sees to it that it arrives.
+    """The end that the first signal starts: an exception in the main thread, and a thread that watches it.
 
     C code that a signal interrupts may drop the exception (Ray's does). Then it is raised again.
     """
@@ -141,7 +141,7 @@ class _Ending:
     def begin(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
             self.number = number
-            threading.Thread(target=self._see_to_the_end, daemon=True, name="end of the command").start()
+            threading.Thread(target=self._watch_the_end, daemon=True, name="end of the command").start()
         elif not self._is_lost():
             return
         raise self._exception()  # no frame of its traceback may hold it, or it would never count as lost
@@ -160,7 +160,7 @@ class _Ending:
             error = error.__context__
         return error is None
 
-    def _see_to_the_end(self) -> None:
+    def _watch_the_end(self) -> None:
         deadline, lost = time.monotonic() + END_S, 0
         while not self.over.wait(LOOK_S):
             lost = lost + 1 if self._is_lost() else 0

@@ -148,10 +148,10 @@ def _join(ending: threading.Thread) -> None:
     deadline = time.monotonic() + END_TIMEOUT_S
     while ending.is_alive() and time.monotonic() < deadline:
         ending.join(0.002)
-        restore_sigterm()
+        _restore_sigterm()
 
 
-def restore_sigterm() -> None:
+def _restore_sigterm() -> None:
     """Set the handler of SIGTERM that Python has again. Outside the main thread this does nothing."""
     with contextlib.suppress(ValueError):
         if (handler := signal.getsignal(signal.SIGTERM)) is not None:

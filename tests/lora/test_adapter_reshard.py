@@ -1,4 +1,4 @@
-"""Adapters by reshard plan: what lies in the slots of every worker is, bit for bit, what buckets for all leave
+"""Adapters by reshard plan: what is in the slots of every worker is, bit for bit, what buckets for all leave
 there."""
 
 from __future__ import annotations

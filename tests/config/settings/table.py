@@ -433,5 +433,5 @@ NO_EFFECT = (
     f"{E}async_engine",
     f"{E}override_existing_update_group",
 )
-"""Settings that change nothing in any run of this version, and are told by ``config/rules/ineffective.py``; sections
+"""Settings that change nothing in any run of this version, which ``config/rules/ineffective.py`` reports; sections
 end with a dot. What has a row or is refused is not among them."""
