@@ -15,7 +15,7 @@ import pytest
 
 from tests.job import runs
 from tests.job.test_interrupts import CODES, hangups_end_processes  # noqa: F401  # a fixture of every test here
-from tests.support.processes import left_behind
+from tests.support.processes import abandoned_memory, left_behind, shared_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
 
@@ -81,7 +81,7 @@ def test_ended_at_a_random_moment(folder, temporary, lasts, seed):
     whole = number != signal.SIGTERM and draw.random() < 0.5
     for name in ("ckpts", "exports", "logs"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     process = command(folder, TMPDIR=str(temporary), RAY_TMPDIR=str(temporary))
     seen = {}
     try:
@@ -110,4 +110,4 @@ def test_ended_at_a_random_moment(folder, temporary, lasts, seed):
         assert "step 2/2" in out
     logs_of_ray = ("ray", "session_")
     assert not [each.name for each in temporary.iterdir() if not each.name.startswith(logs_of_ray)]
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert not abandoned_memory(shared)

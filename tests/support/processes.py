@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from pathlib import Path
 
 import psutil
 
@@ -22,3 +25,28 @@ def left_behind(processes: Iterable[psutil.Process], within_s: float = 300.0) ->
     while (alive := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive
+
+
+def shared_memory() -> set[str]:
+    """Names of the files of shared memory of this machine."""
+    return set(os.listdir("/dev/shm"))
+
+
+def abandoned_memory(before: Set[str], within_s: float = 10.0) -> set[str]:
+    """Files of shared memory that appeared after ``before`` and that no process uses, once none is left or after
+    ``within_s``. Tests of another pytest worker have files of their own, which their processes map or hold open.
+    """
+    deadline = time.monotonic() + within_s
+    while (found := shared_memory() - before - _used_memory()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found & shared_memory()
+
+
+def _used_memory() -> set[str]:
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            used |= {line.rpartition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines()}
+        with contextlib.suppress(OSError):
+            used |= {os.readlink(each).removeprefix("/dev/shm/") for each in (process / "fd").iterdir()}
+    return used

@@ -6,9 +6,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+
+from tests.support.processes import abandoned_memory, shared_memory
 
 BYTES, WORKERS, BUCKETS = 1 << 12, 2, 12
 
@@ -110,7 +111,7 @@ def test_another_process_reads_the_memory_and_leaves_nothing(kind):
 
     from skyrl_megatron.weight_sync.transport import listen
 
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+    before = shared_memory()
     listener = listen("127.0.0.1")
     ours, theirs = multiprocessing.Pipe()
     arguments = (listener.getsockname()[1], theirs)
@@ -123,7 +124,7 @@ def test_another_process_reads_the_memory_and_leaves_nothing(kind):
     ours.send(None)
     process.join(60)
     transport.close()
-    assert not {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")} - before
+    assert not {name for name in abandoned_memory(before) if name.startswith("torch_")}
 
 
 def test_nothing_is_sent_from_where_it_lies():
