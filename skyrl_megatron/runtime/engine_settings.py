@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
 from skyrl_megatron.config.roles import is_frozen, trains_draft
+from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
 from skyrl_megatron.runtime.lora.attach import Adapters, attach
@@ -70,6 +71,8 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
         fields = {name: value for name, value in fields.items() if name not in _RECOMPUTE}
     elif fields.get("recompute_granularity") == "selective":
         fields |= {"recompute_method": None, "recompute_num_layers": None}
+    elif fields.get("recompute_granularity") == AUTO:  # no preflight check has chosen
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return fields
 
 

@@ -248,3 +248,36 @@ def test_gradients_are_added_within_the_product(ranks):
     for one, other in zip(rounded, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
         assert not torch.equal(one, other)
+
+
+def passes(folder, batch, kwargs):
+    """Forward passes of all layers in an update, and the gradient."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    keys = {f"{bodies.MEGATRON}transformer_config_kwargs.recompute_{name}": value for name, value in kwargs.items()}
+    checkpointing = {"trainer.gradient_checkpointing": bool(kwargs)}
+    engine, seen = MegatronEngine(bodies.config(folder, overrides=keys | checkpointing)), []
+    for chunk in engine.model.chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_hook(lambda *_: seen.append(1))
+    batch.old_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
+    engine.forward_backward(batch)
+    engine.reduce_gradients()
+    return len(seen), [buffer.grad_data.clone() for chunk in engine.chunks for buffer in chunk.buffers]
+
+
+@pytest.mark.process
+def test_layers_that_fit_are_not_computed_again(ranks, tmp_path):
+    """All were: twice the forward passes."""
+    import torch
+
+    folder = save_tiny("qwen3_moe", tmp_path / "hf", num_hidden_layers=4)
+    batch = reference.make_batch(vocab_size=1003)
+    none, exact = ranks(1, passes, folder, batch, {})[0]
+    every, _ = ranks(1, passes, folder, batch, {"granularity": "auto"})[0]
+    some, found = ranks(1, passes, folder, batch, {"granularity": "full", "method": "block", "num_layers": 1})[0]
+    assert every == 2 * none and some == none + none // 4
+    assert all(torch.equal(one, other) for one, other in zip(found, exact, strict=True))

@@ -132,8 +132,10 @@ DEFAULT_MEGATRON_OPTIMIZER_KWARGS: dict[str, Any] = {
 }
 """Default of `optimizer_config_kwargs`."""
 
+AUTO = "auto"
+"""`recompute_granularity`: as little as the memory of the GPUs allows, all layers if it is unknown."""
 DEFAULT_TRANSFORMER_CONFIG_KWARGS: dict[str, Any] = {
-    "recompute_granularity": "full",
+    "recompute_granularity": AUTO,
     "recompute_modules": ["core_attn"],
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
@@ -240,7 +242,8 @@ class MegatronConfig(BaseConfig):
         default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
     )
     """Fields of Megatron's `TransformerConfig`. They override the other keys. `transformer_impl: local` uses this
-    package's layers on GPUs instead of Transformer Engine's. `gradient_accumulation_fusion` concerns the latter."""
+    package's layers on GPUs instead of Transformer Engine's; `gradient_accumulation_fusion` concerns the latter. With
+    `recompute_granularity: auto`, as few layers are recomputed as GPU memory allows (all if it is unknown)."""
     empty_cuda_cache: bool | None = None
     """Free the cached GPU memory of PyTorch after each optimizer step. None: only when state is offloaded, before
     other processes need the memory."""
