@@ -57,7 +57,7 @@ def test_no_more_layers_than_memory_needs(folder):
     from skyrl_megatron.preflight.memory_recompute import _fits, _with
 
     counts = []
-    for gpu in (60 * GB, 90 * GB, 140 * GB, 400 * GB):
+    for gpu in (60 * GB, 90 * GB, 100 * GB, 400 * GB):
         cfg, said = chosen(folder, gpu)
         given, tables = kwargs(cfg), parameter_tables(cfg)
         counts.append(0 if said == "recomputation: none" else int(said.split()[1]))
@@ -79,9 +79,9 @@ def test_what_the_user_sets_stays(folder):
 
 
 def test_a_critic_takes_the_policys_choice(folder):
-    alone, _ = chosen(folder, 140 * GB)
+    alone, _ = chosen(folder, 100 * GB)
     gae = {"trainer.algorithm.advantage_estimator": "gae", "trainer.critic.model.path": str(folder)}
-    cfg, _ = chosen(folder, 140 * GB, **gae)
+    cfg, _ = chosen(folder, 100 * GB, **gae)
     assert kwargs(cfg, "critic") == kwargs(cfg)
     assert kwargs(cfg)["num_layers"] >= kwargs(alone)["num_layers"], "both must fit"
 
