@@ -1,9 +1,9 @@
 """The calls of a trajectory as a graph, and which sampled tokens a new request continues.
 
-A client sends its whole history with each request, as messages. A :class:`SampledCall` is one answer that an engine sampled:
-the tokens of its prompt and those that were sampled. A request whose messages begin with those of an earlier call and
-its answer continues that call: it is a child of it. A request that does not is a root, or a fork where it branches off
-an earlier path. Compaction, edited history, a subagent and a second sample of one prompt are forks.
+A client sends its whole history with each request, as messages. A :class:`SampledCall` is one answer that an engine
+sampled: the tokens of its prompt and those that were sampled. A request whose messages begin with those of an earlier
+call and its answer continues that call: it is a child of it. A request that does not is a root, or a fork where it
+branches off an earlier path. Compaction, edited history, a subagent and a second sample of one prompt are forks.
 
 Messages are compared by a canonical form (:func:`canonical`), because clients do not return an answer as they got it:
 they drop its thinking, reorder the keys of JSON, reformat the arguments of tools, and give tool calls other ids. None

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from skyrl_megatron.agents.graph import SampledCall, Graph
+from skyrl_megatron.agents.graph import Graph, SampledCall
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.conversation import TrajectoryOutput, Turn, sequence_of
 from skyrl_megatron.rollout.episode import Trajectory

@@ -144,7 +144,7 @@ def test_rules():
 
 
 def test_routes_of_a_row_are_those_of_its_whole_path():
-    from skyrl_megatron.agents.graph import SampledCall, Graph
+    from skyrl_megatron.agents.graph import Graph, SampledCall
     from skyrl_megatron.agents.rows import rows_of
 
     rng, graph = random.Random(0), Graph()
