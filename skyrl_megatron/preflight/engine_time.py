@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class SamplingTime:
     """Seconds of sampling and what they come from."""
 
     prefill: Seconds
@@ -39,7 +39,7 @@ class Generation:
     """Bytes of KV cache that a rank reads in a decode step."""
 
 
-def generation(
+def sampling_time(
     cfg: SkyRLTrainConfig,
     table: ParameterTable,
     flops: ModelFlops,
@@ -47,7 +47,7 @@ def generation(
     prompts: np.ndarray,
     responses: np.ndarray,
     gpu_bytes: int | None,
-) -> Generation:
+) -> SamplingTime:
     """Return the seconds of sampling ``responses`` [B] tokens after ``prompts`` [B] tokens. ``flops``: of the model.
 
     ``gpu_bytes``: memory of a GPU, which limits the sequences at once; None: only ``max_num_seqs`` does.
@@ -80,7 +80,7 @@ def generation(
     prefill += machine.across(
         tp, 4 * layers * float(prompts.sum()) * share / replicas * table.plan.shape.dims["H"] * width
     )
-    return Generation(
+    return SamplingTime(
         prefill + machine.request_overhead.times(most),
         step.times(steps * pp),
         running,
@@ -100,8 +100,8 @@ def _cached(cfg: SkyRLTrainConfig, sizes: EngineBytes, gpu_bytes: int | None, to
 
 
 def _weights_read(cfg: SkyRLTrainConfig, table: ParameterTable, batch: float) -> float:
-    """Return the bytes of weights that a rank reads for ``batch`` tokens: all but the embedding and the experts that no
-    token chose, if tokens choose experts at random."""
+    """Return the bytes of weights that a rank reads for ``batch`` tokens: all but the embedding and the experts that
+    no token chose, if tokens choose experts at random."""
     engine, dims = cfg.generator.inference_engine, table.plan.shape.dims
     tp, pp, ep = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size
     width = element_bytes(engine.model_dtype, table.plan.hf_config)

@@ -37,11 +37,12 @@ def report_lines(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], ha
     """Yield the terms of a step with the longest sequences, each with its bounds, and the step with half as long
     responses."""
     yield "# one step on paper, without environments, evaluation and checkpoints"
-    if not hardware.is_cpu and hardware.gpu is None:
+    on_cpu = hardware.is_cpu
+    if not on_cpu and hardware.gpu is None:
         yield f"the type of the GPUs is unknown: add --gpu {next(iter(GPU_TYPES)).lower()}, or another of them"
         return
-    machine = Machine.of_cpu() if hardware.gpu is None else Machine.of_gpu(hardware.gpu, hardware.gpus_per_node)
-    models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=hardware.is_cpu) for role in active_roles(cfg)}
+    machine = Machine.of_gpu(hardware.gpu, hardware.gpus_per_node) if hardware.gpu else Machine.of_cpu()
+    models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=on_cpu) for role in active_roles(cfg)}
     longest = cfg.generator.sampling_params.max_generate_length
     estimate = estimate_step(cfg, models, machine, *longest_work(cfg), hardware.gpu_bytes)
     yield f"if every response has {longest} tokens, on {machine.name}: seconds, and from the best to the worst case"

@@ -28,7 +28,7 @@ from skyrl_megatron.config.rules.layout import stage_layers
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import plan_micro_batches, split_for_dp
-from skyrl_megatron.preflight.engine_time import Generation, engine_gpus, generation
+from skyrl_megatron.preflight.engine_time import SamplingTime, engine_gpus, sampling_time
 from skyrl_megatron.preflight.machine_rates import NETWORK, NONE, NVLINK, Machine, Seconds
 from skyrl_megatron.preflight.memory_activations import IMBALANCE, Recompute
 from skyrl_megatron.preflight.memory_phases import GENERATION, TRAINING, RoleModel, engine_bytes, resident
@@ -111,7 +111,7 @@ def estimate_step(
     policy, local = roles["policy"], cfg.generator.inference_engine.run_engines_locally
     terms: list[Term] = []
     if local:
-        sampled = generation(cfg, policy.model.table, policy.flops, machine, prompts, responses, gpu_bytes)
+        sampled = sampling_time(cfg, policy.model.table, policy.flops, machine, prompts, responses, gpu_bytes)
         terms += _sampling(sampled)
     terms += _scoring(cfg, roles, lengths)
     for name, role in roles.items():
@@ -258,7 +258,7 @@ class _Role:
         return 2.0 - linear
 
 
-def _sampling(found: Generation) -> list[Term]:
+def _sampling(found: SamplingTime) -> list[Term]:
     read = f"{found.steps:,.0f} steps, {found.concurrent:,.0f} sequences an engine"
     return [
         Term("prefill", {GENERATE: found.prefill}),

@@ -236,7 +236,7 @@ TABLE = (
     Metric(
         "estimate/*_s",
         "s",
-        "What a phase of the second step takes on paper (`timing/` has what it took); low and high: bounds of the step",
+        "What a phase of the second step takes on paper (`timing/`: what it took); low and high: bounds of the step",
         "far below the measurement: the term that is slower than it can be",
     ),
     Metric("memory/*_trainer_gb", "GB", "Host memory of the trainer's process at the end of a phase", "grows: a leak"),

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.sync_calls import SyncReport
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-type Comparison = Callable[[np.ndarray, Mapping[str, float], Callable[[], str | None]], dict[str, float]]
+type OnPaper = Callable[[np.ndarray, Mapping[str, float], Callable[[], str | None]], dict[str, float]]
 """Takes the tokens of the step's sequences [B], its metrics, and the type of the policy's devices."""
 MEASURED_PHASES = (
     "generate",
@@ -76,7 +76,7 @@ class TrainingRun:
 
     REPEATED: ClassVar[tuple[str, ...]] = ("metrics", "global_step", "epochs", "finite", "kl_controller")
     """Attributes that are restored before a part of a step is repeated after a lost rank."""
-    on_paper: Comparison | None = None
+    on_paper: OnPaper | None = None
     """Adds to the metrics of a step what an estimate says of it (``preflight/step_report.py``)."""
 
     def __init__(

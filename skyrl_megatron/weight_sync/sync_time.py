@@ -1,8 +1,8 @@
 """Seconds of a weight sync on paper, for each way that weights take to the engines.
 
-The bytes are those of the reshard plan (``reshard_plan.py``): each worker receives the elements that it needs once, and
-replicas share the sending. Without a plan every worker receives all weights. Receiving and packing overlap; the first
-bucket is filled, and the last one loaded, alone.
+The bytes are those of the reshard plan (``reshard_plan.py``): each worker receives the elements that it needs once,
+and replicas share the sending. Without a plan every worker receives all weights. Receiving and packing overlap; the
+first bucket is filled, and the last one loaded, alone.
 """
 
 from __future__ import annotations

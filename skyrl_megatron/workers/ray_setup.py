@@ -251,7 +251,8 @@ SIZES_S = 30.0
 
 
 def _sizes(nodes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the type and memory of GPUs, host memory and lockable memory of each node; empty for a node that does not answer."""
+    """Return type and memory of the GPUs, host memory and lockable memory of each node; empty for one that does not
+    answer."""
     ask: Any = ray.remote(num_cpus=0, max_retries=0)(_own_sizes)
     where = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
     answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in where]
