@@ -6,7 +6,7 @@ import functools
 import os
 from importlib.util import find_spec
 
-NEEDS = {"te": "transformer_engine", "vllm": "vllm", "ray": "ray"}
+NEEDS = {"te": "transformer_engine", "vllm": "vllm", "ray": "ray", "fla": "fla"}
 """Short names of ``--without`` and ``SKYRL_WITHOUT`` → the package that is imported."""
 
 

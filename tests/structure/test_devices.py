@@ -23,6 +23,7 @@ TABLE = {
     "skyrl_megatron.weight_sync.transport": (4, CARRIES),
     "skyrl_megatron.runtime.model.description": (1, KERNELS),
     "skyrl_megatron.runtime.model.attention": (1, KERNELS),
+    "skyrl_megatron.runtime.model.delta_net": (1, KERNELS),
     "skyrl_megatron.runtime.model.build": (1, MEMORY),
     "skyrl_megatron.runtime.lora.layers": (2, KERNELS),
     "skyrl_megatron.runtime.softmax": (1, KERNELS),
