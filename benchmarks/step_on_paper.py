@@ -2,10 +2,10 @@
 
     python benchmarks/step_on_paper.py [--gpu H100] [--only NAME]
 
-30B on 8 and 32 GPUs, 235B on 128, DeepSeek-V3 on 512: our recipes in layout and settings, with the prompts, samples and
-mean length of NeMo-RL's published runs. The terms are those that ``--check`` prints, with their bounds. The last table
-says which rung of ``launch/gpu_hour.sh`` proves or refutes each term; what needs several GPUs has none. ``measured``
-compares the same formulas with what this project measured on one GPU.
+30B on 8 and 32 GPUs, 235B on 128, DeepSeek-V3 on 512: our recipes in layout and settings, with the prompts, samples
+and mean length of NeMo-RL's published runs. The terms are those that ``--check`` prints, with their bounds. The last
+table names the rung of ``launch/gpu_hour.sh`` that proves or refutes each term; what needs several GPUs has none.
+``measured`` compares the same formulas with what this project measured on one GPU.
 """
 
 from __future__ import annotations

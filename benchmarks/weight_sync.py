@@ -307,8 +307,12 @@ def main() -> None:
     floor, beyond = max(raw, found["packing"]), found["receiver by the plan"] - found["memory of load only"]
     print(f"by the plan against raw, packing  {found['plan'] / floor:7.2f} × (wanted: at most 1.3)")
     print(f"by the plan against load only     {found['plan'] / found['load only']:7.2f} × (wanted: below 1)")
-    sizes, own = SyncSizes(nbytes, nbytes, 0, bucket_bytes), fixed["plan"] - fixed["packing"]
-    paper = over_network(sizes, nbytes / raw, nbytes / found["packing"], own).total
+    paper = over_network(
+        SyncSizes(nbytes, nbytes, 0, bucket_bytes),
+        nbytes / raw,
+        nbytes / found["packing"],
+        fixed["plan"] - fixed["packing"],
+    ).total
     print(f"shared memory against load only   {found['shared'] / found['load only']:7.2f} × (wanted: at most 1)")
     print(f"by the plan against a paper model {found['plan'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
     print(f"  bytes received                  {found['plan bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
