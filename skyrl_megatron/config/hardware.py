@@ -134,8 +134,8 @@ GPUS = {name.lower(): kind.mib for name, kind in GPU_TYPES.items() if kind.mib i
 
 
 def gpu_type(name: str) -> str | None:
-    """Return the longest key of :data:`GPU_TYPES` that occurs in a device's name, as torch and nvidia-smi give it, else
-    None."""
+    """Return the longest key of :data:`GPU_TYPES` that occurs in a device's name, by torch or nvidia-smi; None if
+    none does."""
     return max((key for key in GPU_TYPES if key in name), key=len, default=None)
 
 

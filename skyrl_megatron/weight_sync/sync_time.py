@@ -35,7 +35,7 @@ class SyncSizes:
     bucket: int
     """Bytes of a bucket."""
     away: float = 0.0
-    """Share of ``received`` that comes from other nodes."""
+    """Share of ``received`` that comes from other nodes. What all nodes hold is a small part, and counted with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +52,23 @@ class SyncTime:
         return self.network + self.copies + self.fixed
 
 
-def share_away(nodes: int, replicas: int, *, within_node: bool = True) -> float:
-    """Return the share of its weights that a worker gets from other nodes, if ranks exchange them.
+def share_away(nodes: int, replicas: int) -> float:
+    """Return the share of its experts that a worker gets from other nodes, if ranks exchange them.
 
     A worker takes what a rank of its node holds from there. Each of ``nodes`` nodes holds an equal share; with
-    ``replicas`` of every weight in different nodes, that many times as much. ``within_node`` false: the worker is in
-    none of the nodes.
+    ``replicas`` of every expert in different nodes, that many times as much.
     """
-    return max(1.0 - replicas / nodes, 0.0) if within_node else 1.0
+    return max(1.0 - replicas / nodes, 0.0)
 
 
-def over_network(sizes: SyncSizes, rate: float, packing: float) -> SyncTime:
+def over_network(sizes: SyncSizes, rate: float, packing: float, fixed: float = FIXED_S) -> SyncTime:
     """Return the seconds between ranks and workers on different GPUs. ``rate``: bytes/s of a rank or worker;
-    ``packing``: bytes/s into and out of buckets."""
+    ``packing``: bytes/s into and out of buckets; ``fixed``: seconds whatever the size."""
     wire, packed = max(sizes.received, sizes.sent) / rate, sizes.received / packing
     return SyncTime(
         wire,
         max(packed - wire, 0.0),
-        FIXED_S + sizes.tensors * PER_TENSOR_S + 2 * sizes.bucket / rate,
+        fixed + sizes.tensors * PER_TENSOR_S + 2 * sizes.bucket / rate,
     )
 
 
