@@ -16,6 +16,7 @@ REPORT = (
 )
 pytestmark = pytest.mark.vllm
 graphs = pytest.mark.needs("vllm", "gpu")
+REQUESTS = 32 if "gpu" not in installed.missing() else 8
 NEAR_BF16 = 0.1
 """Nats, on average: bf16 in an engine against fp32 in transformers; the two models are ten times as far apart."""
 
@@ -41,7 +42,9 @@ def test_weights_change_without_graphs(models):
     eager = settings(models, enforce_eager=True)
     with synced_engine(eager, models, transport="ipc") as (engine, loop, sync):
         expected = under_load.baseline(engine, loop, sync, models, near=NEAR_BF16)
-        under_load.change_weights_under_load(engine, loop, sync, expected, rounds=2, requests=32 if installed.dtype() == "bfloat16" else 8)
+        under_load.change_weights_under_load(
+            engine, loop, sync, expected, rounds=2, requests=32 if installed.dtype() == "bfloat16" else 8
+        )
 
 
 @graphs

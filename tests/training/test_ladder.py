@@ -122,7 +122,7 @@ def test_settings_of_rungs_are_valid_on_one_gpu(tmp_path):
     one_gpu = Hardware(1, 1)
     optimizers = [{"trainer.bf16": True} | options for options in test_30_offload.OPTIONS.values()]
     keys = [SkyRLTrainConfig.from_cli_overrides({"trainer.logger": "console"} | options) for options in optimizers]
-    run = runs.arguments(runs.prepare(tmp_path), **test_90_run.SHARED)
+    run = runs.arguments(runs.prepare(tmp_path), **test_90_run.SHARED, trainer__placement__colocate_all="true")
     keys.append(SkyRLTrainConfig.from_cli_overrides(run))
     assert [find_problems(cfg, one_gpu) for cfg in keys] == [[]] * len(keys)
     engine = test_60_engines.settings({"A": tmp_path}, sleep_mode=True)
@@ -153,3 +153,15 @@ def test_the_first_failure_ends_the_climb(tmp_path):
     assert "1 failed, 1 passed, 2 skipped" in run.stdout, run.stdout + run.stderr
     assert "the climb ended at test_10_rung" in run.stdout and "It proves: what 10 proves" in run.stdout
     assert "what 10 says" in run.stdout and "test_10_rung failed" in run.stdout
+
+
+def test_processes_are_forked_without_vllm(monkeypatch):
+    """Rung 90 without vLLM: the fork server of a run imports what ranks need alone."""
+    from skyrl_megatron.inference.vllm import processes
+
+    monkeypatch.setattr(processes, "IMPORTED", ["vllm.no_such_module"])
+    monkeypatch.setattr(processes, "find_spec", lambda name: name)  # installed
+    with pytest.raises(ModuleNotFoundError):
+        processes.import_all()
+    monkeypatch.setattr(processes, "find_spec", lambda name: None)
+    processes.import_all()
