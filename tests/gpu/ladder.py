@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.gpu import installed
@@ -80,15 +81,15 @@ RUNGS = (
     Rung("profile", (*PROFILE, LOCAL), 120, "a torch profile and a memory snapshot of a step"),
     Rung("slice", SLICE, 420, "seconds by phase of a colocated step", ("ray", "te")),
     Rung("slice_local", (*SLICE, LOCAL), 420, "the same on own layers", ("ray",)),
+    Rung("costs", ("benchmarks/gpu_costs.py",), 420, "what each setting is worth against the one it replaces"),
 )
 
 UNTIL_KILLED = 'trap "kill -KILL -$$" USR1; "$@" & trap "" TERM; wait $!'
 """Runs a command; kills it, with its process group, at the signal that the kernel sends when the ladder ends."""
 
 
-def with_ladder() -> None:
+def end_with(ladder: int) -> None:
     """Between fork and exec: let the kernel send a signal when the ladder ends, however it does."""
-    ladder = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGUSR1)  # PR_SET_PDEATHSIG
     if os.getppid() != ladder:
         os._exit(1)
@@ -108,7 +109,7 @@ def run(arguments: Sequence[str], seconds: float, report: Report) -> int | None:
             cwd=ROOT,
             env=environment,
             start_new_session=True,
-            preexec_fn=with_ladder,
+            preexec_fn=partial(end_with, os.getpid()),
         )
     try:
         deadline = time.monotonic() + seconds
