@@ -21,6 +21,7 @@ from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
+from skyrl_megatron.preflight.memory_recompute import recomputation
 from skyrl_megatron.preflight.option_checks import NotChecked
 
 
@@ -73,11 +74,13 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     plan = table.plan
     moe, experts = plan.shape.moe, plan.shape.dims.get("E", 0)
     kind = f"{sum(moe)} of {len(moe)} layers with {experts} experts" if experts else f"{len(moe)} layers"
-    total, top_k = table.total(), int(plan.hf_config.get("num_experts_per_tok") or experts)
-    active = f", {table.active(top_k):,} active per token" if experts else ""
-    yield f"model: {plan.family.model_type}, {total:,} parameters{active}, {kind}"
+    active = f", {table.active(table.top_k):,} active per token" if experts else ""
+    yield f"model: {plan.family.model_type}, {table.total():,} parameters{active}, {kind}"
     yield from _topology(parallel, len(moe), experts)
-    yield from _memory(RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu))
+    own = RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu)
+    yield from _memory(own)
+    if own.trained:
+        yield f"  {recomputation(own)}"
     yield ""
 
 

@@ -20,11 +20,11 @@ from typing import Any, cast
 
 from skyrl_megatron.config.rules.training_rules import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
+from skyrl_megatron.data.folder_lock import FolderLock
+from skyrl_megatron.data.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
-from skyrl_megatron.trainer.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.trainer.rollout_records import (
     CODEC,
     ConsumedGroup,

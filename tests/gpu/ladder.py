@@ -62,6 +62,7 @@ RUNGS = (
     Rung("layers", tests(f"{TESTS}10_layers.py"), 240, "Transformer Engine's layers compute what ours do", ("te",)),
     Rung("adapters", tests(f"{TESTS}25_adapters.py"), 180, "adapters are PEFT's", (), ("step",)),
     Rung("train_te", ("benchmarks/gpu_train.py", "--layers", "2"), 150, "tokens/s and MFU, TE's layers", ("te",)),
+    Rung("costs", ("benchmarks/gpu_costs.py",), 420, "what each setting is worth against the one it replaces"),
     Rung("slice", SLICE, 420, "seconds by phase of a colocated step", ("vllm", "ray", "te")),
     Rung("slice_local", (*SLICE, LOCAL), 420, "the same on own layers", ("vllm", "ray")),
 )

@@ -121,8 +121,9 @@ class InferenceEngineConfig(BaseConfig):
     """Split the prefill of long prompts into chunks that are batched with decoding."""
     max_num_batched_tokens: Count = 8192
     """Maximum number of tokens that an engine processes in one step."""
-    enforce_eager: bool = True
-    """Do not use CUDA graphs: slower, with a smaller log-prob mismatch to the trainer."""
+    enforce_eager: bool = False
+    """Do not use CUDA graphs: decoding takes 2 to 4 times as long, with a smaller log-prob mismatch to the trainer.
+    True on CPU."""
     fully_sharded_loras: bool = False
     """Shard both LoRA matrices over tp in the engine."""
     enable_ray_prometheus_stats: bool = False
