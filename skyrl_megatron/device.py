@@ -26,6 +26,9 @@ NCCL = "nccl"
 GLOO = "gloo"
 """Configuration value of the CPU backend."""
 
+ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the options of torch's allocator, newest name first."""
+
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -201,7 +204,7 @@ def fixed_segments() -> Iterator[None]:
     """
     import torch
 
-    options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    options = next(filter(None, map(os.environ.get, ALLOCATOR_OPTIONS)), "")
     fixed = re.sub(r"(?i)(expandable_segments\s*:\s*)(true|1)\b", r"\1False", options)
     if fixed == options:
         yield

@@ -17,6 +17,7 @@ from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder,
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.config.validate import require_available
+from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.entrypoints.command import redirect_stderr, report_if_finished, terminal
 from skyrl_megatron.entrypoints.crash_report import crash_reporter
@@ -28,7 +29,6 @@ from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
 from skyrl_megatron.preflight.step_report import StepComparison
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp

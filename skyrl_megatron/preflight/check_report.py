@@ -22,6 +22,7 @@ from skyrl_megatron.preflight import step_report
 from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
+from skyrl_megatron.preflight.memory_recompute import recomputation
 from skyrl_megatron.preflight.option_checks import NotChecked
 
 
@@ -80,7 +81,10 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     active = f", {table.active(table.top_k):,} active per token" if experts else ""
     yield f"model: {plan.family.model_type}, {table.total():,} parameters{active}, {kind}"
     yield from _topology(parallel, len(moe), experts)
-    yield from _memory(RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu))
+    own = RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu)
+    yield from _memory(own)
+    if own.trained:
+        yield f"  {recomputation(own)}"
     yield ""
 
 

@@ -241,6 +241,14 @@ TABLE = (
     ),
     Metric("memory/*_trainer_gb", "GB", "Host memory of the trainer's process at the end of a phase", "grows: a leak"),
     Metric("memory/*_gb", "GB", "Device memory of a role at the end of a phase"),
+    Metric("sampler/observed_share", "share", "Prompts that an adaptive sampler has observed"),
+    Metric(
+        "sampler/*_share",
+        "share",
+        "Prompts in a pool of `data.sampler=pools`: easy, hard, retired",
+        "hard near 1: the prompts are too hard for the policy",
+    ),
+    Metric("sampler/*", "sampler's", "Metrics that a plugin's sampler reports"),
     # asynchronous runs
     Metric("async/staleness_*", "versions", "Age of the weights that sampled the rows of the step"),
     Metric(

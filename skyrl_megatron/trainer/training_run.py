@@ -24,7 +24,7 @@ from skyrl_megatron.config.roles import (
     shares_policy_gpus,
     weight_path,
 )
-from skyrl_megatron.data.prompts import PromptLoader, warn_of_changes
+from skyrl_megatron.data.loader import run_loader, warn_of_changes
 from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
@@ -96,7 +96,7 @@ class TrainingRun:
         self.inference_engine_client, self.generator = inference_engine_client, generator
         self.placement, self.callbacks = colocate_pg, list(callbacks)
         self.global_step = 0
-        self.train_dataloader = PromptLoader(train_dataset, cfg.trainer.train_batch_size, seed=cfg.trainer.seed)
+        self.train_dataloader = run_loader(cfg, train_dataset)
         self.position = self.train_dataloader.state_dict()
         """The position in the data after the last step, for a checkpoint."""
         self.limit = step_limit(cfg, len(self.train_dataloader))

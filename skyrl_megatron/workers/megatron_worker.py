@@ -144,6 +144,8 @@ class RankProcess:
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Take an optimizer step with the gradients since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
+        if not more_follow:
+            self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
         return {
             f"{prefix}{metric}": value

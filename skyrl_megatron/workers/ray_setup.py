@@ -56,9 +56,13 @@ def rank_environment(cfg: SkyRLTrainConfig, role: str, threads: int = 1) -> dict
 
     ``threads``: a rank's share of its node's cores, for Adam on the host. The user's variables take precedence.
     Megatron overlaps communication with computation only with CUDA_DEVICE_MAX_CONNECTIONS=1
-    (megatron/training/arguments.py). Engines do not get it, because it would serialize their streams.
+    (megatron/training/arguments.py). Engines do not get it, because it would serialize their streams. Expandable
+    segments keep micro-batches of different lengths from leaving segments that no later tensor fits into; memory that
+    other processes map is allocated without them (``device.fixed_segments``), and so are engines.
     """
     variables = {}
+    if not any(os.environ.get(name) for name in device.ALLOCATOR_OPTIONS):
+        variables[device.ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
     if not user_sets_threads():
         variables["OMP_NUM_THREADS"] = str(threads)
     if _orders_kernels(getattr(cfg.trainer, role).megatron_config):

@@ -23,10 +23,12 @@ TABLE = {
     "skyrl_megatron.weight_sync.transport": (4, CARRIES),
     "skyrl_megatron.runtime.model.description": (1, KERNELS),
     "skyrl_megatron.runtime.model.attention": (1, KERNELS),
+    "skyrl_megatron.runtime.model.delta_net": (1, KERNELS),
     "skyrl_megatron.runtime.model.build": (1, MEMORY),
     "skyrl_megatron.runtime.lora.layers": (2, KERNELS),
     "skyrl_megatron.runtime.softmax": (1, KERNELS),
     "skyrl_megatron.runtime.offload": (3, MEMORY),
+    "skyrl_megatron.runtime.trained_model": (1, MEMORY),
     "skyrl_megatron.runtime.flops": (1, MEASURES),
     "skyrl_megatron.runtime.engine_settings": (2, KERNELS),
     "skyrl_megatron.runtime.optimizer": (3, MEMORY),
@@ -34,7 +36,7 @@ TABLE = {
     "skyrl_megatron.runtime.cpu_patches": (4, KERNELS),
     "skyrl_megatron.runtime.checkpoint.rank_files": (1, MEMORY),
     "skyrl_megatron.config.rules.megatron_rules": (5, REFUSES),
-    "skyrl_megatron.config.rules.ineffective": (3, REFUSES),
+    "skyrl_megatron.config.rules.ineffective": (2, REFUSES),
     "skyrl_megatron.config.rules.placement_rules": (1, REFUSES),
     "skyrl_megatron.config.resolve": (3, "the table of what a CPU cannot do, or does at no cost"),
     "skyrl_megatron.config.hardware": (1, MEASURES),
@@ -51,6 +53,7 @@ TABLE = {
     "skyrl_megatron.workers.ray_setup": (2, STARTS),
     "skyrl_megatron.workers.megatron_worker": (3, MEASURES),
     "skyrl_megatron_tools.cluster.member": (1, STARTS),
+    "skyrl_megatron_tools.serve_engine": (1, VLLM),
 }
 ASKED = {"is_cpu", "is_cuda", "has_cuda", "is_available"}
 
