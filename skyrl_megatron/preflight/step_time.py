@@ -27,7 +27,7 @@ from skyrl_megatron.config.roles import (
 from skyrl_megatron.config.rules.layout import stage_layers
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import generates_ahead
-from skyrl_megatron.data.packing import plan_micro_batches, split_for_dp
+from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp
 from skyrl_megatron.preflight.engine_time import SamplingTime, engine_gpus, sampling_time
 from skyrl_megatron.preflight.machine_rates import NETWORK, NONE, NVLINK, Machine, Seconds
 from skyrl_megatron.preflight.memory_activations import IMBALANCE, Recompute
@@ -192,10 +192,11 @@ class _Role:
         parts = split_for_dp(costs, p.dp) if len(lengths) >= p.dp else [np.arange(len(lengths))]
         fullest = max(parts, key=lambda rows: float(costs[rows].sum()))
         rows = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
+        most, longest = trainer.max_tokens_per_microbatch, int(aligned(lengths, p.alignment).max())
         plan = plan_micro_batches(
             lengths[fullest],
             alignment=p.alignment,
-            max_tokens=trainer.max_tokens_per_microbatch,
+            max_tokens=max(most, longest) if most > 0 else most,
             rows=rows,
             multiple_of=p.pp if p.vpp > 1 else 1,
             dp_maximum=list,
