@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-NEEDS = {"te": "transformer_engine", "vllm": "vllm", "ray": "ray"}
+NEEDS = {"te": "transformer_engine", "vllm": "vllm", "ray": "ray", "fla": "fla"}
 """Short names of ``--without`` and ``SKYRL_WITHOUT`` → the package that is imported."""
 GPU = "gpu"
 """In ``missing()`` where there is none; no name of ``--without``."""
