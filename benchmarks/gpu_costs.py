@@ -16,8 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,6 +116,16 @@ def on_paper() -> Iterator[OnPaper]:
             optimizer / PCIE - 0.3, 0.0
         ),  # what the driver does between the last update and the sync, in the embedded run
     )
+    nets, micro_batch = 36, 16384  # Qwen3-Next-80B-A3B, a micro-batch of sequences of 8,192 tokens
+    chunks = 8192 // 64
+    yield OnPaper(
+        "gated delta nets by kernels, a micro-batch",
+        "launches of a layer, both ways",
+        3 * 11 * chunks,
+        19,
+        nets * 3 * 11 * chunks * LAUNCH,
+        nets * max(19 * LAUNCH, micro_batch * 7e6 / 400e12),
+    )
     segments = 2 * optimizer / (20 << 20)
     yield OnPaper("caches emptied for others only", "emptied caches", updates + 1, 1, updates * segments * 1e-4, 0.0)
 
@@ -159,6 +170,30 @@ def measured(pair: Pair, arguments: list[str]) -> dict[str, float]:
     return {"before": found[0], "after": found[1], "ratio": round(found[1] / found[0], 3)}
 
 
+def delta_rule(tokens: int) -> dict[str, float]:
+    """Milliseconds of forward and backward of the rule in bf16, heads of Qwen3-Next: ours, and the kernels'."""
+    import torch
+    from gpu_kernels import median_seconds
+
+    from skyrl_megatron import device
+    from skyrl_megatron.runtime.model import delta_kernels
+    from skyrl_megatron.runtime.model import delta_rule as ours
+
+    place, lengths = device.device(), (tokens,)
+    shapes = [(16, 128), (16, 128), (16, 2, 128), (16, 2), (16, 2)]
+    given = [torch.rand(tokens, *shape, device=place, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    starts, plan = delta_kernels.sequence_starts(lengths, place), ours.chunk_plan(lengths, place)
+
+    def run(rule: Callable[[], torch.Tensor]) -> None:
+        rule().sum().backward()
+
+    q, k, v, g, beta = given
+    slow = lambda: ours.gated_delta_rule(ours.l2_normalize(q), ours.l2_normalize(k), v, -g, beta, plan)[0]  # noqa: E731
+    fast = lambda: delta_kernels.gated_delta_rule(q, k, v, -g.float(), beta, starts)  # noqa: E731
+    before, after = (median_seconds(partial(run, rule), 5) * 1e3 for rule in (slow, fast))
+    return {"before": round(before, 2), "after": round(after, 2), "ratio": round(after / before, 3)}
+
+
 def main() -> None:
     from smoke import parse
 
@@ -190,6 +225,9 @@ def main() -> None:
         for pair in SETTINGS
         if (not only or pair.name in only) and (has_te or not pair.needs_te)
     }
+    if find_spec("fla") is not None and not args.smoke and (not only or "delta_net" in only):
+        device.set_local_device(0)
+        report["delta_net"] = delta_rule(8192)
     print()
     print(json.dumps(report, indent=2))
 
