@@ -17,6 +17,7 @@ LAYER = {
     "workers": 6,
     "rollout": 5,
     "envs": 5,
+    "agents": 5,
     "inference": 4,
     "weight_sync": 3,
     "runtime": 2,
