@@ -63,17 +63,14 @@ class NamespaceProvider:
 
     ``image`` of a sandbox is ``host`` (this machine's ``/usr`` and this Python, read-only), a folder with a root file
     system, or a tar archive of one, which is unpacked once. ``home``: folder of records and caches. ``grouped``: whether
-    control groups are used; None: where possible. ``mapped``: whether commands run as another user than the run; None:
-    if the run is root.
+    control groups are used; None: where possible.
     """
 
-    def __init__(
-        self, *, home: Path | None = None, grouped: bool | None = None, mapped: bool | None = None
-    ) -> None:
+    def __init__(self, *, home: Path | None = None, grouped: bool | None = None) -> None:
         self._groups: ControlGroups | None = None if grouped is False else control_groups.find()
         if grouped and self._groups is None:
             raise SandboxError("this process cannot make control groups with limits of memory and processes: set none")
-        self._mapped = os.geteuid() == 0 if mapped is None else mapped
+        self._mapped = os.geteuid() == 0
         self._records = RunRecords("namespaces", home)
         self._root = self._records.folder / ".root"
         self._root.mkdir()
@@ -103,7 +100,7 @@ class NamespaceProvider:
         return await self._start_in_thread(spec, layers)
 
     async def _start_in_thread(
-        self, spec: SandboxSpec, layers: Sequence[Path], network: bool = False
+        self, spec: SandboxSpec, layers: Sequence[Path]
     ) -> NamespaceSandbox:
         starting = asyncio.get_running_loop().run_in_executor(self._threads, self._start, spec, layers)
         try:
