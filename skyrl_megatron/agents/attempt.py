@@ -20,19 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.agents.relay import Relay
-from skyrl_megatron.agents.sandbox import (
-    WORKSPACE,
-    CommandResult,
-    Limits,
-    SandboxSpec,
-    pack,
-    read_folder,
-)
+from skyrl_megatron.agents.sandbox import TESTS, CommandResult, Limits, SandboxSpec, pack, read_folder
 from skyrl_megatron.agents.sandbox_queue import SandboxQueue
 from skyrl_megatron.errors import DataError, SandboxError, SandboxLimitError
 
-TESTS = "/tests"
-"""Folder of the hidden tests in their sandbox."""
 TESTS_DISK = 64 << 20
 """Bytes that the tests may write in addition to the disk limit of the agent."""
 MOST_OVERHEAD_S = 600.0

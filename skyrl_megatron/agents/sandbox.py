@@ -24,6 +24,8 @@ from skyrl_megatron.plugins import SANDBOXES
 
 WORKSPACE = "/work"
 """Folder of the task's files in every sandbox. The agent owns it, and commands start in it."""
+TESTS = "/tests"
+"""Folder of the hidden tests. It does not exist where an agent runs."""
 GIB = 1 << 30
 PASSED = ("LANG", "LC_ALL", "TZ")
 """The only environment variables of the run that a command in a sandbox inherits. None of them holds a credential."""
@@ -124,7 +126,8 @@ class Sandbox(Protocol):
         ...
 
     async def put(self, archive: bytes, folder: str = WORKSPACE) -> None:
-        """Unpack a tar archive (:func:`pack`) into a folder, which is made if needed."""
+        """Unpack a tar archive (:func:`pack`) into a folder, which is made if needed: :data:`WORKSPACE`, :data:`TESTS`,
+        or one below them, ``/tmp`` or the agent's home."""
         ...
 
     async def get(self, folder: str = WORKSPACE) -> bytes:
