@@ -1,9 +1,9 @@
 """One attempt of an agent at a task in sandboxes, and its outcome.
 
-An attempt has two sandboxes, one after the other. In the first, the agent's command works on the files of the task. Then
-its workspace moves into a second one, which has no process, no file outside the workspace and no relay of the first. The
-hidden tests are put there and run. The agent cannot read the tests, because they are nowhere before it has ended, and it
-cannot change how they run except by the files that it hands in.
+An attempt has two sandboxes, one after the other. In the first, the agent's command works on the files of the task.
+Then its workspace moves into a second one, which has no process, no file outside the workspace and no relay of the
+first. The hidden tests are put there and run. The agent cannot read the tests, because they are nowhere before it has
+ended, and it cannot change how they run except by the files that it hands in.
 
 ``expected`` output goes further: the tests print results and this process compares them, so that not even the files
 that are handed in can find out what is right.
@@ -11,9 +11,10 @@ that are handed in can find out what is right.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -184,17 +185,14 @@ def _why_failed(task: Task, tested: CommandResult) -> str:
     return ""
 
 
-class _timed:  # noqa: N801 (a context manager that reads like a function)
-    """Adds the duration of a block to a dictionary, also if it raises."""
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] = time.monotonic() - self._began
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Record the duration of a block, also if it raises."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = time.monotonic() - began
 
 
 def read_task(folder: Path) -> Task:

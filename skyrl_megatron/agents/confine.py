@@ -1,7 +1,7 @@
 """What the kernel enforces on a sandbox of namespaces: its root file system, its user, capabilities, system calls.
 
-:mod:`skyrl_megatron.agents.process_one` calls this inside the new namespaces. It imports the standard library only, and
-everything before the root changes, because the files of this Python may not be in the sandbox.
+:mod:`skyrl_megatron.agents.process_one` calls this inside the new namespaces. It imports the standard library only,
+and everything before the root changes, because the files of this Python may not be in the sandbox.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ def loopback_up() -> None:
 def become_agent(settings: Mapping[str, Any]) -> None:
     """Make this process one that may do what an agent may: to be called between fork and exec.
 
-    It gets the unprivileged user, no capabilities for it and its descendants, resource limits, and the filter of system
-    calls. ``settings``: ``mapped``, ``memory``, ``disk`` and ``processes`` of the limits, ``counted``: whether control
-    groups limit memory and processes.
+    It gets the unprivileged user, no capabilities for it and its descendants, resource limits, and the filter of
+    system calls. ``settings``: ``mapped``, ``memory``, ``disk`` and ``processes`` of the limits, ``counted``: whether
+    control groups limit memory and processes.
     """
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and so would the command
@@ -268,6 +268,6 @@ def filter_calls(*, counted: bool) -> None:
     program += [(end, 0, 0, fail | errno.EAFNOSUPPORT), (end, 0, 0, allow)]
     code = b"".join(struct.pack("HBBI", *each) for each in program)
     held = ctypes.create_string_buffer(code)
-    prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(held))))
-
-
+    prctl(
+        PR_SET_SECCOMP, 2, ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(held)))
+    )

@@ -1,12 +1,12 @@
 """Sandboxes in containers of Docker or Podman, by the HTTP API of their Unix socket: the provider ``docker``.
 
-The socket is that of ``DOCKER_HOST``, of Docker, or of Podman's service (``podman system service``). A container has no
-network, no capability, a read-only root file system and writable folders in memory, which count as its disk. Its process 1
-reads from this process and ends with it, so no container outlives the run, however that ends. The image needs ``sh``,
-``tar``, ``timeout`` and ``mkdir``, as those of Debian and Alpine (BusyBox) have.
+The socket is that of ``DOCKER_HOST``, of Docker, or of Podman's service (``podman system service``). A container has
+no network, no capability, a read-only root file system and writable folders in memory, which count as its disk. Its
+process 1 reads from this process and ends with it, so no container outlives the run, however that ends. The image
+needs ``sh``, ``tar``, ``timeout`` and ``mkdir``, as those of Debian and Alpine (BusyBox) have.
 
-Used of the API (v1.41 and later, https://docs.docker.com/reference/api/engine/): containers create, attach, start, kill,
-inspect, delete, commit; exec; images inspect, create; version.
+Used of the API (v1.41 and later, https://docs.docker.com/reference/api/engine/): containers create, attach, start,
+kill, inspect, delete, commit; exec; images inspect, create; version.
 """
 
 from __future__ import annotations
@@ -57,7 +57,12 @@ def find_socket() -> Path | None:
     """Return the Unix socket of an engine, or None."""
     given = os.environ.get("DOCKER_HOST", "")
     runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-    places = ["/var/run/docker.sock", "/run/podman/podman.sock", f"{runtime}/docker.sock", f"{runtime}/podman/podman.sock"]
+    places = [
+        "/var/run/docker.sock",
+        "/run/podman/podman.sock",
+        f"{runtime}/docker.sock",
+        f"{runtime}/podman/podman.sock",
+    ]
     if given:
         places = [given.removeprefix("unix://")]
     return next((Path(place) for place in places if Path(place).is_socket()), None)
@@ -95,9 +100,7 @@ class ContainerProvider:
             image = await self._dependencies(spec, image)
         return await self._start(spec, image, self._host_settings(spec), USER)
 
-    async def _start(
-        self, spec: SandboxSpec, image: str, host: Mapping[str, Any], user: str
-    ) -> ContainerSandbox:
+    async def _start(self, spec: SandboxSpec, image: str, host: Mapping[str, Any], user: str) -> ContainerSandbox:
         name = f"skyrl-sandbox-{secrets.token_hex(6)}"
         seconds = int(spec.limits.lifetime_s) + 1
         settings = {
@@ -167,7 +170,9 @@ class ContainerProvider:
 
     async def _dependencies(self, spec: SandboxSpec, image: str) -> str:
         """Return the image with what the setup command installs, as root, with the engine's default network."""
-        key = hashlib.sha256(json.dumps([image, spec.setup, sorted(map(str, spec.mounts.items()))]).encode()).hexdigest()
+        key = hashlib.sha256(
+            json.dumps([image, spec.setup, sorted(map(str, spec.mounts.items()))]).encode()
+        ).hexdigest()
         tag = f"{SETUPS}:{key[:32]}"
         async with self._making.setdefault(tag, asyncio.Lock()):
             if (known := await self._image_id(tag)) is not None:
@@ -302,7 +307,9 @@ class ContainerSandbox:
         stdin: bytes = b"",
     ) -> CommandResult:
         """Run a command as the unprivileged user. Raises SandboxError if it cannot be executed."""
-        result = await self._execute(command, timeout_s, self._user, folder, stdin, environment, self._spec.limits.output)
+        result = await self._execute(
+            command, timeout_s, self._user, folder, stdin, environment, self._spec.limits.output
+        )
         if result.exit_code in (126, 127) and b"OCI runtime" in result.stdout + result.stderr:
             said = (result.stdout + result.stderr).decode(errors="replace").strip()
             raise SandboxError(f"run in a sandbox failed: {said[:500]}")
@@ -315,7 +322,9 @@ class ContainerSandbox:
         if not owned and not Path(folder).is_relative_to(TESTS):
             raise SandboxError(f"{folder} of a container is read-only: put files into {WORKSPACE} or {TESTS}")
         command = ["sh", "-c", 'mkdir -p "$0" && tar -x -o -f - -C "$0"', folder]
-        self._copied(await self._execute(command, COPY_S, USER if owned else "0:0", "/", archive), f"writing to {folder}")
+        self._copied(
+            await self._execute(command, COPY_S, USER if owned else "0:0", "/", archive), f"writing to {folder}"
+        )
 
     async def get(self, folder: str = WORKSPACE) -> bytes:
         """Return a folder as a tar archive. Raises SandboxError, and SandboxLimitError if it is too large."""
@@ -463,7 +472,7 @@ def _listen_inside(process: int) -> socket.socket:
     thread.join()
     if isinstance(made[0], OSError):
         raise SandboxError(
-            f"the network of a container cannot be entered ({made[0]}): run as root with the engine on this machine, or "
-            "use provider namespaces"
+            f"the network of a container cannot be entered ({made[0]}): run as root with the engine on this machine, "
+            "or use provider namespaces"
         )
     return made[0]

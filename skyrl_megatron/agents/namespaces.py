@@ -1,9 +1,9 @@
 """Sandboxes of Linux namespaces, without a container engine: the provider ``namespaces``.
 
 A sandbox is a process tree with its own users, mounts, processes, network interfaces, IPC and host name. Its writable
-files are in memory and count as its disk. It has no network except a loopback interface. Control groups limit CPU time,
-memory and processes where this process may make them (:mod:`skyrl_megatron.agents.control_groups`); otherwise limits per
-process, a count of processes per user namespace, and process 1, which measures memory 20 times a second.
+files are in memory and count as its disk. It has no network except a loopback interface. Control groups limit CPU
+time, memory and processes where this process may make them (:mod:`skyrl_megatron.agents.control_groups`); otherwise
+limits per process, a count of processes per user namespace, and process 1, which measures memory 20 times a second.
 
 As root, commands run as a user that exists nowhere else on this machine. Otherwise they have the id of the run's user
 without any capability, and no file of that user is in the sandbox. Needs Linux 5.14 on x86_64 or aarch64.
@@ -62,8 +62,8 @@ class NamespaceProvider:
     """Starts sandboxes of namespaces on this machine.
 
     ``image`` of a sandbox is ``host`` (this machine's ``/usr`` and this Python, read-only), a folder with a root file
-    system, or a tar archive of one, which is unpacked once. ``home``: folder of records and caches. ``grouped``: whether
-    control groups are used; None: where possible.
+    system, or a tar archive of one, which is unpacked once. ``home``: folder of records and caches. ``grouped``:
+    whether control groups are used; None: where possible.
     """
 
     def __init__(self, *, home: Path | None = None, grouped: bool | None = None) -> None:
@@ -99,9 +99,7 @@ class NamespaceProvider:
             layers.insert(0, await self._dependencies(spec, list(layers)))
         return await self._start_in_thread(spec, layers)
 
-    async def _start_in_thread(
-        self, spec: SandboxSpec, layers: Sequence[Path]
-    ) -> NamespaceSandbox:
+    async def _start_in_thread(self, spec: SandboxSpec, layers: Sequence[Path]) -> NamespaceSandbox:
         starting = asyncio.get_running_loop().run_in_executor(self._threads, self._start, spec, layers)
         try:
             return await asyncio.shield(starting)
@@ -129,7 +127,9 @@ class NamespaceProvider:
         """Return the layer with what the setup command of ``spec`` installs."""
 
         async def make(folder: Path) -> None:
-            sandbox = await self._start_in_thread(SandboxSpec(mounts=spec.mounts, limits=spec.limits, image=spec.image), layers)
+            sandbox = await self._start_in_thread(
+                SandboxSpec(mounts=spec.mounts, limits=spec.limits, image=spec.image), layers
+            )
             try:
                 await sandbox.put(pack({}), SETUP)
                 done = await sandbox.run(["sh", "-euc", spec.setup], timeout_s=SETUP_S, folder=SETUP)
@@ -144,7 +144,9 @@ class NamespaceProvider:
                 await sandbox.stop()
 
         mounts = sorted((inside, str(outside)) for inside, outside in spec.mounts.items())
-        return await self._layers.get(json.dumps([spec.setup, spec.image, [*map(str, layers)], mounts]), make, 2 * SETUP_S)
+        return await self._layers.get(
+            json.dumps([spec.setup, spec.image, [*map(str, layers)], mounts]), make, 2 * SETUP_S
+        )
 
     def _start(self, spec: SandboxSpec, layers: Sequence[Path]) -> NamespaceSandbox:
         """Start a sandbox from files that exist. Blocks for at most ``START_S`` seconds."""

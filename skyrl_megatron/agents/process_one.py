@@ -8,9 +8,9 @@ together with its process 1, which ends
 * when the keeper ends in any way (``PR_SET_PDEATHSIG``), or
 * when the sandbox reaches its lifetime.
 
-Requests and replies are frames on a socket pair: four bytes of length, big-endian, and the content. A request is a JSON
-object and a frame of bytes (stdin or an archive); a reply is a JSON object and two frames, stdout and stderr. This module
-imports the standard library only, so that a sandbox starts in milliseconds.
+Requests and replies are frames on a socket pair: four bytes of length, big-endian, and the content. A request is a
+JSON object and a frame of bytes (stdin or an archive); a reply is a JSON object and two frames, stdout and stderr.
+This module imports the standard library only, so that a sandbox starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -342,7 +342,8 @@ def _read(pipe: int, output: Kept) -> bool:
 
 
 def memory_used() -> int:
-    """Return the bytes that all other processes of this namespace use. Pages that they share count for each of them."""
+    """Return the bytes that all other processes of this namespace use. Pages that they share count for each of
+    them."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":

@@ -66,11 +66,10 @@ class SandboxSpec:
     """What a sandbox consists of.
 
     ``image``: the provider's name of its files; ``host`` for ``namespaces`` is the system folders of this machine,
-    read-only. ``setup``: a shell command that installs dependencies into ``/opt/setup``, whose
-    ``bin`` is in ``PATH``. It runs once, with ``mounts``; what it writes there is cached for all sandboxes with the same
-    image, mounts and command. ``mounts``: folders of
-    this machine by their place in the sandbox, read-only. ``relay``: opens a port on the sandbox's loopback interface
-    (:attr:`Sandbox.listener`), the only way out. ``trajectory``: a name for logs.
+    read-only. ``setup``: a shell command that installs dependencies into ``/opt/setup``, whose ``bin`` is in ``PATH``.
+    It runs once, with ``mounts``; what it writes there is cached for all sandboxes with the same image, mounts and
+    command. ``mounts``: folders of this machine by their place in the sandbox, read-only. ``relay``: opens a port on
+    the sandbox's loopback interface (:attr:`Sandbox.listener`), the only way out. ``trajectory``: a name for logs.
     """
 
     image: str = "host"
@@ -120,14 +119,14 @@ class Sandbox(Protocol):
     ) -> CommandResult:
         """Run a command as the unprivileged user of the sandbox.
 
-        The environment is :func:`command_environment`, and nothing of the run's. No process of the command is left when
-        this returns.
+        The environment is :func:`command_environment`, and nothing of the run's. No process of the command is left
+        when this returns.
         """
         ...
 
     async def put(self, archive: bytes, folder: str = WORKSPACE) -> None:
-        """Unpack a tar archive (:func:`pack`) into a folder, which is made if needed: :data:`WORKSPACE`, :data:`TESTS`,
-        or one below them, ``/tmp`` or the agent's home."""
+        """Unpack a tar archive (:func:`pack`) into a folder, which is made if needed: :data:`WORKSPACE`,
+        :data:`TESTS`, or one below them, ``/tmp`` or the agent's home."""
         ...
 
     async def get(self, folder: str = WORKSPACE) -> bytes:
@@ -186,7 +185,8 @@ def make_provider(name: str, **options: Any) -> SandboxProvider:
 
 
 def command_environment(given: Mapping[str, str] | None = None, path: str = "") -> dict[str, str]:
-    """Return the whole environment of a command in a sandbox: fixed values, :data:`PASSED` of the run's, and ``given``.
+    """Return the whole environment of a command in a sandbox: fixed values, :data:`PASSED` of the run's, and
+    ``given``.
 
     ``path``: folders before the system's in ``PATH``, with colons.
     """

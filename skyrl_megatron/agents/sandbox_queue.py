@@ -1,8 +1,8 @@
 """A fair queue for sandboxes: at most so many at once, and no trajectory or group waits for another's whole queue.
 
-Groups take turns. Of the groups that wait, the next place goes to the one that holds the fewest, and among those to the
-one that waits longest; within a group, first come, first served. So a group of 64 attempts does not delay a group of
-eight that came later by more than one attempt.
+Groups take turns. Of the groups that wait, the next place goes to the one that holds the fewest, and among those to
+the one that waits longest; within a group, first come, first served. So a group of 64 attempts does not delay a group
+of eight that came later by more than one attempt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ class SandboxQueue:
     """
 
     def __init__(
-        self, provider: SandboxProvider, *, at_once: int, memory: int | None = None, tries: int = 2, wait_s: float = WAIT_S
+        self,
+        provider: SandboxProvider,
+        *,
+        at_once: int,
+        memory: int | None = None,
+        tries: int = 2,
+        wait_s: float = WAIT_S,
     ) -> None:
         wrong = [name for name, value in (("at_once", at_once), ("tries", tries)) if value < 1]
         if wrong:
@@ -147,7 +153,8 @@ class SandboxQueue:
 
 
 def default_at_once(limits: Limits, share: float = 0.5) -> int:
-    """Return how many sandboxes with these limits fit on this machine at once: its cores, and a share of its memory."""
+    """Return how many sandboxes with these limits fit on this machine at once: its cores, and a share of its
+    memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share
     cores = len(os.sched_getaffinity(0))
     return max(1, min(int(memory / (limits.memory + limits.disk)), int(2 * cores / limits.cpus)))

@@ -6,7 +6,8 @@ All of it is in ``$SKYRL_MEGATRON_HOME/sandboxes`` (default ``~/.cache/skyrl_meg
     runs/<id>/<sandbox>     JSON: what has to be removed if the run does not do it
     layers/<key>/           files of an image or of installed dependencies, complete if the folder has this name
 
-A later run finds folders of runs that ended without removing them, because it gets their locks (:meth:`RunRecords.left`).
+A later run finds folders of runs that ended without removing them, because it gets their locks
+(:meth:`RunRecords.left`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def home() -> Path:
 
 
 class RunRecords:
-    """The records of one run and one provider. The lock belongs to this process and is lost when it ends in any way."""
+    """The records of one run and one provider. The lock belongs to this process and is lost when it ends in any
+    way."""
 
     def __init__(self, provider: str, folder: Path | None = None) -> None:
         self._runs = (folder or home()) / "runs"
@@ -119,8 +121,8 @@ class Layers:
     async def get(self, key: str, make: Callable[[Path], Awaitable[None]], timeout_s: float) -> Path:
         """Return the folder of ``key``. If it is new, call ``make`` with an empty folder.
 
-        One maker per key, over all processes of this machine; the others wait. Raises SandboxError after ``timeout_s``,
-        and what ``make`` raises; then nothing is kept.
+        One maker per key, over all processes of this machine; the others wait. Raises SandboxError after
+        ``timeout_s``, and what ``make`` raises; then nothing is kept.
         """
         finished = self.folder / hashlib.sha256(key.encode()).hexdigest()[:32]
         if finished.is_dir():

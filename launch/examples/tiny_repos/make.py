@@ -2,9 +2,9 @@
 
     python launch/examples/tiny_repos/make.py OUT [--seed 0] [--count 20] [--try]
 
-writes one folder per task, as ``skyrl_megatron.agents.attempt.read_task`` reads it, with the repository's right version
-in ``solution/``. The same seed gives the same files. ``--try`` shows that the tests can tell: in sandboxes, an agent that
-does nothing solves no task and one that copies the solution solves each.
+writes one folder per task, as ``skyrl_megatron.agents.attempt.read_task`` reads it, with the repository's right
+version in ``solution/``. The same seed gives the same files. ``--try`` shows that the tests can tell: in sandboxes, an
+agent that does nothing solves no task and one that copies the solution solves each.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ KINDS = (
     Kind("is_full", "used", "return used >= {n}", "return used > {n}", lambda r: [r.randint(2, 9)]),
     Kind("with_fee", "price", "return price + {n}", "return price", lambda r: [r.randint(1, 30)]),
     Kind("label_of", "name", "return name.upper()", "return name.lower()", lambda r: [_mixed(r)]),
-    Kind("count_up", "end", "return list(range(1, end + 1))", "return list(range(1, end))", lambda r: [r.randint(2, 8)]),
+    Kind(
+        "count_up", "end", "return list(range(1, end + 1))", "return list(range(1, end))", lambda r: [r.randint(2, 8)]
+    ),
     Kind("turned", "values", "return values[::-1]", "", lambda r: [_numbers(r)]),
 )
 
