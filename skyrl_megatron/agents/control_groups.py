@@ -1,7 +1,7 @@
 """Control groups of sandboxes: limits that the kernel enforces on all processes of a sandbox together.
 
 Version 2 is used where this process may make groups with the controllers ``memory`` and ``pids``, otherwise version 1
-where it may do so in both hierarchies. Otherwise :func:`find` returns None, and sandboxes have limits per process. ``cpu``
+where it may do so in both hierarchies. Otherwise :func:`find` returns None, and limits are per process. ``cpu``
 is limited if its controller is there. See the kernel's ``admin-guide/cgroup-v2.rst`` and ``cgroup-v1/``.
 """
 

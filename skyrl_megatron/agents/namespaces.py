@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ STARTING = 4
 """Number of sandboxes that start or stop at once."""
 OUTSIDE = 1_900_000_000
 """User id on this machine of a sandbox's commands, if the run is root. No user and no container engine has it."""
+NEEDED = ("LD_LIBRARY_PATH",)
+"""Variables without which this Python may not start. Commands do not get them."""
 PROGRAM = "import sys; sys.path.append({root!r}); from skyrl_megatron.agents.process_one import main; main()"
 
 
@@ -100,11 +102,11 @@ class NamespaceProvider:
         return await self._start_in_thread(spec, layers)
 
     async def _start_in_thread(self, spec: SandboxSpec, layers: Sequence[Path]) -> NamespaceSandbox:
-        starting = asyncio.get_running_loop().run_in_executor(self._threads, self._start, spec, layers)
+        starting = self._threads.submit(self._start, spec, layers)
         try:
-            return await asyncio.shield(starting)
+            return await asyncio.shield(asyncio.wrap_future(starting))
         except asyncio.CancelledError:
-            starting.add_done_callback(lambda done: None if done.exception() else done.result().end())
+            starting.add_done_callback(_end_started)  # in the thread, as the event loop may end first
             raise
 
     async def _image(self, spec: SandboxSpec) -> list[Path]:
@@ -163,7 +165,7 @@ class NamespaceProvider:
                 keeper = subprocess.Popen(
                     [sys.executable, "-ISB", "-c", PROGRAM.format(root=_source_root()), str(there.fileno())],
                     pass_fds=[there.fileno()],
-                    env={},
+                    env={name: os.environ[name] for name in NEEDED if name in os.environ},
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -380,6 +382,11 @@ class NamespaceSandbox:
                     break
             if control_groups.remove(self.folders):
                 self._provider.forget(self)
+
+
+def _end_started(starting: Future[NamespaceSandbox]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().end()
 
 
 def _source_root() -> str:

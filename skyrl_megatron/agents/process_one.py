@@ -38,6 +38,8 @@ NAMESPACES = (
     *(os.CLONE_NEWIPC, os.CLONE_NEWUTS, os.CLONE_NEWCGROUP),
 )
 READ = 1 << 16
+DESCRIPTORS = 256
+"""Process 1 has fewer open files."""
 LOOK_S = 0.05
 """Time in seconds between two looks at the memory of a sandbox without control groups."""
 END_S = 5.0
@@ -301,8 +303,10 @@ def _be_command(
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
+        for number, stream in enumerate((*streams, failure)):
+            os.dup2(stream, number, inheritable=number < 3)
+        failure = 3
+        os.closerange(4, DESCRIPTORS)  # the other ends of its pipes, of which it must see the end
         confine.become_agent(settings)
         work()
         os._exit(0)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from skyrl_megatron.errors import ConfigError, Problem, SandboxError
-from skyrl_megatron.plugins import SANDBOXES
 
 WORKSPACE = "/work"
 """Folder of the task's files in every sandbox. The agent owns it, and commands start in it."""
@@ -141,7 +140,7 @@ class Sandbox(Protocol):
 
 @runtime_checkable
 class SandboxProvider(Protocol):
-    """Starts sandboxes. ``SANDBOXES`` holds the classes; see :func:`make_provider`."""
+    """Starts sandboxes: see :func:`skyrl_megatron.agents.sandbox_queue.make_provider`."""
 
     def problem(self) -> str | None:
         """Return why this provider cannot run here and how to fix it, or None. Starts nothing that stays."""
@@ -158,30 +157,6 @@ class SandboxProvider(Protocol):
     async def close(self) -> None:
         """Stop all sandboxes of this provider and release what it holds."""
         ...
-
-
-def make_provider(name: str, **options: Any) -> SandboxProvider:
-    """Return a provider by its registered name, after it removed what earlier runs left.
-
-    Raises ConfigError for an unknown name, and SandboxError if the provider cannot run on this machine.
-    """
-    provider: SandboxProvider
-    if name == "namespaces":
-        from skyrl_megatron.agents.namespaces import NamespaceProvider
-
-        provider = NamespaceProvider(**options)
-    elif name == "docker":
-        from skyrl_megatron.agents.containers import ContainerProvider
-
-        provider = ContainerProvider(**options)
-    elif (registered := SANDBOXES.find(name)) is not None:
-        provider = registered(**options)
-    else:
-        raise ConfigError(list(SANDBOXES.problems(name)))
-    if reason := provider.problem():
-        raise SandboxError(f"sandboxes of provider {name!r} cannot run here: {reason}")
-    provider.reap()
-    return provider
 
 
 def command_environment(given: Mapping[str, str] | None = None, path: str = "") -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""A fair queue for sandboxes: at most so many at once, and no trajectory or group waits for another's whole queue.
+"""A fair queue for sandboxes, and the choice of their provider.
 
-Groups take turns. Of the groups that wait, the next place goes to the one that holds the fewest, and among those to
-the one that waits longest; within a group, first come, first served. So a group of 64 attempts does not delay a group
-of eight that came later by more than one attempt.
+At most so many run at once, and no trajectory or group waits for another's whole queue. Groups take turns: of those
+that wait, the next place goes to the one that holds the fewest, and among these to the one whose last place was given
+longest ago. Within a group, first come, first served. So a group of 64 attempts delays a group of eight that comes
+later by one attempt.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from skyrl_megatron.agents.namespaces import NamespaceProvider
 from skyrl_megatron.agents.sandbox import Limits, Sandbox, SandboxProvider, SandboxSpec
 from skyrl_megatron.errors import ConfigError, Problem, SandboxError
+from skyrl_megatron.plugins import SANDBOXES
 
 WAIT_S = 3600.0
 """Time in seconds that an attempt waits for a place before that is an error of the infrastructure."""
@@ -69,6 +73,8 @@ class SandboxQueue:
         self._at_once, self._memory, self._tries, self._wait_s = at_once, memory, tries, wait_s
         self._waiting: dict[str, deque[_Waiting]] = {}
         self._held: Counter[str] = Counter()
+        self._given: dict[str, int] = {}
+        self._turn = 0
         self._used = 0
 
     @contextlib.asynccontextmanager
@@ -131,25 +137,34 @@ class SandboxQueue:
             queue.remove(waiting)
             if not queue:
                 del self._waiting[waiting.group]
+                self._forget(waiting.group)
 
     def _give_places(self) -> None:
         while self._waiting and self._held.total() < self._at_once:
-            group = min(self._waiting, key=lambda name: (self._held[name], self._waiting[name][0].since))
+            group = min(self._waiting, key=lambda name: (self._held[name], self._given.get(name, 0)))
             first = self._waiting[group][0]
             need = first.spec.memory + first.spec.disk
             if self._memory is not None and self._used + need > self._memory:
                 return  # smaller ones do not overtake, or the large one waits forever
-            self._leave(first)
             self._held[group] += 1
+            self._leave(first)
             self._used += need
+            self._turn += 1
+            self._given[group] = self._turn
             self.counts.most = max(self.counts.most, self._held.total())
             first.place.set_result(None)
 
     def _release(self, waiting: _Waiting) -> None:
         self._held[waiting.group] -= 1
         self._held += Counter()  # drop groups with none
+        self._forget(waiting.group)
         self._used -= waiting.spec.memory + waiting.spec.disk
         self._give_places()
+
+    def _forget(self, group: str) -> None:
+        """Drop the turn of a group that neither waits nor holds a place."""
+        if group not in self._held and group not in self._waiting:
+            self._given.pop(group, None)
 
 
 def default_at_once(limits: Limits, share: float = 0.5) -> int:
@@ -158,3 +173,25 @@ def default_at_once(limits: Limits, share: float = 0.5) -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share
     cores = len(os.sched_getaffinity(0))
     return max(1, min(int(memory / (limits.memory + limits.disk)), int(2 * cores / limits.cpus)))
+
+
+def make_provider(name: str, **options: Any) -> SandboxProvider:
+    """Return a provider by its registered name, after it removed what earlier runs left.
+
+    Raises ConfigError for an unknown name, and SandboxError if the provider cannot run on this machine.
+    """
+    provider: SandboxProvider
+    if name == "namespaces":
+        provider = NamespaceProvider(**options)
+    elif name == "docker":
+        from skyrl_megatron.agents.containers import ContainerProvider  # with an HTTP client
+
+        provider = ContainerProvider(**options)
+    elif (registered := SANDBOXES.find(name)) is not None:
+        provider = registered(**options)
+    else:
+        raise ConfigError(list(SANDBOXES.problems(name)))
+    if reason := provider.problem():
+        raise SandboxError(f"sandboxes of provider {name!r} cannot run here: {reason}")
+    provider.reap()
+    return provider

@@ -22,10 +22,10 @@ from skyrl_megatron.agents.sandbox import (
     Limits,
     SandboxSpec,
     command_environment,
-    make_provider,
     pack,
     unpack,
 )
+from skyrl_megatron.agents.sandbox_queue import make_provider
 from skyrl_megatron.errors import ConfigError, SandboxError, SandboxLimitError
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")]
@@ -136,9 +136,12 @@ def test_a_sandbox_is_empty_of_the_run(inside, monkeypatch):
     assert {each for each in text.splitlines() if each.isdigit()} == {"0", "1", "2", "3"}, "no descriptor is inherited"
 
 
+FORKS = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.01)"
+
+
 def test_fork_bomb(inside, provider):
     async def body(sandbox):
-        bomb = asyncio.create_task(shell(sandbox, "f() { f | f & f; }; f", timeout_s=2.0))
+        bomb = asyncio.create_task(sandbox.run(["python3", "-c", FORKS], timeout_s=2.0))
         await asyncio.sleep(1.0)
         (child,) = Path(f"/proc/{sandbox.keeper.pid}/task/{sandbox.keeper.pid}/children").read_text().split()
         space = os.readlink(f"/proc/{child}/ns/pid")
@@ -157,7 +160,8 @@ MEMORY = {
     "one process": "x = bytearray(1 << 30)",
     "many processes": (
         "import os, time\n"
-        "for _ in range(8):\n    if not os.fork():\n        x = bytearray(64 << 20)\n        time.sleep(5)\n"
+        "for _ in range(8):\n    if not os.fork():\n"
+        "        x = bytearray(64 << 20)\n        time.sleep(1)\n        os._exit(0)\n"
         "while True:\n    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"
     ),
     "shared": "import mmap\nx = mmap.mmap(-1, 1 << 30)\nfor i in range(0, 1 << 30, 4096): x[i] = 1",
@@ -321,7 +325,7 @@ def test_a_workspace_is_returned_whatever_its_rights(inside):
     async def body(sandbox):
         await shell(
             sandbox,
-            "mkdir -p d; echo 1 > d/f; mkfifo p; ln d/f hard; chmod 0 d/f d; touch '-rf' \"$(printf 'a\\nb')\"",
+            "mkdir -p d; echo 1 > d/f; mkfifo p; ln d/f hard; chmod 0 d/f d; touch ./-rf \"$(printf 'a\\nb')\"",
         )
         archive = await sandbox.get()
         await shell(sandbox, "rm -rf ./*")
@@ -343,9 +347,9 @@ def test_what_is_no_result_is_an_error(inside):
                 await sandbox.run(words, timeout_s=5)
         with pytest.raises(SandboxError, match="No such file"):
             await shell(sandbox, "true", folder="/nowhere")
-        with pytest.raises(SandboxError, match="writing to /work"):
+        with pytest.raises(SandboxError, match="put in a sandbox failed"):
             await sandbox.put(b"no archive at all" * 100)
-        with pytest.raises(SandboxError, match="reading /none"):
+        with pytest.raises(SandboxError, match="get in a sandbox failed"):
             await sandbox.get("/none")
         return await serves(sandbox)
 
@@ -451,14 +455,15 @@ def test_relay(inside):
 
     (first, second, no_server, closed), refused = inside(body, relay=True)
     assert first.stdout == second.stdout == b"200005\n" and refused == 1
-    assert no_server.exit_code and b"Remote end closed" in no_server.stderr
+    assert no_server.exit_code and b"urlopen" in no_server.stderr, no_server
     assert closed.exit_code and b"refused" in closed.stderr
 
 
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from skyrl_megatron.agents.sandbox import SandboxSpec, make_provider
+from skyrl_megatron.agents.sandbox import SandboxSpec
+from skyrl_megatron.agents.sandbox_queue import make_provider
 
 async def main():
     provider = make_provider("namespaces", home=Path(sys.argv[1]))
@@ -510,7 +515,8 @@ def test_without_root(tmp_path):
     program = base / "program.py"
     program.write_text(
         "import asyncio, sys\nfrom pathlib import Path\n"
-        "from skyrl_megatron.agents.sandbox import Limits, SandboxSpec, make_provider, pack, unpack\n"
+        "from skyrl_megatron.agents.sandbox import Limits, SandboxSpec, pack, unpack\n"
+        "from skyrl_megatron.agents.sandbox_queue import make_provider\n"
         "async def main():\n"
         "    provider = make_provider('namespaces', home=Path(sys.argv[1]))\n"
         "    limits = Limits(memory=128 << 20, disk=16 << 20, processes=40)\n"
@@ -519,11 +525,11 @@ def test_without_root(tmp_path):
         "    async def sh(text, timeout_s=10):\n"
         "        return await sandbox.run(['sh', '-c', text], timeout_s=timeout_s)\n"
         "    first = await sh('grep Cap /proc/self/status; unshare -Ur id; head -c 1 /proc/1/mem; touch /usr/x')\n"
-        "    bomb = await sh('f() { f | f & f; }; f', 2)\n"
+        f"    bomb = await sandbox.run(['python3', '-c', {FORKS!r}], timeout_s=2)\n"
         "    memory = await sandbox.run(['python3', '-c', 'x = bytearray(1 << 30)'], timeout_s=20)\n"
-        "    left = await sh('ls -d /proc/[0-9]* | wc -l')\n"
-        "    print(first.stdout.count(b'0' * 16), first.stderr.count(b'\\n'), bomb.timed_out or bomb.exit_code > 0,\n"
-        "          memory.exit_code > 0, left.stdout.strip().decode(), unpack(await sandbox.get()))\n"
+        "    left = await sh('ls -d /proc/[0-9]*; true')\n"
+        "    print(first.stdout.count(b'0' * 16), first.stderr.count(b'\\n'), bomb.timed_out,\n"
+        "          memory.exit_code > 0, len(left.stdout.split()), unpack(await sandbox.get()))\n"
         "    await provider.close()\n"
         "asyncio.run(main())\n"
     )
@@ -533,8 +539,10 @@ def test_without_root(tmp_path):
         "chmod 755 $BASE; chmod 777 $BASE/home; "
         f"mount --bind {sys.base_prefix} $BASE/python; mount --bind {ROOT} $BASE/source; "
         f"mount --bind {site} $BASE/site; "
+        # The folder of this Python may be one of root's alone.
+        f"mount -t tmpfs none /root; mkdir -p {sys.base_prefix}; mount --bind $BASE/python {sys.base_prefix}; "
         "exec setpriv --reuid 65534 --regid 65534 --clear-groups --bounding-set -all --no-new-privs "
-        "env PYTHONPATH=$BASE/source:$BASE/site $BASE/python/bin/python3 $BASE/program.py $BASE/home"
+        f"env PYTHONPATH=$BASE/source:$BASE/site {sys.base_prefix}/bin/python3 $BASE/program.py $BASE/home"
     )
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", enter],
@@ -559,7 +567,9 @@ def test_environment_of_a_command(monkeypatch):
 def test_mistakes_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"limits.cpus=0: .*\n.*limits.disk=-1"):
         Limits(cpus=0, disk=-1)
-    with pytest.raises(ConfigError, match=r"generator\.agent\.sandbox=moon: not registered; known: namespaces, docker"):
+    with pytest.raises(
+        ConfigError, match=r"generator\.agent\.sandbox=moon: not registered; known: namespaces, docker"
+    ):
         make_provider("moon")
     with pytest.raises(SandboxError, match="does not answer"):
         make_provider("docker", engine=tmp_path / "none.sock", home=tmp_path)
