@@ -375,11 +375,12 @@ class NamespaceSandbox:
             with contextlib.suppress(OSError):
                 self.channel.shutdown(socket.SHUT_RDWR)  # process 1 ends at the end of its file
             self.channel.close()
-            for signal_it in (lambda: None, self.keeper.kill):
-                signal_it()
+            try:
+                self.keeper.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.keeper.kill()  # the kernel then kills process 1, and with it all others
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.keeper.wait(STOP_S)
-                    break
             if control_groups.remove(self.folders):
                 self._provider.forget(self)
 

@@ -177,7 +177,7 @@ class Command:
         stdout, stderr, failure = kept.values()
         for each in kept:
             os.close(each)
-        reply = {
+        reply: dict[str, Any] = {
             "exit_code": os.waitstatus_to_exitcode(self._status or 0),
             "timed_out": timed_out,
             "out_of_memory": out_of_memory,
