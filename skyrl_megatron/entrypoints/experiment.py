@@ -17,6 +17,7 @@ from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder,
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.config.validate import require_available
+from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.entrypoints.command import redirect_stderr, report_if_finished, terminal
 from skyrl_megatron.entrypoints.crash_report import crash_reporter
@@ -25,9 +26,9 @@ from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
+from skyrl_megatron.preflight.step_report import StepComparison
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
@@ -152,7 +153,7 @@ class BasePPOExp:
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
-        return self.get_trainer(
+        trainer = self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,
             tokenizer=self.tokenizer,
@@ -162,6 +163,8 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
+        trainer.on_paper = StepComparison(self.cfg, tracker.say)
+        return trainer
 
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the run's placement group, and create the engines in it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from bridges.rows import DELTA_NET, GatedQkv
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
 from skyrl_megatron.runtime.model.delta_rule import CHUNK
 
@@ -268,6 +269,8 @@ class Recompute:
         """Read the fields; ``enabled``: ``trainer.gradient_checkpointing``."""
         if not enabled or not kwargs.get("recompute_granularity"):
             return cls()
+        if kwargs["recompute_granularity"] == AUTO:
+            return cls("full", "uniform")
         modules = frozenset(kwargs.get("recompute_modules") or ("core_attn",))
         return cls(
             kwargs["recompute_granularity"],

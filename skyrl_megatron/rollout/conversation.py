@@ -11,6 +11,7 @@ mask is 1 on exactly these tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,8 +211,10 @@ class RetokenizedConversation(ChatConversation):
         return [TrajectoryOutput(ids, positions, marked.astype(np.uint8), rewards, stop_reason)]
 
 
-def sequence_of(ids: list[int], prompt_length: int, turns: list[Turn], stop_reason: str) -> TrajectoryOutput:
-    """Make a row from its tokens and its turns."""
+def sequence_of(
+    ids: list[int], prompt_length: int, turns: list[Turn], stop_reason: str, before: Sequence[Turn] = ()
+) -> TrajectoryOutput:
+    """Make a row from its tokens and its turns. ``before``: turns in its prompt, which another row trains."""
     n = len(ids) - prompt_length
     mask = np.zeros(n, np.uint8)
     known = all(len(turn.generation.logprobs) == len(turn.generation.token_ids) for turn in turns)
@@ -228,7 +231,7 @@ def sequence_of(ids: list[int], prompt_length: int, turns: list[Turn], stop_reas
         spans = ((name, first + start, min(first + end, after)) for name, start, end in turn.generation.versions)
         versions += [(name, start, end) for name, start, end in spans if start < end]
     prompt, response = np.split(np.asarray(ids, np.int32), [prompt_length])
-    experts = _routes_of(turns)
+    experts = _routes_of([*before, *turns])
     support = _support_of(turns, prompt_length, n)
     return TrajectoryOutput(prompt, response, mask, rewards, stop_reason, logprobs, experts, support, versions)
 

@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.data.codec import Codec
+from skyrl_megatron.data.journal import Journal
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import TrajectoryOutput
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import GeneratorOutput, RecordedTurn, TrajectoryID
-from skyrl_megatron.trainer.codec import Codec
-from skyrl_megatron.trainer.journal import Journal
 from skyrl_megatron.types import TokenSupport
 
 type Spans = list[list[tuple[str, int, int]]]

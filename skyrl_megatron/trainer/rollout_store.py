@@ -20,11 +20,11 @@ from typing import Any, cast
 
 from skyrl_megatron.config.rules.training_rules import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
+from skyrl_megatron.data.folder_lock import FolderLock
+from skyrl_megatron.data.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
-from skyrl_megatron.trainer.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.trainer.rollout_records import (
     CODEC,
     ConsumedGroup,
@@ -284,8 +284,9 @@ class DurableGroups:
         self._begun: dict[int, PartialGroup] = {}
         self.store = GroupStore(folder, keep_consumed=cfg.trainer.fully_async.keep_rollouts, setting=setting)
 
-    async def recover(self, step: int, prompt: Callable[[int], dict[str, Any]]) -> ResumedGroups:
-        """Resume from the checkpoint of a step; ``prompt``: number → dataset entry. An empty store fits every step.
+    async def recover(self, step: int, recall: Callable[[int, str], dict[str, Any]]) -> ResumedGroups:
+        """Resume from the checkpoint of a step; ``recall``: number and recorded uid → dataset entry. An empty store
+        fits every step.
 
         Raises JournalError if the store does not belong to the checkpoint or to the data.
         """
@@ -299,18 +300,18 @@ class DurableGroups:
         groups = []
         for number in recovered.finished:
             record = self.store.read(number)
-            groups.append(Group(number, self._entry(number, record.uid, prompt), record.started))
+            groups.append(Group(number, self._entry(number, record.uid, recall), record.started))
             groups[-1].finish(record.output)
         for number, unfinished in recovered.partial.items():
-            self._entry(number, unfinished.uid, prompt)
+            self._entry(number, unfinished.uid, recall)
             if unfinished.started >= step - self.cfg.trainer.fully_async.max_staleness_steps:
                 self._begun[number] = unfinished
         begun = {number: unfinished.started for number, unfinished in self._begun.items()}
         return ResumedGroups(groups, recovered.finished[: recovered.lost], begun)
 
-    def _entry(self, number: int, uid: str, prompt: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    def _entry(self, number: int, uid: str, recall: Callable[[int, str], dict[str, Any]]) -> dict[str, Any]:
         """Return the dataset entry of a group. Raises JournalError if it is a different prompt."""
-        entry = prompt(number)
+        entry = recall(number, uid)
         if uid != str(entry["uid"]):
             raise JournalError(
                 f"{self.store.folder}: group {number} is of prompt {uid}, but the data has {entry['uid']} there:"

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.process
 
 HOLD = """
 import sys, time
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
+from skyrl_megatron.data.folder_lock import FolderLock
 FolderLock(sys.argv[1])
 print("held", flush=True)
 time.sleep(600)

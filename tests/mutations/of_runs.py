@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-record-whose-checksum-is-not-looked-at",
-        "skyrl_megatron/trainer/journal.py",
+        "skyrl_megatron/data/journal.py",
         "if zlib.crc32(view[header.offset : end]) != header.crc:",
         "if False:",
         ("tests/trainer/test_journal.py::test_any_flipped_bit_is_named",),
@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-flush-that-reaches-no-disk",
-        "skyrl_megatron/trainer/journal.py",
+        "skyrl_megatron/data/journal.py",
         "os.fdatasync(self._descriptor)",
         "pass",
         ("tests/trainer/test_journal.py::test_an_append_is_on_the_disk_when_it_ends",),

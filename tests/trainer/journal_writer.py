@@ -2,7 +2,7 @@
 
 import random
 
-from skyrl_megatron.trainer.journal import Journal
+from skyrl_megatron.data.journal import Journal
 
 
 def write(folder, seed, said):

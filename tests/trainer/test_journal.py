@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_megatron.data.journal import Journal, scan, segment_name
 from skyrl_megatron.errors import CheckpointError, JournalError
-from skyrl_megatron.trainer.journal import Journal, scan, segment_name
 from tests.trainer import journal_writer
 from tests.trainer.lives import killed
 
@@ -180,7 +180,7 @@ def test_one_writer_only(tmp_path):
     journal = Journal(tmp_path, setting="trainer.ckpt_path")
     with pytest.raises(CheckpointError, match="is already being written by this process"):
         Journal(tmp_path)
-    code = f"from skyrl_megatron.trainer.journal import Journal; Journal({str(tmp_path)!r}, setting='a.key')"
+    code = f"from skyrl_megatron.data.journal import Journal; Journal({str(tmp_path)!r}, setting='a.key')"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert other.returncode and f"is being written by process {os.getpid()} on" in other.stderr.splitlines()[-1]
     assert "another a.key" in other.stderr.splitlines()[-1]
@@ -197,7 +197,7 @@ def test_a_full_disk_ends_it_with_what_is_there_kept(tmp_path):
     code = f"""
 import resource, signal
 from skyrl_megatron.errors import JournalError
-from skyrl_megatron.trainer.journal import Journal
+from skyrl_megatron.data.journal import Journal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal({str(tmp_path)!r})
 done = 0

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from skyrl_megatron.data.codec import Codec
 from skyrl_megatron.errors import DataError, JournalError
-from skyrl_megatron.trainer.codec import Codec
 
 
 def same(left, right):

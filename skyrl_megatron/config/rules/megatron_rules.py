@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.roles import role_world_size
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
+from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -244,6 +245,6 @@ def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
                 "recompute_granularity=full needs recompute_method (uniform, block) and recompute_num_layers: set both"
             )
             yield Problem(f"{section}transformer_config_kwargs.{name}", None, fix)
-    if granularity not in (None, "full", "selective"):
+    if granularity not in (None, "full", "selective", AUTO):
         key = f"{section}transformer_config_kwargs.recompute_granularity"
-        yield Problem(key, granularity, "must be full, selective or null")
+        yield Problem(key, granularity, f"must be {AUTO}, full, selective or null")

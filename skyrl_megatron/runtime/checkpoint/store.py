@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.runtime.checkpoint.manifest import (
     MANIFEST,
     PARTS,

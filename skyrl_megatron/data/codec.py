@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_megatron.data.journal import Buffer
 from skyrl_megatron.errors import DataError, JournalError
-from skyrl_megatron.trainer.journal import Buffer
 
 _LENGTH = struct.Struct("<I")
 _PLAIN = frozenset((type(None), bool, int, float, str))

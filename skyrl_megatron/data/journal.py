@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.config.resolve import private_folder
+from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.errors import DataError, JournalError
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 
 SEGMENT_BYTES = 64 * 2**20
 HEAD, DATA, DROP = 1, 2, 3

@@ -1,0 +1,132 @@
+"""Which sampled tokens a request continues, for clients that return an answer in another form than they got it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.agents.graphs import generation
+
+USER = {"role": "user", "content": "How many?"}
+
+
+GIVEN = '{"of": "apples", "n": [1, {"b": 2, "a": 1}]}'
+
+
+def call(name="count", arguments=GIVEN, id="call-1"):
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ANSWER = {"role": "assistant", "content": "I count. ", "tool_calls": [call(), call("wait", "{}", "call-2")]}
+RESULTS = [{"role": "tool", "tool_call_id": "call-1", "content": "3"}, {"role": "tool", "content": "4"}]
+
+
+def reordered(arguments):
+    return json.dumps(json.loads(arguments), indent=1, sort_keys=True)
+
+
+def added(graph, messages, answer, scope=None):
+    """The call that answered a request, whose prompt has two more tokens."""
+    return graph.add(graph.match(messages, scope), [1, 2], generation(random.Random(0)), answer)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [ANSWER],
+        [{**ANSWER, "reasoning_content": "hidden", "reasoning": "hidden", "refusal": None, "annotations": []}],
+        [{**ANSWER, "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "I count."}]}],
+        [
+            {
+                **ANSWER,
+                "tool_calls": [
+                    call(arguments=reordered(call()["function"]["arguments"]), id="x"),
+                    call("wait", " {} "),
+                ],
+            }
+        ],
+        [
+            {"tool_calls": ANSWER["tool_calls"][:1], "content": "I count.", "role": "assistant"},
+            {"role": "assistant", "tool_calls": ANSWER["tool_calls"][1:]},
+        ],
+        [{**ANSWER, "tool_calls": [call(arguments=json.loads(GIVEN)), call("wait", {})]}],
+    ],
+    ids=["same", "without thinking", "as parts", "reformatted", "in two items", "arguments as objects"],
+)
+def test_an_answer_matches_in_every_form_that_clients_return_it(returned):
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    first = added(graph, [USER], ANSWER)
+    match = graph.match([USER, *returned, *RESULTS])
+    assert (match.parent, match.used, match.unmatched) == (first, 1 + len(returned), None)
+    second = added(graph, [USER, *returned, *RESULTS], {"role": "assistant", "content": "7"})
+    assert second.parent is first and second.prompt_ids == [*first.ids, 1, 2]
+    assert graph.leaves() == [second] and not graph.forks()
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        [USER, {**ANSWER, "content": "I counted."}, *RESULTS],
+        [USER, {**ANSWER, "tool_calls": [call(arguments='{"of": "pears"}'), call("wait", "{}")]}, *RESULTS],
+        [{"role": "user", "content": "How many?\n"}, ANSWER, *RESULTS],
+        [{"role": "system", "content": "Be brief."}, USER, ANSWER, *RESULTS],
+        [USER, {**ANSWER, "tool_calls": ANSWER["tool_calls"][::-1]}, *RESULTS],
+    ],
+    ids=["text", "argument", "prompt", "system prompt", "order of calls"],
+)
+def test_an_edited_history_is_a_fork_and_names_the_message(edited):
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    added(graph, [USER], ANSWER)
+    match = graph.match(edited)
+    at = next(place for place, message in enumerate(edited) if message["role"] == "assistant")
+    assert (match.parent, match.used, match.unmatched) == (None, 0, at)
+    assert added(graph, edited, {"role": "assistant", "content": "no"}).text_only and graph.forks() == 1
+
+
+def test_other_tools_make_another_prompt():
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    added(graph, [USER], ANSWER, scope={"tools": [1]})
+    assert graph.match([USER, ANSWER], {"tools": [1]}).parent is not None
+    assert graph.match([USER, ANSWER], {"tools": [2]}).parent is None
+
+
+def test_compaction_and_edits_after_an_answer_fork_where_they_branch_off():
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    said = [{"role": "assistant", "content": str(number)} for number in range(3)]
+    asked = [{"role": "user", "content": f"q{number}"} for number in range(3)]
+    calls = []
+    for number in range(3):
+        history = [each for pair in zip(asked, said, strict=True) for each in pair][: 2 * number]
+        calls.append(added(graph, [*history, asked[number]], said[number]))
+    assert [each.parent for each in calls] == [None, *calls[:2]]
+    other = {"role": "user", "content": "another"}
+    fork = added(graph, [asked[0], said[0], other], said[2])
+    assert fork.parent is calls[0] and graph.leaves() == [calls[2], fork]
+    summary = added(graph, [{"role": "user", "content": "summary of q0 to q2"}], said[0])
+    assert summary.parent is None and not summary.text_only and graph.forks() == 2
+    # the longest path counts, though an answer in the middle is the client's own
+    own = [asked[0], said[0], other, said[2], {"role": "user", "content": "more"}]
+    assert graph.match(own).parent is fork
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
+def test_no_content_of_a_message_raises(content):
+    from skyrl_megatron.agents.graph import Graph
+
+    message = {"role": "assistant", "content": content, "tool_calls": [{"function": {"arguments": content}}]}
+    graph = Graph()
+    added(graph, [{"role": "user", "content": content}], message)
+    assert graph.match([{"role": "user", "content": content}, message]).parent is graph.calls[0]
