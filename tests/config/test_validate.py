@@ -354,7 +354,7 @@ RULES = {
     "overlapped experts on one rank": ([OVERLAP], OVERLAP[:-5], "set trainer.policy.megatron_config.expert_model"),
     "overlapped stages": (
         [
-            *EP2,
+            f"{M}expert_model_parallel_size=2",
             OVERLAP,
             f"{M}pipeline_model_parallel_size=2",
             "trainer.placement.policy_num_gpus_per_node=4",
