@@ -214,10 +214,10 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="measure nothing")
     args = parse(parser, only="recompute")
 
-    print(f"{'':42s}{'counted':36s}before     after   seconds of a step")
+    print(XX     after   seconds of a step")
     for line in on_paper():
         print(
-            f"{line.name:42s}{line.counted:36s}{line.before:6,.0f} {line.after:9,.0f} "
+            f"{line.name:46s}{line.counted:36s}{line.before:6,.0f} {line.after:9,.0f} "
             f"{line.seconds_before:8.2f} → {line.seconds_after:.2f}"
         )
 
