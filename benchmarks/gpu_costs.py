@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="measure nothing")
     args = parse(parser, only="recompute")
 
-    print(XX     after   seconds of a step")
+    print(f"{'':46s}{'counted':36s}before     after   seconds of a step")
     for line in on_paper():
         print(
             f"{line.name:46s}{line.counted:36s}{line.before:6,.0f} {line.after:9,.0f} "

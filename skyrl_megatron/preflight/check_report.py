@@ -1,5 +1,5 @@
-"""The report of ``--check``: the verdict, then layout, parameters, memory and batch sizes. Starts neither Ray nor
-CUDA.
+"""The report of ``--check``: the verdict, then layout, parameters, memory, batch sizes and the time of a step.
+Starts neither Ray nor CUDA.
 
 Of a model it reads ``config.json`` only.
 """
@@ -18,6 +18,7 @@ from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, r
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.preflight import step_report
 from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
@@ -60,6 +61,9 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
         yield from report_lines(Budget.of(cfg, tables, hardware))
         yield ""
     yield from _batch(cfg)
+    if set(tables) == set(active_roles(cfg)):
+        yield ""
+        yield from step_report.report_lines(cfg, tables, hardware)
 
 
 def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardware: Hardware) -> Iterator[str]:

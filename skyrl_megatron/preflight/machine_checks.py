@@ -226,7 +226,7 @@ def replay(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     from skyrl_megatron.trainer.rollout_replay import KEY, ReplayedRollouts
 
     try:
-        recorded = ReplayedRollouts(run.cfg, lambda number: {})
+        recorded = ReplayedRollouts(run.cfg, lambda number, uid: {})
         try:
             recorded.check(resumed_step(run.cfg))
         finally:

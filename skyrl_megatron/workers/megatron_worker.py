@@ -458,6 +458,12 @@ class RankProcess:
 
         return peak_flops(self.engine.cfg.trainer.peak_flops_per_rank)
 
+    def device_type(self) -> str | None:
+        """Return the type of the device, a key of ``GPU_TYPES``; "" if unknown, None for a CPU."""
+        from skyrl_megatron.runtime.flops import device_type
+
+        return device_type()
+
     def take_spans(self) -> list[Span]:
         """Return the spans of this process since the last call."""
         return spans.take()

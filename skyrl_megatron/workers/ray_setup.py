@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.registry import exchange_changes
-from skyrl_megatron.config.hardware import lockable_bytes, own_memory
+from skyrl_megatron.config.hardware import gpu_type, lockable_bytes, own_memory
 from skyrl_megatron.config.resolve import AnyConfig, typed_config
 from skyrl_megatron.config.roles import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
@@ -255,7 +255,8 @@ SIZES_S = 30.0
 
 
 def _sizes(nodes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the GPU memory, host memory and lockable memory of each node; empty for a node that does not answer."""
+    """Return type and memory of the GPUs, host memory and lockable memory of each node; empty for one that does not
+    answer."""
     ask: Any = ray.remote(num_cpus=0, max_retries=0)(_own_sizes)
     where = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
     answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in where]
@@ -273,7 +274,9 @@ def _answered(answer: Any) -> dict[str, Any]:
 
 def _own_sizes() -> dict[str, Any]:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from a task that requests none
-    return {"gpu_bytes": device.driver_gpu_bytes(), "host_bytes": own_memory(), "lockable_bytes": lockable_bytes()}
+    kind = gpu_type(device.driver_gpu_name() or "")
+    sizes = {"gpu_bytes": device.driver_gpu_bytes(), "host_bytes": own_memory(), "lockable_bytes": lockable_bytes()}
+    return sizes | {"gpu": kind}
 
 
 def print_nodes(address: str) -> int:

@@ -218,6 +218,8 @@ ROLLOUT = {
     f"{R}search.timeout": Row(9.0, rollout.environments),
     "data.train_data": Row(["more.parquet"], rollout.experiment),
     "data.val_data": Row([], rollout.experiment),
+    "data.sampler": Row("in_order", rollout.order),
+    "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
 }
