@@ -78,6 +78,7 @@ RUNGS = (
     Rung("offload", tests(f"{TESTS}30_offload.py"), 240, "state leaves the GPU and returns whole", (), ("step",)),
     Rung("checkpoint", tests(f"{TESTS}40_checkpoint.py"), 240, "checkpoints, bit for bit", (), ("step",)),
     Rung("layers", tests(f"{TESTS}10_layers.py"), 240, "Transformer Engine's layers compute what ours do", ("te",)),
+    Rung("sinks", tests(f"{TESTS}16_sinks.py"), 90, "flash attention with sinks is that of all scores"),
     Rung("delta", tests(f"{TESTS}15_delta_net.py"), 120, "gated delta nets by kernels are ours", ("fla",)),
     Rung("adapters", tests(f"{TESTS}25_adapters.py"), 180, "adapters are PEFT's", (), ("step",)),
     Rung("train_te", ("benchmarks/gpu_train.py", "--layers", "2"), 150, "tokens/s and MFU, TE's layers", ("te",)),

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.runtime.model.rotary import rotate
+from skyrl_megatron.runtime.model.sink_attention import Pack, SinkAttention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -335,8 +336,7 @@ class PackedAttention(torch.nn.Module):
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
         cp = self.groups.cp
-        plain = choose is None and self.softmax_offset is None
-        if plain and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
+        if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
         key = gather_tokens(key, lengths, cp, shared_loss=False)
@@ -396,10 +396,16 @@ class PackedAttention(torch.nn.Module):
         width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
         if missing:
             value = F.pad(value, (0, missing))
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        if self.softmax_offset is not None:
+            assert params.cu_seqlens_q is not None
+            pack = Pack(params.cu_seqlens_q, longest, self.scale, self.window)
+            with_sinks = SinkAttention.apply(query, key, value, self.softmax_offset, pack)  # type: ignore[no-untyped-call]
+            return with_deterministic_backward(with_sinks)[..., :width].flatten(1)
         out = varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+            query,
+            key,
+            value,
             params.cu_seqlens_q,
             params.cu_seqlens_kv,
             longest,
