@@ -15,8 +15,11 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
-uv=$(command -v uv || echo "$here/.venv/tools/bin/uv")
-[ -x "$uv" ] || { echo "no uv: run launch/setup.sh" >&2; exit 1; }
+tools=$here/.venv/tools/bin
+[ -x "$tools/uv" ] || { echo "no environment: run launch/setup.sh" >&2; exit 1; }
+if [ -z "${UV_DEFAULT_INDEX:-}" ] && index=$("$tools/pip" config get global.index-url 2>/dev/null); then
+  export UV_DEFAULT_INDEX=$index
+fi
 mkdir -p "$folder"
 began=$(date +%s)
 phase() { echo "rehearsal: $1 ($(( $(date +%s) - began )) s)"; }
@@ -24,8 +27,8 @@ phase() { echo "rehearsal: $1 ($(( $(date +%s) - began )) s)"; }
 bare=$folder/bare
 if [ "$(cat "$bare/.made-of" 2>/dev/null)" != "$(sha256sum <"$here/launch/requirements/bare.in")" ]; then
   rm -rf "$bare"
-  "$uv" venv --quiet --python 3.12 "$bare"
-  "$uv" pip install --quiet --python "$bare/bin/python" -r "$here/launch/requirements/bare.in"
+  "$tools/uv" venv --quiet --python "$here/.venv/bin/python" "$bare"
+  "$tools/uv" pip install --quiet --python "$bare/bin/python" -r "$here/launch/requirements/bare.in"
   sha256sum <"$here/launch/requirements/bare.in" >"$bare/.made-of"
 fi
 phase "bare machine: $("$bare/bin/python" -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)')"

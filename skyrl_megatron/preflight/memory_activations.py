@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridges.rows import DELTA_NET, GatedQkv
+from skyrl_megatron.config.rules.exchange_rules import OVERLAP
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
@@ -270,7 +271,7 @@ class Recompute:
         if not enabled or not kwargs.get("recompute_granularity"):
             return cls()
         if kwargs["recompute_granularity"] == AUTO:
-            return cls("full", "uniform")
+            return cls() if kwargs.get(OVERLAP) else cls("full", "uniform")
         modules = frozenset(kwargs.get("recompute_modules") or ("core_attn",))
         return cls(
             kwargs["recompute_granularity"],

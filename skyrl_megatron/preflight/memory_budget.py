@@ -190,6 +190,7 @@ def _knobs(
     yield _optimizer(cfg, hardware)
     yield _offload(cfg)
     yield _checkpoints(cfg)
+    yield _graphs(cfg)
 
 
 def _recomputation(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
@@ -277,6 +278,13 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
     key = f"{_M}async_dist_ckpt_save"
     if get_path(cfg, key):
         yield Adjustment({key: False}, 1)
+
+
+def _graphs(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
+    """No CUDA graphs in the engines."""
+    key = f"{_E}enforce_eager"
+    if not get_path(cfg, key):
+        yield Adjustment({key: True}, 3)
 
 
 NAMED_IN_MESSAGES = 4

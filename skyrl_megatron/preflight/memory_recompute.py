@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.roles import active_roles, is_frozen
+from skyrl_megatron.config.rules.exchange_rules import OVERLAP
 from skyrl_megatron.config.rules.layout import stage_layers
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.preflight.memory_phases import TRAINING, RoleModel, gpu_phases, role_models
@@ -40,7 +41,7 @@ def choose_recomputation(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable
             for stage in range(parallel.pp)
             for chunk in range(parallel.vpp)
         )
-        fewest, most = 0, longest
+        fewest, most = 0, 0 if _kwargs(cfg, role).get(OVERLAP) else longest
         while fewest < most and cfg.trainer.gradient_checkpointing:
             tried = (fewest + most) // 2
             if _fits(_with(cfg, role, tried, longest), tables, gpu):

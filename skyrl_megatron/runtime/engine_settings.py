@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
 from skyrl_megatron.config.roles import is_frozen, trains_draft
+from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
@@ -72,7 +73,10 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     elif fields.get("recompute_granularity") == "selective":
         fields |= {"recompute_method": None, "recompute_num_layers": None}
     elif fields.get("recompute_granularity") == AUTO:  # no preflight check has chosen
-        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        every = (None, None, None) if fields.get(OVERLAP) else ("full", "uniform", 1)
+        fields |= dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), every, strict=True))
+    if fields.get("moe_flex_dispatcher_backend") == HYBRID_EP:  # micro-batches of the ranks differ in length
+        fields.setdefault("moe_hybridep_pad_uneven_dispatch_inputs", True)
     return fields
 
 

@@ -144,7 +144,7 @@ def _wait_for_gradients(optimizer: MegatronOptimizer) -> None:
     """Make Adam on the GPU wait for its gradients, which a hybrid optimizer converts to fp32 on the stream of its
     copies (``_set_sub_optimizer_grads`` of ``cpu_offloading/hybrid_optimizer.py``)."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        hybrid = getattr(part, "optimizer", None)
+        hybrid: Any = getattr(part, "optimizer", None)
         if getattr(hybrid, "gpu_optimizer", None) is not None and hybrid.overlap_cpu_optimizer_d2h_h2d:
 
             def wait(*_: Any, copies: Any = hybrid._d2h_stream) -> None:

@@ -32,6 +32,8 @@ LOGGED = ("*.log", "metrics.jsonl")
 """Patterns of what is recorded of every rung, and of one that did not pass."""
 PASSED = re.compile(r"^(\S+\.py::.+?) PASSED", re.MULTILINE)
 """A test that has passed, in pytest's output."""
+FIGURES = 12
+"""Of a rung in ``summary.md``; ``results.json`` has all."""
 FAILED = ("failed", "too slow", "interrupted")
 
 
@@ -132,7 +134,7 @@ class Report:
         lines += ["", f"Next: {self.following()}.", ""]
         for name, entry in self.rungs.items():
             if figures := list(numbers(entry.get("figures"))):
-                lines.append(f"- {name}: {', '.join(f'{key} {value:g}' for key, value in figures)}")
+                lines.append(f"- {name}: {', '.join(f'{key} {value:g}' for key, value in figures[:FIGURES])}")
         self.write_text("summary.md", "\n".join([*lines, ""]))
 
     def following(self) -> str:

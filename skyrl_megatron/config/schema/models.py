@@ -216,7 +216,8 @@ class MegatronConfig(BaseConfig):
     expert_tensor_parallel_size: Count | None = None
     """etp: number of ranks that split each expert's matrices. None: 1."""
     moe_token_dispatcher_type: Annotated[str, OneOf("alltoall", "allgather", "flex")] = "alltoall"
-    """Token dispatcher of the experts. `flex` needs DeepEP and CUDA; `allgather` does not support packed
+    """Token dispatcher of the experts. `flex` needs DeepEP, or HybridEP with
+    `transformer_config_kwargs.moe_flex_dispatcher_backend=hybridep`; `allgather` does not support packed
     micro-batches."""
     moe_router_load_balancing_type: Annotated[
         str, OneOf("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
