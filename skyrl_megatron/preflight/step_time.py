@@ -31,6 +31,7 @@ from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_d
 from skyrl_megatron.preflight.engine_time import SamplingTime, engine_gpus, sampling_time
 from skyrl_megatron.preflight.machine_rates import NETWORK, NONE, NVLINK, Machine, Seconds
 from skyrl_megatron.preflight.memory_activations import IMBALANCE, Recompute
+from skyrl_megatron.preflight.memory_budget import gigabytes
 from skyrl_megatron.preflight.memory_phases import GENERATION, TRAINING, RoleModel, engine_bytes, resident
 from skyrl_megatron.runtime.flops import ModelFlops, described_config, layer_flops
 from skyrl_megatron.trainer.step_batch import training_pass_scores
@@ -361,7 +362,7 @@ def _offload(cfg: SkyRLTrainConfig, roles: Mapping[str, _Role]) -> list[Term]:
         terms.append(Term("offload", phases | {SYNC: weights + optimizer}))
     if cfg.trainer.placement.colocate_all:
         terms.append(Term("offload", {SYNC: roles["policy"].machine.switch}))
-    note = f"{moved / 1e9:.1f} GB a rank, both ways" if moved else ""
+    note = f"{gigabytes(moved)} a rank, both ways" if moved else ""
     return [Term("offload", {}, note), *terms]
 
 
@@ -397,4 +398,4 @@ def _sync(cfg: SkyRLTrainConfig, model: RoleModel, machine: Machine) -> Term:
         else:
             found.append(over_network(sizes, peak * share, copies).total)
     low, likely, high = found[::-1]
-    return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{sizes.received / 1e9:.2f} GB a worker")
+    return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{gigabytes(sizes.received)} a worker")
