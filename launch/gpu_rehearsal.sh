@@ -21,6 +21,8 @@ if [ -z "${UV_DEFAULT_INDEX:-}" ] && index=$("$tools/pip" config get global.inde
   export UV_DEFAULT_INDEX=$index
 fi
 mkdir -p "$folder"
+exec 9>"$folder/.lock"
+flock -n 9 || { echo "another rehearsal runs in $folder" >&2; exit 1; }
 began=$(date +%s)
 phase() { echo "rehearsal: $1 ($(( $(date +%s) - began )) s)"; }
 
