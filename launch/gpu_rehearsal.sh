@@ -21,6 +21,8 @@ if [ -z "${UV_DEFAULT_INDEX:-}" ] && index=$("$tools/pip" config get global.inde
   export UV_DEFAULT_INDEX=$index
 fi
 mkdir -p "$folder"
+exec 9>"$folder/.lock"
+flock -n 9 || { echo "another rehearsal runs in $folder" >&2; exit 1; }
 began=$(date +%s)
 phase() { echo "rehearsal: $1 ($(( $(date +%s) - began )) s)"; }
 
@@ -52,7 +54,7 @@ with socket.socket() as s:  # IFF_UP of lo
     fcntl.ioctl(s, 0x8914, struct.pack("16sh", b"lo", 1))
 UP
 unset VIRTUAL_ENV PYTHONHOME PYTHONPATH
-export PATH=$folder/bare/bin:$PATH CUDA_VISIBLE_DEVICES= PYTHON=$folder/bare/bin/python
+export PATH=$folder/bare/bin:$PATH CUDA_VISIBLE_DEVICES= PYTHON=$folder/bare/bin/python OMP_NUM_THREADS=1
 bash "$bundle/install.sh" "$folder/site"
 # shellcheck disable=SC1091
 source "$folder/site/environment.sh"

@@ -53,10 +53,13 @@ class Rung:
 
     def arguments(self, work: Path, passed: Sequence[str]) -> list[str]:
         """Return the arguments of Python. ``work``: a folder for its files; ``passed``: tests to leave out."""
-        is_benchmark = self.command[0].startswith("benchmarks/")
-        smoke = ["--smoke"] if is_benchmark and os.environ.get("SKYRL_SMOKE") == "1" else []
-        deselected = [f"--deselect={name}" for name in passed]
-        return [part.replace("{work}", str(work)) for part in (*self.command, *smoke, *deselected)]
+        command = [*self.command]
+        if os.environ.get("SKYRL_SMOKE") == "1" and command[0].startswith("benchmarks/"):
+            for size in {"--layers", "--steps", "--sequences"} & {*command}:
+                del command[command.index(size) : command.index(size) + 2]
+            command.append("--smoke")
+        command += [f"--deselect={name}" for name in passed]
+        return [part.replace("{work}", str(work)) for part in command]
 
 
 def tests(*chosen: str) -> tuple[str, ...]:

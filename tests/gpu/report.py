@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,12 @@ LOG_BYTES = 200_000
 RUNNING_BYTES = 4 << 20
 """``running.log`` is cut to its end when it is longer."""
 RECORD_BYTES, RECORDS_BYTES = 24 << 20, 48 << 20
-"""Limits of one file of ``records.zip`` before compression, if it is no log, and of the archive."""
+"""Limits of one file of ``records.zip``, compressed, and of the archive."""
 NEW = ".new."
 """Starts the name of a file that is not complete."""
-RECORDED = ("*.json.gz", "*.pickle")
+RECORDED = ("forward_backward*.json.gz", "optim_step*.json.gz", "*.pickle")
 LOGGED = ("*.log", "metrics.jsonl")
-"""Patterns of what is recorded of every rung, and of one that did not pass."""
+"""Patterns of what is recorded of every rung, the last file of each, and of one that did not pass, all files."""
 PASSED = re.compile(r"^(\S+\.py::.+?) PASSED", re.MULTILINE)
 """A test that has passed, in pytest's output."""
 FIGURES = 12
@@ -84,7 +85,7 @@ class Report:
     def add(self, rung: Rung, outcome: str, seconds: float, work: Path) -> str:
         """Record the end of a rung, whose files are in ``work``. Return the last line that it printed."""
         output = self.running.read_text(errors="replace")
-        self.record(rung.name, work, RECORDED if outcome == "passed" else (*RECORDED, *LOGGED))
+        self.record(rung.name, work, logs=outcome != "passed")
         self._log(f"{rung.name}: {outcome}, {seconds:.0f} s", output)
         more: dict[str, Any] = {"figures": figures} if (figures := printed_json(output)) is not None else {}
         more["tests"] = [*self.rungs[rung.name]["tests"], *PASSED.findall(output)]
@@ -93,25 +94,20 @@ class Report:
         self.running.write_bytes(b"")
         return last
 
-    def record(self, name: str, work: Path, patterns: Sequence[str]) -> None:
-        """Add files of a rung to ``records.zip`` while there is room; of logs their end."""
+    def record(self, name: str, work: Path, *, logs: bool) -> None:
+        """Add a rung's profiles and snapshots to ``records.zip`` while there is room, and the ends of its ``logs``."""
         new = self._new(self._records)
-        shutil.copyfile(self._records, new)
-        with zipfile.ZipFile(new, "a", zipfile.ZIP_DEFLATED) as archive:
-            known = set(archive.namelist())
-            for path in [path for pattern in patterns for path in sorted(work.rglob(pattern))]:
-                place, is_log = f"{name}/{path.relative_to(work)}", path.suffix in (".log", ".jsonl")
-                room = RECORDS_BYTES - new.stat().st_size
-                if (
-                    place in known
-                    or not path.is_file()
-                    or (not is_log and path.stat().st_size > min(RECORD_BYTES, room))
-                ):
-                    continue
-                if is_log and room > LOG_BYTES:
-                    archive.writestr(place, path.read_bytes()[-LOG_BYTES:])
-                elif not is_log:
-                    archive.write(path, place)
+        with zipfile.ZipFile(self._records) as old, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as archive:
+            for item in old.infolist():
+                if not item.filename.startswith(f"{name}/"):  # of an earlier try
+                    archive.writestr(item, old.read(item))
+            for pattern in RECORDED:
+                for path in sorted(work.rglob(pattern))[-1:]:
+                    if compressed_bytes(path) < min(RECORD_BYTES, RECORDS_BYTES - new.stat().st_size):
+                        archive.write(path, f"{name}/{path.relative_to(work)}")
+            for path in [path for pattern in LOGGED if logs for path in sorted(work.rglob(pattern))]:
+                if LOG_BYTES < RECORDS_BYTES - new.stat().st_size:
+                    archive.writestr(f"{name}/{path.relative_to(work)}", path.read_bytes()[-LOG_BYTES:])
         new.rename(self._records)
 
     def cut_running(self) -> None:
@@ -167,6 +163,13 @@ class Report:
         self.write_text(
             "logs.txt", "".join(f"\n===== {text}" for text in [*sections, f"{title}\n{output[-LOG_BYTES:]}"])
         )
+
+
+def compressed_bytes(path: Path) -> int:
+    """Return the bytes that a file takes in an archive."""
+    with tempfile.TemporaryFile() as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(path)
+        return file.tell()
 
 
 def printed_json(output: str) -> object:

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.needs("fla")
+pytestmark = pytest.mark.needs("fla", "gpu")
 PROVES = "the kernels of gated delta nets compute, forward and backward, what this package's functions do"
 REPORT = "the tensor with its error, and the versions of fla-core and triton"
 LENGTHS = (1000, 1, 64, 2031)
