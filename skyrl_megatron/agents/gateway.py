@@ -96,14 +96,19 @@ class OpenTrajectory:
     answers: dict[str, list[_Answer]] = field(default_factory=dict)
     texts: list[tuple[str, SampledCall]] = field(default_factory=list)
     too_long: str = ""
-    """Why a prompt was refused, if one did not fit into the context."""
-    failure: str = ""
-    """Why a call failed for a reason other than the request."""
+    """Why the last prompt was refused, if it did not fit into the context."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Request → why it failed for a reason other than the request, unless it was answered later."""
     first_unmatched: str = ""
     """The first answer in a request that no path held, as JSON."""
     closed: bool = False
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     samples: Counter[tuple[int, bytes]] = field(default_factory=Counter)
+
+    @property
+    def failure(self) -> str:
+        """Why a call failed that was not answered later; "" if there is none."""
+        return next(iter(self.failures.values()), "")
 
 
 class Gateway:
@@ -249,6 +254,8 @@ class Gateway:
                 raise call.failure
             if call.generations and found[0] < 400:
                 await self._record(trajectory, path, digest, call, found)
+                trajectory.failures.pop(digest, None)
+                trajectory.too_long = ""
                 self.counts["calls"] += 1
                 self.counts["text_only"] += call.text_only
                 self.own_seconds.append(time.perf_counter() - started - call.seconds)
@@ -256,7 +263,7 @@ class Gateway:
         except Exception as error:
             if not isinstance(error, SkyRLMegatronError):
                 log.exception("a call of trajectory %s failed", trajectory.name)
-            trajectory.failure = trajectory.failure or f"{type(error).__name__}: {error}"
+            trajectory.failures[digest] = f"{type(error).__name__}: {error}"
             status = 503 if isinstance(error, EngineError) else 500
             made = _error(path, status, f"the call failed: {type(error).__name__}, see the log of the run")
         finally:

@@ -55,11 +55,17 @@ class Scripted:
         """Prompt, continuation, sampling parameters of each."""
         self.delay = 0.0
         self.fail: Exception | None = None
+        self.lost: set[str] = set()
+        """Sessions for which no engine is left."""
 
     async def generate(self, prompts, sampling, sessions=None, adapters=None):
+        from skyrl_megatron.errors import EngineError
+
         await asyncio.sleep(self.delay)
         if self.fail is not None:
             raise self.fail
+        if sessions and self.lost & set(sessions):
+            raise EngineError("none left")
         each = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
         return [self._one(list(prompt), dict(keys)) for prompt, keys in zip(prompts, each, strict=True)]
 
@@ -101,7 +107,8 @@ class Setting:
 
         from tests.support.engines import LoopThread
 
-        self.loop = LoopThread()
+        self.own_loop = "loop" not in options
+        self.loop = options.pop("loop", None) or LoopThread()
         self.folder = folder
         self.client = options.pop("client", None) or Scripted(AutoTokenizer.from_pretrained(folder))
         self.wire = wire or self.loop(make_wire(folder), 300)
@@ -130,7 +137,8 @@ class Setting:
 
     def close(self) -> None:
         self.loop(self.gateway.stop())
-        self.loop.close()
+        if self.own_loop:
+            self.loop.close()
 
 
 async def make_wire(folder, **options):
