@@ -333,8 +333,8 @@ class AgentGenerator(GeneratorInterface):
             made = trajectory_of(graph, outcome, self.rule, end_token=self.chat.end_token, seconds=seconds)
         if len(made.rows) > 1 and not self.generator_cfg.step_wise_trajectories:
             raise DataError(
-                f"trajectory {id.to_string()} has {len(made.rows)} rows, as its agent forked or edited its history: set"
-                " generator.step_wise_trajectories=true, or let the generator's rule be 'final'"
+                f"trajectory {id.to_string()} has {len(made.rows)} rows, as its agent forked or edited its history:"
+                " set generator.step_wise_trajectories=true, or let the generator's rule be 'final'"
             )
         if log is not None:
             await log.finished(id, made)
