@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from uuid import uuid4
 
 from skyrl_megatron.agents.gateway import Access, Gateway, OpenTrajectory
-from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule, trajectory_of
+from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
@@ -203,8 +203,9 @@ class AgentGenerator(GeneratorInterface):
 
     agent: ClassVar[Any]
     """An :data:`Agent`: a :class:`CommandAgent`, a method, or a function as a ``staticmethod``."""
-    rule: ClassVar[str | Rule] = "all"
-    """Which paths are trained on (:data:`~skyrl_megatron.agents.rows.RULES`)."""
+    rule: ClassVar[Any] = "all"
+    """Which paths are trained on: a name of :data:`~skyrl_megatron.agents.rows.RULES`, or a function
+    (:data:`~skyrl_megatron.agents.rows.Rule`)."""
     timeout_s: ClassVar[float] = 3600.0
     """Time limit of a trajectory."""
     parallel: ClassVar[int] = 1024
@@ -215,8 +216,8 @@ class AgentGenerator(GeneratorInterface):
     """vLLM's parser of tool calls."""
     reasoning_parser: ClassVar[str | None] = None
     """vLLM's parser of thinking. None: thinking is a part of the text."""
-    folder: str | Path | None = None
-    """Folder of the log of calls; None: a temporary one, so that calls do not outlive the process."""
+    log_folder: str | Path | None = None
+    """Folder of the log of calls; a run sets it. None: a temporary one, so that calls do not outlive the process."""
 
     def __init__(
         self,
@@ -288,10 +289,10 @@ class AgentGenerator(GeneratorInterface):
             chat_template=self.chat.template,
             adapters=self.adapters,
         )
-        if self.folder is None:
+        if self.log_folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="agent-calls-")
-        folder = Path(self.folder or self._temporary.name)
-        secret = endpoint_token(folder / "secret") if self.folder else secrets.token_urlsafe(32)
+        folder = Path(self.log_folder or self._temporary.name)
+        secret = endpoint_token(folder / "secret") if self.log_folder else secrets.token_urlsafe(32)
         gateway = Gateway(
             self.client,
             wire,
@@ -330,7 +331,7 @@ class AgentGenerator(GeneratorInterface):
             outcome = await self._outcome(task, opened)
             graph = await running.gateway.close(name)
             seconds = time.perf_counter() - started
-            made = trajectory_of(graph, outcome, self.rule, end_token=self.chat.end_token, seconds=seconds)
+            made = trajectory_of(graph, outcome, type(self).rule, end_token=self.chat.end_token, seconds=seconds)
         if len(made.rows) > 1 and not self.generator_cfg.step_wise_trajectories:
             raise DataError(
                 f"trajectory {id.to_string()} has {len(made.rows)} rows, as its agent forked or edited its history:"

@@ -490,7 +490,8 @@ class _KeyGuard(Guard):
         answer.waiting += 1
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
-            await asyncio.wait([answer.done, gone], return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [answer.done, gone]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if answer.done.done() and not gone.done():
                 status, content_type, content = answer.done.result()
                 await Response(content, status, media_type=content_type)(scope, receive, send)

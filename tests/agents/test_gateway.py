@@ -274,3 +274,32 @@ def test_a_new_process_continues_with_the_log(setting, tmp_path):
         assert not made.open("other").graph.calls
     finally:
         made.close()
+
+
+def test_a_client_that_drops_thinking_continues_with_it(setting, tmp_path):
+    """The library returns the text only; the prompt of the next call has the sampled thinking nevertheless."""
+    from tests.agents.wires import make_wire
+
+    wire = setting.loop(make_wire(setting.folder, reasoning_parser="qwen3"), 300)
+    made = Setting(setting.folder, tmp_path / "log", wire, client=setting.client)
+    try:
+        for name, agent_of in WIRES.items():
+            if name == "completions":
+                continue
+            for stream in (False, True):
+                setting.client.say = ["<think>Hidden.</think>Said.", "<think>More.</think>Done."]
+                trajectory = made.open()
+                agent = agent_of(trajectory.access)
+                assert agent.ask(stream=stream) == ("Said.", [])
+                if name == "messages":
+                    said = [block for block in agent.messages[-1]["content"] if block["type"] == "text"]
+                    agent.messages[-1]["content"] = said
+                if name == "responses":
+                    agent.items = [item for item in agent.items if item.get("type") != "reasoning"]
+                agent.reply("And 5?")
+                agent.ask(stream=stream)
+                first, second = trajectory.graph.calls
+                assert second.parent is first and not second.text_only
+                assert "Hidden." in setting.client.tokenizer.decode(second.prompt_ids)
+    finally:
+        made.close()

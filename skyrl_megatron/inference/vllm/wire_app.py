@@ -141,7 +141,7 @@ class WireApp:
         engine = _NoEngine(config)
         app = build_app(args, ("generate",), model_config)
         guard_templates()
-        await init_app_state(engine, app.state, args, ("generate",))  # type: ignore[arg-type]
+        await init_app_state(engine, app.state, args, ("generate",))
         renderer = app.state.online_renderer
         renderer.__class__ = _SplicingRenderer
         return cls(app, model_config.max_model_len)
