@@ -27,13 +27,22 @@ NAMES = ("add", "look_up")
 
 def write_folder(folder: Path) -> Path:
     """A model folder without weights: configuration, tokenizer, the template above."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     from tests.support.tiny_models import _SIZES, TINY, write_tokenizer
 
-    sizes = {**_SIZES, **TINY["qwen3"], "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 8192}
+    sizes = {
+        **_SIZES,
+        **TINY["qwen3"],
+        "vocab_size": 600,
+        "architectures": ["Qwen3ForCausalLM"],
+        "max_position_embeddings": 8192,
+    }
     AutoConfig.for_model("qwen3", **sizes).save_pretrained(folder)
     write_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(folder)
     set_template(folder)
     return folder
 
@@ -82,12 +91,15 @@ class Scripted:
         return Generation(ids, logprobs, reason, [("3", 0, len(ids))])
 
     def tokens_of(self, text):
-        """Token ids that are not those the tokenizer would choose: it would merge bytes."""
+        """Token ids that are not those the tokenizer would choose: the first ones are single bytes."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        at = self.rng.randrange(len(ids) + 1)
-        parts = text[: len(self.tokenizer.decode(ids[:at]))], text[len(self.tokenizer.decode(ids[:at])) :]
-        bytewise = [self.tokenizer.encode(each, add_special_tokens=False) for each in parts[0]]
-        return [*(token for each in bytewise for token in each), *self.tokenizer.encode(parts[1])]
+        at, added = self.rng.randrange(len(ids) + 1), self.tokenizer.get_added_vocab().values()
+        pieces = self.tokenizer.convert_ids_to_tokens(ids)
+        split = [
+            [id] if id in added else self.tokenizer.convert_tokens_to_ids(list(piece))
+            for id, piece in zip(ids, pieces, strict=True)
+        ]
+        return [*(token for each in split[:at] for token in each), *ids[at:]]
 
 
 def random_answer(rng):

@@ -29,6 +29,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import merge_kwargs, renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -115,7 +116,8 @@ class WireApp:
         adapters: Sequence[str] = (),
     ) -> WireApp:
         """Read the folder's configuration and tokenizer. ``chat_template``: Jinja text; None: the tokenizer's.
-        ``adapters``: further names of models that are served. Raises EngineError for an unknown parser."""
+        ``adapters``: further names of models that are served. Raises EngineError for an unknown parser, or one that
+        lacks a package."""
         arguments = ["--model", folder, "--served-model-name", served_model_name, *adapters, "--disable-fastapi-docs"]
         if max_model_len is not None:
             arguments += ["--max-model-len", str(max_model_len)]
@@ -124,6 +126,11 @@ class WireApp:
                 raise EngineError(f"tool_call_parser={tool_call_parser}: use one of {', '.join(known)}")
             arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool_call_parser]
         if reasoning_parser is not None:
+            try:
+                ReasoningParserManager.get_reasoning_parser(reasoning_parser)
+            except (KeyError, ImportError) as error:
+                registered = ", ".join(ReasoningParserManager.list_registered())
+                raise EngineError(f"reasoning_parser={reasoning_parser}: {error}; use one of {registered}") from error
             arguments += ["--reasoning-parser", reasoning_parser]
         if chat_template is not None:
             arguments += ["--chat-template", chat_template]
