@@ -4,8 +4,8 @@
 
 Random weights with the released widths, 128 experts and the released vocabulary; GRPO with a KL reference, 32 prompts
 with 8 answers of 512 tokens each; trainer, reference and engine take turns on the GPU. What is printed is of the last
-step, as ``metrics.jsonl`` has it. Needs vLLM and Ray. Without a GPU it says so and ends; ``--smoke`` is a small model
-and few tokens, which runs on a CPU with ``trainer.placement.colocate_all=false``.
+step, as ``metrics.jsonl`` has it. Needs Ray; without vLLM an engine over transformers samples. Without a GPU it says
+so and ends; ``--smoke`` is a small model and few tokens, which runs on a CPU.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def main() -> int:
 def measure(args: argparse.Namespace, folder: Path) -> int:
     """Write model and data, run, and print the last step."""
     from benchmarks.gpu_train import QWEN3_30B_A3B, TINY, write_model
+    from tests.gpu import installed
 
     config = QWEN3_30B_A3B | (TINY if args.smoke else {}) | {"num_hidden_layers": args.layers}
     config |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
@@ -120,6 +121,7 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
         "generator.inference_engine.gpu_memory_utilization": 0.6,
         "generator.inference_engine.max_num_seqs": 256,
         "generator.inference_engine.enforce_eager": "false",
+        **installed.run_settings(),
     }
     arguments = [f"{key}={value}" for key, value in keys.items()] + args.overrides
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}

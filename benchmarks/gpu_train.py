@@ -124,6 +124,7 @@ def main() -> None:
         "tokens_per_s": round(int(batch.lengths.sum()) / (seconds["forward_backward"] + seconds["optim_step"])),
         **rates(engine, batch, seconds, time_components(engine, batch)),
         "peak_memory_GiB": round(device.peak_memory_bytes() / 2**30, 1),
+        "peak_reserved_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 1) if device.has_cuda() else None,
     }
     print(json.dumps(report, indent=2))
 

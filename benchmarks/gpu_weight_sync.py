@@ -11,6 +11,7 @@ GPU it says so and ends; ``--transport gloo --layers 0`` tries the script itself
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import sys
@@ -136,6 +137,14 @@ def main() -> None:
     print(f"a tensor costs both sides     {slope * 1e6:8.2f} µs (wanted: 2)")
     pipe.send(None)
     process.join(10)
+    report = {
+        "GB": nbytes / 1e9,
+        "GB_per_s": nbytes / seconds / 1e9,
+        "of_device_copy": copy / seconds,
+        "checksums_of_one_side": sums / seconds,
+        "us_per_tensor": slope * 1e6,
+    }
+    print(json.dumps({name: round(value, 3) for name, value in report.items()}, indent=2))
 
 
 if __name__ == "__main__":

@@ -268,8 +268,8 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=None, help="default: the product's")
     args = parse(parser, rounds=1)
 
-    from benchmarks.weight_sync_on_paper import seconds as on_paper
     from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+    from skyrl_megatron.weight_sync.sync_time import SyncSizes, over_network
     from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
     from tests.support.tiny_models import write_tiny_model
 
@@ -307,7 +307,12 @@ def main() -> None:
     floor, beyond = max(raw, found["packing"]), found["receiver by the plan"] - found["memory of load only"]
     print(f"by the plan against raw, packing  {found['plan'] / floor:7.2f} × (wanted: at most 1.3)")
     print(f"by the plan against load only     {found['plan'] / found['load only']:7.2f} × (wanted: below 1)")
-    paper = on_paper(nbytes, nbytes, nbytes / raw, found["packing"], fixed["plan"] - fixed["packing"], bucket_bytes)
+    paper = over_network(
+        SyncSizes(nbytes, nbytes, 0, bucket_bytes),
+        nbytes / raw,
+        nbytes / found["packing"],
+        fixed["plan"] - fixed["packing"],
+    ).total
     print(f"shared memory against load only   {found['shared'] / found['load only']:7.2f} × (wanted: at most 1)")
     print(f"by the plan against a paper model {found['plan'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
     print(f"  bytes received                  {found['plan bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")

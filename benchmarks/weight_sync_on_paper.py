@@ -4,25 +4,25 @@
 
 What is counted: the bytes that each engine worker needs (experts by expert or tensor parallelism, attention,
 embeddings and the output layer by tensor parallelism, routers, norms and what MLA keeps whole on each), the bytes that
-the busiest trainer rank sends, packing, and a fixed cost. What is assumed: ``--efficiency`` of the line rate, copies
-of 1 TB/s on a GPU, 20 ms. ``weight_sync.py`` prints what the same formula says of its own machine beside what it
-measured there.
+the busiest trainer rank sends, packing, and a fixed cost (``weight_sync/sync_time.py``). What is assumed:
+``--efficiency`` of the line rate, copies of 1 TB/s on a GPU and of 83 GB/s through shared memory, 20 ms.
+``weight_sync.py`` prints what the same formula says of its own machine beside what it measured there.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-BUSIEST = 1.008
-"""What the busiest rank sends, to the average (``reshard_plan.py``)."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from skyrl_megatron.weight_sync.sync_time import BUSIEST, SyncSizes, on_shared_gpus, over_network, share_away
+
 BF16 = 2
-
-
-def seconds(received: float, sent: float, rate: float, packing: float, fixed: float, bucket_bytes: int) -> float:
-    """Return the seconds of a sync: bytes that a worker receives and a rank sends, bytes/s, seconds of packing, and of
-    what depends on no size. Receiving and packing overlap; a first bucket is filled and a last one packed alone."""
-    return fixed + max(received / rate, sent / rate, packing) + 2 * bucket_bytes / rate
+PACKING = 1e12
+"""Bytes/s of copies into and out of buckets."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,6 @@ COLOCATED = {  # GPUs, nodes, tensor parallelism, pipeline stages of an engine, 
 """As the recipes have it: trainer and engines on the same GPUs, ranks exchange what is for the engines on theirs."""
 SHARED_BUCKET = 64 << 20
 """Bytes of a bucket there (``weight_bucket_sizes`` in ``config/roles.py``)."""
-COPIES = 4
-"""Of each byte within a GPU's memory: into a bucket, into the neighbour's, read by the worker, to its place."""
-
-
-def exchange(received: float, nodes: int, replicas: int, rate: float, bucket_bytes: int) -> tuple[float, float, float]:
-    """Return the seconds of the network, of copies, and of what depends on no size, of a sync in which ranks exchange
-    weights. A rank sends as much as it receives, both at once; what replicas within the node hold crosses NVLink."""
-    away = received * max(1 - replicas / nodes, 0) if replicas > 1 else received * (1 - 1 / nodes)
-    rounds = away / (bucket_bytes / 2)
-    return away / rate, COPIES * received / 1e12, 0.02 + rounds * 0.2e-3 + 2 * bucket_bytes / rate
 
 
 def main() -> None:
@@ -114,9 +104,9 @@ def main() -> None:
         workers = engines * max(tensor, expert)
         received = shape.of_worker(tensor, expert) * BF16
         sent = received * workers / ranks * BUSIEST
-        routed = seconds(received, sent, rate, received / 1e12, 0.02, bucket_bytes)
+        routed = over_network(SyncSizes(received, sent, 0, bucket_bytes), rate, PACKING).total
         whole = shape.of_worker(1, 1) * BF16
-        for_all = seconds(whole, whole / ranks, rate, whole / 1e12, 0.02, bucket_bytes)
+        for_all = over_network(SyncSizes(whole, whole / ranks, 0, bucket_bytes), rate, PACKING).total
         print(
             f"{name:24s}{shape.of_worker(1, 1) / 1e9:9.0f} B {ranks:8d} {workers:8d} {received / 1e9:6.1f} GB "
             f"{sent / 1e9:5.1f} GB {routed:8.2f} s {for_all:8.2f} s"
@@ -126,9 +116,10 @@ def main() -> None:
     print(f"{'':24s}  GPUs   nodes   received   network   copies    fixed      all   wanted")
     for name, (gpus, nodes, tensor, stages, replicas, wanted) in COLOCATED.items():
         received = MODELS[name].of_worker(tensor, tensor) * BF16 / stages
-        parts = exchange(received, nodes, replicas, rate, SHARED_BUCKET)
-        terms = "".join(f"{part:7.2f} s" for part in parts)
-        print(f"{name:24s}{gpus:6d} {nodes:7d} {received / 1e9:7.1f} GB {terms} {sum(parts):6.2f} s  {wanted:g} s")
+        sizes = SyncSizes(received, received, 0, SHARED_BUCKET, share_away(nodes, replicas))
+        took = on_shared_gpus(sizes, rate)
+        terms = "".join(f"{part:7.2f} s" for part in (took.network, took.copies, took.fixed))
+        print(f"{name:24s}{gpus:6d} {nodes:7d} {received / 1e9:7.1f} GB {terms} {took.total:6.2f} s  {wanted:g} s")
 
 
 if __name__ == "__main__":

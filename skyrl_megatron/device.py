@@ -26,6 +26,9 @@ NCCL = "nccl"
 GLOO = "gloo"
 """Configuration value of the CPU backend."""
 
+ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the options of torch's allocator, newest name first."""
+
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -61,16 +64,27 @@ def driver_gpu_bytes() -> int | None:
 
     None if there is no GPU or nvidia-smi fails.
     """
+    sizes = [int(line) for line in _of_driver("memory.total") if line.isdigit()]
+    return min(sizes) << 20 if sizes else None
+
+
+def driver_gpu_name() -> str | None:
+    """Return the name of this machine's GPUs. None if they differ, if there are none, or if nvidia-smi fails."""
+    names = set(_of_driver("name"))
+    return names.pop() if len(names) == 1 else None
+
+
+def _of_driver(field: str) -> list[str]:
+    """Return a field of nvidia-smi for each GPU; [] if there is no GPU or nvidia-smi fails."""
     command = shutil.which("nvidia-smi")
     if command is None or not driver_gpu_count():
-        return None
-    asked = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return []
+    asked = [command, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         run = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in run.stdout.split() if line.isdigit()]
-    return min(sizes) << 20 if run.returncode == 0 and sizes else None
+        return []
+    return [line.strip() for line in run.stdout.splitlines()] if run.returncode == 0 else []
 
 
 def compiler_environment() -> dict[str, str]:
@@ -190,7 +204,7 @@ def fixed_segments() -> Iterator[None]:
     """
     import torch
 
-    options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    options = next(filter(None, map(os.environ.get, ALLOCATOR_OPTIONS)), "")
     fixed = re.sub(r"(?i)(expandable_segments\s*:\s*)(true|1)\b", r"\1False", options)
     if fixed == options:
         yield

@@ -127,6 +127,14 @@ class RequestError(EngineError, ValueError):
     """A request that no engine can serve: its token ids, length or sampling parameters are invalid."""
 
 
+class SandboxError(SkyRLMegatronError):
+    """A sandbox cannot start, or failed. The attempt in it says nothing about the agent: it is no sample."""
+
+
+class SandboxLimitError(SandboxError):
+    """A limit of the sandbox ended it as a whole, because of what ran in it. This is a failure of the agent."""
+
+
 class WeightSyncError(SkyRLMegatronError):
     """The weights of an engine cannot be verified to equal those of the trainer."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -168,6 +169,8 @@ class _Ending:
                 signal.pthread_kill(threading.main_thread().ident or 0, self.number)
                 lost = 0
             if time.monotonic() > deadline:
+                if faulthandler.is_enabled():  # PYTHONFAULTHANDLER=1: show what each thread waits for
+                    faulthandler.dump_traceback()
                 kill_descendants()
                 os.write(2, f"interrupted; killed the processes that did not end within {END_S:g} s\n".encode())
                 os._exit(exit_code(self.number))

@@ -115,9 +115,13 @@ def _path(cls: Callable[..., Any]) -> str:
 
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
+SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
+SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 
 register_generator = GENERATORS.register
+register_sampler = SAMPLERS.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
+register_sandbox = SANDBOXES.register

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from skyrl_megatron import hub
+from skyrl_megatron import device, hub
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import EngineError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.fleet import package_versions
@@ -217,6 +217,7 @@ def _serve_in(options: argparse.Namespace, more: Sequence[str], stop: threading.
         max_model_len=options.max_model_len or required["max_model_len"],
         max_num_seqs=options.max_num_seqs,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=not device.has_cuda(),
         distributed_executor_backend="mp",
         served_model_name=required["served_model_name"],
         log_file=log,

@@ -132,7 +132,8 @@ def fetch(group: str, folder: Path, versions: dict[str, str]) -> None:
         "vllm": ["vllm"],
     }[group]
     wanted = [f"{name}=={versions[name]}" for name in names]
-    _uv("pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wanted)
+    # copies: links to the cache would be changed with what is changed here
+    _uv("pip", "install", "--quiet", "--no-deps", "--link-mode", "copy", "--target", str(folder), *wanted)
     if group == "te":
         _te_source(folder, versions)
     for path in LEFT_OUT[group]:

@@ -34,6 +34,8 @@ class Hardware:
     """Memory of one node in bytes; None: unknown."""
     lockable_bytes: int | None = None
     """Bytes that a process may register with RDMA cards; None: no limit, or unknown."""
+    gpu: str | None = None
+    """The type of its GPUs, a key of :data:`GPU_TYPES`; None: unknown, or GPUs differ."""
     elsewhere: bool = False
     """True for other machines than this one: those of ``--check=NODESxGPUS``, or of a cluster."""
 
@@ -51,7 +53,10 @@ class Hardware:
 def local_hardware() -> Hardware:
     """Return this machine as one node. A run in a cluster uses ``cluster_hardware`` of ``entrypoints/command.py``."""
     gpus = device.driver_gpu_count()
-    return Hardware(gpus, 1, device.driver_gpu_bytes(), own_memory(), lockable_bytes()) if gpus else Hardware(0, 1)
+    if not gpus:
+        return Hardware(0, 1)
+    kind = gpu_type(device.driver_gpu_name() or "")
+    return Hardware(gpus, 1, device.driver_gpu_bytes(), own_memory(), lockable_bytes(), kind)
 
 
 def rdma_cards(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
@@ -85,8 +90,54 @@ def own_memory() -> int:
     return min(found)
 
 
-GPUS = {"a100": 81920, "h20": 97871, "h100": 81559, "h200": 143771, "b200": 183359, "b300": 275040}
-"""GPU names that ``--gpu`` accepts → memory in MiB, as nvidia-smi reports it."""
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """Published peaks of one GPU in a server with eight of them. Bytes per second are of one direction."""
+
+    flops: float
+    """Dense bf16 FLOP/s."""
+    memory: float
+    """Bytes/s of its memory."""
+    nvlink: float
+    """Bytes/s to the GPUs of its node."""
+    network: float
+    """Bytes/s to other nodes: one network card per GPU, 400 Gbit/s in servers of Hopper."""
+    host: float
+    """Bytes/s to host memory."""
+    fp8: float | None = None
+    """Dense 8-bit FLOP/s; None: no such units."""
+    fp32: float = 67e12
+    """FLOP/s of fp32 without tensor cores."""
+    mib: int | None = None
+    """Memory in MiB, as nvidia-smi reports it; None: ``--gpu`` does not accept the name."""
+
+
+GPU_TYPES = {
+    "A100": GpuType(312e12, 2.039e12, 300e9, 25e9, 32e9, None, 19.5e12, 81920),
+    "H20": GpuType(148e12, 4.0e12, 450e9, 50e9, 64e9, 296e12, 44e12, 97871),
+    "H100": GpuType(989.4e12, 3.35e12, 450e9, 50e9, 64e9, 1978.9e12, 67e12, 81559),
+    "H100 PCIe": GpuType(756.5e12, 2.0e12, 300e9, 25e9, 64e9, 1513e12, 51e12),
+    "H100 NVL": GpuType(835.5e12, 3.9e12, 300e9, 50e9, 64e9, 1671e12, 60e12),
+    "H200": GpuType(989.4e12, 4.8e12, 450e9, 50e9, 64e9, 1978.9e12, 67e12, 143771),
+    "H200 NVL": GpuType(835.5e12, 4.8e12, 450e9, 50e9, 64e9, 1671e12, 60e12),
+    "B200": GpuType(2250e12, 7.7e12, 900e9, 50e9, 64e9, 4500e12, 75e12, 183359),
+    "B300": GpuType(2250e12, 8.0e12, 900e9, 100e9, 128e9, 4500e12, 75e12, 275040),
+    "GB200": GpuType(2450e12, 8.0e12, 900e9, 50e9, 225e9, 4900e12, 80e12),
+    "GB300": GpuType(2450e12, 8.0e12, 900e9, 100e9, 225e9, 4900e12, 80e12),
+    "L40S": GpuType(362e12, 0.864e12, 32e9, 25e9, 32e9, 733e12, 91.6e12),
+}
+"""Peaks from the vendors' data sheets, for SXM parts unless the name says otherwise. PCIe and NVL parts have lower
+clocks or fewer cores."""
+
+GPUS = {name.lower(): kind.mib for name, kind in GPU_TYPES.items() if kind.mib is not None}
+"""GPU names that ``--gpu`` accepts → memory in MiB."""
+
+
+def gpu_type(name: str) -> str | None:
+    """Return the longest key of :data:`GPU_TYPES` that occurs in a device's name, by torch or nvidia-smi; None if
+    none does."""
+    return max((key for key in GPU_TYPES if key in name), key=len, default=None)
+
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

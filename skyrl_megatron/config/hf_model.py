@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of ``config.json`` that hold the number of experts of a layer, by family."""
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
 ENGINE_KWARGS = "generator.inference_engine.engine_init_kwargs"
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -77,6 +78,11 @@ def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:
         latent_rows=tuple(rows for rows in latent if rows) if hf.get("kv_lora_rank") else (),
         delta_net_heads=_first(hf, "linear_num_key_heads"),
     )
+
+
+def experts_per_token(hf: Mapping[str, Any]) -> int:
+    """Return the number of routed experts per token; 0 for a dense model. ``hf``: with transformers' defaults."""
+    return _first(hf, *_EXPERTS_PER_TOKEN)
 
 
 def kv_bytes_per_token(hf: Mapping[str, Any], dtype: str, *, tp: int = 1, pp: int = 1) -> int:

@@ -27,6 +27,7 @@ _ON_CPU: dict[str, tuple[object, str | None]] = {
     # key → (value on CPU, why the usual default is impossible on CPU; None: it is possible if the user sets it)
     "generator.inference_engine.weight_sync_backend": (device.GLOO, "needs GPUs"),
     "generator.inference_engine.model_dtype": ("float32", None),
+    "generator.inference_engine.enforce_eager": (True, None),
     "trainer.bf16": (False, None),
     "trainer.flash_attn": (False, "needs GPUs"),
     "trainer.deterministic": (True, None),
@@ -56,7 +57,6 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
         if hardware.is_cpu and chosen == default_of(type(section), name) and impossible:
             fix = f"{impossible}: remove this key (its default on CPU is {str(value).lower()}), or run on GPUs"
             problems.append(Problem(key, chosen, fix))
-    fill(cfg, "trainer.policy.megatron_config.empty_cuda_cache", cfg.trainer.placement.colocate_all)
     derive(cfg)  # roles whose layout is copied from the policy
     return problems
 

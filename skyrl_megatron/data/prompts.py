@@ -1,4 +1,4 @@
-"""The prompt dataset, and a loader whose order a resumed run continues exactly.
+"""The prompt dataset.
 
 A row is ``{prompt: chat messages, env_class, reward_spec, extra_info, …}``.
 """
@@ -6,18 +6,18 @@ A row is ``{prompt: chat messages, env_class, reward_spec, extra_info, …}``.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
+from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.data.tokenizer import render, require_template
-from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
+from skyrl_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ class PromptDataset:
             require_prompts(source, name, prompt_key)
             require_known(source, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
         self.adapters = list(adapters)
-        self.rows: Rows = JoinedRows(sources)
+        self.names, self.rows = names, JoinedRows(sources)
         self.kept = self._short_enough(enough)
         self.num_filtered = 0 if enough is not None and len(self.kept) >= enough else len(self.rows) - len(self.kept)
         """Number of prompts dropped because they are too long."""
@@ -124,6 +124,11 @@ class PromptDataset:
         """Count the rows without ``reward_spec`` of each environment."""
         rows = self.rows.each([self.env_class_key, REWARD_SPEC])
         return Counter(row.get(self.env_class_key) or default for row in rows if not row.get(REWARD_SPEC))
+
+    @property
+    def sampled_rows(self) -> SampledRows:
+        """What a sampler knows of the rows."""
+        return SampledRows(self.rows, self.names, self.kept)
 
     @property
     def fingerprint(self) -> list[dict[str, Any]]:
@@ -242,125 +247,3 @@ def _as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
     rendered = {key: value for key, value in message.items() if value is not None}
     rendered.setdefault("content", None)
     return rendered
-
-
-class Items(Protocol):
-    """The dataset of a loader."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, item: int) -> Any: ...
-
-
-class PromptLoader:
-    """A loader whose iteration yields the remaining batches of the current epoch, then moves to the next epoch.
-
-    The order of an epoch depends only on ``seed`` and the number of the epoch, so the position is two numbers.
-    ``drop_last`` drops an incomplete last batch. Raises DataError if the dataset is smaller than one batch.
-    """
-
-    def __init__(
-        self, dataset: Items, batch_size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = True
-    ) -> None:
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
-        self.epoch = 0
-        """Epoch of the next batch, from 0."""
-        self.batch = 0
-        """Number of the next batch in its epoch, from 0."""
-        self._orders: dict[int, np.ndarray] = {}
-        if not len(self):
-            raise DataError(
-                f"{len(dataset)} prompts do not fill one batch of {batch_size}: lower trainer.train_batch_size, or"
-                " add prompts to data.train_data"
-            )
-
-    def __len__(self) -> int:
-        """Count the batches of an epoch."""
-        full, rest = divmod(len(self.dataset), self.batch_size)
-        return full + (0 if self.drop_last or not rest else 1)
-
-    def __iter__(self) -> Iterator[Any]:
-        order = self._order(self.epoch)
-        while self.batch < len(self):
-            rows = order[self.batch * self.batch_size : (self.batch + 1) * self.batch_size]
-            self.batch += 1
-            items = [self.dataset[int(row)] for row in rows]
-            yield getattr(self.dataset, "collate_fn", list)(items)
-        self.epoch, self.batch = self.epoch + 1, 0
-
-    def prompt(self, number: int) -> Any:
-        """Return the entry of prompt ``number``, counted from 0 over all epochs. Does not change the position."""
-        epoch, place = divmod(number, len(self) * self.batch_size)
-        if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
-            self._orders[epoch] = self._order(epoch)
-        items = [self.dataset[int(self._orders[epoch][place])]]
-        return getattr(self.dataset, "collate_fn", list)(items)[0]
-
-    def seek(self, number: int) -> None:
-        """Move to the batch that contains prompt ``number``, see :meth:`prompt`."""
-        self.epoch, self.batch = divmod(number // self.batch_size, len(self))
-
-    @property
-    def number(self) -> int:
-        """Number of the first prompt of the next batch, see :meth:`prompt`."""
-        return (self.epoch * len(self) + self.batch) * self.batch_size
-
-    @property
-    def finished_epochs(self) -> int:
-        """Number of epochs whose batches have all been used."""
-        return self.epoch + (self.batch == len(self))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader, the settings that determine its order, and fingerprints of the files."""
-        return {"epoch": self.epoch, "batch": self.batch, **self._identity(), "files": self._files}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Warns if the contents of files have changed.
-
-        Raises DataError if number of rows, batch size, seed, shuffle or drop_last differ.
-        """
-        warn_of_changes(state.get("files"), self._files)
-        for key, value in self._identity().items():
-            if state.get(key) != value:
-                raise DataError(
-                    f"the data loader has {key}={value}, but {key}={state.get(key)} in the checkpoint: resume with the"
-                    " same data, batch size and seed, or start with trainer.resume_mode=none"
-                )
-        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
-
-    @property
-    def _files(self) -> list[dict[str, Any]]:
-        return getattr(self.dataset, "fingerprint", [])
-
-    def _identity(self) -> dict[str, int | bool]:
-        return {
-            "rows": len(self.dataset),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
-
-    def _order(self, epoch: int) -> np.ndarray:
-        rows = len(self.dataset)
-        return np.random.default_rng([self.seed, epoch]).permutation(rows) if self.shuffle else np.arange(rows)
-
-
-def warn_of_changes(before: Sequence[Mapping[str, Any]] | None, now: Sequence[Mapping[str, Any]]) -> None:
-    """Warn if the fingerprints of data files differ from those in a checkpoint.
-
-    ``before`` is None for a checkpoint without fingerprints.
-    """
-    if before is None or list(before) == list(now):
-        return
-    known = [dict(file) for file in before]
-    changed = [file["name"] for file in now if dict(file) not in known]
-    changed += [file["name"] for file in before if file["name"] not in {each["name"] for each in now}]
-    what = f"{', '.join(changed)} changed" if changed else "the order of the data files changed"
-    warnings.warn(
-        f"{what} since the checkpoint was saved: the run continues at the same row numbers, which may be other rows",
-        SkyRLMegatronWarning,
-        stacklevel=3,
-    )

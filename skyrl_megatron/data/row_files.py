@@ -226,12 +226,13 @@ class JoinedRows(Rows):
 
     def __init__(self, sources: Sequence[Rows]) -> None:
         self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources]).tolist()
+        self.ends: list[int] = np.cumsum([len(source) for source in sources]).tolist()
+        """Number of the row after the last one of each source."""
         self.column_names = list(dict.fromkeys(name for source in sources for name in source.column_names))
         self.files = [file for source in sources for file in source.files]
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.ends[-1])
 
     def __getitem__(self, number: int) -> DatasetRow:
         source, row = self._source(range(len(self))[number])
@@ -248,8 +249,8 @@ class JoinedRows(Rows):
         return source.place(row)
 
     def _source(self, number: int) -> tuple[Rows, int]:
-        place = bisect_right(self._ends, number)
-        return self._sources[place], number - (self._ends[place - 1] if place else 0)
+        place = bisect_right(self.ends, number)
+        return self._sources[place], number - (self.ends[place - 1] if place else 0)
 
 
 def load_source(

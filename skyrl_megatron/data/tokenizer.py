@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
-
 _TRIAL = "What is 1 + 1?\n\té 汉"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_PANIC = "PanicException"  # of libraries in Rust: a BaseException, and no module has it
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -60,7 +60,9 @@ def load_tokenizer(
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.decode(tokenizer.encode(_TRIAL, add_special_tokens=False))  # reads all files
-    except Exception as error:  # tokenizers, sentencepiece and JSON raise various errors for damaged files
+    except BaseException as error:  # tokenizers, sentencepiece and JSON raise various errors for damaged files
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         raise ModelLoadError(
             f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; download it again"
         ) from error
@@ -76,7 +78,7 @@ def require_template(tokenizer: Any, template: str | None) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

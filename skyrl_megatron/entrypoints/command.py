@@ -141,8 +141,8 @@ def run_hardware() -> Hardware:
 def cluster_hardware(address: str) -> Hardware:
     """Return the hardware of the Ray cluster at ``address``, which a short-lived process asks for. Raises LaunchError.
 
-    If nodes differ, ``gpus_per_node`` is the maximum, and memory and lockable memory are the minimum over nodes with
-    GPUs. A size is None if a node does not report it.
+    If nodes differ, ``gpus_per_node`` is the maximum, memory and lockable memory are the minimum over nodes with GPUs,
+    and the type of GPU is None. A size is None if a node does not report it.
     """
     command = [sys.executable, "-m", "skyrl_megatron.workers.ray_setup", address]
     try:
@@ -159,6 +159,7 @@ def cluster_hardware(address: str) -> Hardware:
     with_gpus = [node for node in nodes if node["gpus"]]
     if not with_gpus:
         return Hardware(0, len(nodes), elsewhere=True)
+    kinds = {node.get("gpu") for node in with_gpus}
     gpu, host, lockable = ([int(node[name]) for node in with_gpus if node.get(name) is not None] for name in SIZES)
     return Hardware(
         max(node["gpus"] for node in with_gpus),
@@ -166,6 +167,7 @@ def cluster_hardware(address: str) -> Hardware:
         min(gpu) if len(gpu) == len(with_gpus) else None,
         min(host) if len(host) == len(with_gpus) else None,
         min(lockable, default=None),
+        kinds.pop() if len(kinds) == 1 else None,
         elsewhere=True,
     )
 

@@ -27,6 +27,7 @@ from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
+from skyrl_megatron.preflight.step_report import StepComparison
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
@@ -158,7 +159,7 @@ class BasePPOExp:
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
-        return self.get_trainer(
+        trainer = self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,
             tokenizer=self.tokenizer,
@@ -168,6 +169,8 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
+        trainer.on_paper = StepComparison(self.cfg, tracker.say)
+        return trainer
 
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the run's placement group, and create the engines in it."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.hardware import Hardware, read_size
+from skyrl_megatron.config.hardware import GPU_TYPES, Hardware, read_size
 from skyrl_megatron.config.parse import CHECK_OPTIONS, CHECK_SWITCHES
 from skyrl_megatron.entrypoints.command import run_command, run_hardware
 from skyrl_megatron.errors import ConfigError, Problem
@@ -70,11 +70,12 @@ def _options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _with_memory(machine: Hardware, options: Mapping[str, str]) -> Hardware:
-    """Replace the memory sizes of the machine by those that the options give."""
+    """Replace type and memory of the machine by those that the options give."""
     sizes: dict[str, Any] = {
         field: read_size(option, options[option]) for option, field in _SIZES.items() if option in options
     }
-    return dataclasses.replace(machine, **sizes)
+    name = options.get("--gpu", "").strip().upper()
+    return dataclasses.replace(machine, **sizes, gpu=name if name in GPU_TYPES else machine.gpu)
 
 
 def requested_hardware(argv: Sequence[str]) -> Hardware:

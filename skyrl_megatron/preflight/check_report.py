@@ -1,5 +1,5 @@
-"""The report of ``--check``: the verdict, then layout, parameters, memory and batch sizes. Starts neither Ray nor
-CUDA.
+"""The report of ``--check``: the verdict, then layout, parameters, memory, batch sizes and the time of a step.
+Starts neither Ray nor CUDA.
 
 Of a model it reads ``config.json`` only.
 """
@@ -18,9 +18,11 @@ from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, r
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.preflight import step_report
 from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
+from skyrl_megatron.preflight.memory_recompute import recomputation
 from skyrl_megatron.preflight.option_checks import NotChecked
 
 
@@ -59,6 +61,9 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
         yield from report_lines(Budget.of(cfg, tables, hardware))
         yield ""
     yield from _batch(cfg)
+    if set(tables) == set(active_roles(cfg)):
+        yield ""
+        yield from step_report.report_lines(cfg, tables, hardware)
 
 
 def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardware: Hardware) -> Iterator[str]:
@@ -73,11 +78,13 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     plan = table.plan
     moe, experts = plan.shape.moe, plan.shape.dims.get("E", 0)
     kind = f"{sum(moe)} of {len(moe)} layers with {experts} experts" if experts else f"{len(moe)} layers"
-    total, top_k = table.total(), int(plan.hf_config.get("num_experts_per_tok") or experts)
-    active = f", {table.active(top_k):,} active per token" if experts else ""
-    yield f"model: {plan.family.model_type}, {total:,} parameters{active}, {kind}"
+    active = f", {table.active(table.top_k):,} active per token" if experts else ""
+    yield f"model: {plan.family.model_type}, {table.total():,} parameters{active}, {kind}"
     yield from _topology(parallel, len(moe), experts)
-    yield from _memory(RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu))
+    own = RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu)
+    yield from _memory(own)
+    if own.trained:
+        yield f"  {recomputation(own)}"
     yield ""
 
 

@@ -17,7 +17,7 @@ from bridges.errors import BridgeError
 from bridges.files import read_json
 from skyrl_megatron.config.derive import is_data_file
 from skyrl_megatron.config.roles import active_roles
-from skyrl_megatron.errors import DataError, ModelLoadError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
 
@@ -156,11 +156,37 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from wrong
             if not names or len(rows) < len(names):
                 continue
+            if key == "data.train_data" and not wrong:
+                yield from _sampler(run, rows)
             if chat is not None and not wrong:
                 yield from _lengths(run, key, names, chat, needed)
             elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
                 yield _too_few(needed, f"{count} prompts")
     yield from _environments(run, named)
+
+
+def _sampler(run: PlannedRun, rows: Mapping[str, Rows]) -> Iterator[Problem]:
+    """Make the sampler of the prompts with all rows, and yield the problems of its options and of the data."""
+    from skyrl_megatron.data.row_files import JoinedRows
+    from skyrl_megatron.data.samplers import KEY, SampledRows, make_sampler
+    from skyrl_megatron.plugins import SAMPLERS
+
+    settings, trainer = run.cfg.data, run.cfg.trainer
+    chosen = settings.is_set("sampler") or settings.is_set("sampler_options")
+    if not chosen or list(SAMPLERS.problems(settings.sampler)):  # the name is reported already
+        return
+    found = SampledRows(JoinedRows(list(rows.values())), list(rows))
+    try:
+        sampler = make_sampler(
+            settings.sampler, settings.sampler_options, found, trainer.train_batch_size, trainer.seed
+        )
+    except ConfigError as error:
+        yield from error.problems
+    except DataError as error:
+        yield Problem(KEY, settings.sampler, str(error))
+    else:
+        if len(sampler) < trainer.train_batch_size <= len(found):
+            yield _too_few(trainer.train_batch_size, f"{len(sampler)} prompts of {KEY}={settings.sampler}")
 
 
 def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:

@@ -56,7 +56,10 @@ def _locked_memory(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 
 def memory(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield a problem for each phase that does not fit into memory, or what is unknown: memory sizes, the model."""
+    """Yield a problem for each phase that does not fit into memory, or what is unknown: memory sizes, the model.
+
+    ``recompute_granularity=auto`` is resolved in place.
+    """
     hardware = run.hardware
     if hardware.is_cpu or not run.training:
         return
@@ -67,6 +70,7 @@ def memory(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     if len(asked) == len(missing):
         return
     from skyrl_megatron.preflight.memory_budget import Budget, memory_problems, parameter_tables
+    from skyrl_megatron.preflight.memory_recompute import choose_recomputation
 
     try:
         tables = parameter_tables(run.cfg)
@@ -79,6 +83,8 @@ def memory(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         dims = model_dimensions(tables[role].plan.hf_config)
         if layout_problems(role_layout(run.cfg, role), dims):
             return  # reported already
+    if hardware.gpu_bytes is not None:
+        choose_recomputation(run.cfg, tables, hardware.gpu_bytes)
     yield from memory_problems(run.cfg, tables, Budget.of(run.cfg, tables, hardware))
 
 
@@ -220,7 +226,7 @@ def replay(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     from skyrl_megatron.trainer.rollout_replay import KEY, ReplayedRollouts
 
     try:
-        recorded = ReplayedRollouts(run.cfg, lambda number: {})
+        recorded = ReplayedRollouts(run.cfg, lambda number, uid: {})
         try:
             recorded.check(resumed_step(run.cfg))
         finally:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridges.rows import DELTA_NET, GatedQkv
+from skyrl_megatron.config.rules.exchange_rules import OVERLAP
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
 from skyrl_megatron.runtime.model.delta_rule import CHUNK
 
@@ -268,6 +270,8 @@ class Recompute:
         """Read the fields; ``enabled``: ``trainer.gradient_checkpointing``."""
         if not enabled or not kwargs.get("recompute_granularity"):
             return cls()
+        if kwargs["recompute_granularity"] == AUTO:
+            return cls() if kwargs.get(OVERLAP) else cls("full", "uniform")
         modules = frozenset(kwargs.get("recompute_modules") or ("core_attn",))
         return cls(
             kwargs["recompute_granularity"],

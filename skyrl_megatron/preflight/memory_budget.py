@@ -23,6 +23,7 @@ from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.roles import active_roles, adapter_configs, trains_draft
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.training_rules import longest_sequence, training_problems
+from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.preflight.memory_activations import IMBALANCE
 from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
@@ -189,11 +190,13 @@ def _knobs(
     yield _optimizer(cfg, hardware)
     yield _offload(cfg)
     yield _checkpoints(cfg)
+    yield _graphs(cfg)
 
 
 def _recomputation(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
     kwargs = cfg.trainer.policy.megatron_config.transformer_config_kwargs
-    if cfg.trainer.gradient_checkpointing and kwargs.get("recompute_granularity") == "full":
+    uniform = kwargs.get("recompute_granularity") == "full" and kwargs.get("recompute_method") == "uniform"
+    if cfg.trainer.gradient_checkpointing and (uniform or kwargs.get("recompute_granularity") == AUTO):
         return
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     settings: dict[str, Any] = {f"{_M}transformer_config_kwargs.recompute_{name}": v for name, v in full.items()}
@@ -275,6 +278,13 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
     key = f"{_M}async_dist_ckpt_save"
     if get_path(cfg, key):
         yield Adjustment({key: False}, 1)
+
+
+def _graphs(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
+    """No CUDA graphs in the engines."""
+    key = f"{_E}enforce_eager"
+    if not get_path(cfg, key):
+        yield Adjustment({key: True}, 3)
 
 
 NAMED_IN_MESSAGES = 4

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bridges.plan import Plan
 from bridges.quantisation import Quantisation
 from bridges.rules import Entry, local_shape, padded_rows
+from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
@@ -95,7 +96,7 @@ class ParameterTable:
         self._rows = [_Row(entry, frozenset(layers)) for entry, layers in found.values()]
         self.hf_config: dict[str, Any] = plan.family.config(plan.hf_config).to_dict()
         """config.json with transformers' defaults filled in."""
-        self.top_k = int(self.hf_config.get("num_experts_per_tok") or 0)
+        self.top_k = experts_per_token(self.hf_config)
         """Number of experts per token."""
         self.of_layers = {row.entry.name.partition("layers.")[2].partition(".")[2]: row.entry for row in self._rows}
         """Name within a layer → one tensor of that name."""

@@ -6,12 +6,14 @@ and samples further batches until a batch is full. ``replace`` (POLARIS) replace
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from skyrl_megatron.config import DynamicSamplingConfig
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.interface import GeneratorOutput, total_reward
-from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, select_rows
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
 
 Batch = tuple[GeneratorOutput, list[str]]
 """(rows, uid of each row)."""
@@ -108,12 +110,28 @@ def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bo
     ]
 
 
+def measured_rewards(output: GeneratorOutput, uids: list[str]) -> dict[str, list[float]]:
+    """Return the total rewards of the trajectories of each prompt by uid, without those whose environment failed or
+    whose reward is not finite. ``uids``: [rows] or, step-wise, [trajectories]."""
+    uids = row_uids(output, uids)
+    last = output.get("is_last_step") or [True] * len(uids)
+    errors = output.get("errors") or [None] * len(uids)
+    found: dict[str, list[float]] = {uid: [] for uid in uids}
+    for row, uid in enumerate(uids):
+        if last[row] and errors[row] is None and math.isfinite(reward := total_reward(output["rewards"][row])):
+            found[uid].append(reward)
+    return found
+
+
 def distinct_uids(names: list[list[str]]) -> list[str]:
-    """Join the uids of several batches. A prompt that occurs again in a later batch gets the uid ``UID#NUMBER``."""
+    """Join the uids of several batches. A prompt that occurs again gets the uid ``UID#NUMBER``."""
     seen: dict[str, int] = {}
     joined: list[str] = []
     for batch in names:
+        new: dict[str, str] = {}
         for uid in dict.fromkeys(batch):
-            seen[uid] = seen.get(uid, -1) + 1
-        joined += [f"{uid}#{seen[uid]}" if seen[uid] else uid for uid in batch]
+            plain = uid.partition("#")[0]
+            seen[plain] = seen.get(plain, -1) + 1
+            new[uid] = f"{plain}#{seen[plain]}" if seen[plain] else plain
+        joined += [new[uid] for uid in batch]
     return joined

@@ -9,6 +9,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
 from skyrl_megatron.config.roles import is_frozen, trains_draft
+from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
+from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
 from skyrl_megatron.runtime.lora.attach import Adapters, attach
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
+FUSED_GRADIENTS = "gradient_accumulation_fusion"
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 
 
@@ -44,7 +47,8 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     """Return the fields of ``TransformerConfig`` that the run sets; ``transformer_config_kwargs`` is applied last.
 
     ``trainer.gradient_checkpointing=false`` removes all recompute fields. Selective recomputation removes the fields
-    of full recomputation, because Megatron rejects the combination.
+    of full recomputation, because Megatron rejects the combination. ``gradient_accumulation_fusion`` is removed: it
+    would need apex in Megatron's own linear layers, and ``optimizer.fuse_gradients`` sets it in those that have it.
     """
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     fields: dict[str, Any] = {
@@ -63,10 +67,16 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     }
     fields |= {name: value for name, value in optional.items() if value is not None}
     fields |= megatron.transformer_config_kwargs
+    fields.pop(FUSED_GRADIENTS, None)
     if not cfg.trainer.gradient_checkpointing or is_frozen(role):
         fields = {name: value for name, value in fields.items() if name not in _RECOMPUTE}
     elif fields.get("recompute_granularity") == "selective":
         fields |= {"recompute_method": None, "recompute_num_layers": None}
+    elif fields.get("recompute_granularity") == AUTO:  # no preflight check has chosen
+        every = (None, None, None) if fields.get(OVERLAP) else ("full", "uniform", 1)
+        fields |= dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), every, strict=True))
+    if fields.get("moe_flex_dispatcher_backend") == HYBRID_EP:  # micro-batches of the ranks differ in length
+        fields.setdefault("moe_hybridep_pad_uneven_dispatch_inputs", True)
     return fields
 
 

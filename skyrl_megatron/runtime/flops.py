@@ -1,4 +1,4 @@
-"""FLOPs of a forward and a training pass, computed from the model configuration.
+"""FLOPs of a forward and a training pass, computed from the model configuration, by layer.
 
 GEMMs are counted, with two operations per multiply-add: attention projections and scores, dense MLPs, the experts a
 token is routed to, routers, gates of shared experts, and the head. Gated delta nets count as their recurrence, without
@@ -9,35 +9,21 @@ peak (PaLM, arXiv:2204.02311, appendix B).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from skyrl_megatron import device
+from skyrl_megatron.config.hardware import GPU_TYPES, gpu_type
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from bridges.family import MegatronModelConfig
     from skyrl_megatron.runtime.model.build import Head
-
-# Dense bf16 peak in FLOP/s from the vendors' data sheets, for SXM parts unless the name says otherwise. The longest
-# key that occurs in torch's device name is used. PCIe and NVL parts have lower clocks or fewer cores.
-_PEAK_BF16 = {
-    "A100": 312e12,
-    "H100": 989.4e12,
-    "H100 PCIe": 756.5e12,
-    "H100 NVL": 835.5e12,
-    "H200": 989.4e12,
-    "H200 NVL": 835.5e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "B300": 2250e12,
-    "GB200": 2450e12,
-    "GB300": 2450e12,
-    "L40S": 362e12,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +48,15 @@ class ModelFlops:
             flops += self.window_attention * (w * (w + 1) / 2 + (s - w) * self.window)
         return flops
 
+    def __add__(self, other: ModelFlops) -> ModelFlops:
+        """Add two parts of one model, which has one window."""
+        return ModelFlops(
+            self.linear + other.linear,
+            self.full_attention + other.full_attention,
+            self.window_attention + other.window_attention,
+            max(self.window, other.window),
+        )
+
     def training(self, lengths: np.ndarray) -> float:
         """Return the FLOPs of forward and backward over all sequences: backward costs twice the forward."""
         return 3.0 * float(self.forward(lengths).sum())
@@ -72,36 +67,77 @@ def model_flops(config: TransformerConfig, vocab_size: int, head: Head = "lm") -
 
     ``head``: a value head has one column in place of the vocabulary.
     """
-    parts = component_flops(config, vocab_size if head == "lm" else 1)
-    attention = parts["attention"]
-    return replace(attention, linear=sum(part.linear for part in parts.values()))
+    return sum(component_flops(config, vocab_size if head == "lm" else 1).values(), _NOTHING)
 
 
 def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, ModelFlops]:
     """Count FLOPs of ``attention`` (projections, scores), ``mlp`` (dense or experts, router, gate) and ``head``."""
-    from megatron.core.transformer.utils import is_layer_window_attention
+    attention, mlp = zip(*layer_flops(config), strict=True)
+    head = ModelFlops(2.0 * config.hidden_size * vocab_size, 0.0, 0.0, 0)
+    return {"attention": sum(attention, _NOTHING), "mlp": sum(mlp, _NOTHING), "head": head}
 
+
+def layer_flops(config: TransformerConfig) -> list[tuple[ModelFlops, ModelFlops]]:
+    """Count (attention or delta net, MLP) of each layer."""
     h = config.hidden_size
-    attention_linear, pair = _attention(config)
+    linear, pair = _attention(config)
     gated = 3 if config.gated_linear_unit else 2
     expert_rows = (config.moe_ffn_hidden_size or 0) * config.moe_router_topk
     moe = 2 * gated * h * (expert_rows + (config.moe_shared_expert_intermediate_size or 0))
     moe += 2 * h * ((config.num_moe_experts or 0) + config.moe_shared_expert_gate)
     dense = 2 * gated * h * config.ffn_hidden_size
     window = config.window_size[0] + 1 if config.window_size else 0
-    skips = config.window_attn_skip_freq
-    windowed = sum(is_layer_window_attention(config.window_size, skips, n + 1) for n in range(config.num_layers))
-    nets = sum(config.linear_attention_freq or ()) if config.experimental_attention_variant else 0
-    layers = config.num_layers - nets
-    linear = attention_linear * layers + _delta_net(config) * nets
-    if by_layer := getattr(config, "heads_by_layer", None):
+    nets = config.linear_attention_freq if config.experimental_attention_variant else None
+    by_layer, wider = getattr(config, "heads_by_layer", None), 0.0
+    if by_layer:
         more = by_layer.window_groups - config.num_query_groups
-        linear += windowed * 2.0 * h * more * (config.kv_channels + by_layer.value_size)
-    return {
-        "attention": ModelFlops(linear, pair * (layers - windowed), pair * windowed, window),
-        "mlp": ModelFlops(float(sum(moe if is_moe else dense for is_moe in _moe_pattern(config))), 0.0, 0.0, 0),
-        "head": ModelFlops(2.0 * h * vocab_size, 0.0, 0.0, 0),
-    }
+        wider = 2.0 * h * more * (config.kv_channels + by_layer.value_size)
+    found = []
+    for layer, is_moe in enumerate(_moe_pattern(config)):
+        if nets and nets[layer]:
+            attention = ModelFlops(_delta_net(config), 0.0, 0.0, 0)
+        elif _is_windowed(config, layer):
+            attention = ModelFlops(linear + wider, 0.0, pair, window)
+        else:
+            attention = ModelFlops(linear, pair, 0.0, 0)
+        found.append((attention, ModelFlops(float(moe if is_moe else dense), 0.0, 0.0, 0)))
+    return found
+
+
+_NOTHING = ModelFlops(0.0, 0.0, 0.0, 0)
+_DEFAULTS: dict[str, Any] = dict.fromkeys(
+    (
+        "gated_linear_unit",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "num_moe_experts",
+        "window_size",
+        "window_attn_skip_freq",
+        "linear_attention_freq",
+        "experimental_attention_variant",
+        "q_lora_rank",
+    )
+) | {"moe_router_topk": 2, "moe_shared_expert_gate": False, "attention_output_gate": False, "moe_layer_freq": 1}
+"""Megatron's defaults of the fields that the counts read and that a family may leave out."""
+
+
+def described_config(megatron: MegatronModelConfig) -> TransformerConfig:
+    """Return what the counts read of a ``TransformerConfig``, without importing Megatron: for ``--check``."""
+    fields = _DEFAULTS | megatron.transformer | megatron.attributes
+    fields.setdefault("ffn_hidden_size", 4 * fields["hidden_size"])
+    fields["multi_latent_attention"] = megatron.multi_latent_attention
+    return cast("TransformerConfig", SimpleNamespace(**fields))
+
+
+def _is_windowed(config: TransformerConfig, layer: int) -> bool:
+    """Return whether a layer, counted from 0, has a sliding window (``is_layer_window_attention`` of
+    megatron/core/transformer/utils.py)."""
+    skips = config.window_attn_skip_freq
+    if not config.window_size:
+        return False
+    if isinstance(skips, int):
+        return (layer + 1) % skips != 0
+    return skips is None or bool(skips[layer])
 
 
 def _attention(config: TransformerConfig) -> tuple[float, float]:
@@ -149,14 +185,20 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
+def device_type() -> str | None:
+    """Return the key of this device in ``GPU_TYPES``, ``""`` if it is not there; None for a CPU."""
+    return gpu_type(torch.cuda.get_device_name()) or "" if device.has_cuda() else None
+
+
 def peak_flops(given: float | None = None) -> float | None:
     """Return the dense bf16 peak of this device in FLOP/s: ``given``, else the published number; None if unknown."""
     if given is not None:
         return given
-    return peak_of(torch.cuda.get_device_name()) if device.has_cuda() else None
+    kind = device_type()
+    return GPU_TYPES[kind].flops if kind else None
 
 
 def peak_of(name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s of the device with torch's ``name``; None if the table lacks it."""
-    known = [key for key in _PEAK_BF16 if key in name]
-    return _PEAK_BF16[max(known, key=len)] if known else None
+    kind = gpu_type(name)
+    return None if kind is None else GPU_TYPES[kind].flops

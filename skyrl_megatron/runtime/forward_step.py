@@ -30,6 +30,7 @@ from skyrl_megatron.runtime.logprobs import (
     logprobs_of,
 )
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
+from skyrl_megatron.runtime.model.moe import routers_of
 from skyrl_megatron.runtime.model.mtp import DraftHead
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
@@ -167,9 +168,19 @@ class LogprobHead:
 class ForwardStep:
     """Forward pass of one micro-batch. Subclasses define what the last stage does with its output."""
 
-    def __call__(self, micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Closure]:
+    def __call__(
+        self, micro_batches: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Closure]:
+        """Return the chunk's output, or with ``return_schedule_plan`` the plan by which Megatron computes it while the
+        previous micro-batch's backward pass runs (``overlap_moe_expert_parallel_comm``)."""
         micro_batch = next(micro_batches)
-        output = model(**micro_batch.packed.model_arguments())
+        arguments = micro_batch.packed.model_arguments()
+        if return_schedule_plan:
+            for router in routers_of([model]):
+                router.planned_padding = micro_batch.packed.padding_mask
+            output = model.build_schedule_plan(**arguments)
+        else:
+            output = model(**arguments)
         self.passed(micro_batch)
         return output, partial(self.on_last_stage, micro_batch)
 

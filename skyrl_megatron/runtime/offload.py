@@ -11,6 +11,8 @@ request for 40 GB would take 64 GB. Pinning dozens of gigabytes takes more than 
 memory therefore includes the state that its first step allocates, and a run offloads everything once at its start
 (``RayPPOTrainer.build_models``). Gradients are zero between steps and are not copied. State that is on the host
 already (moments of a CPU-offloaded optimizer) is not moved.
+Copies run on their own stream: back to the device while the model computes; of the optimizer to the host from the end
+of a rank's last step (:meth:`Offload.start`) until other processes need the memory.
 Without a GPU the same code frees host memory, except storages that NumPy shares for a checkpoint or an export.
 
 To copy the policy's weights to the reference, source ranks gather a bucket of weights at a time
@@ -186,7 +188,7 @@ class ShardReceiver:
 
 @dataclass(slots=True)
 class _FreedStorage:
-    """A storage whose device memory is freed."""
+    """A storage whose device memory is freed, or will be once its bytes are on the host."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -205,6 +207,7 @@ class Offload:
         self._chunks, self._optimizers = chunks, optimizers
         self._host = {part: HostMemory() for part in PARTS}
         self._emptied: dict[Part, list[_FreedStorage]] = {}
+        self._leaving: dict[Part, tuple[list[_FreedStorage], Callable[[], None]]] = {}
         self._arriving: dict[Part, Any] = {}  # CUDA events
         self._stream: Any = None
 
@@ -226,26 +229,38 @@ class Offload:
         return sum(memory.nbytes for memory in self._host.values())
 
     @torch.no_grad()
-    def offload(self, parts: Iterable[Part]) -> None:
-        """Move ``parts`` to the host, unless they are offloaded already; return when their device memory is free."""
+    def start(self, parts: Iterable[Part]) -> None:
+        """Start to copy ``parts`` to the host, after the work queued so far.
+
+        :meth:`offload` frees their memory, unless :meth:`onload` or :meth:`wait` comes first, one of which precedes
+        every change of them.
+        """
         for part in PARTS:
-            if part not in parts or part in self._emptied:
+            if part not in parts or part in self._emptied or part in self._leaving:
                 continue
             self.wait(part)
             self._host[part].rewind()
-            emptied = []
+            leaving = []
             with self._copying():
                 for storage in self._storages(part):
                     copies = [] if part == "gradients" else self._host[part].pieces(storage.nbytes())
                     for source, target in _pairs(storage, copies):
                         target.copy_(source, non_blocking=True)
-                    emptied.append(_FreedStorage(storage, storage.nbytes(), copies))
+                    leaving.append(_FreedStorage(storage, storage.nbytes(), copies))
+                self._leaving[part] = leaving, device.mark()
             if part == "optimizer":
                 self._host[part].pieces(sum(map(pending_state_bytes, self._optimizers)))
-            device.synchronize()
-            for each in emptied:
-                each.storage.resize_(0)
-            self._emptied[part] = emptied
+
+    @torch.no_grad()
+    def offload(self, parts: Iterable[Part]) -> None:
+        """Move ``parts`` to the host, unless they are offloaded already; return when their device memory is free."""
+        self.start(parts)
+        for part in PARTS:
+            if part in parts and part in self._leaving:
+                self._emptied[part], copied = self._leaving.pop(part)
+                copied()
+                for each in self._emptied[part]:
+                    each.storage.resize_(0)
         device.empty_cache()
 
     @torch.no_grad()
@@ -253,6 +268,8 @@ class Offload:
         """Start to copy offloaded ``parts`` back to the device; :meth:`wait` completes it."""
         for part in PARTS:
             if part not in parts or part not in self._emptied:
+                if part in parts:
+                    self._keep(part)
                 continue
             emptied = self._emptied.pop(part)
             for each in emptied:
@@ -270,8 +287,14 @@ class Offload:
         """Make the current stream wait for the copies of ``parts``, which must not be offloaded."""
         for part in parts:
             assert part not in self._emptied, f"{part} are offloaded"
+            self._keep(part)
             if (event := self._arriving.pop(part, None)) is not None:
                 torch.cuda.current_stream().wait_event(event)
+
+    def _keep(self, part: Part) -> None:
+        """Drop the copy of a part that is leaving. The current stream changes it only after it was read."""
+        if self._leaving.pop(part, None) is not None and self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _copying(self) -> Any:
         """Return a context in which copies run on a separate stream, after the work queued so far."""

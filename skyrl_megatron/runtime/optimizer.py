@@ -34,7 +34,7 @@ from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.hub import adapter_folder
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
-from skyrl_megatron.runtime.engine_settings import attach_adapters, parameter_dtype
+from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.model.mtp import draft_of
 
@@ -128,13 +128,29 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)
     if settings.decay_norms_and_biases:
         overrides = {which: change for which, change in overrides.items() if "wd_mult" not in change}
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         config,
         chunks,
         config_overrides=overrides,
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
+    if not chunks[0].ddp_config.grad_reduce_in_fp32:
+        _wait_for_gradients(optimizer)
+    return optimizer
+
+
+def _wait_for_gradients(optimizer: MegatronOptimizer) -> None:
+    """Make Adam on the GPU wait for its gradients, which a hybrid optimizer converts to fp32 on the stream of its
+    copies (``_set_sub_optimizer_grads`` of ``cpu_offloading/hybrid_optimizer.py``)."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        hybrid: Any = getattr(part, "optimizer", None)
+        if getattr(hybrid, "gpu_optimizer", None) is not None and hybrid.overlap_cpu_optimizer_d2h_h2d:
+
+            def wait(*_: Any, copies: Any = hybrid._d2h_stream) -> None:
+                torch.cuda.current_stream().wait_stream(copies)
+
+            hybrid.gpu_optimizer.register_step_pre_hook(wait)
 
 
 def _dtypes(extra: dict[str, Any], key: str) -> dict[str, torch.dtype]:
@@ -354,6 +370,8 @@ def prepare_training(
         for index, chunk in enumerate(model.chunks)
     ]
     enable_grad_overlap(chunks)
+    if settings.megatron_config.transformer_config_kwargs.get(FUSED_GRADIENTS, True):
+        fuse_gradients(chunks)
     draft = None
     if head is not None:
         own = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
@@ -380,3 +398,18 @@ def enable_grad_overlap(chunks: Sequence[DistributedDataParallel]) -> None:
     if chunks[0].ddp_config.overlap_grad_reduce:
         functions: list[Callable[[], Any]] = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]
+
+
+def fuse_gradients(chunks: Sequence[DistributedDataParallel]) -> int:
+    """Make Transformer Engine's linear layers add weight gradients to Megatron's buffers within their GEMM.
+
+    Otherwise each micro-batch writes every gradient in bf16, reads it, and adds it to the fp32 buffer. ``chunks`` have
+    their buffers already; layers without one are frozen. Returns the number of changed layers.
+    """
+    changed = 0
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            matrices = [each for each in module.parameters(recurse=False) if each.dim() > 1]
+            module.fuse_wgrad_accumulation = bool(matrices) and all(hasattr(each, "main_grad") for each in matrices)
+            changed += module.fuse_wgrad_accumulation
+    return changed

@@ -229,6 +229,16 @@ class TrainedModel:
             leaving.discard("optimizer")
         self._memory.offload(leaving)
 
+    def start_offload(self) -> None:
+        """Start to copy the optimizer to the host, if engines on this GPU need its memory before the next step.
+
+        Call it after the last step of a batch. The copies run while the driver prepares the weight sync, whose first
+        call is :meth:`offload`. No-op where a peer checkpoint reads the state first, and without a GPU.
+        """
+        placement, leaves = self.cfg.trainer.placement, self.settings.optimizer_config.offload_after_step
+        if device.has_cuda() and placement.colocate_all and leaves and not self.cfg.trainer.healing.enabled:
+            self._memory.start(("optimizer",))
+
     def onload(self, *parts: Part) -> None:
         """Load ``parts`` (default: all) to the device. No-op for those that are there."""
         self._memory.onload(parts or PARTS)

@@ -233,8 +233,22 @@ TABLE = (
     ),
     Metric("timing/first_step*", "s", "From the command to the end of the first step, in total and by part"),
     Metric("timing/**", "s", "Time of a phase"),
+    Metric(
+        "estimate/*_s",
+        "s",
+        "What a phase of the second step takes on paper (`timing/`: what it took); low and high: bounds of the step",
+        "far below the measurement: the term that is slower than it can be",
+    ),
     Metric("memory/*_trainer_gb", "GB", "Host memory of the trainer's process at the end of a phase", "grows: a leak"),
     Metric("memory/*_gb", "GB", "Device memory of a role at the end of a phase"),
+    Metric("sampler/observed_share", "share", "Prompts that an adaptive sampler has observed"),
+    Metric(
+        "sampler/*_share",
+        "share",
+        "Prompts in a pool of `data.sampler=pools`: easy, hard, retired",
+        "hard near 1: the prompts are too hard for the policy",
+    ),
+    Metric("sampler/*", "sampler's", "Metrics that a plugin's sampler reports"),
     # asynchronous runs
     Metric("async/staleness_*", "versions", "Age of the weights that sampled the rows of the step"),
     Metric(

@@ -126,6 +126,7 @@ class RayPPOTrainer(TrainingRun):
         for name, role in self.roles.items():
             self.metrics |= {f"{name}/{key}": value for key, value in role.score_speed().items()}
         self.rollouts.end_step()
+        self.metrics |= self.train_dataloader.metrics()
         self.global_step += 1
         self.position = self.train_dataloader.state_dict()
 

@@ -12,6 +12,7 @@ from typing import Any
 from skyrl_megatron.config.rules.training_rules import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.errors import ConfigError, JournalError, Problem
+from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.rollout_store import GroupStore
 from skyrl_megatron.trainer.rollout_stream import Group, GroupLog
 from skyrl_megatron.trainer.staleness import DoneGroups
@@ -30,14 +31,21 @@ _WITHOUT_NUMBERS = (
 class ReplayedRollouts:
     """Replaces a ``RolloutStream``: its batches are the recorded batches of another run.
 
-    ``prompt``: number → dataset entry. Raises ConfigError for ``trainer.fully_async.replay_from`` if the folder has no
-    rollouts or belongs to this run, JournalError for damage, CheckpointError while another process writes there.
+    ``recall``: number and recorded uid → dataset entry; ``observe``: as of a ``RolloutStream``. Raises ConfigError for
+    ``trainer.fully_async.replay_from`` if the folder has no rollouts or belongs to this run, JournalError for damage,
+    CheckpointError while another process writes there.
     """
 
     group_log: GroupLog | None = None
 
-    def __init__(self, cfg: SkyRLTrainConfig, prompt: Callable[[int], dict[str, Any]]) -> None:
-        self.folder, self.cfg, self.prompt = Path(str(cfg.trainer.fully_async.replay_from)), cfg, prompt
+    def __init__(
+        self,
+        cfg: SkyRLTrainConfig,
+        recall: Callable[[int, str], dict[str, Any]],
+        observe: Callable[[int, GeneratorOutput | None], None] = lambda number, output: None,
+    ) -> None:
+        self.folder, self.cfg = Path(str(cfg.trainer.fully_async.replay_from)), cfg
+        self.recall, self.observe = recall, observe
         if missing := [part for part in ("groups", "schedule") if not (self.folder / part).is_dir()]:
             raise self._refused(f"has no folder {missing[0]}: set it to the rollouts of a run, its ckpt_path/rollouts")
         if os.path.realpath(self.folder) == os.path.realpath(rollouts_folder(cfg)[0]):
@@ -106,6 +114,7 @@ class ReplayedRollouts:
         """Mark the groups of the step as done."""
         for each in self.steps[self.version + 1].groups:
             self.place.add(each.number)
+            self.observe(each.number, None)  # without effect for those with rows
         return []
 
     def advance(self, version: int) -> None:
@@ -136,7 +145,8 @@ class ReplayedRollouts:
     def _read(self, numbers: Sequence[int]) -> list[Group]:
         groups = []
         for number in numbers:
-            record, entry = self.store.read(number), self.prompt(number)
+            record = self.store.read(number)
+            entry = self.recall(number, record.uid)
             if record.uid != str(entry["uid"]):
                 raise JournalError(
                     f"{self.folder}: group {number} is of prompt {record.uid}, but the data has {entry['uid']} there:"
@@ -144,6 +154,7 @@ class ReplayedRollouts:
                 )
             groups.append(Group(number, entry, record.started))
             groups[-1].finish(record.output)
+            self.observe(number, record.output)
         return groups
 
     def _refused(self, why: str) -> ConfigError:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups
+from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups, measured_rewards
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
 from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
@@ -26,7 +26,7 @@ from skyrl_megatron.trainer.staleness import Concurrency, token_staleness, token
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skyrl_megatron.data.prompts import PromptLoader
+    from skyrl_megatron.data.loader import PromptLoader
     from skyrl_megatron.types import TrainingBatch
 
 
@@ -48,6 +48,7 @@ class PromptRollouts:
         trainer, selected = self.trainer, None
         while selected is None:
             output, uids = trainer.sample_batch()
+            self.observe(output, uids)
             with trainer.phases("postprocess_generator_output"):
                 output = trainer.postprocess_generator_output(output, uids)
             selected = trainer.handle_dynamic_sampling(output, uids)
@@ -63,6 +64,10 @@ class PromptRollouts:
         generator_input, uids = self.trainer.prepare_generator_input(next(self.prompts), "train")
         with self.trainer.phases("generate"):
             return self.trainer.generate(generator_input), uids
+
+    def observe(self, output: GeneratorOutput, uids: list[str]) -> None:
+        """Give the sampler of the prompts the rewards of the batch that was sampled last."""
+        self.loader.observe_batch(measured_rewards(output, uids))
 
     def filtered(self, *, whole_batch: bool) -> None:
         """Record the groups that dynamic sampling removed from the last sample; ``whole_batch``: all of them."""
@@ -116,7 +121,9 @@ class StreamedRollouts(PromptRollouts):
         super().__init__(trainer)
         replays = trainer.cfg.trainer.fully_async.replay_from
         self.stream: RolloutStream | ReplayedRollouts = (
-            ReplayedRollouts(trainer.cfg, self.loader.prompt) if replays else self.make_stream()
+            ReplayedRollouts(trainer.cfg, self.loader.recall, observe=self.observe_group)
+            if replays
+            else self.make_stream()
         )
         self.groups: DurableGroups | None = None
         """The groups on disk, which outlive the process; set by :meth:`open`."""
@@ -152,9 +159,19 @@ class StreamedRollouts(PromptRollouts):
             self.loader.prompt,
             limits,
             useful=useful,
+            ready=self.loader.ready,
+            observe=self.observe_group,
             say=trainer.tracker.say,
             concurrency=concurrency,
         )
+
+    def observe(self, output: GeneratorOutput, uids: list[str]) -> None:
+        """Do nothing: the stream gives the sampler each group when it finishes."""
+
+    def observe_group(self, number: int, output: GeneratorOutput | None) -> None:
+        """Give the sampler of the prompts the rewards of a group; None: it was given up."""
+        rewards = None if output is None else measured_rewards(output, [""] * len(output["response_ids"]))
+        self.loader.observe(number, None if rewards is None else [each for own in rewards.values() for each in own])
 
     def _free_slots(self) -> int:
         """Return how many more sequences the engines could decode at the same time; negative if requests wait."""
@@ -257,7 +274,7 @@ class StreamedRollouts(PromptRollouts):
         fresh = trainer.cfg.trainer.resume_mode in (None, "none")
         groups = DurableGroups(trainer.cfg, lambda number: number // per_epoch, fresh=fresh)
         self.groups = self.stream.group_log = groups
-        self._recovered = trainer.loop.run(groups.recover(trainer.global_step, loader.prompt))
+        self._recovered = trainer.loop.run(groups.recover(trainer.global_step, loader.recall))
         if count := len(self._recovered.finished):
             trainer.tracker.say(
                 f"rollouts: {count} sampled groups that are not trained on are in {groups.store.folder}"

@@ -284,8 +284,9 @@ class DurableGroups:
         self._begun: dict[int, PartialGroup] = {}
         self.store = GroupStore(folder, keep_consumed=cfg.trainer.fully_async.keep_rollouts, setting=setting)
 
-    async def recover(self, step: int, prompt: Callable[[int], dict[str, Any]]) -> ResumedGroups:
-        """Resume from the checkpoint of a step; ``prompt``: number → dataset entry. An empty store fits every step.
+    async def recover(self, step: int, recall: Callable[[int, str], dict[str, Any]]) -> ResumedGroups:
+        """Resume from the checkpoint of a step; ``recall``: number and recorded uid → dataset entry. An empty store
+        fits every step.
 
         Raises JournalError if the store does not belong to the checkpoint or to the data.
         """
@@ -299,18 +300,18 @@ class DurableGroups:
         groups = []
         for number in recovered.finished:
             record = self.store.read(number)
-            groups.append(Group(number, self._entry(number, record.uid, prompt), record.started))
+            groups.append(Group(number, self._entry(number, record.uid, recall), record.started))
             groups[-1].finish(record.output)
         for number, unfinished in recovered.partial.items():
-            self._entry(number, unfinished.uid, prompt)
+            self._entry(number, unfinished.uid, recall)
             if unfinished.started >= step - self.cfg.trainer.fully_async.max_staleness_steps:
                 self._begun[number] = unfinished
         begun = {number: unfinished.started for number, unfinished in self._begun.items()}
         return ResumedGroups(groups, recovered.finished[: recovered.lost], begun)
 
-    def _entry(self, number: int, uid: str, prompt: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    def _entry(self, number: int, uid: str, recall: Callable[[int, str], dict[str, Any]]) -> dict[str, Any]:
         """Return the dataset entry of a group. Raises JournalError if it is a different prompt."""
-        entry = prompt(number)
+        entry = recall(number, uid)
         if uid != str(entry["uid"]):
             raise JournalError(
                 f"{self.store.folder}: group {number} is of prompt {uid}, but the data has {entry['uid']} there:"

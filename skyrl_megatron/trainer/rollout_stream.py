@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from skyrl_megatron.errors import DataError, DistributedError, EngineError
+from skyrl_megatron.errors import DataError, DistributedError, EngineError, SkyRLMegatronError
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.staleness import Concurrency, DoneGroups, can_step, max_new_groups
 
@@ -105,8 +105,10 @@ class RolloutStream:
     """Samples prompts in order and hands out batches of finished groups, oldest first.
 
     ``sample``: samples a group; if it raises, the group has failed. ``prompt``: number → dataset entry. ``useful``:
-    whether a group has a learning signal; other groups are filtered. ``group_log``: records each finished group before
-    it can be taken. ``concurrency``: the limit on concurrent groups, ``limits.workers`` by default.
+    whether a group has a learning signal; other groups are filtered. ``ready``: whether a prompt can be asked for yet.
+    ``observe``: gets the number and the rows of each finished group, None if it is given up without. ``group_log``:
+    records each finished group before it can be taken. ``concurrency``: the limit on concurrent groups,
+    ``limits.workers`` by default.
     """
 
     def __init__(
@@ -116,6 +118,8 @@ class RolloutStream:
         limits: StreamLimits,
         *,
         useful: Callable[[GeneratorOutput], bool] = lambda output: True,
+        ready: Callable[[int], bool] = lambda number: True,
+        observe: Callable[[int, GeneratorOutput | None], None] = lambda number, output: None,
         group_log: GroupLog | None = None,
         say: Callable[[str], None] = log.warning,
         concurrency: Concurrency | None = None,
@@ -123,6 +127,7 @@ class RolloutStream:
         self.concurrency = concurrency or Concurrency(limits.workers)
         self.sample, self.prompt, self.limits = sample, prompt, limits
         self.useful, self.group_log, self.say = useful, group_log, say
+        self.ready, self.observe = ready, observe
         self.version = 0
         """The published version. The next step trains it."""
         self.taken = 0
@@ -267,16 +272,26 @@ class RolloutStream:
                 <= 0
             ):
                 return
-            number = self._retries.popleft() if self._retries else self._next_number()
-            group = Group(number, self.prompt(number), min(self._begun.pop(number, self.version), self.version))
+            try:
+                number = self._retries.popleft() if self._retries else self._next_number()
+                if number is None:
+                    return
+                prompt = self.prompt(number)
+            except SkyRLMegatronError as error:
+                self._break(error)
+                return
+            group = Group(number, prompt, min(self._begun.pop(number, self.version), self.version))
             self._running[number] = group
             self._running_by[group.started] += 1
             group.task = asyncio.create_task(self._sample(group), name=f"group {number}")
 
-    def _next_number(self) -> int:
+    def _next_number(self) -> int | None:
+        """Return the number of the next prompt, None if it is not ready."""
         while self._next in self._skipped:
             self._skipped.discard(self._next)
             self._next += 1
+        if not self.ready(self._next):
+            return None
         self._next += 1
         return self._next - 1
 
@@ -299,22 +314,34 @@ class RolloutStream:
         self._failed_in_a_row = 0
         if not self.useful(group.output):
             self._useless += 1
+            self._observe(group.number, group.output)
             self._give_up(group, "filtered")
             return
         if self.group_log is not None:
             try:
                 await self.group_log.finished(group)
             except Exception as error:  # an unrecorded group must not be trained on
-                self._broken = error
-                self._changed.set()
+                self._break(error)
                 return
         self._remove_running(group)
         self._put(group)
         self._fill()
 
+    def _observe(self, number: int, output: GeneratorOutput | None) -> None:
+        try:
+            self.observe(number, output)
+        except SkyRLMegatronError as error:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """End the run with the error: the caller may be a group's task, whose errors only end the group."""
+        self._broken = error
+        self._changed.set()
+
     def _put(self, group: Group) -> None:
         self._finished[group.number] = group
         self._finished_by[group.oldest] += 1
+        self._observe(group.number, group.output)
         self._changed.set()
 
     def _fail(self, group: Group, error: BaseException) -> None:
@@ -339,6 +366,7 @@ class RolloutStream:
     def _give_up_number(self, number: int) -> None:
         self._given_up.append(number)
         self.place.add(number)
+        self._observe(number, None)  # without effect if it finished
 
     def _expire(self, taken: int) -> None:
         """Remove the groups that would be trained too late, after the step at version ``taken``."""

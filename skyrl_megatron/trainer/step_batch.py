@@ -232,6 +232,11 @@ def training_logprobs_suffice(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bo
     This holds if one optimizer step uses the whole batch, only a built-in loss reads these log-probs, and nothing in
     the training pass is random. An off-policy correction and a KL or teacher term in the rewards need them earlier.
     """
+    return training_pass_scores(cfg) and len(mini_batches(batch, cfg.trainer.policy_mini_batch_size)) == 1
+
+
+def training_pass_scores(cfg: SkyRLTrainConfig) -> bool:
+    """Return :func:`training_logprobs_suffice` for a batch that one optimizer step uses whole."""
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
     objective = PolicyObjective(algorithm)
     kwargs, lora = trainer.policy.megatron_config.transformer_config_kwargs, trainer.policy.model.lora
@@ -244,5 +249,4 @@ def training_logprobs_suffice(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bo
         and not random
         and not (lora.rank and lora.dropout)
         and trainer.update_epochs_per_batch == 1
-        and len(mini_batches(batch, trainer.policy_mini_batch_size)) == 1
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from skyrl_megatron.algorithms.kl import get_kl_controller
 from skyrl_megatron.config.resolve import run_folder
@@ -22,7 +24,7 @@ from skyrl_megatron.config.roles import (
     shares_policy_gpus,
     weight_path,
 )
-from skyrl_megatron.data.prompts import PromptLoader, warn_of_changes
+from skyrl_megatron.data.loader import run_loader, warn_of_changes
 from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
@@ -44,8 +46,6 @@ from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
     from skyrl_megatron.trainer.tracking import Tracking
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.sync_calls import SyncReport
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
+type OnPaper = Callable[[np.ndarray, Mapping[str, float], Callable[[], str | None]], dict[str, float]]
+"""Takes the tokens of the step's sequences [B], its metrics, and the type of the policy's devices."""
 MEASURED_PHASES = (
     "generate",
     "teacher",
@@ -74,6 +76,8 @@ class TrainingRun:
 
     REPEATED: ClassVar[tuple[str, ...]] = ("metrics", "global_step", "epochs", "finite", "kl_controller")
     """Attributes that are restored before a part of a step is repeated after a lost rank."""
+    on_paper: OnPaper | None = None
+    """Adds to the metrics of a step what an estimate says of it (``preflight/step_report.py``)."""
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class TrainingRun:
         self.inference_engine_client, self.generator = inference_engine_client, generator
         self.placement, self.callbacks = colocate_pg, list(callbacks)
         self.global_step = 0
-        self.train_dataloader = PromptLoader(train_dataset, cfg.trainer.train_batch_size, seed=cfg.trainer.seed)
+        self.train_dataloader = run_loader(cfg, train_dataset)
         self.position = self.train_dataloader.state_dict()
         """The position in the data after the last step, for a checkpoint."""
         self.limit = step_limit(cfg, len(self.train_dataloader))
@@ -367,7 +371,10 @@ class TrainingRun:
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
         }
+        sampled = self.sampled
         self.metrics |= self.generation_speed(timings) | self.recovery.metrics()
+        if self.on_paper is not None and sampled:
+            self.metrics |= self.on_paper(np.concatenate(sampled), self.metrics, self.policy.device_type)
         self.tracker.log(self.metrics, self.global_step)
         self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
 from bridges.rows import Shape
-from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.hf_model import experts_per_token, read_hf_config
 from skyrl_megatron.config.roles import adapter_configs
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.lora.targets import Selection, adapted, configured_selection, expert_rank
@@ -147,9 +147,10 @@ def configured_pairs(
         return None
     hf = read_hf_config(cfg) or {} if hf is None else hf
     plan = Plan.of(hf)
+    top_k = experts_per_token(plan.family.config(hf).to_dict())
 
     def pairs(own: SkyRLTrainConfig) -> dict[str, PairShape]:
-        of_experts = expert_rank(own, hf.get("num_experts_per_tok"))
+        of_experts = expert_rank(own, top_k or None)
         return adapter_pairs(plan, configured_selection(own, plan), own.trainer.policy.model.lora.rank, of_experts)
 
     return {name: pairs(own) for name, own in adapter_configs(cfg).items()}

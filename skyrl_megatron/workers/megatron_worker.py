@@ -144,6 +144,8 @@ class RankProcess:
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Take an optimizer step with the gradients since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
+        if not more_follow:
+            self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
         return {
             f"{prefix}{metric}": value
@@ -455,6 +457,12 @@ class RankProcess:
         from skyrl_megatron.runtime.flops import peak_flops
 
         return peak_flops(self.engine.cfg.trainer.peak_flops_per_rank)
+
+    def device_type(self) -> str | None:
+        """Return the type of the device, a key of ``GPU_TYPES``; "" if unknown, None for a CPU."""
+        from skyrl_megatron.runtime.flops import device_type
+
+        return device_type()
 
     def take_spans(self) -> list[Span]:
         """Return the spans of this process since the last call."""

@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_megatron.config.roles import engine_ranks, role_configs, role_world_size
+from skyrl_megatron.device import ALLOCATOR_OPTIONS
 from skyrl_megatron.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class BundleAllocation:
             return {}
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
         if self.share < 1:  # vLLM's sleep mode does not work with torch's expandable segments
-            environment |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "")
+            environment |= dict.fromkeys(ALLOCATOR_OPTIONS, "")
         if self.over_nodes(number, devices):  # vllm/v1/executor/ray_executor_v2.py
             environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(gpu.bundle) for gpu in self._own(number, devices))
             environment["VLLM_RAY_PER_WORKER_GPUS"] = f"{self.share:g}"

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.registry import exchange_changes
-from skyrl_megatron.config.hardware import lockable_bytes, own_memory
+from skyrl_megatron.config.hardware import gpu_type, lockable_bytes, own_memory
 from skyrl_megatron.config.resolve import AnyConfig, typed_config
 from skyrl_megatron.config.roles import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
@@ -56,9 +56,13 @@ def rank_environment(cfg: SkyRLTrainConfig, role: str, threads: int = 1) -> dict
 
     ``threads``: a rank's share of its node's cores, for Adam on the host. The user's variables take precedence.
     Megatron overlaps communication with computation only with CUDA_DEVICE_MAX_CONNECTIONS=1
-    (megatron/training/arguments.py). Engines do not get it, because it would serialize their streams.
+    (megatron/training/arguments.py). Engines do not get it, because it would serialize their streams. Expandable
+    segments keep micro-batches of different lengths from leaving segments that no later tensor fits into; memory that
+    other processes map is allocated without them (``device.fixed_segments``), and so are engines.
     """
     variables = {}
+    if not any(os.environ.get(name) for name in device.ALLOCATOR_OPTIONS):
+        variables[device.ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
     if not user_sets_threads():
         variables["OMP_NUM_THREADS"] = str(threads)
     if _orders_kernels(getattr(cfg.trainer, role).megatron_config):
@@ -251,7 +255,8 @@ SIZES_S = 30.0
 
 
 def _sizes(nodes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the GPU memory, host memory and lockable memory of each node; empty for a node that does not answer."""
+    """Return type and memory of the GPUs, host memory and lockable memory of each node; empty for one that does not
+    answer."""
     ask: Any = ray.remote(num_cpus=0, max_retries=0)(_own_sizes)
     where = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
     answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in where]
@@ -269,7 +274,9 @@ def _answered(answer: Any) -> dict[str, Any]:
 
 def _own_sizes() -> dict[str, Any]:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from a task that requests none
-    return {"gpu_bytes": device.driver_gpu_bytes(), "host_bytes": own_memory(), "lockable_bytes": lockable_bytes()}
+    kind = gpu_type(device.driver_gpu_name() or "")
+    sizes = {"gpu_bytes": device.driver_gpu_bytes(), "host_bytes": own_memory(), "lockable_bytes": lockable_bytes()}
+    return sizes | {"gpu": kind}
 
 
 def print_nodes(address: str) -> int:

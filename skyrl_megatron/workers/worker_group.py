@@ -309,6 +309,11 @@ class WorkerGroup:
         spans: list[list[Span]] = self.group.call("take_spans", phase="spans")
         return spans
 
+    def device_type(self) -> str | None:
+        """Return the type of the role's devices, a key of ``GPU_TYPES``; "" if unknown, None for a CPU."""
+        kind: str | None = self.group.call("device_type", ranks=[0])[0]
+        return kind
+
     def expert_load(self) -> dict[int, list[int]]:
         """Return layer → number of tokens per expert in training since the last call; {} without experts."""
         load: dict[int, list[int]] = self.group.call("take_expert_load", phase="expert load")[0]

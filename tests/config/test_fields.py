@@ -15,7 +15,10 @@ from skyrl_megatron import config
 from skyrl_megatron.config import document, get_config_as_dict
 from skyrl_megatron.config.fields import default_of, field_types, leaves, sections_of
 
-ON_PURPOSE = {("TrainerConfig", "strategy"): "megatron"}
+ON_PURPOSE = {
+    ("TrainerConfig", "strategy"): "megatron",
+    ("InferenceEngineConfig", "enforce_eager"): False,
+}
 """Defaults that differ from the contract."""
 WIDER = {("TrainerConfig", "logger"): "str | list[str]"}
 """Types that take more than the contract: SkyRL's users write a list of trackers, although it declares a string."""

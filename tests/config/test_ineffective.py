@@ -55,8 +55,6 @@ def test_an_idle_setting_is_named_with_the_reason(key):
     value = "fp16" if section is None else another_value(field_types(type(section))[name], getattr(section, name))
     if key == "generator.inference_engine.weight_sync_backend":
         value = "gloo"
-    if key.endswith("empty_cuda_cache"):
-        value = "policy" in key  # what the others copy from the policy is true
     assert f"{key}={value}: {why}" in told({key: value}, hardware)
 
 

@@ -27,6 +27,8 @@ RANK = "trainer.policy.model.lora.rank=8"
 CP2 = [f"{M}context_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2"]
 
 
+EP2 = [f"{M}expert_model_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2"]
+OVERLAP, FLEX = f"{K}overlap_moe_expert_parallel_comm=true", f"{M}moe_token_dispatcher_type=flex"
 GPUS_2 = "trainer.placement.policy_num_gpus_per_node=2"
 NODES_OF_6 = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=6"]
 NODES_OF_6 += ["generator.n_samples_per_prompt=6"]
@@ -349,11 +351,31 @@ RULES = {
     "fp8 parameters": ([f"{K}fp8_param=true"], f"{K}fp8_param", "remove this key"),
     "fp8 products": ([f"{K}fp8=hybrid"], f"{K}fp8", "bf16"),
     "overlapped tensor parallelism": ([f"{K}tp_comm_overlap=true"], f"{K}tp_comm_overlap", "remove this key"),
-    "overlapped experts": (
-        [f"{K}overlap_moe_expert_parallel_comm=true"],
-        f"{K}overlap_moe_expert_parallel_comm",
-        "remove this key",
+    "overlapped experts on one rank": ([OVERLAP], OVERLAP[:-5], "set trainer.policy.megatron_config.expert_model"),
+    "overlapped stages": (
+        [
+            *EP2,
+            OVERLAP,
+            f"{M}pipeline_model_parallel_size=2",
+            "trainer.placement.policy_num_gpus_per_node=4",
+            f"{E}num_engines=4",
+        ],
+        OVERLAP[:-5],
+        "virtual_pipeline_model_parallel_size",
     ),
+    "overlapped in fp32": ([*EP2, OVERLAP, "trainer.bf16=false"], OVERLAP[:-5], "trainer.bf16=true"),
+    "overlapped and recomputed": (
+        [*EP2, OVERLAP, f"{K}recompute_granularity=full"],
+        OVERLAP[:-5],
+        "recompute_granularity=auto",
+    ),
+    "overlapped and replayed": (
+        [*EP2, OVERLAP, f"{M}moe_enable_routing_replay=true", f"{E}enable_return_routed_experts=true"],
+        OVERLAP[:-5],
+        "moe_enable_routing_replay=false",
+    ),
+    "overlapped adapters": ([*EP2, OVERLAP, "trainer.policy.model.lora.rank=8"], OVERLAP[:-5], "lora.rank=0"),
+    "delayed gradients": ([f"{K}delay_wgrad_compute=true"], f"{K}delay_wgrad_compute", "remove this key"),
     "hierarchical cp": (
         [f"{K}hierarchical_context_parallel_sizes=[2,2]"],
         f"{K}hierarchical_context_parallel_sizes",
@@ -394,7 +416,12 @@ RULES = {
         "trainer.bf16=true",
     ),
     "allgather": ([f"{M}moe_token_dispatcher_type=allgather"], f"{M}moe_token_dispatcher_type", "use alltoall"),
-    "flex without DeepEP": ([f"{M}moe_token_dispatcher_type=flex"], f"{M}moe_token_dispatcher_type", "use alltoall"),
+    "flex without DeepEP": ([*EP2, FLEX], f"{M}moe_token_dispatcher_type", "use alltoall"),
+    "another dispatcher": (
+        [*EP2, FLEX, f"{K}moe_flex_dispatcher_backend=ncclep"],
+        f"{K}moe_flex_dispatcher_backend",
+        "deepep or hybridep",
+    ),
     "no such attention": ([f"{K}attention_backend=local"], f"{K}attention_backend", "auto, flash"),
     "flash without flash-attn": ([f"{K}attention_backend=flash"], f"{K}attention_backend", "use auto"),
     "unfused over cp": ([*CP2, f"{K}attention_backend=unfused"], f"{K}attention_backend", "use auto"),
@@ -406,10 +433,11 @@ RULES = {
         "recompute_granularity=full",
     ),
     "recompute half set": (
-        [f"{K}recompute_num_layers=null"],
+        [f"{K}recompute_granularity=full", f"{K}recompute_num_layers=null"],
         f"{K}recompute_num_layers",
         "full needs recompute_method",
     ),
+    "recompute chosen twice": ([f"{K}recompute_num_layers=2"], f"{K}recompute_num_layers", "granularity=full"),
     "unknown recompute": (
         [f"{M}transformer_config_kwargs={{recompute_granularity: some}}"],
         f"{K}recompute_granularity",
@@ -514,6 +542,22 @@ def test_selective_recompute_needs_nothing_undone():
     assert kwargs["recompute_method"] is None and kwargs["recompute_modules"] == ["core_attn"]
     assert problems(selective) == []
     assert problems(f"{M}transformer_config_kwargs={{recompute_granularity: selective}}") == []
+
+
+def test_exchanges_of_experts_that_can_run():
+    """With packages that this machine cannot know of, on other machines."""
+    assert problems(*EP2, OVERLAP) == problems(*EP2, OVERLAP, f"{K}recompute_granularity=selective") == []
+    elsewhere = Hardware(8, 2, elsewhere=True)
+    hybrid = f"{K}moe_flex_dispatcher_backend=hybridep"
+    assert problems(*EP2, FLEX, hardware=elsewhere) == problems(*EP2, FLEX, hybrid, hardware=elsewhere) == []
+    (problem,) = problems(FLEX, hardware=elsewhere)
+    assert "expert_model_parallel_size above 1" in problem.fix
+    (problem,) = problems(*EP2, FLEX, f"{M}moe_router_dtype=fp64", hardware=elsewhere)
+    assert problem.key == f"{M}moe_router_dtype"
+    six = [f"{M}expert_model_parallel_size=6", "trainer.placement.policy_num_gpus_per_node=6", f"{E}num_engines=6"]
+    six += ["generator.n_samples_per_prompt=6", FLEX]
+    (problem,) = problems(*six, hardware=elsewhere)
+    assert "no settings for 6 ranks" in problem.fix
 
 
 def test_options_of_gpus_are_refused_on_cpu():

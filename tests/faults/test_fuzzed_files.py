@@ -308,14 +308,15 @@ def test_weights_of_a_model_folder(model, tmp_path, data):
     (right,) = model.glob("*.safetensors")
     header, rest = header_of(right.read_bytes())
     few_tensors = dict(list(header.items())[:3])
-    whole = with_header(few_tensors, rest)
-    content = data.draw(
+    whole = with_header(few_tensors, b"")
+    head = data.draw(  # without the weights, as hypothesis keeps what it draws
         st.one_of(
-            fuzz.changed(few_tensors).map(lambda changed: with_header(changed, rest)),
-            fuzz.flipped(whole[:400]).map(lambda head: head + whole[400:]),
+            fuzz.changed(few_tensors).map(lambda changed: with_header(changed, b"")),
+            fuzz.flipped(whole),
             st.just(len(fuzz.DEEP).to_bytes(8, "little") + fuzz.DEEP),
         )
     )
+    content = head + rest
     (tmp_path / "x.safetensors").write_bytes(content)
     try:
         found = read_header(tmp_path, "x.safetensors")

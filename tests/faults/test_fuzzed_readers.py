@@ -257,6 +257,12 @@ def test_a_data_set_of_parquet(data_files, reader, tmp_path, data):
 # ------------------------------------------------------------------ what was found once
 FOUND = {
     "a length that is a list": (use_tokenizer, "tokenizer_config.json", "model_max_length", []),
+    "a merge shorter than the prefix": (
+        use_tokenizer,
+        "tokenizer.json",
+        "model",
+        {"type": "BPE", "vocab": {"": 0, "i": 1}, "merges": [["i", ""]], "continuing_subword_prefix": "#"},
+    ),
     "a name that is too long": (open_weights, "model.safetensors.index.json", "weight_map", {"x": "x" * 5000}),
 }
 

@@ -2,8 +2,8 @@
 
 Each rung says what it proves (``PROVES``) and what to report when it fails (``REPORT``); the first failure ends the
 climb, because the rungs above would only fail for the same reason. A test that needs a package which is not installed,
-or which ``SKYRL_WITHOUT`` leaves out (``te,vllm,ray``), is skipped. Without a GPU everything is skipped; the bodies
-that CPU tests share are tried there with planted faults. ``launch/gpu_hour.sh`` gives each rung a time limit.
+or which ``SKYRL_WITHOUT`` leaves out (``te,vllm,ray``), is skipped. Without a GPU everything is skipped, unless
+``SKYRL_SMOKE=1`` asks for what a CPU can run. ``launch/gpu_hour.sh`` gives each rung a time limit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def is_rung(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if is_rung(item):
         item.add_marker(pytest.mark.xdist_group("the ladder"))
+        item.add_marker("process")
 
 
 @pytest.hookimpl(trylast=True)
@@ -52,12 +53,10 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(autouse=True)
 def gpu(request):
-    from skyrl_megatron import device
-
     if failed and failed[0].path != request.node.path:
         pytest.skip(f"{failed[0].path.stem} failed")
-    if not device.driver_gpu_count():
-        pytest.skip("no GPU")
     needed = {name for marker in request.node.iter_markers("needs") for name in marker.args}
+    if installed.GPU in installed.missing() and (installed.GPU in needed or not installed.is_rehearsal()):
+        pytest.skip("no GPU")
     if absent := sorted(needed & installed.missing()):
         pytest.skip(f"without {', '.join(absent)}")

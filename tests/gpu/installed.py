@@ -5,20 +5,56 @@ from __future__ import annotations
 import functools
 import os
 from importlib.util import find_spec
+from typing import Any
 
-NEEDS = {"te": "transformer_engine", "vllm": "vllm", "ray": "ray"}
+NEEDS = {"te": "transformer_engine", "vllm": "vllm", "ray": "ray", "fla": "fla"}
 """Short names of ``--without`` and ``SKYRL_WITHOUT`` → the package that is imported."""
+GPU = "gpu"
+"""In ``missing()`` where there is none; no name of ``--without``."""
+ENGINE = "generator.inference_engine."
 
 
 @functools.cache
 def missing() -> frozenset[str]:
-    """Return the short names of packages that are not installed or are to be left out. Imports none of them."""
+    """Return the short names of what is not installed or is to be left out. Imports none of it."""
+    from skyrl_megatron import device
+
     without = {name.strip() for name in os.environ.get("SKYRL_WITHOUT", "").split(",")} - {""}
     if unknown := without - NEEDS.keys():
         raise ValueError(f"SKYRL_WITHOUT={os.environ['SKYRL_WITHOUT']}: {sorted(unknown)} are none of {sorted(NEEDS)}")
-    return frozenset(name for name, package in NEEDS.items() if name in without or find_spec(package) is None)
+    found = {name for name, package in NEEDS.items() if name in without or find_spec(package) is None}
+    return frozenset(found if device.driver_gpu_count() else found | {GPU})
+
+
+def is_rehearsal() -> bool:
+    """Return whether rungs run without a GPU as far as a CPU can (``launch/gpu_hour.sh --smoke``)."""
+    return GPU in missing() and os.environ.get("SKYRL_SMOKE") == "1"
 
 
 def layer_choices() -> list[str]:
     """Return the values of Megatron's ``transformer_impl`` that can be tried here."""
-    return ["local"] if "te" in missing() else ["local", "transformer_engine"]
+    return ["local"] if missing() & {"te", GPU} else ["local", "transformer_engine"]
+
+
+def dtype() -> str:
+    """Return the dtype of engines: that of GPU runs, and on CPU the one in which numbers are compared."""
+    return "float32" if GPU in missing() else "bfloat16"
+
+
+def engine_class() -> Any:
+    """Return vLLM's engine, and where vLLM is missing the one over transformers."""
+    if "vllm" in missing():
+        from tests.gpu.generate_engine import GenerateEngine
+
+        return GenerateEngine
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
+
+    return VLLMEngine
+
+
+def run_settings() -> dict[str, str]:
+    """Return the settings of a run of one policy rank, a reference and an engine: on one GPU they take turns."""
+    found = {"trainer.placement.colocate_all": "false" if GPU in missing() else "true"}
+    if "vllm" in missing():
+        found |= {"trainer.plugins": "[tests.gpu.generate_engine]", f"{ENGINE}backend": "transformers"}
+    return found

@@ -1,33 +1,43 @@
 """The first hour on a GPU: rungs in the order of what they prove per minute, each with a time limit of its own.
 
-    launch/gpu_hour.sh [--minutes N] [--without te,vllm,ray] [--only RUNG,…] [--out DIR] [--again] [--list]
+    launch/gpu_hour.sh [--minutes N] [--without te,vllm,ray] [--only RUNG,…] [--out DIR] [--again] [--smoke] [--list]
 
-A rung that fails stops only the rungs that need it. ``DIR`` (default ``gpu_hour``) has at most eight files, and is
-complete after each rung: ``summary.md`` with the outcome of every rung and the next thing to do, ``results.json`` with
-the figures, ``environment.txt``, ``logs.txt`` with the end of every rung's output. A second call runs the rungs that
-have not passed; ``--again`` repeats them all. The exit code is 0 when no rung failed.
+A rung that fails stops only the rungs that need it. ``DIR`` (default ``gpu_hour``) is described in ``report.py``. A
+second call runs the rungs that have not passed, and of those the tests that have not; ``--again`` repeats them all.
+``--smoke``: tiny sizes, and without a GPU what a CPU can run of each rung. Where this process is killed, so is the
+rung. The exit code is 0 when no rung failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.gpu import installed
+from tests.gpu.report import FAILED, Report
 
 ROOT = Path(__file__).resolve().parents[2]
-LOG_BYTES = 200_000
-"""The end of a rung's output that is kept."""
-SLICE = ("benchmarks/gpu_run.py", "--layers", "4")
-LOCAL = "trainer.policy.megatron_config.transformer_config_kwargs.transformer_impl=local"
+POLL_S, GRACE_S = 0.2, 10.0
+CPU_FACTOR = 3
+"""Time limits of a rehearsal without a GPU, on few cores."""
+SLICE = ("benchmarks/gpu_run.py", "--layers", "4", "--folder", "{work}/run")
+MEGATRON = "trainer.policy.megatron_config."
+LOCAL = f"{MEGATRON}transformer_config_kwargs.transformer_impl=local"
+PROFILE = (
+    *("benchmarks/gpu_train.py", "--layers", "1", "--steps", "1", "--sequences", "4"),
+    *(f"{MEGATRON}torch_profiler_config.{key}" for key in ("enable=true", "save_path={work}/profile")),
+    *("trainer.policy.record_memory=true", "trainer.ckpt_path={work}"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +51,18 @@ class Rung:
     needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
+    def arguments(self, work: Path, passed: Sequence[str]) -> list[str]:
+        """Return the arguments of Python. ``work``: a folder for its files; ``passed``: tests to leave out."""
+        is_benchmark = self.command[0].startswith("benchmarks/")
+        smoke = ["--smoke"] if is_benchmark and os.environ.get("SKYRL_SMOKE") == "1" else []
+        deselected = [f"--deselect={name}" for name in passed]
+        return [part.replace("{work}", str(work)) for part in (*self.command, *smoke, *deselected)]
+
 
 def tests(*chosen: str) -> tuple[str, ...]:
     """A rung of tests of ``tests/gpu``."""
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", *chosen)
+    options = ("-p", "no:cacheprovider", "--durations=8", "--basetemp={work}/tests")
+    return ("-m", "pytest", "-v", *options, *chosen)
 
 
 TESTS = "tests/gpu/test_"
@@ -55,108 +73,75 @@ RUNGS = (
     Rung("kernels", ("benchmarks/gpu_kernels.py",), 90, "log-prob kernels against the bandwidth of memory"),
     Rung("train_local", ("benchmarks/gpu_train.py", "--layers", "2", LOCAL), 150, "tokens/s and MFU, own layers"),
     Rung("sync", ("benchmarks/gpu_weight_sync.py", "--layers", "4"), 90, "GB/s of a weight sync within the GPU"),
-    Rung("engines", tests(f"{TESTS}60_engines.py"), 300, "weights change under load, graphs, sleep", ("vllm",)),
-    Rung("run", tests(f"{TESTS}90_run.py"), 300, "two colocated steps", ("vllm", "ray"), ("step",)),
+    Rung("engines", tests(f"{TESTS}60_engines.py"), 420, "weights change under load, graphs, sleep"),
+    Rung("run", tests(f"{TESTS}90_run.py"), 300, "two colocated steps", ("ray",), ("step",)),
     Rung("offload", tests(f"{TESTS}30_offload.py"), 240, "state leaves the GPU and returns whole", (), ("step",)),
     Rung("checkpoint", tests(f"{TESTS}40_checkpoint.py"), 240, "checkpoints, bit for bit", (), ("step",)),
     Rung("layers", tests(f"{TESTS}10_layers.py"), 240, "Transformer Engine's layers compute what ours do", ("te",)),
+    Rung("delta", tests(f"{TESTS}15_delta_net.py"), 120, "gated delta nets by kernels are ours", ("fla",)),
     Rung("adapters", tests(f"{TESTS}25_adapters.py"), 180, "adapters are PEFT's", (), ("step",)),
     Rung("train_te", ("benchmarks/gpu_train.py", "--layers", "2"), 150, "tokens/s and MFU, TE's layers", ("te",)),
-    Rung("slice", SLICE, 420, "seconds by phase of a colocated step", ("vllm", "ray", "te")),
-    Rung("slice_local", (*SLICE, LOCAL), 420, "the same on own layers", ("vllm", "ray")),
+    Rung("profile", (*PROFILE, LOCAL), 120, "a torch profile and a memory snapshot of a step"),
+    Rung("slice", SLICE, 540, "seconds by phase of a colocated step", ("ray", "te")),
+    Rung("slice_local", (*SLICE, LOCAL), 540, "the same on own layers", ("ray",)),
+    Rung("costs", ("benchmarks/gpu_costs.py",), 420, "what each setting is worth against the one it replaces"),
 )
 
-
-class Report:
-    """The folder of results: written anew, file by file, after each rung."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._results = folder / "results.json"
-        self.rungs: dict[str, dict[str, object]] = {}
-        if self._results.exists():
-            self.rungs = json.loads(self._results.read_text())
-
-    def add(self, rung: Rung, outcome: str, seconds: float, output: str) -> None:
-        """Record the outcome of a rung and the figures that it printed."""
-        figures = printed_json(output)
-        self.rungs[rung.name] = {"outcome": outcome, "seconds": round(seconds, 1)} | (
-            {"figures": figures} if figures is not None else {}
-        )
-        kept = self.folder / "logs.txt"
-        text = kept.read_text() if kept.exists() else ""
-        _write(kept, f"{text}\n===== {rung.name}: {outcome}, {seconds:.0f} s\n{output[-LOG_BYTES:]}\n")
-        self.write()
-
-    def write(self) -> None:
-        """Write results and summary."""
-        _write(self._results, json.dumps(self.rungs, indent=2))
-        lines = ["| rung | outcome | s | proves |", "|---|---|---|---|"]
-        for rung in RUNGS:
-            entry = self.rungs.get(rung.name, {"outcome": "not run", "seconds": ""})
-            lines.append(f"| {rung.name} | {entry['outcome']} | {entry['seconds']} | {rung.proves} |")
-        failed = [
-            rung.name for rung in RUNGS if self.rungs.get(rung.name, {}).get("outcome") in ("failed", "too slow")
-        ]
-        waiting = [rung.name for rung in RUNGS if rung.name not in self.rungs]
-        if failed:
-            following = f"mend {failed[0]} (logs.txt), then run the same command"
-        else:
-            following = f"run the same command: {waiting[0]} is next" if waiting else "nothing: all rungs ran"
-        _write(self.folder / "summary.md", "\n".join([*lines, "", f"Next: {following}.", ""]))
+UNTIL_KILLED = 'trap "kill -KILL -$$" USR1; "$@" & trap "" TERM; wait $!'
+"""Runs a command; kills it, with its process group, at the signal that the kernel sends when the ladder ends."""
 
 
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(text)
-    beside.rename(path)
+def end_with(ladder: int) -> None:
+    """Between fork and exec: let the kernel send a signal when the ladder ends, however it does."""
+    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)  # PR_SET_PDEATHSIG
+    if os.getppid() != ladder:
+        os._exit(1)
 
 
-def printed_json(output: str) -> object:
-    """Return the last JSON object that a benchmark printed over several lines; None without one."""
-    start, end = output.rfind("\n{\n"), output.rfind("\n}")
-    if output.startswith("{\n") and start < 0:
-        start = 0
-    if start < 0 or end < start:
-        return None
-    try:
-        return json.loads(output[start : end + 2])
-    except ValueError:
-        return None
-
-
-def run(rung: Rung, seconds: float) -> tuple[str, str]:
-    """Run a rung for at most ``seconds``; return its outcome and output. Nothing that it started is left."""
+def run(arguments: Sequence[str], seconds: float, report: Report) -> int | None:
+    """Run Python for at most ``seconds``, its output in ``report.running``; return the exit code, None if it was too
+    slow. Nothing that it started is left."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}".rstrip(":")
-    with tempfile.TemporaryFile() as file:
+    with report.running.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, *rung.command],
-            stdout=file,
-            stderr=file,
+            ["sh", "-c", UNTIL_KILLED, "rung", sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             cwd=ROOT,
             env=environment,
             start_new_session=True,
+            preexec_fn=partial(end_with, os.getpid()),
         )
-        try:
-            process.wait(seconds)
-            outcome = {0: "passed", 5: "skipped"}.get(process.returncode, "failed")
-        except subprocess.TimeoutExpired:
-            outcome = "too slow"
+    try:
+        deadline = time.monotonic() + seconds
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            report.cut_running()
+            time.sleep(POLL_S)
+        if code is None:
             os.killpg(process.pid, signal.SIGTERM)
-            time.sleep(3)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait(10)
-        file.seek(0)
-        output = file.read().decode(errors="replace")
-    if outcome == "passed" and ran_nothing(output):
-        outcome = "skipped"
-    return outcome, output
+            deadline = time.monotonic() + GRACE_S
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        return code
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait(10)
+
+
+def outcome_of(code: int | None, output: str, passed: Sequence[str]) -> str:
+    """Return what an exit code and the output mean. ``passed``: tests that had passed before and were left out."""
+    if code is None:
+        return "too slow"
+    if code == 5:  # pytest: no test was left to run
+        return "passed" if passed else "skipped"
+    if code:
+        return "failed"
+    return "skipped" if ran_nothing(output) and not passed else "passed"
 
 
 def ran_nothing(output: str) -> bool:
@@ -177,19 +162,33 @@ def environment() -> str:
     return "\n".join(found)
 
 
+def climb(report: Report, rung: Rung, seconds: float, again: bool) -> tuple[str, str]:
+    """Run a rung and record it. Return its outcome and its last line."""
+    passed = [] if again else list(report.rungs.get(rung.name, {}).get("tests", []))
+    report.begin(rung.name, passed)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu_hour_", ignore_cleanup_errors=True) as name:
+        code = run(rung.arguments(Path(name), passed), seconds, report)
+        outcome = outcome_of(code, report.running.read_text(errors="replace"), passed)
+        return outcome, report.add(rung, outcome, time.monotonic() - started, Path(name))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/gpu_hour.sh", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no rung later than this")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no rung later than this, and end by then")
     parser.add_argument("--without", default="", help="packages to do without: te,vllm,ray")
     parser.add_argument("--only", default="", help="names of rungs, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("gpu_hour"), help="folder of the results")
-    parser.add_argument("--again", action="store_true", help="also the rungs that have passed")
+    parser.add_argument("--again", action="store_true", help="also what has passed")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; on a CPU too")
     parser.add_argument("--list", action="store_true", help="show the rungs and end")
     args = parser.parse_args()
     if args.without:
         os.environ["SKYRL_WITHOUT"] = args.without
+    if args.smoke:
+        os.environ["SKYRL_SMOKE"] = "1"
     try:
-        installed.missing()
+        missing = installed.missing()
     except ValueError as error:
         parser.error(f"--without: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the end of the rung, which leaves no process
@@ -200,31 +199,26 @@ def main() -> int:
         for rung in RUNGS:
             print(f"{rung.name:12s} {rung.seconds:4d} s  {rung.proves}")
         return 0
-    began, report = time.monotonic(), Report(args.out)
-    _write(args.out / "environment.txt", environment())
-    report.write()
+    began, report = time.monotonic(), Report(args.out, RUNGS)
+    report.write_text("environment.txt", environment())
     for rung in RUNGS:
         left = args.minutes * 60 - (time.monotonic() - began)
         if (only and rung.name not in only) or left <= 0:
             continue
-        if not args.again and report.rungs.get(rung.name, {}).get("outcome") == "passed":
+        if not args.again and report.outcome(rung.name) == "passed":
             continue
-        lacking = [name for name in rung.needs if name in installed.missing()]
-        broken = [name for name in rung.after if report.rungs.get(name, {}).get("outcome") in ("failed", "too slow")]
+        lacking = [name for name in rung.needs if name in missing]
+        broken = [name for name in rung.after if report.outcome(name) in FAILED]
         if lacking or broken:
             reason = f"without {', '.join(lacking)}" if lacking else f"{', '.join(broken)} failed"
-            report.rungs[rung.name] = {"outcome": f"skipped: {reason}", "seconds": 0.0}
-            report.write()
+            report.set(rung.name, f"skipped: {reason}")
             print(f"{rung.name:12s} skipped: {reason}", flush=True)
             continue
-        started = time.monotonic()
-        outcome, output = run(rung, min(rung.seconds, left))
-        report.add(rung, outcome, time.monotonic() - started, output)
-        last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-        print(f"{rung.name:12s} {outcome:9s} {time.monotonic() - started:6.1f} s  {last:.100}", flush=True)
-    outcomes = [entry["outcome"] for entry in report.rungs.values()]
-    print(f"results: {args.out}")
-    return int(any(outcome in ("failed", "too slow") for outcome in outcomes))
+        limit = rung.seconds * (CPU_FACTOR if installed.is_rehearsal() else 1)
+        outcome, last = climb(report, rung, min(limit, left), args.again)
+        print(f"{rung.name:12s} {outcome:9s} {report.rungs[rung.name]['seconds']:6.1f} s  {last:.100}", flush=True)
+    print(f"results: {args.out}\nnext: {report.following()}")
+    return int(any(report.outcome(rung.name) in FAILED for rung in RUNGS))
 
 
 if __name__ == "__main__":

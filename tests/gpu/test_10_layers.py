@@ -5,7 +5,7 @@ import pytest
 from tests.bridges.tiny_models import save_tiny
 from tests.training import bodies, reference
 
-pytestmark = pytest.mark.needs("te")
+pytestmark = pytest.mark.needs("te", "gpu")
 PROVES = "Transformer Engine's layers compute, forward and backward, what the layers do that CPU tests compare"
 REPORT = "the parameters named with their errors: one layer's, or all behind it"
 SIZES = dict(num_hidden_layers=4, hidden_size=64, moe_intermediate_size=32, num_key_value_heads=2)

@@ -72,13 +72,15 @@ def test_bf16_is_near_transformers(ranks, folder, routed, expected_routed):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"trainer.fused_lm_head_logprob": True},
-        {"trainer.gradient_checkpointing": True},
-        {f"{MEGATRON}optimizer_config_kwargs.optimizer_cpu_offload": True,
-         f"{MEGATRON}optimizer_config_kwargs.optimizer_offload_fraction": 1.0,
-         f"{MEGATRON}optimizer_config_kwargs.use_distributed_optimizer": True},
+        pytest.param({"trainer.fused_lm_head_logprob": True}, id="from hidden states"),
+        pytest.param({"trainer.gradient_checkpointing": True}, id="recomputed"),
+        pytest.param(
+            {f"{MEGATRON}optimizer_config_kwargs.optimizer_cpu_offload": True,
+             f"{MEGATRON}optimizer_config_kwargs.optimizer_offload_fraction": 1.0,
+             f"{MEGATRON}optimizer_config_kwargs.use_distributed_optimizer": True},
+            id="moments on the host", marks=pytest.mark.needs("gpu"),
+        ),
     ],
-    ids=["from hidden states", "recomputed", "moments on the host"],
 )  # fmt: skip
 def test_variants_agree_in_bf16(ranks, folder, routed, expected_routed, overrides):
     """Against plain bf16, with the distance to the reference as the measure of what rounding does."""

@@ -33,7 +33,7 @@ def test_fp32_equals_peft(ranks, folder, factors):
     bodies.check(ranks(1, bodies.three_steps, folder, batch, expected, {}, overrides), expected)
 
 
-@pytest.mark.needs("te")
+@pytest.mark.needs("te", "gpu")
 def test_transformer_engine_is_as_near_as_ours(ranks, folder, factors):
     batch = step.natural_routes(folder, step.make_batch(vocab_size=1003))  # bf16 would send tokens to other experts
     replay = {f"{MEGATRON}moe_enable_routing_replay": True}

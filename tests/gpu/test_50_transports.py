@@ -1,6 +1,7 @@
-"""The transports that only a GPU runs: NCCL in a group of one, CUDA IPC between two processes."""
+"""The transports of GPUs: NCCL in a group of one, CUDA IPC between two processes. On CPU, IPC is shared memory."""
 
 import multiprocessing
+import os
 
 import pytest
 
@@ -11,14 +12,17 @@ BUCKET_BYTES = 1 << 16
 
 
 def tensors():
-    """Tensors on the GPU, one larger than a bucket, one empty."""
+    """Tensors on the device, one larger than a bucket, one empty."""
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(0)
+    from skyrl_megatron import device
+
+    generator = torch.Generator(device.device()).manual_seed(0)
     shapes = {"large.weight": (96, 512), "small.weight": (3,), "empty.weight": (0, 8), "last.weight": (64, 64)}
-    return {name: torch.randn(shape, generator=generator, device="cuda") for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=generator, device=device.device()) for name, shape in shapes.items()}
 
 
+@pytest.mark.needs("gpu")
 def test_checksums_are_those_of_the_cpu():
     import torch
 
@@ -28,6 +32,7 @@ def test_checksums_are_those_of_the_cpu():
     assert int(checksum(buffer.cuda())) == int(checksum(buffer))
 
 
+@pytest.mark.needs("gpu")
 def test_nccl_in_a_group_of_one():
     import torch
 
@@ -45,13 +50,12 @@ def test_nccl_in_a_group_of_one():
 
 def receive(port, metadata, pipe):
     """The engine's side, in a process of its own."""
-    import torch
-
+    from skyrl_megatron import device
     from skyrl_megatron.weight_sync.buckets import WeightReceiver
     from skyrl_megatron.weight_sync.transport import open_transport
 
     transport = open_transport("ipc", "127.0.0.1", port, 1, 2, TIMEOUT_S)
-    receiver = WeightReceiver([transport], BUCKET_BYTES, torch.device("cuda", 0))
+    receiver = WeightReceiver([transport], BUCKET_BYTES, device.set_local_device(0))
     receiver.set_metadata([metadata])
     for _ in range(2):  # the second time nothing is opened anew
         received = {name: tensor.cpu() for name, tensor in receiver.tensors()}
@@ -61,12 +65,18 @@ def receive(port, metadata, pipe):
     receiver.close()
 
 
+def test_ipc_between_two_processes():
+    send_and_receive()
+
+
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize("segments", ["fixed", "expandable"])
-def test_ipc_between_two_processes(segments, monkeypatch):
+def test_ipc_whatever_the_segments(segments, monkeypatch):
     """Whichever segments torch's allocator takes: buffers are in fixed ones, which no right of a container forbids."""
     import torch
 
-    before = torch._C._accelerator_getAllocatorSettings()
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    before = next(filter(None, map(os.environ.get, names)), "expandable_segments:False")
     options = f"expandable_segments:{segments == 'expandable'}"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
     torch._C._accelerator_setAllocatorSettings(options)
@@ -112,11 +122,12 @@ def read_own(port, buckets, pipe):
     """A worker that gets buckets of its own, in a process of its own."""
     import torch
 
+    from skyrl_megatron import device
     from skyrl_megatron.weight_sync.transport import open_transport
 
-    torch.cuda.set_device(0)
+    where = device.set_local_device(0)
     transport = open_transport("ipc", "127.0.0.1", port, 1, 2, TIMEOUT_S)
-    received = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda") for _ in range(buckets)]
+    received = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=where) for _ in range(buckets)]
     for wait in [transport.receive(each) for each in received]:
         wait()
     pipe.send([each.cpu() for each in received])
@@ -127,6 +138,7 @@ def read_own(port, buckets, pipe):
 def test_ipc_to_one_worker():
     import torch
 
+    from skyrl_megatron import device
     from skyrl_megatron.weight_sync.transport import listen, open_transport
 
     listener, context, buckets = listen("127.0.0.1"), multiprocessing.get_context("spawn"), 8
@@ -135,7 +147,7 @@ def test_ipc_to_one_worker():
     process.start()
     try:
         transport = open_transport("ipc", "127.0.0.1", 0, 0, 2, TIMEOUT_S, listener)
-        buffers, waits = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)], []
+        buffers, waits = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device.device()) for _ in range(2)], []
         for number in range(buckets):
             if len(waits) == len(buffers):
                 waits.pop(0)()

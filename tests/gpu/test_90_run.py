@@ -5,11 +5,10 @@ import pytest
 from tests.gpu import installed
 from tests.job import runs
 
-pytestmark = pytest.mark.needs("vllm", "ray")
+pytestmark = pytest.mark.needs("ray")
 PROVES = "a colocated run samples, scores, trains, saves and syncs, and trainer and engine agree on every token"
 REPORT = "console.log, metrics.jsonl and workers/ of the run's folder"
 SHARED = {
-    "trainer__placement__colocate_all": "true",
     "trainer__placement__policy_num_gpus_per_node": 1,
     "trainer__placement__ref_num_gpus_per_node": 1,
     "trainer__policy__megatron_config__expert_model_parallel_size": 1,
@@ -23,7 +22,8 @@ SHARED = {
 @pytest.mark.parametrize("layers", installed.layer_choices())
 def test_two_colocated_steps(tmp_path, layers):
     choice = {"trainer__policy__megatron_config__transformer_config_kwargs__transformer_impl": layers}
-    done = runs.run(runs.prepare(tmp_path), **SHARED | choice).check()
+    here = {name.replace(".", "__"): value for name, value in installed.run_settings().items()}
+    done = runs.run(runs.prepare(tmp_path), **SHARED | here | choice).check()
     one, two = [line for line in done.lines if line["step"]]
     for line in (one, two):
         assert line["policy/rollout_train_logprobs_abs_diff_max"] <= 0.1, "nats, bf16"

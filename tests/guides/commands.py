@@ -42,6 +42,7 @@ COMMANDS = (
     Row(r"launch/doctor\.sh --cpu", "tests/guides/test_documents.py::test_local_commands_run"),
     Row(r"launch/doctor\.sh$", "tests/doctor/test_screen.py::test_this_machine_and_the_self_test"),
     Row(r"launch/gpu_hour\.sh", needs=GPUS),
+    Row(r"launch/gpu_rehearsal\.sh", needs="packages of 5 GB and a quarter of an hour"),
     Row(rf"{RUN}$", "tests/job/test_learning.py::test_rewards_teach"),
     # checks: what is checked of a run is all that depends on its command
     Row(rf"{RUN} --check( trainer\.seed=1 .*)?$", "tests/guides/test_documents.py::test_local_commands_run"),

@@ -82,7 +82,7 @@ def test_ended_at_a_random_moment(folder, temporary, lasts, seed):
     for name in ("ckpts", "exports", "logs"):
         shutil.rmtree(folder / name, ignore_errors=True)
     shared = shared_memory()
-    process = command(folder, TMPDIR=str(temporary), RAY_TMPDIR=str(temporary))
+    process = command(folder, TMPDIR=str(temporary), RAY_TMPDIR=str(temporary), PYTHONFAULTHANDLER="1")
     seen = {}
     try:
         while not has_begun(process):
@@ -100,12 +100,12 @@ def test_ended_at_a_random_moment(folder, temporary, lasts, seed):
     finally:
         process.kill()
     assert not left_behind(seen.values())
+    assert "killed the processes" not in err, f"it did not end by itself: {err[-8000:]}"
     assert "Traceback" not in err, err[-4000:]
     if process.returncode != 0:  # else it was at its end
         assert process.returncode == CODES[number], err[-4000:]
         said = [line for line in [*out.splitlines(), *err.splitlines()] if "interrupted" in line or "stopped" in line]
         assert len(said) == 1, (out, err)
-        assert "was killed" not in err, "it did not end by itself"
     else:
         assert "step 2/2" in out
     logs_of_ray = ("ray", "session_")

@@ -102,7 +102,8 @@ Trainer.finish = finish
 """
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("sampler", ["shuffle", "pools"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, sampler):
     """SHA-256 over weights, moments, random states and all ids sampled after the checkpoint."""
     found = []
     for name, stops in {"whole": [4], "resumed": [2, 4]}.items():
@@ -110,6 +111,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         folder.mkdir()
         runs.prepare(folder)
         for stop in stops:
-            runs.run(folder, HASHES, trainer__max_training_steps=stop, trainer__ckpt_interval=2).check()
+            keys = {"trainer__max_training_steps": stop, "trainer__ckpt_interval": 2, "data__sampler": sampler}
+            runs.run(folder, HASHES, **keys).check()
         found.append((folder / "exports/hashes.json").read_text())
     assert found[0] == found[1]

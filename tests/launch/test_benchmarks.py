@@ -25,6 +25,13 @@ def test_it_takes_smoke_and_explains_itself(name):
     assert "from smoke import parse" in text and f"python benchmarks/{name}.py" in text
 
 
+def test_terms_of_a_step_name_rungs_that_there_are():
+    from benchmarks.step_on_paper import RUNGS
+    from tests.gpu import ladder
+
+    assert {name for rungs in RUNGS.values() for name in rungs} <= {rung.name for rung in ladder.RUNGS}
+
+
 @pytest.mark.process
 @pytest.mark.vllm
 @pytest.mark.full_matrix

@@ -1,9 +1,11 @@
 """What is packed for a GPU machine without network: one generation's code, in parts that are put together again."""
 
 import os
+import re
 import runpy
 import struct
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,16 @@ def test_versions_are_those_of_the_lock(bundle):
     names = [line for line in (ROOT / "launch/requirements/bundle.in").read_text().splitlines() if line[0] != "#"]
     assert set(names) <= versions.keys() and names == sorted(names)
     assert {"vllm", "ray", "transformer-engine-torch", "nvidia-cudnn-frontend"} <= versions.keys()
+
+
+def test_a_bare_machine_and_the_bundle_have_every_dependency():
+    """Each once; the groups beside ``packages`` have one package each."""
+    folder = ROOT / "launch/requirements"
+    bare, packed = (re.findall(r"(?m)^([\w-]+)", (folder / name).read_text()) for name in ("bare.in", "bundle.in"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["gpu"]
+    wanted = {re.match(r"[\w-]+", each)[0] for each in needed} - {"ray", "vllm", "transformer-engine"}
+    assert wanted <= {*bare, *packed} and not set(bare) & set(packed)
 
 
 @pytest.mark.process

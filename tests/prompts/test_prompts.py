@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from skyrl_megatron.data.prompts import PromptLoader
+from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.errors import DataError
 from tests.rollout.scripted import tokenizer_of
 
@@ -162,7 +162,7 @@ import datasets
 datasets.config.HF_DATASETS_CACHE = sys.argv[2]
 datasets.disable_progress_bars()
 from skyrl_megatron.data.prompts import PromptDataset
-from skyrl_megatron.data.prompts import PromptLoader
+from skyrl_megatron.data.loader import PromptLoader
 from tests.rollout.scripted import tokenizer_of
 tokenizer = tokenizer_of("chatml")
 tokenizer.__class__.__call__ = lambda self, texts, **_: {"input_ids": [[0]] * len(texts)}  # not what is measured
@@ -210,12 +210,17 @@ def test_loader_resumes_exactly():
 
 
 def test_loader_edges():
-    loader = PromptLoader(range(7), 3, shuffle=False, drop_last=False)
+    from skyrl_megatron.data.samplers import InOrder
+
+    def in_order(rows):
+        return PromptLoader(range(rows), 3, sampler=InOrder(range(rows), 3, 0, None), name="in_order", drop_last=False)
+
+    loader = in_order(7)
     assert len(loader) == 3 and list(loader) == [[0, 1, 2], [3, 4, 5], [6]]
     with pytest.raises(DataError, match=r"7 prompts do not fill one batch of 8: lower trainer.train_batch_size"):
         PromptLoader(range(7), 8)
     with pytest.raises(DataError, match="the data loader has rows=8, but rows=7 in the checkpoint"):
-        PromptLoader(range(8), 3, shuffle=False, drop_last=False).load_state_dict(loader.state_dict())
+        in_order(8).load_state_dict(loader.state_dict())
 
 
 # ------------------------------------------------------- prepared datasets

@@ -180,7 +180,7 @@ def test_a_row_of_another_form_is_named(tmp_path, row, message):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_other_contents_after_a_resume_are_told(tmp_path, suffix, recwarn):
-    from skyrl_megatron.data.prompts import PromptLoader
+    from skyrl_megatron.data.loader import PromptLoader
 
     paths = [save(rows_of(6), tmp_path / f"{name}{suffix}") for name in ("same", "other")]
     saved = json.loads(json.dumps(PromptLoader(dataset(paths), 3).state_dict()))

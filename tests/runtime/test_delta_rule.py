@@ -1,4 +1,11 @@
-"""The gated delta rule against its recurrence, token by token, in fp64; the short convolution against torch's."""
+"""The gated delta rule against its recurrence, token by token, in fp64; the short convolution against torch's; the
+kernels of ``fla-core``, interpreted, against both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +123,61 @@ def test_states_go_on_where_they_ended():
     torch.testing.assert_close(one, whole[first], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(other, whole[second], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(states, ends, rtol=1e-11, atol=1e-12)
+
+
+def operations(lengths):
+    """Operations of a forward pass of the rule on the device, without memory."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            views = isinstance(result, torch.Tensor) and any(
+                isinstance(each, torch.Tensor) and result._is_view() and result._base is not None for each in args
+            )
+            seen.append(not views)
+            return result
+
+    seen, tokens, meta = [], sum(lengths), torch.device("meta")
+    shapes = [(2, 128), (2, 128), (2, 2, 128), (2, 2), (2, 2)]
+    given = [torch.empty(tokens, *shape, device=meta, dtype=torch.bfloat16) for shape in shapes]
+    with Count():
+        gated_delta_rule(*given, chunk_plan(lengths, meta))
+    return sum(seen)
+
+
+@pytest.mark.process
+def test_kernels_compute_the_same_with_few_launches():
+    """For 8,192 tokens of a sequence the loop over chunks takes more than a thousand operations, the kernels twenty,
+    whatever the length."""
+    root = Path(__file__).resolve().parents[2]
+    program = root / "tests/runtime/scripts/delta_kernels.py"
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    run = subprocess.run([sys.executable, program], env=variables, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["errors"].keys() == {"rule", "convolution"} and max(found["errors"].values()) < 2e-5, found
+    assert sum(found["launches"].values()) <= 24, found
+    assert operations((8192,)) > 1000 > 20 * found["launches"]["rule forward"], found
+
+
+def test_kernels_are_for_16_bits_on_gpus():
+    """And their absence is told, once, where they would run."""
+    import torch
+
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.runtime.model import delta_kernels
+
+    assert not delta_kernels.use_kernels(torch.bfloat16, 128, on_gpu=False)
+    assert not delta_kernels.use_kernels(torch.float32, 128, on_gpu=True)
+    assert not delta_kernels.use_kernels(torch.bfloat16, 512, on_gpu=True)
+    assert delta_kernels.use_kernels(torch.bfloat16, 128, on_gpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        delta_kernels._installed.cache_clear()
+        patch.setattr(delta_kernels, "find_spec", lambda name: None)
+        with pytest.warns(SkyRLMegatronWarning, match="fla-core"):
+            assert not delta_kernels.use_kernels(torch.bfloat16, 128, on_gpu=True)
+    delta_kernels._installed.cache_clear()

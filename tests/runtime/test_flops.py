@@ -46,6 +46,22 @@ def flops_of(model_type: str, **options):
     return model_flops(config, model.vocab_size, **options)
 
 
+@pytest.mark.parametrize("model_type", TINY)
+def test_count_without_megatron_is_the_same(model_type: str) -> None:
+    """Of the description that ``--check`` has, by layer."""
+    import torch
+
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime.flops import described_config, layer_flops
+    from skyrl_megatron.runtime.model.build import transformer_config
+    from skyrl_megatron.runtime.model.description import read_hf_model
+
+    model = read_hf_model(tiny_config(model_type))
+    built = transformer_config(model, ParallelConfig(1), dtype=torch.float32)
+    found = layer_flops(described_config(model.megatron))
+    assert found == layer_flops(built) and len(found) == built.num_layers
+
+
 def counted(module, ids, output) -> tuple[int, int]:
     """FLOPs of the products that torch runs: (forward, forward and backward)."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -48,7 +48,7 @@ class Killer:
         os.writev, Path.unlink = half, gone
 
 
-def prompt(number):
+def prompt(number, uid=None):
     return {"uid": f"uid-{number}"}
 
 

@@ -28,7 +28,7 @@ def durable(folder, *, fresh=False, **changes):
     return DurableGroups(cfg, lambda number: number // 60, fresh=fresh)
 
 
-def prompt(number):
+def prompt(number, uid=None):
     return {"uid": str(number % 60)}
 
 
@@ -120,7 +120,7 @@ def test_a_store_is_of_one_run(tmp_path):
     with pytest.raises(JournalError, match="ends with step 2, but the run resumes from step 9"):
         asyncio.run(recover(tmp_path, 9, prompt))
     with pytest.raises(JournalError, match=r"is of prompt \d+, but the data has other there"):
-        asyncio.run(recover(tmp_path, 0, lambda number: {"uid": "other"}))
+        asyncio.run(recover(tmp_path, 0, lambda number, uid: {"uid": "other"}))
     kept = asyncio.run(recover(tmp_path, 0, prompt))
     assert len(kept.planned) == 2 * BATCH and kept.planned == [group.number for group in kept.finished][: 2 * BATCH]
     held = durable(tmp_path)

@@ -75,7 +75,7 @@ def test_from_a_checkpoint_what_it_needs_is_there(tmp_path):
     """Without ``keep_rollouts`` only the steps behind the last checkpoints are; asking for others says so."""
     freed(tmp_path / "rollouts")
     stream = replayed(replay_config(tmp_path))
-    stream.prompt = lambda number: {"uid": f"uid-{number}"}
+    stream.recall = lambda number, uid: {"uid": f"uid-{number}"}
     with pytest.raises(ConfigError, match=r"no longer has 3 groups of step 1: .* or record with .*keep_rollouts=true"):
         stream.check(0)
     stream.check(STEPS - 3)
@@ -102,7 +102,7 @@ def test_what_cannot_be_replayed_is_told(tmp_path):
         stream.check(12)
     with pytest.raises(CheckpointError, match="is already being written by this process"):
         replayed(replay_config(tmp_path))
-    stream.prompt = lambda number: {"uid": "other"}
+    stream.recall = lambda number, uid: {"uid": "other"}
     with pytest.raises(JournalError, match=r"group \d+ is of prompt \d+, but the data has other there: replay with"):
         asyncio.run(replay(stream, 0, {}))
     stream.store.close()

@@ -57,7 +57,7 @@ class Life:
         from skyrl_megatron.trainer.rollout_stream import Group
 
         entry = {"uid": UID, "prompt": PROMPT}
-        kept = await self.groups.recover(self.version, lambda number: entry)
+        kept = await self.groups.recover(self.version, lambda number, uid: entry)
         self.begun = dict(kept.begun)
         partial = self.groups._begun[NUMBER].samples if self.begun else {}
         self.known = {f"{UID}_{sample}": each for sample, each in partial.items()}
@@ -174,7 +174,7 @@ def test_another_prompt_in_its_place_is_refused(tmp_path):
         await Life(tmp_path, 2).live()
         other = Life(tmp_path)
         with pytest.raises(JournalError, match="group 5 is of prompt 5, but the data has 6 there"):
-            await other.groups.recover(3, lambda number: {"uid": "6"})
+            await other.groups.recover(3, lambda number, uid: {"uid": "6"})
         await other.groups.close()
 
     asyncio.run(body())

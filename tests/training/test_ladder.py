@@ -1,11 +1,9 @@
 """The ladder of ``tests/gpu`` where there is no GPU: bodies of its rungs with planted faults, and how it stops."""
 
 import ast
-import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +67,34 @@ def test_checkpoint(ranks, tmp_path):
     assert ranks(1, training.loaded, folder, root, {}, "moments go elsewhere")[0] != saved
 
 
+@pytest.mark.process
+def test_engines(tmp_path):
+    """Rung 60, with the engine of machines without vLLM: changed under load, asleep, and a mistake in what is sent."""
+    from tests.gpu.generate_engine import GenerateEngine
+    from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
+    from tests.support.tiny_models import write_tiny_model
+    from tests.weight_sync import under_load
+
+    models = {name: write_tiny_model("qwen3_moe", tmp_path / name, seed) for name, seed in (("A", 0), ("B", 1))}
+    settings = tiny_settings(models["A"], sleep_mode=True)
+    options = dict(transport="ipc", kind=GenerateEngine)
+    with under_load.synced_engine(settings, models, **options) as (engine, loop, sync):
+        expected = under_load.baseline(engine, loop, sync, models, near=1e-4)
+        sample = loop(engine.generate("sampled", under_load.TOKENS[:20], under_load.SAMPLING | {"temperature": 0.7}))
+        tokens = under_load.TOKENS[:20] + sample.token_ids
+        assert largest_gap(sample.logprobs, reference_logprobs(models["A"], tokens, 0.7)[19:]) < 1e-4
+        under_load.change_weights_under_load(engine, loop, sync, expected, rounds=2, requests=4)
+        with pytest.raises(AssertionError, match="stale or torn"):
+            under_load.change_weights_under_load(
+                engine, loop, sync, expected, rounds=1, requests=2, fault="two experts are swapped"
+            )
+    with under_load.synced_engine(settings, models, shared_gpus=True, **options) as (engine, loop, sync):
+        under_load.baseline(engine, loop, sync, models, near=1e-4)
+        under_load.change_weights_asleep(engine, loop, sync, expected, rounds=2)
+        loop(engine.sleep(2))
+        assert not any(parameter.untyped_storage().nbytes() for parameter in engine._model.parameters())
+
+
 def test_every_rung_says_what_it_proves_and_what_to_report():
     rungs = sorted(LADDER.glob("test_*.py"))
     assert [int(rung.stem.split("_")[1]) for rung in rungs] == sorted({int(r.stem.split("_")[1]) for r in rungs})
@@ -96,7 +122,7 @@ def test_settings_of_rungs_are_valid_on_one_gpu(tmp_path):
     one_gpu = Hardware(1, 1)
     optimizers = [{"trainer.bf16": True} | options for options in test_30_offload.OPTIONS.values()]
     keys = [SkyRLTrainConfig.from_cli_overrides({"trainer.logger": "console"} | options) for options in optimizers]
-    run = runs.arguments(runs.prepare(tmp_path), **test_90_run.SHARED)
+    run = runs.arguments(runs.prepare(tmp_path), **test_90_run.SHARED, trainer__placement__colocate_all="true")
     keys.append(SkyRLTrainConfig.from_cli_overrides(run))
     assert [find_problems(cfg, one_gpu) for cfg in keys] == [[]] * len(keys)
     engine = test_60_engines.settings({"A": tmp_path}, sleep_mode=True)
@@ -129,46 +155,13 @@ def test_the_first_failure_ends_the_climb(tmp_path):
     assert "what 10 says" in run.stdout and "test_10_rung failed" in run.stdout
 
 
-def rungs(*commands, seconds=30, after=()):
-    from tests.gpu.ladder import Rung
+def test_processes_are_forked_without_vllm(monkeypatch):
+    """Rung 90 without vLLM: the fork server of a run imports what ranks need alone."""
+    from skyrl_megatron.inference.vllm import processes
 
-    return [Rung(f"rung{n}", ("-c", text), seconds, "", (), after if n else ()) for n, text in enumerate(commands)]
-
-
-def climb(monkeypatch, folder, chosen, *arguments):
-    from tests.gpu import ladder
-
-    monkeypatch.setattr(ladder, "RUNGS", tuple(chosen))
-    monkeypatch.setattr(ladder, "environment", lambda: "")
-    monkeypatch.setattr(sys, "argv", ["gpu_hour", "--out", str(folder), *arguments])
-    code = ladder.main()
-    results = json.loads((folder / "results.json").read_text())
-    return code, {name: entry["outcome"] for name, entry in results.items()}
-
-
-@pytest.mark.process
-def test_the_hour_continues_past_a_failed_rung_and_resumes(monkeypatch, tmp_path):
-    """Figures are kept; what needs the failed rung is left out; what passed is not run again."""
-    figures = "print('{\\n  \"GB\": 3\\n}')"
-    chosen = [
-        *rungs("raise SystemExit(1)", "print(1)", after=("rung0",)),
-        *(replace(rung, name=f"other{n}") for n, rung in enumerate(rungs(figures, "import time; time.sleep(60)"))),
-    ]
-    chosen[-1] = replace(chosen[-1], seconds=1)
-    code, outcomes = climb(monkeypatch, tmp_path, chosen)
-    expected = {"rung0": "failed", "rung1": "skipped: rung0 failed", "other0": "passed", "other1": "too slow"}
-    assert (code, outcomes) == (1, expected)
-    assert json.loads((tmp_path / "results.json").read_text())["other0"]["figures"] == {"GB": 3}
-    assert "Next: mend rung0" in (tmp_path / "summary.md").read_text()
-    mended = [replace(chosen[0], command=("-c", "")), chosen[1], replace(chosen[2], command=("-c", "1 / 0"))]
-    code, outcomes = climb(monkeypatch, tmp_path, mended, "--minutes", "1")
-    assert outcomes | {"other1": ""} == {"rung0": "passed", "rung1": "passed", "other0": "passed", "other1": ""}
-    assert len(list(tmp_path.iterdir())) <= 8
-
-
-@pytest.mark.process
-def test_what_proves_nothing_has_not_passed(monkeypatch, tmp_path):
-    chosen = rungs("print('no GPU: nothing measured')", "print('3 skipped in 0.1s')", "print('1 passed, 2 skipped')")
-    assert climb(monkeypatch, tmp_path, chosen)[1] == {"rung0": "skipped", "rung1": "skipped", "rung2": "passed"}
-    with pytest.raises(SystemExit):
-        climb(monkeypatch, tmp_path, chosen, "--only", "rung7")
+    monkeypatch.setattr(processes, "IMPORTED", ["vllm.no_such_module"])
+    monkeypatch.setattr(processes, "find_spec", lambda name: name)  # installed
+    with pytest.raises(ModuleNotFoundError):
+        processes.import_all()
+    monkeypatch.setattr(processes, "find_spec", lambda name: None)
+    processes.import_all()

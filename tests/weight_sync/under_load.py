@@ -24,15 +24,15 @@ class Trainer(TrainerProcess):
 
 
 @contextlib.contextmanager
-def synced_engine(settings, models, *, transport=None, shared_gpus=False):
+def synced_engine(settings, models, *, transport=None, shared_gpus=False, kind=None):
     """``(engine, loop, sync)``: ``sync(model, fault)`` gives a real engine the weights of ``models["A"]`` or
-    ``models["B"]``."""
+    ``models["B"]``. ``kind``: the engine's class; None: vLLM's."""
     from skyrl_megatron.inference.engine_pool import EnginePool
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     loop, trainer, count = LoopThread(), Trainer(transport), 0
-    pool = EnginePool([lambda: VLLMEngine(settings)], wait_s=60)
+    pool = EnginePool([lambda: (kind or VLLMEngine)(settings)], wait_s=60)
     try:
         loop(pool.start(), 590)
         config = json.loads((models["A"] / "config.json").read_text())

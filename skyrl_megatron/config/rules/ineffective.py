@@ -363,17 +363,9 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     # ------------------------------------------------------------ machines without GPUs
     IneffectiveSetting(
         "there is no GPU",
-        f"{_P}record_memory " + _in_all(_E, "gpu_memory_utilization distributed_executor_backend"),
+        f"{_P}record_memory {_M}empty_cuda_cache "
+        + _in_all(_E, "gpu_memory_utilization distributed_executor_backend"),
         _on_cpu,
-    ),
-    IneffectiveSetting(
-        "there is no GPU",
-        f"{_M}empty_cuda_cache",
-        lambda cfg, hardware: (
-            hardware.is_cpu
-            and bool(cfg.trainer.policy.megatron_config.empty_cuda_cache)
-            and not cfg.trainer.placement.colocate_all  # with colocate_all it is the default
-        ),
     ),
 )
 

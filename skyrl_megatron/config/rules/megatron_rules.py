@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.roles import role_world_size
+from skyrl_megatron.config.rules.exchange_rules import exchange_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
+from skyrl_megatron.config.schema.models import AUTO, DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -65,16 +67,15 @@ def _type_problem(name: str, value: object, *, aware: bool, on_host: bool) -> st
 
 _BACKENDS = ("auto", "flash", "fused", "unfused")
 _VARYING = "packed micro-batches vary in length: remove this key"
-_OVERLAP = "needs Megatron's sub-layer schedule, which cannot run policy-gradient losses: remove this key"
+_DELAYED = "delays weight gradients beyond the hooks that count them: remove this key"
 UNSUPPORTED_FIELDS = {
     "fp8": "packed sequences are not padded to the sizes of FP8 GEMMs: remove this key to train in bf16",
     "fp4": "packed sequences are not padded to the sizes of FP4 GEMMs: remove this key to train in bf16",
     "fp8_param": "needs FP8 parameter gathering, which this trainer does not have: remove this key",
     "fp4_param": "needs FP4 parameter gathering, which this trainer does not have: remove this key",
     "tp_comm_overlap": "needs user buffers of one sequence length, but " + _VARYING,
-    "overlap_moe_expert_parallel_comm": _OVERLAP,
-    "delay_wgrad_compute": _OVERLAP,
-    "overlap_dispatch_backward_with_experts_wgrad": _OVERLAP,
+    "delay_wgrad_compute": _DELAYED,
+    "overlap_dispatch_backward_with_experts_wgrad": _DELAYED,
     "hierarchical_context_parallel_sizes": (
         "this trainer does not create hierarchical process groups: remove this key and set context_parallel_size"
     ),
@@ -109,7 +110,8 @@ def megatron_problems(
     if role == "ref" and megatron.moe_routing_replay_source == "trainer":
         fix = "the reference computes log-probs before the policy has chosen experts: set it to rollout"
         yield Problem(f"{section}moe_routing_replay_source", "trainer", fix)
-    yield from _experts(cfg, megatron, section, hardware)
+    yield from _experts(cfg, megatron, section)
+    yield from exchange_problems(cfg, role, megatron, section, hardware)
     yield from _recompute(megatron, section)
     ddp = megatron.ddp_config
     if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
@@ -202,7 +204,7 @@ def _draft(cfg: SkyRLTrainConfig, section: str) -> Iterator[Problem]:
         yield Problem(f"{section}mtp.train", True, reason)
 
 
-def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:
+def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str) -> Iterator[Problem]:
     """Check options of mixture-of-experts layers."""
     if megatron.moe_enable_routing_replay:
         of_engine = megatron.moe_routing_replay_source == "rollout"
@@ -219,15 +221,6 @@ def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hard
         kind = megatron.moe_router_load_balancing_type
         fix = f"has no effect with moe_router_load_balancing_type={kind}: set that to aux_loss, or this to 0"
         yield Problem(f"{section}moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, fix)
-    dispatcher = megatron.moe_token_dispatcher_type
-    key = f"{section}moe_token_dispatcher_type"
-    if dispatcher == "allgather":  # Megatron rejects it with variable_seq_lengths (transformer_config.py)
-        fix = "needs micro-batches of one length, but packed micro-batches vary in length: use alltoall"
-        yield Problem(key, dispatcher, fix)
-    if dispatcher == "flex" and hardware.is_cpu:
-        yield Problem(key, dispatcher, "needs GPUs: use alltoall")
-    elif dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
-        yield Problem(key, dispatcher, "needs the package deep_ep (DeepEP), which is not installed: use alltoall")
 
 
 def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
@@ -236,7 +229,8 @@ def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
     kwargs = megatron.transformer_config_kwargs
     granularity = kwargs.get("recompute_granularity")
     for name in ("recompute_method", "recompute_num_layers"):
-        if granularity == "selective" and kwargs.get(name) is not None:
+        chosen = granularity == AUTO and kwargs.get(name) not in (None, DEFAULT_TRANSFORMER_CONFIG_KWARGS[name])
+        if chosen or (granularity == "selective" and kwargs.get(name) is not None):
             fix = "needs recompute_granularity=full: set that, or remove this key"
             yield Problem(f"{section}transformer_config_kwargs.{name}", kwargs[name], fix)
         if granularity == "full" and kwargs.get(name) is None:
@@ -244,6 +238,6 @@ def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
                 "recompute_granularity=full needs recompute_method (uniform, block) and recompute_num_layers: set both"
             )
             yield Problem(f"{section}transformer_config_kwargs.{name}", None, fix)
-    if granularity not in (None, "full", "selective"):
+    if granularity not in (None, "full", "selective", AUTO):
         key = f"{section}transformer_config_kwargs.recompute_granularity"
-        yield Problem(key, granularity, "must be full, selective or null")
+        yield Problem(key, granularity, f"must be {AUTO}, full, selective or null")

@@ -11,7 +11,7 @@ from skyrl_megatron.config.roles import adapter_problems, ranks_exchange_weights
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.errors import Problem
-from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
+from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, TRANSPORTS
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.generator import SamplingParams
@@ -78,6 +78,7 @@ _E = "generator.inference_engine."
 def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield every problem of generation. ``hf``: the policy's ``config.json``, empty if it is not available."""
     yield from GENERATORS.problems(cfg.generator.name)
+    yield from SAMPLERS.problems(cfg.data.sampler)
     yield from _turns(cfg)
     yield from _engines(cfg, model_dimensions(hf))
     yield from _routed_experts(cfg, model_dimensions(hf))

@@ -125,19 +125,21 @@ class FSDPConfig(BaseConfig):
 
 
 DEFAULT_MEGATRON_OPTIMIZER_KWARGS: dict[str, Any] = {
-    "overlap_cpu_optimizer_d2h_h2d": False,
+    "overlap_cpu_optimizer_d2h_h2d": True,
     "use_precision_aware_optimizer": False,
     "optimizer_cpu_offload": False,
     "optimizer_offload_fraction": 0.0,
 }
 """Default of `optimizer_config_kwargs`."""
 
+AUTO = "auto"
+"""`recompute_granularity`: as little as the memory of the GPUs allows, all layers if it is unknown."""
 DEFAULT_TRANSFORMER_CONFIG_KWARGS: dict[str, Any] = {
-    "recompute_granularity": "full",
+    "recompute_granularity": AUTO,
     "recompute_modules": ["core_attn"],
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
-    "gradient_accumulation_fusion": False,
+    "gradient_accumulation_fusion": True,
 }
 """Default of `transformer_config_kwargs`."""
 
@@ -214,7 +216,8 @@ class MegatronConfig(BaseConfig):
     expert_tensor_parallel_size: Count | None = None
     """etp: number of ranks that split each expert's matrices. None: 1."""
     moe_token_dispatcher_type: Annotated[str, OneOf("alltoall", "allgather", "flex")] = "alltoall"
-    """Token dispatcher of the experts. `flex` needs DeepEP and CUDA; `allgather` does not support packed
+    """Token dispatcher of the experts. `flex` needs DeepEP, or HybridEP with
+    `transformer_config_kwargs.moe_flex_dispatcher_backend=hybridep`; `allgather` does not support packed
     micro-batches."""
     moe_router_load_balancing_type: Annotated[
         str, OneOf("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
@@ -240,10 +243,11 @@ class MegatronConfig(BaseConfig):
         default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
     )
     """Fields of Megatron's `TransformerConfig`. They override the other keys. `transformer_impl: local` uses this
-    package's layers on GPUs instead of Transformer Engine's."""
+    package's layers on GPUs instead of Transformer Engine's; `gradient_accumulation_fusion` concerns the latter. With
+    `recompute_granularity: auto`, as few layers are recomputed as GPU memory allows (all if it is unknown)."""
     empty_cuda_cache: bool | None = None
-    """Free the cached GPU memory of PyTorch after each training step. None: only if training and engines share
-    GPUs."""
+    """Free the cached GPU memory of PyTorch after each optimizer step. None: only when state is offloaded, before
+    other processes need the memory."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face configuration, applied before Megatron's is derived from it."""
     dist_ckpt_optim_fully_reshardable: bool = False

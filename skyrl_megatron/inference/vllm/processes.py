@@ -163,8 +163,8 @@ def start_server() -> ForkServer:
 
 
 def import_all() -> None:
-    """Import the modules of engine cores and workers."""
-    for module in IMPORTED:
+    """Import the modules of engine cores and workers. Without vLLM, the run's engines are a plugin's: nothing."""
+    for module in IMPORTED if find_spec("vllm") else ():
         importlib.import_module(module)
 
 

@@ -155,7 +155,9 @@ def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str,
         "masked_softmax_fusion": use_te,
         "persist_layer_norm": use_te,
         "moe_permute_fusion": use_te,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": False,  # needs apex; ``optimizer.fuse_gradients`` sets it layer by layer
+        # Fused gradients of a call's first micro-batch would replace those of an earlier call, not be added.
+        "disable_parameter_transpose_cache": True,
         **SUMMED_GRADIENTS,
         # Weights come from a checkpoint. With on_meta, torch.device("meta") decides where modules create them.
         "perform_initialization": False,

@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 from torch.nn import functional as F
 
+from skyrl_megatron.runtime.model import delta_kernels
 from skyrl_megatron.runtime.model.attention import heads_to_tokens, tokens_to_heads
 from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, l2_normalize, short_convolution
 from skyrl_megatron.runtime.model.norm import RMSNorm
@@ -80,17 +81,24 @@ class GatedDeltaNet(MegatronModule):
 
     def _mix(self, heads: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Mix whole sequences for some key heads: [P, n, rows] → [P, n, value rows]."""
-        plan = chunk_plan(lengths, heads.device)
+        fused = delta_kernels.use_kernels(heads.dtype, self.key_size, on_gpu=heads.is_cuda)
         mixed, gate, beta, step = heads.split([self.mixed_rows, self.value_rows, self.ratio, self.ratio], -1)
-        mixed = short_convolution(mixed.flatten(1), self._mine(self.conv_weight).squeeze(1), plan.positions)
-        mixed = F.silu(mixed).unflatten(1, (heads.shape[1], -1))
-        q, k, v = mixed.split([self.key_size, self.key_size, self.value_rows], -1)
+        weight = self._mine(self.conv_weight).squeeze(1)
+        if fused:
+            starts = delta_kernels.sequence_starts(lengths, heads.device)
+            mixed = delta_kernels.convolve(mixed.flatten(1), weight, starts)
+        else:
+            plan = chunk_plan(lengths, heads.device)
+            mixed = F.silu(short_convolution(mixed.flatten(1), weight, plan.positions))
+        q, k, v = mixed.unflatten(1, (heads.shape[1], -1)).split([self.key_size, self.key_size, self.value_rows], -1)
         shape = (heads.shape[1], self.ratio)
         rate = self._mine(self.A_log).float().exp().view(shape)
         kept = -rate * F.softplus(step.float() + self._mine(self.dt_bias).float().view(shape))
-        v = v.unflatten(-1, (self.ratio, self.value_size))
-        out, _ = gated_delta_rule(l2_normalize(q), l2_normalize(k), v, kept, beta.sigmoid(), plan)
-        out = out.to(heads.dtype)
+        v, beta = v.unflatten(-1, (self.ratio, self.value_size)), beta.sigmoid()
+        if fused:
+            out = delta_kernels.gated_delta_rule(q, k, v, kept, beta, starts)
+        else:
+            out = gated_delta_rule(l2_normalize(q), l2_normalize(k), v, kept, beta, plan)[0].to(heads.dtype)
         gate = gate.view(out.shape)
         normed: Tensor = (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
         return normed

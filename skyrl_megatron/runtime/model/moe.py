@@ -209,6 +209,9 @@ class TokenWeightedRouter(TopKRouter):
     """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
     Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
 
+    planned_padding: Tensor | None = None
+    """The mask of the next training pass by a schedule plan, which does not give it to routers."""
+
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits [..., E], without rounding fp32 inputs to TF32.
 
@@ -223,6 +226,12 @@ class TokenWeightedRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route as ``TopKRouter`` does and update ``load``. ``padding_mask``: [sequence, batch], True on padding."""
+        if (
+            self.config.overlap_moe_expert_parallel_comm
+            and torch.is_grad_enabled()
+            and self.planned_padding is not None
+        ):
+            padding_mask = self.planned_padding.transpose(0, 1)
         if padding_mask is not None and padding_mask.numel() != logits.shape[:-1].numel():
             # Megatron splits the mask over sequence-parallel ranks on the first pipeline stage only
             # (megatron/core/models/gpt/gpt_model.py, _preprocess).

@@ -80,3 +80,15 @@ def experiment(cfg):
         for each in (made.train_dataset, made.eval_dataset)
     ]
     return prompts, type(made.get_generator(cfg, made.tokenizer, None)).__name__
+
+
+def order(cfg):
+    """The first prompts of the run; the error where it cannot choose them."""
+    from skyrl_megatron.data.loader import run_loader
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+    from skyrl_megatron.errors import SkyRLMegatronError
+
+    try:
+        return [entry["uid"] for entry in next(iter(run_loader(cfg, BasePPOExp(cfg).train_dataset)))]
+    except SkyRLMegatronError as error:
+        return str(error)
