@@ -75,6 +75,8 @@ class Match:
 
     parent: SampledCall | None
     """The call at the end of the longest path that the request begins with; None: there is none."""
+    first: int
+    """Index of the first message of the answer at the end of that path."""
     used: int
     """Number of its messages that the path holds."""
     digest: bytes
@@ -88,6 +90,8 @@ class Graph:
     """The calls of one trajectory, in the order in which they were answered."""
 
     calls: list[SampledCall] = field(default_factory=list)
+    foreign: set[str] = field(default_factory=set)
+    """Answers that the client wrote itself before anything was sampled, such as examples: no path holds them."""
     _ends: dict[bytes, SampledCall] = field(default_factory=dict)
 
     def match(self, messages: Sequence[ChatMessage], scope: Any = None) -> Match:
@@ -97,23 +101,26 @@ class Graph:
         of another scope does not match.
         """
         digest = _digest(b"", scope)
-        parent, used, unmatched = None, 0, None
+        parent, first, used, unmatched = None, 0, 0, None
+        before = 0
         for form, after in grouped(messages):
             digest = _digest(digest, form)
-            if form["role"] != "assistant":
-                continue
-            if (found := self._ends.get(digest)) is not None:
-                parent, used, unmatched = found, after, None
-            elif unmatched is None:
-                unmatched = after - 1
-        return Match(parent, used, digest, unmatched)
+            if form["role"] == "assistant":
+                if (found := self._ends.get(digest)) is not None:
+                    parent, first, used, unmatched = found, before, after, None
+                elif not self.calls:
+                    self.foreign.add(_as_json(form))
+                elif unmatched is None and _as_json(form) not in self.foreign:
+                    unmatched = after - 1
+            before = after
+        return Match(parent, first, used, digest, unmatched)
 
     def add(
         self, match: Match, rest: Sequence[int], generation: Generation, answer: ChatMessage | None
     ) -> SampledCall:
         """Add the call that answered a request. ``rest``: the tokens of its prompt after those of ``match.parent``.
         ``answer``: the message that the client got; None: it is no message, and nothing can continue it."""
-        end = end_of(match, answer)
+        end = b"" if answer is None else _digest(match.digest, canonical(answer))
         text_only = match.unmatched is not None
         tokens = np.asarray(rest, np.int32)
         return self.restore(SampledCall(len(self.calls), match.parent, tokens, generation, end, text_only=text_only))
@@ -134,11 +141,6 @@ class Graph:
     def forks(self) -> int:
         """Return the number of paths besides the first."""
         return max(len(self.leaves()) - 1, 0)
-
-
-def end_of(match: Match, answer: ChatMessage | None) -> bytes:
-    """Return the digest of a request's messages with its answer; b"" without one."""
-    return b"" if answer is None else _digest(match.digest, canonical(answer))
 
 
 def canonical(message: ChatMessage) -> dict[str, Any]:

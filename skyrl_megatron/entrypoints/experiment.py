@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,7 @@ class BasePPOExp:
         generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
         adapters = tuple(cfg.trainer.policy.model.lora.adapters)
         several = {"adapters": adapters} if len(adapters) > 1 else {}
-        return generator(
+        made = generator(
             cfg.generator,
             cfg.environment.skyrl_gym,
             inference_engine_client,
@@ -117,6 +118,11 @@ class BasePPOExp:
             nonfinite=cfg.trainer.algorithm.nonfinite,
             **several,
         )
+        if hasattr(made, "log_folder"):  # of an AgentGenerator: calls outlive the process as checkpoints do
+            made.log_folder = Path(cfg.trainer.ckpt_path) / "agents"
+            if cfg.trainer.resume_mode in (None, "none"):
+                shutil.rmtree(made.log_folder, ignore_errors=True)
+        return made
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
         """Create the trainer; the arguments are those of :class:`RayPPOTrainer`."""

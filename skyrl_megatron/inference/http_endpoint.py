@@ -112,11 +112,6 @@ def error_response(
     return JSONResponse(content, status, headers)
 
 
-def _unread(status: int, message: str) -> JSONResponse:
-    """Return an error response that closes the connection, because the body is not read."""
-    return error_response(status, message, headers={"connection": "close"})
-
-
 def guarded_app(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """Return a FastAPI application without routes that has a :class:`Guard`.
 
@@ -170,15 +165,15 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
-        known = secrets.compare_digest(headers.get(b"authorization", b""), self.expected)
-        if not known and not _is_open(scope, headers):
-            return await _unread(401, "wrong or missing bearer token")(scope, receive, send)
+        if (refused := self.refused(scope, headers)) is not None:
+            return await self.refusal(scope, *refused, unread=True)(scope, receive, send)
         too_large = f"the body is larger than {self.max_body_bytes} bytes"
         try:
             if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
-                return await _unread(413, too_large)(scope, receive, send)
+                return await self.refusal(scope, 413, too_large, unread=True)(scope, receive, send)
         except ValueError:
-            return await _unread(400, "content-length is not a number")(scope, receive, send)
+            wrong = "content-length is not a number"
+            return await self.refusal(scope, 400, wrong, unread=True)(scope, receive, send)
         body = bytearray()  # a chunked body has no content-length
         more = True
         try:
@@ -190,15 +185,27 @@ class Guard:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > self.max_body_bytes:
-                        return await _unread(413, too_large)(scope, receive, send)
+                        return await self.refusal(scope, 413, too_large, unread=True)(scope, receive, send)
         except TimeoutError:
             too_slow = f"the body did not arrive within {self.body_s:g} s"
-            return await _unread(408, too_slow)(scope, receive, send)
+            return await self.refusal(scope, 408, too_slow, unread=True)(scope, receive, send)
         try:
             check_body(scope["path"], bytes(body))
         except WrongType as error:
-            return await error_response(400, _printable(str(error)), _printable(error.path))(scope, receive, send)
+            refusal = self.refusal(scope, 400, _printable(str(error)), _printable(error.path))
+            return await refusal(scope, receive, send)
         await self.app(scope, _replayed(bytes(body), receive), send)
+
+    def refused(self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+        """Return (status, message) for a request without the token; None for one that may be read."""
+        known = secrets.compare_digest(headers.get(b"authorization", b""), self.expected)
+        return None if known or _is_open(scope, headers) else (401, "wrong or missing bearer token")
+
+    def refusal(
+        self, scope: Mapping[str, Any], status: int, message: str, param: str | None = None, *, unread: bool = False
+    ) -> Response:
+        """Return an error response; ``unread``: it closes the connection, because the body is not read."""
+        return error_response(status, message, param, {"connection": "close"} if unread else None)
 
 
 def _printable(text: str) -> str:

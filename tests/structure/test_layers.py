@@ -45,6 +45,7 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/admission.py",
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu.py",
+            "skyrl_megatron/inference/vllm/wire_app.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_reshard.py",

@@ -1,0 +1,412 @@
+"""vLLM's serving code for the wires of clients, without an engine.
+
+:class:`WireApp` is vLLM's own application of ``vllm serve``: it validates a request, converts it to messages, renders
+it with the chat template, parses an answer for thinking and tool calls, and writes it in the form of the client, also
+as a stream. Only its engine is replaced. Where vLLM would sample, :class:`Exchange`, which a caller provides for each
+request, is asked for the tokens. It may also have tokens for the beginning of the prompt: then the template renders
+only what follows them.
+
+It needs no GPU and no weights, as ``vllm launch render`` does. The parts of vLLM that it relies on: ``OnlineRenderer``
+(``vllm/renderers/online_renderer.py``), and the token ids in ``kv_transfer_params`` that replace those of a rendered
+prompt, made for disaggregated serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers import merge_kwargs, renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from skyrl_megatron.data.tokenizer import guard_templates
+from skyrl_megatron.errors import EngineError, RequestError
+from skyrl_megatron.inference.protocol import Generation
+from skyrl_megatron.inference.vllm.requests import call_app, with_config_keys
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+"""Paths that sample."""
+COUNT_PATH = "/v1/messages/count_tokens"
+STREAM_TOKENS = 16
+"""Tokens in a chunk of a stream."""
+GIVEN_BY_REQUEST = (
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+)
+"""Sampling parameters that a request may set. What shapes the distribution otherwise is the run's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens for the first messages of a request, or for the beginning of its text."""
+
+    ids: list[int]
+    first: int
+    """Index of the message that answers with the last of these tokens; 0 for a text."""
+    after: int
+    """Number of messages, or of characters, that the tokens hold."""
+
+
+class Exchange(Protocol):
+    """One request, in the view of the one who samples for it."""
+
+    def prefix_of(self, messages: Sequence[Mapping[str, Any]], scope: Any) -> Prefix | None:
+        """Return the tokens of the first messages; None if there are none. Called once for a request of messages.
+
+        ``scope``: what else the prompt depends on: tools and arguments of the template.
+        """
+
+    def prefix_of_text(self, prompt: str | list[int]) -> Prefix | None:
+        """Return the tokens of the beginning of a prompt of ``/v1/completions``, as :meth:`prefix_of`."""
+
+    async def sample(self, prompt_ids: list[int], sampling: dict[str, Any], count: int) -> list[Generation]:
+        """Return ``count`` continuations. ``sampling``: ``max_tokens`` and those of :data:`GIVEN_BY_REQUEST` and
+        ``structured_outputs`` that the request sets."""
+
+    def too_long(self, message: str) -> None:
+        """Note that the prompt does not fit into the context. The request is refused with ``message``."""
+
+
+_exchange: ContextVar[Exchange] = ContextVar("exchange")
+
+
+class WireApp:
+    """vLLM's application for a model folder; make it with :meth:`create`."""
+
+    def __init__(self, app: Any, max_model_len: int) -> None:
+        self._app, self.max_model_len = app, max_model_len
+
+    @classmethod
+    async def create(
+        cls,
+        folder: str,
+        served_model_name: str,
+        *,
+        max_model_len: int | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+        adapters: Sequence[str] = (),
+    ) -> WireApp:
+        """Read the folder's configuration and tokenizer. ``chat_template``: Jinja text; None: the tokenizer's.
+        ``adapters``: further names of models that are served. Raises EngineError for an unknown parser, or one that
+        lacks a package."""
+        arguments = ["--model", folder, "--served-model-name", served_model_name, *adapters, "--disable-fastapi-docs"]
+        if max_model_len is not None:
+            arguments += ["--max-model-len", str(max_model_len)]
+        if tool_call_parser is not None:
+            if tool_call_parser not in (known := sorted(ToolParserManager.list_registered())):
+                raise EngineError(f"tool_call_parser={tool_call_parser}: use one of {', '.join(known)}")
+            arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool_call_parser]
+        if reasoning_parser is not None:
+            try:
+                ReasoningParserManager.get_reasoning_parser(reasoning_parser)
+            except (KeyError, ImportError) as error:
+                registered = ", ".join(ReasoningParserManager.list_registered())
+                raise EngineError(f"reasoning_parser={reasoning_parser}: {error}; use one of {registered}") from error
+            arguments += ["--reasoning-parser", reasoning_parser]
+        if chat_template is not None:
+            arguments += ["--chat-template", chat_template]
+        if trust_remote_code:
+            arguments.append("--trust-remote-code")
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([*arguments, "--generation-config", "vllm"])
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        model_config = engine_args.create_model_config()
+        model_config.quantization = None
+        envs.VLLM_CPU_KVCACHE_SPACE = 0  # nothing is allocated, and vLLM would warn of its default
+        config = VllmConfig(
+            model_config=model_config, structured_outputs_config=engine_args.create_structured_outputs_config()
+        )
+        args.structured_outputs_config = config.structured_outputs_config
+        engine = _NoEngine(config)
+        app = build_app(args, ("generate",), model_config)
+        guard_templates()
+        await init_app_state(engine, app.state, args, ("generate",))
+        renderer = app.state.online_renderer
+        renderer.__class__ = _SplicingRenderer
+        return cls(app, model_config.max_model_len)
+
+    async def call(self, path: str, body: bytes, exchange: Exchange) -> tuple[int, str, bytes]:
+        """Answer a request: return (status, content type, body). A stream is complete.
+
+        Raises what ``exchange.sample`` raises, if that was not made into an answer by vLLM.
+        """
+        token = _exchange.set(exchange)
+        try:
+            pieces = call_app(self._app, path, body)
+            head = await anext(pieces)
+            assert isinstance(head, tuple)
+            status, content_type = head
+            parts = [piece async for piece in pieces if isinstance(piece, bytes)]
+        finally:
+            _exchange.reset(token)
+        answer = b"".join(parts)
+        return status, content_type, answer if status < 400 else with_config_keys(answer)
+
+
+class _SplicingRenderer(OnlineRenderer):
+    """Renders only what follows the tokens that the exchange has."""
+
+    async def preprocess_chat(
+        self,
+        request: Any,
+        messages: list[Any],
+        default_template: str | None,
+        default_template_content_format: Any,
+        default_template_kwargs: dict[str, Any] | None,
+        tool_dicts: list[dict[str, Any]] | None = None,
+        parser: Any = None,
+        *,
+        skip_mm_cache: bool = False,
+    ) -> Any:
+        exchange = _exchange.get(None)
+        if exchange is not None:
+            defaults = merge_kwargs(default_template_kwargs, dict(tools=tool_dicts, tokenize=False))
+            params = request.build_chat_params(default_template, default_template_content_format)
+            params = params.with_defaults(defaults)
+            if tool_dicts and not await self._expresses(tool_dicts, params):
+                raise VLLMValidationError(
+                    "the model's chat template has no place for tools: leave tools out, or set"
+                    " generator.chat_template to one that has",
+                    parameter="tools",
+                )
+            plain = [_plain(message) for message in messages]
+            prefix = exchange.prefix_of(plain, {"tools": tool_dicts, "template": request.chat_template_kwargs})
+            if prefix is not None:
+                after = await self._tokens_after(prefix, plain, params)
+                if after is not None:
+                    request.kv_transfer_params = {"prompt_token_ids": [*prefix.ids, *after]}
+        try:
+            conversation, inputs = await super().preprocess_chat(
+                request,
+                messages,
+                default_template,
+                default_template_content_format,
+                default_template_kwargs,
+                tool_dicts,
+                parser,
+                skip_mm_cache=skip_mm_cache,
+            )
+        except VLLMValidationError as error:
+            if exchange is not None and error.parameter == "input_tokens":
+                exchange.too_long(str(error))
+            raise
+        self._require_room(exchange, inputs)
+        return conversation, inputs
+
+    async def preprocess_completion(
+        self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
+    ) -> Any:
+        exchange = _exchange.get(None)
+        if exchange is not None:
+            if isinstance(prompt_input, list) and len(prompt_input) == 1 and not isinstance(prompt_input[0], int):
+                (prompt_input,) = prompt_input
+            if isinstance(prompt_input, list) and not all(isinstance(token, int) for token in prompt_input):
+                raise VLLMValidationError("only one prompt per request is supported", parameter="prompt")
+            prefix = exchange.prefix_of_text(prompt_input)
+            if prefix is not None:
+                rest = prompt_input[prefix.after :]
+                encode = self.renderer.get_tokenizer().encode
+                prompt_input = [
+                    *prefix.ids,
+                    *(encode(rest, add_special_tokens=False) if isinstance(rest, str) else rest),
+                ]
+        try:
+            inputs = await super().preprocess_completion(
+                request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache
+            )
+        except VLLMValidationError as error:
+            if exchange is not None and error.parameter == "input_tokens":
+                exchange.too_long(str(error))
+            raise
+        self._require_room(exchange, inputs)
+        return inputs
+
+    async def _expresses(self, tools: list[dict[str, Any]], params: Any) -> bool:
+        """Return whether a prompt shows the names of its tools."""
+        try:
+            _, prompt = await self.renderer.render_messages_async([{"role": "user", "content": "?"}], params)
+        except (VLLMValidationError, ValueError, TypeError, KeyError):
+            return True  # what is wrong with the request is found when it is rendered
+        text = prompt.get("prompt")
+        return not isinstance(text, str) or all(str(tool["function"]["name"]) in text for tool in tools)
+
+    def _require_room(self, exchange: Exchange | None, inputs: Sequence[Any]) -> None:
+        """Raise VLLMValidationError for a prompt that leaves no room for a token."""
+        most = self.model_config.max_model_len
+        for each in inputs:
+            length = len(each.get("prompt_token_ids") or ())
+            if exchange is not None and length >= most:
+                message = f"This model's maximum context length is {most} tokens, but the prompt has {length} tokens"
+                exchange.too_long(message)
+                raise VLLMValidationError(message, parameter="input_tokens", value=length)
+
+    async def _tokens_after(self, prefix: Prefix, messages: list[Any], params: Any) -> list[int] | None:
+        """Return the tokens of the template after an answer, up to the next one; None if they cannot be separated.
+
+        The answer is replaced by a marker, and the text after it is tokenized. The first token, the end of the answer,
+        is left out if it was sampled. A template that demands the tool calls of the answer gets them; then what they
+        render to is left out as well, which needs an end token that was sampled.
+        """
+        tokenizer = self.renderer.get_tokenizer()
+        calls = [each.get("tool_calls") for each in messages[prefix.first : prefix.after]]
+        for kept in ([], [call for some in calls for call in some or ()]):
+            marker = f"answer{secrets.token_hex(8)}"
+            answer = {"role": "assistant", "content": marker} | ({"tool_calls": kept} if kept else {})
+            marked = [*messages[: prefix.first], answer, *messages[prefix.after :]]
+            try:
+                _, prompt = await self.renderer.render_messages_async(marked, params)
+            except (VLLMValidationError, ValueError, TypeError, KeyError):
+                continue
+            _, found, text = str(prompt.get("prompt") or "").partition(marker)
+            if not found:
+                continue
+            after: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            ended = prefix.ids[-1]
+            if kept:
+                if ended not in tokenizer.all_special_ids or ended not in after:
+                    continue
+                after = after[after.index(ended) :]
+            return after[1:] if after[:1] == [ended] else after
+        return None
+
+
+class _NoEngine:
+    """What vLLM's serving code uses of an engine. It samples by asking the exchange of the request."""
+
+    errored = False
+    is_running = True
+    is_stopped = False
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.vllm_config, self.model_config = config, config.model_config
+        self.renderer = renderer_from_config(config)
+        self.input_processor = SimpleNamespace(resolve_watermarking=lambda params: None)
+        self._generation_config = config.model_config.try_get_generation_config()
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Admit everything: the engines have their own limit."""
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def abort(self, request_id: Any) -> None:
+        """Do nothing: answers are complete before they are written."""
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of a request as an engine would."""
+        if (sampling_params.logprobs or 0) > 1 or sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError(
+                "log-probs are those of the sampled tokens only: leave top_logprobs, prompt_logprobs and echo out",
+                parameter="top_logprobs",
+            )
+        ids = list(prompt["prompt_token_ids"])
+        sampling_params.update_from_generation_config(self._generation_config, self.renderer.get_eos_token_id())
+        count = sampling_params.n or 1
+        try:
+            generations = await _exchange.get().sample(ids, asked_for(sampling_params), count)
+        except RequestError as error:
+            raise VLLMValidationError(str(error)) from error
+        streams = sampling_params.output_kind is RequestOutputKind.DELTA
+        tokenizer = self.renderer.get_tokenizer()
+        pieces = [
+            list(played_back(each, index, ids, sampling_params, tokenizer, STREAM_TOKENS if streams else None))
+            for index, each in enumerate(generations)
+        ]
+        if not streams:
+            yield RequestOutput(request_id, None, ids, None, [each for [each] in pieces], finished=True)
+            return
+        for number, outputs in enumerate(pieces):
+            for place, output in enumerate(outputs):
+                done = number == len(pieces) - 1 and place == len(outputs) - 1
+                yield RequestOutput(request_id, None, ids, None, [output], finished=done)
+
+
+def asked_for(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that a request sets, as keys of ``SamplingParams``."""
+    default = SamplingParams()
+    asked: dict[str, Any] = {"max_tokens": params.max_tokens}
+    for name in GIVEN_BY_REQUEST:
+        value = getattr(params, name)
+        if value != getattr(default, name):
+            asked[name] = value
+    if (outputs := params.structured_outputs) is not None:
+        fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+        asked["structured_outputs"] = {
+            name: value for name, value in fields.items() if not name.startswith("_") and value not in (None, False)
+        }
+    return asked
+
+
+def played_back(
+    generation: Generation, index: int, prompt: list[int], params: SamplingParams, tokenizer: Any, step: int | None
+) -> Iterator[CompletionOutput]:
+    """Yield vLLM's outputs for sampled tokens, with ``step`` tokens each, or all of them in one for None.
+
+    Text and stop strings are those of vLLM's detokenizer.
+    """
+    request: Any = SimpleNamespace(
+        request_id="", prompt_token_ids=prompt, sampling_params=params, prompt_embeds=None, prompt_is_token_ids=None
+    )
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    ids, step = generation.token_ids, step or max(len(generation.token_ids), 1)
+    ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+    at_token = generation.finish_reason == "stop" and bool(ids) and ids[-1] in ends
+    known = params.logprobs is not None and len(generation.logprobs) == len(ids)
+    stop: str | int | None = None
+    for start in range(0, max(len(ids), 1), step):
+        part, done = ids[start : start + step], start + step >= len(ids)
+        stop = detokenizer.update(list(part), at_token and done) or stop
+        logprobs = None
+        if known:
+            pairs = zip(part, generation.logprobs[start : start + step], strict=True)
+            logprobs = [{token: Logprob(value, 1, tokenizer.decode([token]))} for token, value in pairs]
+        yield CompletionOutput(
+            index=index,
+            text=detokenizer.get_next_output_text(done, delta=step < len(ids)),
+            token_ids=part,
+            cumulative_logprob=None,
+            logprobs=logprobs,
+            finish_reason=generation.finish_reason if done else None,
+            stop_reason=stop if done else None,
+        )
+
+
+def _plain(message: Any) -> Any:
+    """Return a message with its tool calls as a list: pydantic gives an iterator, which is read once."""
+    if not isinstance(message, dict):
+        return message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
+    if message.get("tool_calls") is not None:
+        message["tool_calls"] = [_plain(call) for call in message["tool_calls"]]
+    if message.get("content") is not None and not isinstance(message["content"], str):
+        message["content"] = [_plain(part) for part in message["content"]]
+    return message

@@ -1,0 +1,184 @@
+"""Trajectories of agents as rows: commands and functions, what ends them, and that they are those of our own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from tests.agents.wires import Scripted, write_folder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+CLIENT = """
+import json, os, sys
+import httpx
+task = json.load(sys.stdin)
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+messages = task["prompt"]
+for turn in range(task["extras"]["turns"]):
+    answer = httpx.post(f"{url}/chat/completions", headers={"authorization": f"Bearer {key}"}, timeout=60,
+                        json={"model": os.environ["AGENT_MODEL"], "messages": messages})
+    if answer.status_code != 200:
+        sys.exit(f"status {answer.status_code}")
+    messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Again."}]
+print(messages[-2]["content"] if task["extras"]["turns"] else sorted(os.environ))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+class Running:
+    """A generator with a scripted engine, on a loop of its own."""
+
+    def __init__(self, kind, folder, **config):
+        from transformers import AutoTokenizer
+
+        from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
+        from tests.support.engines import LoopThread
+
+        self.loop = LoopThread()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.client = Scripted(tokenizer)
+        cfg = GeneratorConfig(**{"max_turns": 9, "max_input_length": 2000, "step_wise_trajectories": True} | config)
+        self.generator = kind(cfg, SkyRLGymConfig(), self.client, tokenizer)
+
+    def __call__(self, extras, env_class="aime", prompt="What is 3 + 4?"):
+        batch = {
+            "prompts": [[{"role": "user", "content": prompt}] for _ in extras],
+            "env_classes": [env_class] * len(extras),
+            "env_extras": [{"reward_spec": {"ground_truth": "7"}, **each} for each in extras],
+            "sampling_params": None,
+            "trajectory_ids": None,
+            "batch_metadata": None,
+        }
+        return self.loop(self.generator.generate(batch), 120)
+
+    def close(self):
+        self.loop(self.generator.stop())
+        self.loop.close()
+
+
+@pytest.fixture
+def running(folder):
+    made = []
+
+    def start(kind, **config):
+        made.append(Running(kind, folder, **config))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
+    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent, Ended
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    seen = []
+
+    async def reward(task, ended: Ended):
+        seen.append(ended)
+        if ended.exit_code:
+            return Outcome(OutcomeKind.INFRASTRUCTURE, why=ended.stderr.decode().strip())
+        return float(len(ended.stdout))
+
+    class Commands(AgentGenerator):
+        agent = CommandAgent([sys.executable, "-c", CLIENT], reward=reward)
+
+    each = running(Commands)
+    with pytest.warns(SkyRLMegatronWarning, match="1 of 3 trajectories"):
+        output = each([{"turns": 0}, {"turns": 3}, {"turns": 2}])
+    assert b"SECRET_TOKEN" not in seen[0].stdout and b"AGENT_MODEL" in seen[0].stdout
+    assert [error is None for error in output["errors"]] == [False, True, True]
+    assert "no call to the model" in output["errors"][0]
+    trained = sorted(tuple(np.asarray(r)[np.asarray(m) > 0].tolist()) for r, m in zip(
+        output["response_ids"], output["loss_masks"], strict=True
+    ))  # fmt: skip
+    calls = [ids for _, ids, _ in each.client.sampled]
+    assert sum(map(len, trained)) == sum(map(len, calls)) and len(calls) == 5
+    assert output["is_last_step"] == [True] * 3 and output["rollout_metrics"]["agents/token_in_rate"] == 1.0
+
+
+def test_what_ends_an_agent(running):
+    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent
+    from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
+
+    async def agent(task):
+        import openai
+
+        client = openai.AsyncOpenAI(base_url=f"{task.access.url}/v1", api_key=task.access.key, max_retries=0)
+        what = task.extras["what"]
+        content = "What is 3? " * (3000 if what == "long" else 1)
+        if what == "broken":
+            each.client.lost.add(task.access.url.rpartition("/")[2])
+        try:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+        except openai.APIStatusError:
+            assert what in ("long", "broken")
+        if what == "raise":
+            raise KeyError("mine")
+        if what == "slow":
+            await asyncio.sleep(600)
+        if what == "env":
+            return await task.score("Answer: 7")
+        return float("nan") if what == "nan" else 1.0
+
+    class Functions(AgentGenerator):
+        timeout_s = 1.0
+
+    Functions.agent = staticmethod(agent)
+    Functions.timeout_s = -18.0  # with the grace of an agent that ends itself: 2 s
+    each = running(Functions)
+    kinds = ["good", "long", "broken", "raise", "slow", "nan", "env"]
+    with pytest.warns(SkyRLMegatronWarning, match="5 of 7 trajectories"):
+        output = each([{"what": what} for what in kinds])
+    whys = [None, "context full: ", "infrastructure: EngineError", "infrastructure: the agent raised KeyError",
+            "timed out: ", "infrastructure: the agent raised NonFiniteReward", None]  # fmt: skip
+    for error, why in zip(output["errors"], whys, strict=True):
+        assert error is None if why is None else error.startswith(why), error
+    assert [sum(reward) for reward in output["rewards"]] == [1.0, 0, 0, 0, 0, 0, 1.0]
+    masked = [not np.any(mask) for mask in output["loss_masks"]]
+    assert masked == [why is not None for why in whys]
+
+    class Endless(AgentGenerator):
+        agent = CommandAgent(["sh", "-c", "sleep 600 & echo $! > /tmp/agents-test-$PPID; sleep 600"])
+        timeout_s = 0.5
+
+    with pytest.raises(DataError, match=r"timed out: the command ran for 0\.5 s"):
+        running(Endless)([{}])
+    file = f"/tmp/agents-test-{os.getpid()}"
+    left = int(open(file).read())
+    os.unlink(file)
+    assert not os.path.exists(f"/proc/{left}") or open(f"/proc/{left}/stat").read().split()[2] == "Z"
+
+
+def test_forks_need_several_rows(running):
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from skyrl_megatron.errors import DataError
+
+    class Forks(AgentGenerator):
+        async def agent(self, task):
+            import openai
+
+            client = openai.AsyncOpenAI(base_url=f"{task.access.url}/v1", api_key=task.access.key)
+            for text in ("a", "b"):
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+            return 1.0
+
+    class Last(Forks):
+        rule = "final"
+
+    output = running(Forks)([{}])
+    assert output["is_last_step"] == [False, True] and [sum(r) for r in output["rewards"]] == [0.0, 1.0]
+    assert len(running(Last, step_wise_trajectories=False)([{}])["response_ids"]) == 1
+    with pytest.raises(DataError, match="step_wise_trajectories=true"):
+        running(Forks, step_wise_trajectories=False)([{}])
