@@ -15,7 +15,6 @@ LAYER = {
     "preflight": 8,
     "trainer": 7,
     "workers": 6,
-    "agents": 5,
     "rollout": 5,
     "envs": 5,
     "agents": 5,
