@@ -16,32 +16,21 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.agents.relay import Relay
 from skyrl_megatron.agents.sandbox import TESTS, CommandResult, Limits, SandboxSpec, pack, read_folder
 from skyrl_megatron.agents.sandbox_queue import SandboxQueue
 from skyrl_megatron.errors import DataError, SandboxError, SandboxLimitError
 
+if TYPE_CHECKING:
+    from skyrl_megatron.agents.rows import OutcomeKind
+
 TESTS_DISK = 64 << 20
 """Bytes that the tests may write in addition to the disk limit of the agent."""
 MOST_OVERHEAD_S = 600.0
 """Time in seconds of an attempt in addition to the limits of agent and tests, without the wait for a place."""
-
-
-class AttemptOutcome(StrEnum):
-    """How an attempt ended. Only ``solved`` and ``failed`` say something about what the agent did in its limits.
-
-    ``context_full`` and ``infrastructure`` are never a reward.
-    """
-
-    SOLVED = "solved"
-    FAILED = "failed"
-    TIMED_OUT = "timed_out"
-    CONTEXT_FULL = "context_full"
-    INFRASTRUCTURE = "infrastructure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +79,7 @@ class AttemptResult:
     """Outcome of an attempt with its reason. ``agent``, ``tests``: how the commands ended, None if they did not run.
     ``workspace``: what was handed in, as a tar archive. ``seconds``: duration by phase."""
 
-    outcome: AttemptOutcome
+    outcome: OutcomeKind
     reason: str
     agent: CommandResult | None = None
     tests: CommandResult | None = None
@@ -113,23 +102,25 @@ async def attempt(
     for fairness in ``queue``, for example the prompt. ``context_full``: called after the agent ended; whether it was
     refused a sample because its context was full.
     """
+    from skyrl_megatron.agents.rows import OutcomeKind  # with torch, which is not needed to read a task
+
     seconds: dict[str, float] = {}
     done: dict[str, Any] = {"seconds": seconds}
     try:
         with _timed(seconds, "agent"):
             ended = await _run_agent(task, agent, queue, server, group, done)
         if ended.timed_out:
-            return AttemptResult(AttemptOutcome.TIMED_OUT, f"the agent took {task.agent_timeout_s:g} s", **done)
+            return AttemptResult(OutcomeKind.TIMED_OUT, f"the agent took {task.agent_timeout_s:g} s", **done)
         if context_full():
-            return AttemptResult(AttemptOutcome.CONTEXT_FULL, "the agent's context was full", **done)
+            return AttemptResult(OutcomeKind.CONTEXT_FULL, "the agent's context was full", **done)
         with _timed(seconds, "tests"):
             tested = done["tests"] = await _run_tests(task, queue, group, done["workspace"])
     except SandboxLimitError as error:
-        return AttemptResult(AttemptOutcome.FAILED, str(error), **done)
+        return AttemptResult(OutcomeKind.FAILED, str(error), **done)
     except SandboxError as error:
-        return AttemptResult(AttemptOutcome.INFRASTRUCTURE, str(error), **done)
+        return AttemptResult(OutcomeKind.INFRASTRUCTURE, str(error), **done)
     reason = _why_failed(task, tested)
-    return AttemptResult(AttemptOutcome.FAILED if reason else AttemptOutcome.SOLVED, reason or "tests pass", **done)
+    return AttemptResult(OutcomeKind.FAILED if reason else OutcomeKind.SOLVED, reason or "tests pass", **done)
 
 
 async def _run_agent(

@@ -45,6 +45,10 @@ PULL_S = 1800.0
 """Time in seconds to pull an image, and for a setup command."""
 COPY_S = 120.0
 GRACE_S = 30.0
+REMOVALS = 5
+"""How often a container is removed that the engine does not remove at once."""
+REMOVE_S = 0.5
+"""Time in seconds between two of these."""
 USER = "1000:1000"
 """User and group of the commands."""
 OWNED = (WORKSPACE, "/tmp", AGENT_HOME)
@@ -265,12 +269,15 @@ class ContainerProvider:
                 try:
                     transport = httpx.HTTPTransport(uds=record.get("engine", str(self._engine)))
                     with httpx.Client(transport=transport, timeout=CALL_S) as client:
-                        gone = client.delete(f"http://engine/containers/{path.name}?force=true&v=true")
+                        for _ in range(REMOVALS):  # an engine refuses while the container ends by itself
+                            gone = client.delete(f"http://engine/containers/{path.name}?force=true&v=true")
+                            if not gone.is_error or gone.status_code == httpx.codes.NOT_FOUND:
+                                path.unlink(missing_ok=True)
+                                removed += not gone.is_error
+                                break
+                            time.sleep(REMOVE_S)
                 except httpx.HTTPError:
                     continue  # another engine, which does not run
-                if not gone.is_error or gone.status_code == httpx.codes.NOT_FOUND:
-                    path.unlink(missing_ok=True)
-                    removed += not gone.is_error
         return removed
 
     async def close(self) -> None:
@@ -404,9 +411,12 @@ class ContainerSandbox:
         try:
             async with asyncio.timeout(GRACE_S):
                 identity, streams = await self._begin(["sh", "-c", "kill -9 -1"], USER, "/", None)
-                await _exchange(streams, b"", Kept(2), Kept(2))
+                said = Kept(1000)
+                await _exchange(streams, b"", said, said)
                 streams[1].transport.abort()
-                await self._exit_code(identity)
+                # 1: there was nothing to kill. Others: the engine could not start it, or not follow it.
+                if (exit_code := await self._exit_code(identity)) not in (0, 1):
+                    raise SandboxError(f"exit code {exit_code}: {said.value().decode(errors='replace').strip()}")
         except (TimeoutError, SandboxError) as error:
             await self.stop()
             raise SandboxLimitError(f"processes of sandbox {self.name} could not be ended: {error}") from error
@@ -426,9 +436,12 @@ class ContainerSandbox:
             self.listener.close()
         if self._held is not None:
             self._held[1].transport.abort()
-        with contextlib.suppress(SandboxError):  # then it is reaped later
-            await self._provider.call("DELETE", f"/containers/{self.name}?force=true&v=true", missing=True)
-            self._provider.forget(self)
+        for _ in range(REMOVALS):
+            with contextlib.suppress(SandboxError):
+                await self._provider.call("DELETE", f"/containers/{self.name}?force=true&v=true", missing=True)
+                self._provider.forget(self)
+                return
+            await asyncio.sleep(REMOVE_S)  # a later run removes what could not be removed here
 
 
 async def _exchange(streams: Streams, stdin: bytes, out: Kept, err: Kept) -> None:
