@@ -18,7 +18,6 @@ LAYER = {
     "agents": 5,
     "rollout": 5,
     "envs": 5,
-    "agents": 5,
     "inference": 4,
     "weight_sync": 3,
     "runtime": 2,
