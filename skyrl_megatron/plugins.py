@@ -118,8 +118,10 @@ GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
+GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 
 register_generator = GENERATORS.register
 register_sampler = SAMPLERS.register
+register_gate = GATES.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
