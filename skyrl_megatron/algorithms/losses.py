@@ -265,7 +265,10 @@ def m2po(
         count = torch.arange(1, len(ordered) + 1, device=ordered.device, dtype=torch.float64)
         kept = ordered.cumsum(0) / count <= config.m2po_threshold  # means of ascending numbers ascend
         dropped = region & ~torch.zeros_like(kept).scatter(0, order, kept).view_as(region)
-    metrics = {"clip_ratio": token_mean(dropped, mask), "m2po/second_moment": token_mean(log_ratio.square(), region)}
+    metrics: ReducibleMetrics = {
+        "clip_ratio": token_mean(dropped, mask),
+        "m2po/second_moment": token_mean(log_ratio.square(), region),
+    }
     return torch.where(dropped, 0.0, -clamped_ratio(log_ratio) * advantages), metrics
 
 

@@ -60,10 +60,9 @@ class RewardGate(Gate):
 
     def admits(self, group: GeneratorOutput, version: int) -> bool:
         """See :class:`Gate`."""
-        last = group.get("is_last_step") or [True] * len(group["rewards"])
-        errors = group.get("errors") or [None] * len(group["rewards"])
-        counted = zip(group["rewards"], last, errors, strict=True)
-        rewards = [total_reward(reward) for reward, is_last, error in counted if is_last and error is None]
+        count = len(group["rewards"])
+        last, errors = group.get("is_last_step") or [True] * count, group.get("errors") or [None] * count
+        rewards = [total_reward(group["rewards"][row]) for row in range(count) if last[row] and errors[row] is None]
         return bool(rewards) and _within(float(np.mean(rewards)), self.options.low, self.options.high)
 
 
