@@ -119,9 +119,11 @@ SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
 SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
+GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 
 register_generator = GENERATORS.register
 register_sampler = SAMPLERS.register
+register_gate = GATES.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
 register_sandbox = SANDBOXES.register

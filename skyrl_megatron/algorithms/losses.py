@@ -246,6 +246,32 @@ def dppo(
     return torch.where(dropped, 0.0, -ratio * advantages), {"clip_ratio": token_mean(dropped, mask)}
 
 
+@builtin_loss(corrected=False, uses_old=never, depends_on_cut=True)
+def m2po(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -r·A with r relative to the engine's log-probs, and 0 for the tokens that exceed a second-moment budget.
+
+    The tokens of A > 0, r > 1 and of A < 0, r < 1 are the trust region. Its largest (log r)² are left out until the
+    mean of the others is at most ``m2po_threshold``. Tokens outside the region stay, and the tokens left out count in
+    the denominator. arXiv:2510.01161, algorithm 1. Metrics: ``clip_ratio``, the share of tokens left out, and
+    ``m2po/second_moment``, the mean (log r)² of the region before.
+    """
+    log_ratio = log_probs - require_rollout("m2po", rollout)
+    with torch.no_grad():
+        region = (mask > 0) & (advantages * log_ratio > 0)
+        second = torch.where(region, log_ratio.double().square(), torch.inf).flatten()
+        ordered, order = second.sort()  # those outside the region come last
+        count = torch.arange(1, len(ordered) + 1, device=ordered.device, dtype=torch.float64)
+        kept = ordered.cumsum(0) / count <= config.m2po_threshold  # means of ascending numbers ascend
+        dropped = region & ~torch.zeros_like(kept).scatter(0, order, kept).view_as(region)
+    metrics: ReducibleMetrics = {
+        "clip_ratio": token_mean(dropped, mask),
+        "m2po/second_moment": token_mean(log_ratio.square(), region),
+    }
+    return torch.where(dropped, 0.0, -clamped_ratio(log_ratio) * advantages), metrics
+
+
 _picks = torch.Generator().manual_seed(0)
 
 
@@ -376,6 +402,7 @@ BUILT_IN = {
     PolicyLossType.IMPORTANCE_SAMPLING: importance_sampling,
     PolicyLossType.ROLLOUT_IS: rollout_is,
     PolicyLossType.DPPO: dppo,
+    PolicyLossType.M2PO: m2po,
 }
 PolicyLossRegistry.add_builtins(PolicyLossType, BUILT_IN)
 

@@ -184,6 +184,13 @@ def features(run: PlannedRun) -> Iterator[Problem]:
         require_available(run.cfg)
     except ConfigError as error:
         yield from error.problems
+    if gates := run.cfg.trainer.algorithm.dynamic_sampling.gates:
+        from skyrl_megatron.rollout.admission import Gates
+
+        try:
+            Gates(gates)
+        except ConfigError as error:
+            yield from error.problems
     generator, lora = GENERATORS.find(run.cfg.generator.name), run.cfg.trainer.policy.model.lora
     if generator is not None and len(lora.adapters) > 1:
         options = signature(generator).parameters

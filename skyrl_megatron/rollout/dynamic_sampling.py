@@ -34,6 +34,8 @@ class DynamicSampler:
         self.sampled_batches = 0
         """Number of batches added in the current step."""
         self._kept: list[Batch] = []
+        self.refused: set[str] = set()
+        """Uids in the batch that is added next whose groups a gate refused (``admission.py``)."""
 
     def add(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
         """Add a sampled batch. Return the batch to train on, or None if another one is needed.
@@ -43,12 +45,13 @@ class DynamicSampler:
         """
         self.sampled_batches += 1
         match self.config.type:
-            case None:
+            case None if not self.refused and not self._kept:
                 batch: Batch | None = (output, uids)
-            case "filter":
-                batch = self._filter(output, uids)
-            case _:
+            case "replace":
                 batch = self._replace(output, uids)
+            case _:
+                batch = self._filter(output, uids)
+        self.refused = set()
         if batch is not None:
             self.sampled_batches, self._kept = 0, []
             return batch
@@ -56,13 +59,13 @@ class DynamicSampler:
         if 0 <= limit <= self.sampled_batches:
             raise DataError(
                 f"trainer.algorithm.dynamic_sampling.max_sample_batches={limit}: too few prompts in {limit} batches"
-                " had responses with different rewards. The task is too easy or too hard for the policy, or"
-                " generator.n_samples_per_prompt is too small"
+                " had responses with different rewards, or passed the gates. The task is too easy or too hard for the"
+                " policy, or generator.n_samples_per_prompt is too small"
             )
         return None
 
     def _filter(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
-        useful = [rows for rows, good in groups(output, uids) if good]
+        useful = [rows for rows, good in self._groups(output, uids) if good]
         if useful:
             rows = [row for group in useful for row in group]
             self._kept.append((select_rows(output, rows), [uids[row] for row in rows]))
@@ -76,8 +79,15 @@ class DynamicSampler:
         end = starts[self.prompts] if len(starts) > self.prompts else len(names)
         return select_rows(joined, range(end)), names[:end]
 
+    def _groups(self, output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bool]]:
+        """Return (rows, whether to train on them) for each prompt, in order."""
+        varied = self.config.type is not None
+        return [
+            (rows, (good or not varied) and uids[rows[0]] not in self.refused) for rows, good in groups(output, uids)
+        ]
+
     def _replace(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
-        found = groups(output, uids)
+        found = self._groups(output, uids)
         useful = [rows for rows, good in found if good]
         if not useful or len(useful) < self.config.min_replace_ratio * len(found):
             return None

@@ -66,6 +66,12 @@ TABLE = (
         "above 0: overflow in the engine",
     ),
     Metric("generate/sampled_batches", "batches", "Batches of prompts that dynamic sampling needed for the step"),
+    Metric(
+        "generate/refused_by_*",
+        "prompts",
+        "Prompts that a gate of `dynamic_sampling.gates` refused, by its name",
+        "many: their rollouts are paid for and not trained on; use other prompts, or a wider gate",
+    ),
     Metric("generate/route_bytes_per_sample", "bytes", "Recorded routing of the engine that is sent with a sample"),
     Metric(
         "generate/trajectory_time_*",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups, measured_rewards
 from skyrl_megatron.rollout.interface import GeneratorOutput
-from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
 from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
 from skyrl_megatron.trainer.rollout_store import DurableGroups, ResumedGroups
 from skyrl_megatron.trainer.rollout_stream import Group, RolloutStream, StalePolicy, StreamLimits
@@ -48,7 +48,7 @@ class PromptRollouts:
         trainer, selected = self.trainer, None
         while selected is None:
             output, uids = trainer.sample_batch()
-            self.observe(output, uids)
+            trainer.sampler.refused = self.observe(output, uids)
             with trainer.phases("postprocess_generator_output"):
                 output = trainer.postprocess_generator_output(output, uids)
             selected = trainer.handle_dynamic_sampling(output, uids)
@@ -65,9 +65,25 @@ class PromptRollouts:
         with self.trainer.phases("generate"):
             return self.trainer.generate(generator_input), uids
 
-    def observe(self, output: GeneratorOutput, uids: list[str]) -> None:
-        """Give the sampler of the prompts the rewards of the batch that was sampled last."""
-        self.loader.observe_batch(measured_rewards(output, uids))
+    def observe(self, output: GeneratorOutput, uids: list[str]) -> set[str]:
+        """Give the sampler of the prompts the rewards of the batch that was sampled last, and return the uids that a
+        gate refused."""
+        trainer, gates = self.trainer, self.trainer.gates
+        rewards, refused = measured_rewards(output, uids), set[str]()
+        if gates.gates:
+            names = row_uids(output, uids)
+            counted = dict.fromkeys((f"generate/refused_by_{name}" for name in gates.gates), 0.0)
+            for uid in rewards:
+                rows = [row for row, name in enumerate(names) if name == uid]
+                if (gate := gates.refusal(select_rows(output, rows), trainer.global_step)) is not None:
+                    counted[f"generate/refused_by_{gate}"] += 1
+                    refused.add(uid)
+                    if not gates.observed(gate):
+                        rewards[uid] = []
+            for name, count in counted.items():
+                trainer.metrics[name] = trainer.metrics.get(name, 0.0) + count
+        self.loader.observe_batch(rewards)
+        return refused
 
     def filtered(self, *, whole_batch: bool) -> None:
         """Record the groups that dynamic sampling removed from the last sample; ``whole_batch``: all of them."""
@@ -146,7 +162,8 @@ class StreamedRollouts(PromptRollouts):
             workers=ahead.num_parallel_generation_workers,
             stale_policy=cast("StalePolicy", ahead.stale_policy),
             timeout_s=cfg.trainer.phase_timeout_s,
-            sample_batches=sampling.max_sample_batches if filters else -1,
+            sample_batches=sampling.max_sample_batches if filters or sampling.gates else -1,
+            oldest=trainer.gates.oldest,
         )
         concurrency = Concurrency(
             ahead.num_parallel_generation_workers,
@@ -154,19 +171,23 @@ class StreamedRollouts(PromptRollouts):
             cfg.generator.n_samples_per_prompt,
         )
         useful = has_variance if filters else lambda output: True
+        gates = trainer.gates
         return RolloutStream(
             self.sample_group,
             self.loader.prompt,
             limits,
             useful=useful,
+            refusal=lambda output, version: gates.refusal(output, version, leave_out=("staleness",)),
+            refused_is_observed=gates.observed,
             ready=self.loader.ready,
             observe=self.observe_group,
             say=trainer.tracker.say,
             concurrency=concurrency,
         )
 
-    def observe(self, output: GeneratorOutput, uids: list[str]) -> None:
-        """Do nothing: the stream gives the sampler each group when it finishes."""
+    def observe(self, output: GeneratorOutput, uids: list[str]) -> set[str]:
+        """Return nothing: the stream gives the sampler each group when it finishes, and asks the gates."""
+        return set()
 
     def observe_group(self, number: int, output: GeneratorOutput | None) -> None:
         """Give the sampler of the prompts the rewards of a group; None: it was given up."""

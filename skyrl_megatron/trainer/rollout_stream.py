@@ -98,7 +98,9 @@ class StreamLimits:
     timeout_s: float = 1800.0
     """Timeout of a group."""
     sample_batches: int = -1
-    """Maximum number of filtered groups per batch, in batches; negative: no limit."""
+    """Maximum number of filtered and refused groups per batch, in batches; negative: no limit."""
+    oldest: int | None = None
+    """Maximum staleness of a group that a step takes; older ones are refused. None: ``bound``."""
 
 
 class RolloutStream:
@@ -106,6 +108,8 @@ class RolloutStream:
 
     ``sample``: samples a group; if it raises, the group has failed. ``prompt``: number → dataset entry. ``useful``:
     whether a group has a learning signal; other groups are filtered. ``ready``: whether a prompt can be asked for yet.
+    ``refusal``: name of the gate that refuses a group's rows at a version, None if none does; ``refused_is_observed``:
+    whether the groups that a gate refuses are observed.
     ``observe``: gets the number and the rows of each finished group, None if it is given up without. ``group_log``:
     records each finished group before it can be taken. ``concurrency``: the limit on concurrent groups,
     ``limits.workers`` by default.
@@ -118,6 +122,8 @@ class RolloutStream:
         limits: StreamLimits,
         *,
         useful: Callable[[GeneratorOutput], bool] = lambda output: True,
+        refusal: Callable[[GeneratorOutput, int], str | None] = lambda output, version: None,
+        refused_is_observed: Callable[[str], bool] = lambda gate: True,
         ready: Callable[[int], bool] = lambda number: True,
         observe: Callable[[int, GeneratorOutput | None], None] = lambda number, output: None,
         group_log: GroupLog | None = None,
@@ -128,6 +134,9 @@ class RolloutStream:
         self.sample, self.prompt, self.limits = sample, prompt, limits
         self.useful, self.group_log, self.say = useful, group_log, say
         self.ready, self.observe = ready, observe
+        self.refusal, self.refused_is_observed = refusal, refused_is_observed
+        self.refused: Counter[str] = Counter()
+        """Refused groups by gate, since the last :meth:`metrics`."""
         self.version = 0
         """The published version. The next step trains it."""
         self.taken = 0
@@ -247,7 +256,9 @@ class RolloutStream:
         """Return ``async/…``: groups that wait or are in flight, and counts of other groups since the last call."""
         names = ("dropped", "retried", "failed", "filtered")
         counted = {f"async/{name}_groups": float(self.counts[name]) for name in names}
+        counted |= {f"generate/refused_by_{gate}": float(count) for gate, count in self.refused.items()}
         self.counts.clear()
+        self.refused.clear()
         return counted | {
             "async/buffer_size": float(len(self._finished)),
             "async/in_flight_groups": float(len(self._running)),
@@ -312,10 +323,18 @@ class RolloutStream:
     async def _accept(self, group: Group) -> None:
         assert group.output is not None
         self._failed_in_a_row = 0
-        if not self.useful(group.output):
+        try:
+            gate = self.refusal(group.output, self.version)
+        except SkyRLMegatronError as error:
+            self._break(error)
+            return
+        if gate is not None or not self.useful(group.output):
             self._useless += 1
-            self._observe(group.number, group.output)
-            self._give_up(group, "filtered")
+            if gate is None or self.refused_is_observed(gate):
+                self._observe(group.number, group.output)
+            if gate is not None:
+                self.refused[gate] += 1
+            self._give_up(group, "filtered" if gate is None else "refused")
             return
         if self.group_log is not None:
             try:
@@ -395,6 +414,8 @@ class RolloutStream:
         limits = self.limits
         if self._broken is not None:
             raise self._broken
+        if limits.oldest is not None:
+            self._refuse_stale(limits.oldest)
         if len(self._finished) < limits.batch:
             return False
         if limits.stale_policy != "wait" or min(self._running_by, default=self.version) >= self.version:
@@ -406,6 +427,16 @@ class RolloutStream:
             running=self._running_by,
             finished=self._finished_by,
         )
+
+    def _refuse_stale(self, oldest: int) -> None:
+        """Give up the finished groups that are older than a gate admits, now that they would be taken."""
+        late = [group for group in self._finished.values() if self.version - group.oldest > oldest]
+        for group in late:
+            self._remove_finished(group)
+            self.refused["staleness"] += 1
+            self._give_up_number(group.number)
+        if late:
+            self._fill()
 
     def _raise_if_hopeless(self) -> None:
         limit = self.limits.sample_batches

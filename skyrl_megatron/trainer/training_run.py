@@ -27,6 +27,7 @@ from skyrl_megatron.config.roles import (
 from skyrl_megatron.data.loader import run_loader, warn_of_changes
 from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
+from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import prepare_export, run_checkpointer
@@ -109,6 +110,7 @@ class TrainingRun:
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if in_reward else None
         sampling = cfg.trainer.algorithm.dynamic_sampling
         self.sampler = DynamicSampler(sampling, cfg.trainer.train_batch_size, cfg.trainer.seed)
+        self.gates = Gates(sampling.gates)
         self.phases, self.start_up = Phases(self._role_bytes), StartUp(tracker.say)
         self.memory_forecast = MemoryForecast()
         self.watch, self.stragglers = RunRecorder(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)

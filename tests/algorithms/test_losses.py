@@ -18,8 +18,9 @@ LOSSES = [
     "importance_sampling",
     "rollout_is",
     "dppo",
+    "m2po",
 ]
-IN_THE_VECTORS = [name for name in LOSSES if name not in ("clip_cov", "rollout_is", "dppo")]
+IN_THE_VECTORS = [name for name in LOSSES if name not in ("clip_cov", "rollout_is", "dppo", "m2po")]
 
 
 def mean(metric) -> float:
@@ -134,6 +135,56 @@ CLIP_COV = {
     "advantages": [1.0, 1.0, 1.0, -1.0, 2.0, -2.0, 1.0, -3.0],
     # cov: 3.5, 2.5, 1.5, -0.5, -1.0, 3.0, -2.5, 10.5; between 1 and 5: tokens 0, 1, 2 and 5
 }
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 0.01, 0.04, 0.3, 1e9])
+def test_m2po_equals_the_algorithm_of_the_paper(threshold):
+    """Algorithm 1 in plain Python: leave out the largest until the mean of the others is within the threshold."""
+    import math
+
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    for seed in range(5):
+        log_probs, _, advantages, mask, rollout, _ = random_batch(seed, rows=5, length=7)
+        rollout = log_probs + 6 * (rollout - log_probs)
+        columns = [x.tolist() for x in (log_probs, rollout, advantages, mask)]
+        places = [(b, t) for b in range(5) for t in range(7)]
+        found = {place: [column[place[0]][place[1]] for column in columns] for place in places}
+        tokens = {place: (p - q, a) for place, (p, q, a, trained) in found.items() if trained}
+        region = [key for key, (delta, a) in tokens.items() if (a > 0 and delta > 0) or (a < 0 and delta < 0)]
+        region.sort(key=lambda key: tokens[key][0] ** 2)
+        before = [tokens[key][0] ** 2 for key in region]
+        while region and sum(tokens[key][0] ** 2 for key in region) / len(region) > threshold:
+            dropped = region.pop()
+            tokens[dropped] = tokens[dropped][0], None
+        loss, metrics = PolicyLossRegistry.get("m2po")(
+            log_probs.requires_grad_(), None, advantages, algorithm_config(m2po_threshold=threshold), mask, rollout
+        )
+        loss.sum().backward()
+        for place in places:
+            delta, advantage = tokens.get(place, (0.0, None))
+            expected = 0.0 if advantage is None else -math.exp(delta) * advantage
+            assert loss[place].item() == pytest.approx(expected, rel=1e-12)
+            assert log_probs.grad[place].item() == pytest.approx(expected, rel=1e-12)  # d(-e^d A) = -e^d A
+        left_out = sum(advantage is None for _, advantage in tokens.values())
+        assert mean(metrics["clip_ratio"]) == pytest.approx(left_out / len(tokens))
+        assert mean(metrics["m2po/second_moment"]) == pytest.approx(sum(before) / len(before))
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_m2po_on_constant_advantages(advantage):
+    """Every token is left out that would move away at a threshold near 0; the gradient has the advantage's sign."""
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    q = tensor([[-1.0, -1.0, -1.0]])
+    p = (q + tensor([[0.5, 0.0, -0.5]])).requires_grad_()
+    loss, _ = PolicyLossRegistry.get("m2po")(
+        p, None, q * 0 + advantage, algorithm_config(m2po_threshold=1e-9), None, q
+    )
+    loss.sum().backward()
+    moves = {-1.0: [1, 1, 0], 0.0: [0, 0, 0], 1.0: [0, 1, 1]}[advantage]
+    assert (p.grad != 0).tolist() == [[bool(each) for each in moves]]
+    assert (p.grad * advantage <= 0).all() and p.grad.isfinite().all()
 
 
 def run_clip_cov(clip_ratio, seed, ratios=(1.0,) * 8):
@@ -290,7 +341,7 @@ def test_bad_input():
         loss(x, x.long(), x, config, x)
     with pytest.raises(ValueError, match="regular needs old_log_probs"):
         loss(x, None, x, config, x)
-    for name in ("rollout_is", "dppo"):
+    for name in ("rollout_is", "dppo", "m2po"):
         with pytest.raises(ValueError, match=f"{name} needs the engine's log-probs"):
             PolicyLossRegistry.get(name)(x, x, x, config, x)
     with pytest.raises(ValueError, match="dppo_type='top_k'"):

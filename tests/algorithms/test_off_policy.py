@@ -140,3 +140,39 @@ def test_missing_log_probs():
         correct(x, None, x, cfg)
     with pytest.raises(ValueError, match="need old_log_probs"):
         effective_mask(None, x, x, cfg)
+
+
+def test_sequence_masked_importance_sampling():
+    """The rule of MLPerf's llm_post_training in plain Python: sequences whose geometric mean of r is outside 0.999 …
+    1.002 are dropped, tokens of the others have their whole ratio as weight."""
+    import math
+    import random
+
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    config = algorithm_config(
+        off_policy_correction__tis_ratio_type="token",
+        off_policy_correction__token_tis_ratio_clip_high=1e9,
+        off_policy_correction__sequence_mask_metric="geometric",
+        off_policy_correction__geo_mask_low=0.999,
+        off_policy_correction__geo_mask_high=1.002,
+    )
+    rng = random.Random(0)
+    log_r = [[rng.gauss(mean, 0.3) for _ in range(40)] for mean in [0.0] * 3]
+    for row, mean in zip(log_r, (0.0015, -0.0005, 0.003), strict=True):  # within, within, above
+        shift = mean - sum(row) / len(row)
+        row[:] = [each + shift for each in row]
+    log_r.append([-0.002] * 40)  # below
+    old, delta = [[-2.0] * 40] * 4, 0.05
+    loss, _ = PolicyLossRegistry.get("regular")(
+        tensor(old) + delta,
+        tensor(old),
+        tensor([[1.0] * 40] * 4),
+        config,
+        tensor([[1.0] * 40] * 4),
+        tensor(old) - tensor(log_r),
+    )
+    for row, ratios in zip(loss.tolist(), log_r, strict=True):
+        kept = 0.999 <= math.exp(sum(ratios) / len(ratios)) <= 1.002
+        assert row == pytest.approx([-math.exp(delta) * math.exp(each) if kept else 0.0 for each in ratios], rel=1e-9)
+    assert [any(row) for row in loss.tolist()] == [True, True, False, False]

@@ -30,7 +30,7 @@ OWN_KEYS = {
 def folder(tmp_path, monkeypatch):
     """A folder of its own to work in; what the guides register is forgotten."""
     from skyrl_megatron.envs import base_text_env as registry
-    from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, TRANSPORTS
+    from skyrl_megatron.plugins import ENGINES, GATES, GENERATORS, SAMPLERS, TRANSPORTS
     from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
-    for classes in (ENGINES, GENERATORS, SAMPLERS, TRANSPORTS):
+    for classes in (ENGINES, GATES, GENERATORS, SAMPLERS, TRANSPORTS):
         monkeypatch.setattr(classes, "_classes", dict(classes._classes))
     yield tmp_path
     AdvantageEstimatorRegistry.repopulate()

@@ -216,6 +216,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _loss_is_not("regular", "dual_clip", "gspo", "clip_cov", "rollout_is"),
     ),
     IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
+    IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
     *(
         IneffectiveSetting(f"policy_loss_type is not {name}", f"{_A}{name}.", _loss_is_not(name))
         for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")

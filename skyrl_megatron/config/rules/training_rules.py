@@ -171,7 +171,7 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if anchored and correction.tis_ratio_type is not None:
         fix = "cispo.anchor=rollout already corrects for the engine: set one of the two back to its default"
         yield Problem(f"{_A}off_policy_correction.tis_ratio_type", correction.tis_ratio_type, fix)
-    if cfg.generator.sampling_params.logprobs is None and (anchored or loss in ("rollout_is", "dppo")):
+    if cfg.generator.sampling_params.logprobs is None and (anchored or loss in ("rollout_is", "dppo", "m2po")):
         fix = f"policy_loss_type={loss} needs the engine's log-probabilities: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, fix)
 
@@ -228,9 +228,9 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 _FOLDER = "trainer.fully_async."
 KEY = f"{_FOLDER}enabled"
-_ANCHORED = "policy_loss_type=rollout_is or dppo, cispo with cispo.anchor=rollout"
+_ANCHORED = "policy_loss_type=rollout_is, dppo or m2po, cispo with cispo.anchor=rollout"
 
-UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy")
+UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy", "m2po")
 """Built-in losses without an off-policy correction."""
 
 
@@ -288,7 +288,7 @@ def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:
     """Return whether the loss corrects for stale responses. A custom loss is taken to do so."""
     algorithm = cfg.trainer.algorithm
     loss = algorithm.policy_loss_type
-    if loss not in set(PolicyLossType) or loss in ("rollout_is", "dppo"):
+    if loss not in set(PolicyLossType) or loss in ("rollout_is", "dppo", "m2po"):
         return True
     if loss == "cispo" and algorithm.cispo.anchor == "rollout":
         return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from skyrl_megatron.config.fields import Bounds, Count, Fraction, NonNegative, OneOf, Positive
 from skyrl_megatron.config.load import BaseConfig
@@ -46,6 +46,9 @@ class DynamicSamplingConfig(BaseConfig):
     """Maximum number of batches sampled for one step, above which the run stops; -1: no limit."""
     min_replace_ratio: Fraction = 0.3
     """Minimum share of prompts with variance for `replace`. With fewer, another batch is sampled."""
+    gates: dict[str, Any] = field(default_factory=dict)
+    """Gates for finished prompts: `reward`, `length` (`{low, high}`), `staleness` (`{high}`), `nonfinite` (`{}`), or a
+    plugin's (`register_gate`). A prompt that one refuses is replaced by another prompt."""
 
 
 @dataclass
@@ -211,7 +214,7 @@ class AlgorithmConfig(BaseConfig):
     size]. If the folder has neither, the head is initialised at random from `trainer.seed`."""
     policy_loss_type: str = "regular"
     """`regular` (PPO clip), `dual_clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `cross_entropy`,
-    `importance_sampling`, `rollout_is`, `dppo`, or a name registered with `register_policy_loss`."""
+    `importance_sampling`, `rollout_is`, `dppo`, `m2po`, or a name registered with `register_policy_loss`."""
     loss_reduction: Annotated[str, OneOf("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")] = (
         "token_mean"
     )
@@ -255,6 +258,8 @@ class AlgorithmConfig(BaseConfig):
     several turns."""
     dppo: DPPOConfig = field(default_factory=DPPOConfig)
     """Settings of the loss `dppo`."""
+    m2po_threshold: Positive = 0.04
+    """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
     """Handling of NaN or infinite rewards and log-probabilities: `error` stops the run, `skip` masks and counts the
     sample."""
@@ -294,6 +299,7 @@ class PolicyLossType(StrEnum):
     IMPORTANCE_SAMPLING = "importance_sampling"
     ROLLOUT_IS = "rollout_is"
     DPPO = "dppo"
+    M2PO = "m2po"
 
 
 OPTIMIZER_DTYPES = {

@@ -92,3 +92,11 @@ def order(cfg):
         return [entry["uid"] for entry in next(iter(run_loader(cfg, BasePPOExp(cfg).train_dataset)))]
     except SkyRLMegatronError as error:
         return str(error)
+
+
+def refusal(cfg):
+    """The gate that refuses a group of answers of three tokens."""
+    from skyrl_megatron.rollout.admission import Gates
+
+    group = {"rewards": [1.0], "response_ids": [[1, 2, 3]], "loss_masks": [[1, 1, 1]], "rollout_logprobs": None}
+    return Gates(cfg.trainer.algorithm.dynamic_sampling.gates).refusal(group, 0)
