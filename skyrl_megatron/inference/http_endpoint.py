@@ -413,11 +413,15 @@ class _Server(uvicorn.Server):
 def listening_socket(host: str, port: int, key: str) -> socket.socket:
     """Return a listening socket. Raises LaunchError with ``key``, the setting or option of the port."""
     try:
-        return socket.create_server((host, port), backlog=BACKLOG)
+        made = socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
         raise LaunchError(
             f"{key}={port}: cannot listen on {host}: {error.strerror}; set another port, or 0 for any free port"
         ) from error
+    # Connections inherit it. asyncio sets it only for sockets with an explicit protocol; without it the body of an
+    # answer waits for the client's delayed acknowledgement of the headers, 40 ms.
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
 
 
 def endpoint_token(path: Path, key: str = "http_token_path") -> str:

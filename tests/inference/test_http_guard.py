@@ -182,3 +182,15 @@ def test_a_route_that_is_not_there_is_refused_in_the_same_words():
     answer = asyncio.run(ask())
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "GET /v1/nothing: Not Found"
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement():
+    """Headers and body are two writes: with Nagle's algorithm the second one waits for 40 ms."""
+    import socket
+
+    from skyrl_megatron.inference.http_endpoint import listening_socket
+
+    with listening_socket("127.0.0.1", 0, "port") as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
