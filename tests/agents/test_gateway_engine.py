@@ -71,8 +71,7 @@ def test_rows_are_the_engines_own_record(served, kind, seed):
 
 
 def test_a_batch_of_agents_is_that_of_our_own_loop(folder, served, tmp_path):
-    """Same prompts and seeds: tokens, log-probs, masks and rewards of the training batch are equal bit for bit, and so
-    is the step that is trained on it."""
+    """Same prompts and seeds: tokens, log-probs, masks and rewards of the training batch are equal bit for bit."""
     import torch
     from transformers import AutoTokenizer
 
