@@ -97,7 +97,8 @@ def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
     each = running(Commands)
     with pytest.warns(SkyRLMegatronWarning, match="1 of 3 trajectories"):
         output = each([{"turns": 0}, {"turns": 3}, {"turns": 2}])
-    assert b"SECRET_TOKEN" not in seen[0].stdout and b"AGENT_MODEL" in seen[0].stdout
+    printed = b"".join(ended.stdout for ended in seen)
+    assert b"SECRET_TOKEN" not in printed and b"AGENT_MODEL" in printed
     assert [error is None for error in output["errors"]] == [False, True, True]
     assert "no call to the model" in output["errors"][0]
     trained = sorted(tuple(np.asarray(r)[np.asarray(m) > 0].tolist()) for r, m in zip(

@@ -338,7 +338,7 @@ MISTAKES: tuple[Mistake, ...] = (
             "trainer.policy_mini_batch_size=2",
             "trainer.placement.colocate_all=false",
         ),
-        ("policy_loss_type=regular", "off_policy_correction.tis_ratio_type=token", "rollout_is or dppo"),
+        ("policy_loss_type=regular", "off_policy_correction.tis_ratio_type=token", "rollout_is, dppo or m2po"),
     ),
 )
 

@@ -118,8 +118,8 @@ MUTATIONS = (
     Mutation(
         "an-endpoint-without-a-token",
         "skyrl_megatron/inference/http_endpoint.py",
-        "if not known and not _is_open(scope, headers):",
-        "if not known and _is_open(scope, headers):",
+        "return None if known or _is_open(scope, headers) else",
+        "return None if known or not _is_open(scope, headers) else",
         ("tests/inference/test_http_guard.py",),
         "everybody on the network could sample, and update weights",
     ),
@@ -134,8 +134,8 @@ MUTATIONS = (
     Mutation(
         "useless-prompts-kept",
         "skyrl_megatron/rollout/dynamic_sampling.py",
-        "useful = [rows for rows, good in groups(output, uids) if good]",
-        "useful = [rows for rows, good in groups(output, uids) if not good]",
+        "useful = [rows for rows, good in self._groups(output, uids) if good]",
+        "useful = [rows for rows, good in self._groups(output, uids) if not good]",
         ("tests/rollout/test_batches.py::test_filter_collects_useful_prompts_over_batches",),
         "dynamic sampling would keep what teaches nothing",
     ),
