@@ -71,7 +71,9 @@ def _bounds(seconds: Seconds) -> str:
 
 
 def _number(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+    if seconds >= 100:
+        return f"{seconds:,.0f}"
+    return f"{seconds:.3g}" if seconds >= 1e-3 else "0"
 
 
 class StepComparison:
