@@ -79,7 +79,11 @@ def test_no_call_is_lost_and_none_is_trained_twice(tmp_path, seed, kills, turns)
             # each life ends after a few events: an answer has four of them
             process.stdin.write(f"{0 if last else rng.randint(1, 4 * TRAJECTORIES * turns // kills)}\n")
             child = int(process.stdout.readline().split()[1])
-            assert process.stdout.readline() == "ready\n"
+            said = process.stdout.readline()
+            if said == "ended\n":  # clients were answered, and killed it, before it said that it serves
+                done += 1
+                continue
+            assert said == "ready\n"
             if not clients:
                 for number in range(TRAJECTORIES):
                     key = _key(f"t{number}")

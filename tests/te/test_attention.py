@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.bridges.tiny_models import OF_KNOWN_PARTS, TINY
+from tests.runtime.test_gpu_settings import OUR_LAYERS
 
 NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-FAMILIES = sorted(set(TINY) - OF_KNOWN_PARTS - {"olmoe", "gpt_oss"})
+FAMILIES = sorted(set(TINY) - OF_KNOWN_PARTS - OUR_LAYERS)
 
 
 @pytest.fixture

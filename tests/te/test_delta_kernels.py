@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.runtime.test_delta_rule import operations
 
 
+@pytest.mark.process
 def test_kernels_compute_the_same_with_few_launches():
     """For 8,192 tokens of a sequence the loop over chunks takes more than a thousand operations, the kernels twenty,
     whatever the length."""

@@ -4,9 +4,8 @@ those that loading, syncs, checkpoints and adapters expect."""
 import pytest
 
 from tests.bridges.tiny_models import OF_KNOWN_PARTS, TINY, save_tiny
+from tests.runtime.test_gpu_settings import OUR_LAYERS
 
-OUR_LAYERS = {"olmoe", "gpt_oss"}
-"""Families that Transformer Engine's layers cannot express: norms of q and k over all heads; experts with biases."""
 DENSE = {"llama", "qwen2", "qwen3"}
 FAMILIES = sorted(set(TINY) - OUR_LAYERS - OF_KNOWN_PARTS)
 LAYOUTS = {"single": {}, "tp2": {"tp": 2}, "ep2": {"ep": 2}, "pp2": {"pp": 2}}
@@ -50,7 +49,7 @@ def test_names_and_shapes_are_those_of_our_layers(differences, layout, family):
     assert not differences(layout)[family]
 
 
-@pytest.mark.parametrize("family", sorted(OUR_LAYERS))
+@pytest.mark.parametrize("family", sorted(OUR_LAYERS & set(TINY)))
 def test_families_that_need_our_layers_say_so(family):
     from skyrl_megatron.runtime.model.description import describe, read_hf_model, use_transformer_engine
     from tests.bridges.tiny_models import tiny_config
