@@ -144,7 +144,7 @@ def operations(lengths):
 
 
 def test_kernels_are_for_16_bits_on_gpus():
-    """And their absence is told, once, where they would run."""
+    """A warning names them, once, if they are missing where they would run."""
     import torch
 
     from skyrl_megatron.errors import SkyRLMegatronWarning
