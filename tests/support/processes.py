@@ -37,16 +37,31 @@ def abandoned_memory(before: Set[str], within_s: float = 10.0) -> set[str]:
     ``within_s``. Tests of another pytest worker have files of their own, which their processes map or hold open.
     """
     deadline = time.monotonic() + within_s
-    while (found := shared_memory() - before - _used_memory()) and time.monotonic() < deadline:
+    while (found := _unused_memory(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found & shared_memory()
+    return found
 
 
-def _used_memory() -> set[str]:
+def _unused_memory(before: Set[str]) -> set[str]:
+    # Listed first: what appears in between is used by the process that makes it.
+    inodes = {}
+    for name in shared_memory() - before:
+        with contextlib.suppress(FileNotFoundError):
+            inodes[name] = os.stat(f"/dev/shm/{name}").st_ino
+    used = _used_inodes()
+    return {name for name, inode in inodes.items() if inode not in used and os.path.exists(f"/dev/shm/{name}")}
+
+
+def _used_inodes() -> set[int]:
+    """Compared by inode: the process that makes a semaphore maps it under a name of before its link to its own."""
     used = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
-            used |= {line.rpartition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines()}
+            lines = (process / "maps").read_text().splitlines()
+            used |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
         with contextlib.suppress(OSError):
-            used |= {os.readlink(each).removeprefix("/dev/shm/") for each in (process / "fd").iterdir()}
+            for each in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed
+                    if os.readlink(each).startswith("/dev/shm/"):
+                        used.add(each.stat().st_ino)
     return used
