@@ -51,7 +51,10 @@ def _evaluate(args: Sequence[str]) -> int:
                 async def ask() -> dict[str, float]:
                     await client.start()
                     self.start_up.done(f"engines: {len(client.pool.alive())} ready")
-                    return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0)
+                    try:
+                        return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0)
+                    finally:
+                        await generator.stop()
 
                 metrics = asyncio.run(ask())
                 tracker.open(total_steps=0)
