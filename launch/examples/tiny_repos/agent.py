@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 
@@ -49,7 +50,7 @@ def main(task: str) -> None:
     name, module, call, wanted = named.groups()
     path, client = Path(f"{module}.py"), OpenAI()
     source = path.read_text()
-    messages = [{"role": "user", "content": task + shown(source, name)}]
+    messages: list[Any] = [{"role": "user", "content": task + shown(source, name)}]
     for _ in range(TRIES):
         answer = client.chat.completions.create(model=os.environ["AGENT_MODEL"], messages=messages)
         message = answer.choices[0].message
