@@ -20,7 +20,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 COUNT, TAUGHT, RIGHT = 20, 60, 0.15
 """Repositories to train on and to evaluate on; those that the model was taught with; share of right answers there."""
-STEPS = 220
+STEPS = 200
 Talk = list[dict[str, str]]
 
 
@@ -31,7 +31,7 @@ def write_rows(file: Path, repositories: list[Any], make: dict[str, Any]) -> Non
     rows = []
     for each in repositories:
         make["write"](each, file.parent / each.name)
-        row = prepare.make_row("tiny_repos", each.text, "task", "", {})
+        row = prepare.make_row("tiny_repos", each.text, "task", "", {"name": each.name})
         del row["reward_spec"]
         rows.append(row | {"task": str((file.parent / each.name).absolute())})
     prepare.write(rows, file)
