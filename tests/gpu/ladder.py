@@ -4,8 +4,9 @@
 
 A rung that fails stops only the rungs that need it. ``DIR`` (default ``gpu_hour``) is described in ``report.py``. A
 second call runs the rungs that have not passed, and of those the tests that have not; ``--again`` repeats them all.
-``--smoke``: tiny sizes, and without a GPU what a CPU can run of each rung. Where this process is killed, so is the
-rung. The exit code is 0 when no rung failed.
+``--smoke``: tiny sizes, and without a GPU what a CPU can run of each rung. A rung that this machine cannot run is "not
+runnable", with what is missing; one that the end of ``--minutes`` stops is "out of time", and the next call resumes it.
+Where this process is killed, so is the rung. The exit code is 0 when no rung failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.gpu import installed
-from tests.gpu.report import FAILED, Report
+from tests.gpu.report import FAILED, NOT_RUNNABLE, OUT_OF_TIME, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S, GRACE_S = 0.2, 10.0
@@ -64,7 +66,7 @@ class Rung:
 
 def tests(*chosen: str) -> tuple[str, ...]:
     """A rung of tests of ``tests/gpu``."""
-    options = ("-p", "no:cacheprovider", "--durations=8", "--basetemp={work}/tests")
+    options = ("-rs", "-p", "no:cacheprovider", "--durations=8", "--basetemp={work}/tests")
     return ("-m", "pytest", "-v", *options, *chosen)
 
 
@@ -91,6 +93,8 @@ RUNGS = (
     Rung("costs", ("benchmarks/gpu_costs.py",), 420, "what each setting is worth against the one it replaces"),
 )
 
+SKIPPED = re.compile(r"^SKIPPED \[\d+\] \S+?: (.*)", re.MULTILINE)
+"""Reasons in pytest's summary."""
 UNTIL_KILLED = 'trap "kill -KILL -$$" USR1; "$@" & trap "" TERM; wait $!'
 """Runs a command; kills it, with its process group, at the signal that the kernel sends when the ladder ends."""
 
@@ -103,8 +107,8 @@ def end_with(ladder: int) -> None:
 
 
 def run(arguments: Sequence[str], seconds: float, report: Report) -> int | None:
-    """Run Python for at most ``seconds``, its output in ``report.running``; return the exit code, None if it was too
-    slow. Nothing that it started is left."""
+    """Run Python for at most ``seconds``, its output in ``report.running``; return the exit code, None if it did not
+    end. Nothing that it started is left."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}".rstrip(":")
     with report.running.open("ab") as output:
@@ -137,21 +141,25 @@ def run(arguments: Sequence[str], seconds: float, report: Report) -> int | None:
         process.wait(10)
 
 
-def outcome_of(code: int | None, output: str, passed: Sequence[str]) -> str:
-    """Return what an exit code and the output mean. ``passed``: tests that had passed before and were left out."""
+def outcome_of(code: int | None, output: str, passed: Sequence[str], *, cut_off: bool) -> str:
+    """Return what an exit code and the output mean. ``passed``: tests that had passed before and were left out;
+    ``cut_off``: the limit was the end of the climb, not the rung's own."""
     if code is None:
-        return "too slow"
-    if code == 5:  # pytest: no test was left to run
-        return "passed" if passed else "skipped"
-    if code:
+        return OUT_OF_TIME if cut_off else "too slow"
+    if code and code != 5:  # pytest's 5: no test was left to run
         return "failed"
-    return "skipped" if ran_nothing(output) and not passed else "passed"
+    reasons = why_nothing_ran(output, code)
+    return "passed" if reasons is None or passed else f"{NOT_RUNNABLE}: {reasons}"
 
 
-def ran_nothing(output: str) -> bool:
-    """Tell whether a rung that ended well proved nothing: its tests were skipped, or it says "nothing measured"."""
+def why_nothing_ran(output: str, code: int) -> str | None:
+    """Return why a rung that ended well proved nothing, as its skipped tests or its last line say; None if it did."""
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-    return "nothing measured" in last or (" skipped" in last and " passed" not in last)
+    if "nothing measured" in last:
+        return last.partition(": nothing measured")[0]
+    if code == 5 or (" skipped" in last and " passed" not in last):
+        return ", ".join(dict.fromkeys(SKIPPED.findall(output))) or "no test is left"
+    return None
 
 
 def environment() -> str:
@@ -166,14 +174,16 @@ def environment() -> str:
     return "\n".join(found)
 
 
-def climb(report: Report, rung: Rung, seconds: float, again: bool) -> tuple[str, str]:
-    """Run a rung and record it. Return its outcome and its last line."""
+def climb(report: Report, rung: Rung, left: float, again: bool) -> tuple[str, str]:
+    """Run a rung and record it. ``left``: seconds of the climb. Return its outcome and its last line."""
+    limit = rung.seconds * (CPU_FACTOR if installed.is_rehearsal() else 1)
     passed = [] if again else list(report.rungs.get(rung.name, {}).get("tests", []))
     report.begin(rung.name, passed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_hour_", ignore_cleanup_errors=True) as name:
-        code = run(rung.arguments(Path(name), passed), seconds, report)
-        outcome = outcome_of(code, report.running.read_text(errors="replace"), passed)
+        code = run(rung.arguments(Path(name), passed), min(limit, left), report)
+        output = report.running.read_text(errors="replace")
+        outcome = outcome_of(code, output, passed, cut_off=left < limit)
         return outcome, report.add(rung, outcome, time.monotonic() - started, Path(name))
 
 
@@ -214,14 +224,14 @@ def main() -> int:
         lacking = [name for name in rung.needs if name in missing]
         broken = [name for name in rung.after if report.outcome(name) in FAILED]
         if lacking or broken:
-            reason = f"without {', '.join(lacking)}" if lacking else f"{', '.join(broken)} failed"
-            report.set(rung.name, f"skipped: {reason}")
-            print(f"{rung.name:12s} skipped: {reason}", flush=True)
+            reason = f"skipped: {broken[0]} {report.outcome(broken[0])}" if broken else ""
+            reason = f"{NOT_RUNNABLE}: without {', '.join(lacking)}" if lacking else reason
+            report.set(rung.name, reason)
+            print(f"{rung.name:13s} {reason}", flush=True)
             continue
-        limit = rung.seconds * (CPU_FACTOR if installed.is_rehearsal() else 1)
-        outcome, last = climb(report, rung, min(limit, left), args.again)
-        print(f"{rung.name:12s} {outcome:9s} {report.rungs[rung.name]['seconds']:6.1f} s  {last:.100}", flush=True)
-    print(f"results: {args.out}\nnext: {report.following()}")
+        outcome, last = climb(report, rung, left, args.again)
+        print(f"{rung.name:13s} {outcome:11s} {report.rungs[rung.name]['seconds']:6.1f} s  {last:.100}", flush=True)
+    print(f"{report.counts()}\nresults: {args.out}\nnext: {report.following()}")
     return int(any(report.outcome(rung.name) in FAILED for rung in RUNGS))
 
 
