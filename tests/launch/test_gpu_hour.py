@@ -10,10 +10,12 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.gpu import ladder, report
 from tests.gpu.ladder import Rung
+from tests.support.processes import given_the_folder, left_behind
 
 ROOT = Path(__file__).parents[2]
 FILES = {"summary.md", "results.json", "environment.txt", "logs.txt", "running.log", "records.zip"}
@@ -225,10 +227,28 @@ def test_the_folder_is_complete_at_every_moment(monkeypatch, tmp_path):
             climb(monkeypatch, out, chosen)
         monkeypatch.setattr(Path, "rename", rename)
         before = outcomes_in(out) if out.exists() else "the folder appears as a whole"
-        assert climb(monkeypatch, out, chosen) == (1, {"rung0": "passed", "rung1": "failed", "rung2": "not runnable: no GPU"}), (
-            before
-        )
+        assert climb(monkeypatch, out, chosen) == (
+            1,
+            {"rung0": "passed", "rung1": "failed", "rung2": "not runnable: no GPU"},
+        ), before
         assert not list(out.glob(".new.*"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "processes"), [("moves", 1), ("exchange", 3), ("recompute", 2)])
+def test_the_folder_is_complete_when_a_measurement_is_killed(tmp_path, name, processes):
+    """What a rung has started ends with the ladder too: its ranks, and the runs that it compares."""
+    out, variables = tmp_path / "out", os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.gpu.ladder", "--smoke", "--only", name, "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(started := psutil.Process(process.pid).children(recursive=True)) <= processes:  # and the rung's shell
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    assert outcomes_in(out) == {name: "interrupted"}
+    assert not left_behind([*started, *given_the_folder(tmp_path)], within_s=DEADLINE_S)
 
 
 @pytest.mark.process
