@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegative, NonNegativeInt, OneOf, Positive
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
@@ -45,6 +45,19 @@ class FullyAsyncConfig(BaseConfig):
     replay_from: str | None = None
     """Folder of the sampled groups of another run (its `rollouts_path`). The same groups are trained in the same steps
     and nothing is sampled. With the same configuration the results are bitwise equal."""
+
+
+@dataclass
+class OversamplingConfig(BaseConfig):
+    """More prompts than a synchronous step trains (docs/guides/data.md)."""
+
+    ratio: NonNegative = 0.0
+    """Share of prompts sampled beyond `train_batch_size`. The step trains on the first complete ones. 0: it waits for
+    all."""
+    unfinished: Annotated[str, OneOf("keep", "drop")] = "keep"
+    """The rest: the next step continues it, or not."""
+    max_staleness_steps: Count = 4
+    """Steps until a kept prompt is waited for."""
 
 
 @dataclass
@@ -88,6 +101,8 @@ class TrainerConfig(BaseConfig):
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Asynchronous rollouts."""
+    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
+    """Oversampling."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass, as set by `transformer_config_kwargs.recompute_*`. False: never."""
     gradient_checkpointing_use_reentrant: bool = False
