@@ -92,8 +92,8 @@ class Checkpointer:
         """Save step ``step`` and return its folder; None, with a warning, if the step was not finite.
 
         ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values, copied now; ``rollouts``:
-        the unfinished rollouts. Waits for a save that is still in progress. Raises CheckpointError if a rank or this process cannot write; for an
-        asynchronous save, the next call or :meth:`finish` raises it.
+        the unfinished rollouts. Waits for a save that is still in progress. Raises CheckpointError if a rank or this
+        process cannot write; for an asynchronous save, the next call or :meth:`finish` raises it.
         """
         self.finish()
         extras = {  # as bytes: later changes do not reach them
