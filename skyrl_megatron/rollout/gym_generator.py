@@ -33,7 +33,7 @@ from skyrl_megatron.rollout.interface import (
     TrajectoryID,
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
-from skyrl_megatron.rollout.partial import Interrupted, PartialRollouts
+from skyrl_megatron.rollout.partial import EarlyEnd, PartialRollouts
 from skyrl_megatron.rollout.templates import ChatFormat, load_template
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
         ``max_tokens``: limit of sampled tokens per turn, if ``sampling_params`` is None. ``max_input_length``: limit
         of the prompt tokens of a turn. ``log``: stores the turns, and may hold turns of an earlier process or step; an
-        overriding method does not get it. Raises Interrupted when a batch of :class:`PartialRollouts` ends.
+        overriding method does not get it. Raises EarlyEnd when a batch of :class:`PartialRollouts` ends.
         """
         trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
         config = self._rollout_config(sampling_params, max_tokens, max_input_length)
@@ -144,7 +144,7 @@ class SkyRLGymGenerator(GeneratorInterface):
                 log.resumed(trajectory_id, episode.restarted)
             while (tokens := episode.request()) is not None:
                 if partial is not None and partial.ended.is_set():
-                    raise Interrupted
+                    raise EarlyEnd
                 session = trajectory_id.to_string()
                 (generation,) = await self.inference_engine_client.generate(
                     [tokens], episode.sampling(config.sampling), [session], **self._adapters_of([env_extras])
@@ -152,7 +152,7 @@ class SkyRLGymGenerator(GeneratorInterface):
                 if partial is not None and partial.ended.is_set() and generation.finish_reason == "abort":
                     episode.hold(generation)
                     partial.keep(trajectory_id, episode.begun)
-                    raise Interrupted
+                    raise EarlyEnd
                 await episode.answer(generation)
                 if log is not None and episode.goes_on:
                     await log.turn(trajectory_id, episode.turns - 1, episode.recorded[-1])
@@ -198,7 +198,7 @@ class SkyRLGymGenerator(GeneratorInterface):
                         trajectory = await self.agent_loop(
                             prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id, **logged
                         )
-                    except Interrupted:
+                    except EarlyEnd:
                         return None
                     if log is not None:
                         await log.finished(id, trajectory)

@@ -16,7 +16,7 @@ from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
 
 
-class Interrupted(Exception):
+class EarlyEnd(Exception):
     """A trajectory was interrupted, and what it has is recorded."""
 
 
