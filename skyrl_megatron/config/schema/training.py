@@ -101,8 +101,6 @@ class TrainerConfig(BaseConfig):
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Asynchronous rollouts."""
-    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
-    """Oversampling."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass, as set by `transformer_config_kwargs.recompute_*`. False: never."""
     gradient_checkpointing_use_reentrant: bool = False
@@ -217,5 +215,7 @@ class TrainerConfig(BaseConfig):
     opentelemetry_endpoint: str | None = None
     """OTLP/HTTP address of a collector, such as `http://127.0.0.1:4318`. It receives each step as a trace with a span
     for each phase of trainer, ranks and engines."""
+    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
+    """Oversampling."""
     healing: HealingConfig = field(default_factory=HealingConfig)
     """Recovery of lost ranks."""
