@@ -37,7 +37,7 @@ from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.hang import write_stacks
 from skyrl_megatron.trainer.observe import RunRecorder
 from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
-from skyrl_megatron.trainer.rollout_source import PromptRollouts
+from skyrl_megatron.trainer.rollout_source import OversampledRollouts, PromptRollouts
 from skyrl_megatron.trainer.step_batch import LearningSignal
 from skyrl_megatron.trainer.stopping import StopSignal, remaining_work, step_limit
 from skyrl_megatron.trainer.summary import summary_lines, write_curves
@@ -136,7 +136,7 @@ class TrainingRun:
 
     def make_rollouts(self) -> PromptRollouts:
         """Return the source of the rollouts."""
-        return PromptRollouts(self)
+        return OversampledRollouts(self) if self.cfg.trainer.oversampling.ratio else PromptRollouts(self)
 
     # ------------------------------------------------------------------ start
     def start(self) -> bool:
@@ -262,6 +262,7 @@ class TrainingRun:
             self.global_step = loaded.step
             self.train_dataloader.load_state_dict(loaded.data)
             self.load_trainer_state(loaded.trainer_state)
+            self.rollouts.load_unfinished(loaded.rollouts)
             self.epochs = self.train_dataloader.finished_epochs
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
@@ -280,7 +281,10 @@ class TrainingRun:
         assert self.checkpoints is not None
         state = self.trainer_state()
         with self.phases("save_checkpoints"):
-            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
+            rollouts, finite = self.rollouts.unfinished(), self.finite
+            folder = self.checkpoints.save(
+                self.global_step, self.position, state, rollouts=rollouts, last_step_finite=finite
+            )
         if folder is not None:
             self.resume_from = ("latest", None)
             notify(self.callbacks, "on_save", self, folder)

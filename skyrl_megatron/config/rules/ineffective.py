@@ -125,6 +125,21 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         lambda cfg, hardware: not generates_ahead(cfg),
     ),
     IneffectiveSetting(
+        "trainer.oversampling.ratio is 0",
+        _in_all(f"{_T}oversampling.", "unfinished max_staleness_steps"),
+        lambda cfg, hardware: not cfg.trainer.oversampling.ratio,
+    ),
+    IneffectiveSetting(
+        "trainer.oversampling.unfinished=drop trains on new responses only",
+        f"{_T}oversampling.max_staleness_steps",
+        lambda cfg, hardware: cfg.trainer.oversampling.unfinished == "drop",
+    ),
+    IneffectiveSetting(
+        "asynchronous rollouts start more prompts anyway",
+        f"{_T}oversampling.ratio",
+        lambda cfg, hardware: generates_ahead(cfg),
+    ),
+    IneffectiveSetting(
         "trainer.healing.enabled is false",
         _in_all(f"{_T}healing.", "copies max_times within_steps"),
         lambda cfg, hardware: not cfg.trainer.healing.enabled,

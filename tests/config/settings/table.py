@@ -117,6 +117,7 @@ OBJECTIVE = {
     f"{A}temperature": Row(2.0, "logprobs"),
 }
 
+OVERSAMPLED = TIS | {f"{T}oversampling.ratio": 0.5}
 ASYNC = APART | TIS | {f"{T}fully_async.enabled": True}
 HEALED = {f"{T}healing.enabled": True}
 LOOP = {
@@ -127,6 +128,9 @@ LOOP = {
     f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
     f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
+    f"{T}oversampling.ratio": Row(0.5, loop.oversampling, TIS),
+    f"{T}oversampling.unfinished": Row("drop", loop.oversampling, OVERSAMPLED),
+    f"{T}oversampling.max_staleness_steps": Row(2, loop.oversampling, OVERSAMPLED),
     f"{T}fully_async.replay_from": Row("/no/such", loop.replays, ASYNC),
     f"{T}healing.enabled": Row(True, loop.heals),
     f"{T}healing.copies": Row("none", loop.heals, HEALED),
