@@ -98,10 +98,11 @@ async def evaluate(
         for adapter in cfg.trainer.policy.model.lora.adapters:
             if adapter in owners:
                 metrics |= _scores(f"adapter/{adapter}", sampled.select(owners[adapter]), n)
-    for name, one in eval_sets(cfg.data.eval_sets).items() if sets else ():
+    for name, dataset in (sets or {}).items():
+        one = eval_sets(cfg.data.eval_sets)[name]
         given = {key: value for key in ("temperature", "top_p") if (value := getattr(one, key)) is not None}
         params = dataclasses.replace(settings.eval_sampling_params, **given)
-        sampled = await _sample(cfg, sets[name], generator, one.n, params, global_step)
+        sampled = await _sample(cfg, dataset, generator, one.n, params, global_step)
         metrics |= _set_scores(name, one, sampled, tokenizer)
         _dump(cfg, global_step, name, sampled, range(len(sampled.uids)), tokenizer)
     return metrics
@@ -173,7 +174,7 @@ def _group_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: An
         shares = [pass_at_k(len(each), sum(passed for _, passed in each), k) for each in prompts.values()]
         metrics[f"eval/{name}/pass_at_{k}"] = sum(shares) / len(shares)
     for k in sorted(set(one.majority_at)):
-        shares = [majority_at_k(*map(list, zip(*each, strict=True)), k) for each in prompts.values()]  # type: ignore[arg-type]
+        shares = [majority_at_k([a for a, _ in each], [float(p) for _, p in each], k) for each in prompts.values()]
         metrics[f"eval/{name}/majority_at_{k}"] = sum(shares) / len(shares)
     return metrics
 
