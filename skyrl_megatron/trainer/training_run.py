@@ -77,7 +77,14 @@ class TrainingRun:
     :class:`Placement`.
     """
 
-    REPEATED: ClassVar[tuple[str, ...]] = ("metrics", "global_step", "epochs", "finite", "kl_controller")
+    REPEATED: ClassVar[tuple[str, ...]] = (
+        "metrics",
+        "global_step",
+        "epochs",
+        "finite",
+        "kl_controller",
+        "role_baselines",
+    )
     """Attributes that are restored before a part of a step is repeated after a lost rank."""
     on_paper: OnPaper | None = None
     """Adds to the metrics of a step what an estimate says of it (``preflight/step_report.py``)."""
@@ -114,6 +121,8 @@ class TrainingRun:
         """Completed passes over the training prompts."""
         in_reward = cfg.trainer.algorithm.use_kl_in_reward
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if in_reward else None
+        self.role_baselines: dict[str, float] = {}
+        """Role → mean reward, of the estimator ``rae``."""
         sampling = cfg.trainer.algorithm.dynamic_sampling
         self.sampler = DynamicSampler(sampling, cfg.trainer.train_batch_size, cfg.trainer.seed)
         self.gates = Gates(sampling.gates)
@@ -302,6 +311,8 @@ class TrainingRun:
             state["eval_files"] = files
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
+        if self.role_baselines:
+            state["role_baselines"] = dict(self.role_baselines)
         if self.logged_step < self.global_step:
             state["unlogged"] = {"metrics": as_numbers(self.metrics), "timings": self.phases.so_far()}
         return state | self.rollouts.state()
@@ -313,6 +324,7 @@ class TrainingRun:
             warn_of_changes(state.get("eval_files"), getattr(self.eval_dataset, "fingerprint", []))
         if self.kl_controller is not None:
             self.kl_controller.value = state["kl_coef"]
+        self.role_baselines = dict(state.get("role_baselines") or {})
         self.rollouts.load_state(state)
 
     def save_models(self) -> None:

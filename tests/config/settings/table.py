@@ -49,6 +49,7 @@ AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
 ROUTED = {f"{E}enable_return_routed_experts": True}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
+TWO_REWARDS = {f"{A}advantage_estimator": "gdpo", f"{A}gdpo_weights": {"right": 1.0, "short": 1.0}}
 FILTER = {f"{A}dynamic_sampling.type": "filter"}
 
 OBJECTIVE = {
@@ -99,6 +100,10 @@ OBJECTIVE = {
     f"{A}grpo_norm_by_std": Row(False, objective.advantages),
     f"{A}advantage_batch_normalize": Row(True, objective.advantages),
     f"{A}zero_variance_filter": Row(True, objective.advantages),
+    f"{A}gdpo_weights": Row({"right": 2.0, "short": 0.5}, objective.advantages, TWO_REWARDS),
+    f"{A}rae_decay": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "rae"}),
+    f"{A}length_penalty": Row({"type": "relative"}, objective.advantages),
+    f"{C}sequence_error_high": Row(1.1, objective.loss),
     f"{A}gamma": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "reinforce++"}),
     f"{A}lambd": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "gae"}),
     f"{A}gae.critic_lambd": Row(0.5, objective.returns, {f"{A}advantage_estimator": "gae"}),
