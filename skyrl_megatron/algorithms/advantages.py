@@ -154,10 +154,12 @@ def run_estimator(
     rows = len(token_level_rewards)
     if len(uids) != rows:
         raise AlgorithmError(f"index names {len(uids)} sequences, token_level_rewards has {rows} rows")
-    parts = {} if reward_parts is None else {"reward_parts": reward_parts}
+    parts: dict[str, Tensor | None] = {} if reward_parts is None else {"reward_parts": reward_parts}
     if is_last_step is not None:
         if str(name) in NEEDS_WHOLE_TRAJECTORY:
-            raise AlgorithmError(f"{name} needs whole trajectories: it cannot use step-wise ones")
+            raise AlgorithmError(
+                f"{name} propagates reward through time or counts trajectories: it cannot use step-wise trajectories"
+            )
         return _stepwise(name, estimator, tensors | parts, uids, is_last_step, nonfinite, options)
     # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
     named = inspect.signature(estimator).parameters

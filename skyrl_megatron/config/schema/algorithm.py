@@ -264,11 +264,12 @@ class AlgorithmConfig(BaseConfig):
     dppo: DPPOConfig = field(default_factory=DPPOConfig)
     """Settings of the loss `dppo`."""
     gdpo_weights: dict[str, float] = field(default_factory=dict)
-    """`gdpo`: metric of the environment → weight."""
+    """Metric → weight in `gdpo`. The metrics are those of the environment."""
     rae_decay: Fraction = 0.95
-    """`rae`: decay of the means."""
+    """Decay of `rae`."""
     length_penalty: dict[str, Any] = field(default_factory=dict)
-    """Of rewards (docs/guides/algorithms.md)."""
+    """Of long responses. `{type: overlong, max_length: 4096, buffer: 1024}` or `{type: relative}`, with `coef`
+    (docs/guides/algorithms.md). It is subtracted from the rewards."""
     m2po_threshold: Positive = 0.04
     """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
