@@ -30,6 +30,7 @@ from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
+from skyrl_megatron.rollout.interface import GeneratorInterface
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import export_due, prepare_export, run_checkpointer
 from skyrl_megatron.trainer.console import Phases, StartUp
@@ -464,6 +465,8 @@ class TrainingRun:
         gc.unfreeze()
         try:
             self.rollouts.close()
+            if isinstance(self.generator, GeneratorInterface):
+                self.loop.run(self.generator.stop())
         finally:
             self._stop_roles_and_report()
 

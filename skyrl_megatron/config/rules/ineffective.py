@@ -109,6 +109,10 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("an existing update group is always replaced", f"{_E}override_existing_update_group"),
     IneffectiveSetting("transformers has only fast tokenizers", f"{_T}disable_fast_tokenizer"),
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
+    # ------------------------------------------------------------ rollouts
+    IneffectiveSetting(
+        "generator.name is not agent", f"{_G}agent.", lambda cfg, hardware: cfg.generator.name != "agent"
+    ),
     # ------------------------------------------------------------ fully asynchronous rollouts
     IneffectiveSetting(
         "trainer.fully_async.enabled is false",

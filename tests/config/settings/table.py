@@ -50,6 +50,7 @@ ROUTED = {f"{E}enable_return_routed_experts": True}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
 TWO_REWARDS = {f"{A}advantage_estimator": "gdpo", f"{A}gdpo_weights": {"right": 1.0, "short": 1.0}}
+AGENT = {f"{G}name": "agent", f"{G}agent.command": ["agent"], f"{G}agent.sandbox": "tests_sandbox"}
 FILTER = {f"{A}dynamic_sampling.type": "filter"}
 
 OBJECTIVE = {
@@ -236,6 +237,10 @@ ROLLOUT = {
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
+    f"{G}agent.command": Row(["other"], rollout.agent, AGENT),
+    f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
+    f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
+    f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
 }
 
 ENGINES = {
