@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.agents.relay import Relay
-from skyrl_megatron.agents.sandbox import TESTS, CommandResult, Limits, SandboxSpec, pack, read_folder
-from skyrl_megatron.agents.sandbox_queue import SandboxQueue
 from skyrl_megatron.errors import DataError, SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.relay import Relay
+from skyrl_megatron.sandboxes.sandbox import TESTS, CommandResult, Limits, SandboxSpec, pack, read_folder
+from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue
 
 if TYPE_CHECKING:
     from skyrl_megatron.agents.rows import OutcomeKind
@@ -58,7 +58,7 @@ class AgentCommand:
 
     ``{text}`` and ``{url}`` in a word of ``command`` and in a value of ``environment`` are replaced by the task's text
     and the URL of the server. ``environment`` is all that the agent gets: no variable of the run is added except
-    :data:`skyrl_megatron.agents.sandbox.PASSED`. ``mounts``: folders with the agent's program, read-only.
+    :data:`skyrl_megatron.sandboxes.sandbox.PASSED`. ``mounts``: folders with the agent's program, read-only.
     """
 
     command: Sequence[str]
