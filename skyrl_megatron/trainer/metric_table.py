@@ -130,7 +130,7 @@ TABLE = (
         "policy/rollout_train_logprobs_abs_diff_*",
         "nats",
         "Log-prob mismatch between trainer and engine for the same tokens",
-        "grows: stale weights, different routing or precision; explain-gap finds the cause",
+        "grows: stale weights, different routing or precision; explain-mismatch finds the cause",
     ),
     Metric(
         "policy/mtp_loss",
@@ -158,7 +158,7 @@ TABLE = (
         "policy/moe_routing_mismatch*",
         "share",
         "Replayed tokens that the trainer's router would have sent to other experts",
-        "grows: engine and trainer disagree; explain-gap finds the cause",
+        "grows: engine and trainer disagree; explain-mismatch finds the cause",
     ),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
     # speed
