@@ -42,7 +42,7 @@ _SHORT = """
 Each line is a key with its default, its values, and the start of its explanation. The whole text is in
 `skyrl_megatron/config/schema/` and on the site that `launch/docs.sh` builds.
 """
-_WIDTH = 60
+_WIDTH = 50
 """CONFIG.md shows the clauses of an explanation that fit in as many characters, and at least the first."""
 
 
@@ -134,7 +134,8 @@ def _rules(annotation: Any) -> Iterator[str]:
             if isinstance(rule, OneOf):
                 yield ", ".join(rule.choices)
             elif isinstance(rule, Bounds):
-                yield str(rule)
+                words = {"at least": ">=", "at most": "<=", "above": ">", "below": "<"}
+                yield re.sub("|".join(words), lambda found: words[found[0]], str(rule))
     elif get_origin(annotation) is not list:
         for part in get_args(annotation):
             yield from _rules(part)
