@@ -46,6 +46,9 @@ _WIDTH = 50
 """CONFIG.md shows the clauses of an explanation that fit in as many characters, and at least the first."""
 
 
+_SIGNS = {"at least": ">=", "at most": "<=", "above": ">", "below": "<"}
+
+
 def document(root: type[Section] = SkyRLTrainConfig, *, whole: bool = False) -> str:
     """Return the text of CONFIG.md; ``whole``: with the whole explanation of each key."""
     parts = [_HEAD if whole else _HEAD + _SHORT]
@@ -134,8 +137,7 @@ def _rules(annotation: Any) -> Iterator[str]:
             if isinstance(rule, OneOf):
                 yield ", ".join(rule.choices)
             elif isinstance(rule, Bounds):
-                words = {"at least": ">=", "at most": "<=", "above": ">", "below": "<"}
-                yield re.sub("|".join(words), lambda found: words[found[0]], str(rule))
+                yield re.sub("|".join(_SIGNS), lambda found: _SIGNS[found[0]], str(rule))
     elif get_origin(annotation) is not list:
         for part in get_args(annotation):
             yield from _rules(part)
