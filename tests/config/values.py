@@ -27,7 +27,8 @@ def another_value(annotation, current):
         return {"/other": "/"}
     if kind is dict and "dict" in str(typing.get_args(kinds[0])[1]):  # sections by name
         return {"other": {}}
-    return {str: "/other", dict: {"other": 1}}[kind]
+    number = 1.0 if kind is dict and typing.get_args(kinds[0])[1:] == (float,) else 1
+    return {str: "/other", dict: {"other": number}}[kind]
 
 
 def _rules(annotation):

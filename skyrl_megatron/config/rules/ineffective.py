@@ -129,6 +129,21 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         lambda cfg, hardware: not generates_ahead(cfg),
     ),
     IneffectiveSetting(
+        "trainer.oversampling.ratio is 0",
+        _in_all(f"{_T}oversampling.", "unfinished max_staleness_steps"),
+        lambda cfg, hardware: not cfg.trainer.oversampling.ratio,
+    ),
+    IneffectiveSetting(
+        "trainer.oversampling.unfinished=drop trains on new responses only",
+        f"{_T}oversampling.max_staleness_steps",
+        lambda cfg, hardware: cfg.trainer.oversampling.unfinished == "drop",
+    ),
+    IneffectiveSetting(
+        "asynchronous rollouts start more prompts anyway",
+        f"{_T}oversampling.ratio",
+        lambda cfg, hardware: generates_ahead(cfg),
+    ),
+    IneffectiveSetting(
         "trainer.healing.enabled is false",
         _in_all(f"{_T}healing.", "copies max_times within_steps"),
         lambda cfg, hardware: not cfg.trainer.healing.enabled,
@@ -221,6 +236,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
     IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
+    IneffectiveSetting("advantage_estimator is not gdpo", f"{_A}gdpo_weights", _estimator_is_not("gdpo")),
+    IneffectiveSetting("advantage_estimator is not rae", f"{_A}rae_decay", _estimator_is_not("rae")),
     *(
         IneffectiveSetting(f"policy_loss_type is not {name}", f"{_A}{name}.", _loss_is_not(name))
         for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")

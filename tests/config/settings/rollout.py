@@ -77,7 +77,7 @@ def experiment(cfg):
         return str(error)
     prompts = [
         each and [row[0] for row in map(each.__getitem__, range(len(each)))]
-        for each in (made.train_dataset, made.eval_dataset)
+        for each in (made.train_dataset, made.eval_dataset, *made.eval_sets.values())
     ]
     return prompts, type(made.get_generator(cfg, made.tokenizer, None)).__name__
 
