@@ -318,7 +318,8 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
     """Join the rows of all outputs.
 
     Metrics of responses and rewards are computed again over all rows. Other metrics are reduced by their names: mean
-    for ``avg``, ``mean``, ``std`` and ``p90``, minimum for ``min``, maximum for ``max``, sum for the rest. Raises
+    for ``avg``, ``mean``, ``median``, ``std``, percentiles, rates, ratios and those of environments, minimum for ``min``,
+    maximum for ``max``, sum for the rest. Raises
     DataError if only some of the outputs have log-probs, routed experts or ``is_last_step``.
     """
     if not outputs:
@@ -346,7 +347,8 @@ def _join_metrics(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
         values = [some[name] for some in metrics if isinstance(some.get(name), int | float)]
         if not values:
             continue
-        if any(part in name for part in ("avg", "mean", "std", "p90")):
+        averaged = name.endswith(("_rate", "_ratio")) or name.startswith("environment/")
+        if averaged or any(part in name for part in ("avg", "mean", "median", "std", "p90", "p99")):
             joined[name] = sum(values) / len(values)
         elif "min" in name:
             joined[name] = min(values)
