@@ -318,9 +318,9 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
     """Join the rows of all outputs.
 
     Metrics of responses and rewards are computed again over all rows. Other metrics are reduced by their names: mean
-    for ``avg``, ``mean``, ``median``, ``std``, percentiles, rates, ratios and those of environments, minimum for ``min``,
-    maximum for ``max``, sum for the rest. Raises
-    DataError if only some of the outputs have log-probs, routed experts or ``is_last_step``.
+    for ``avg``, ``mean``, ``median``, ``std``, percentiles, rates, ratios and those of environments, minimum for
+    ``min``, maximum for ``max``, sum for the rest. Raises DataError if only some of the outputs have
+    log-probs, routed experts or ``is_last_step``.
     """
     if not outputs:
         raise DataError("there are no generator outputs to join")
