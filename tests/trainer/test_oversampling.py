@@ -194,3 +194,31 @@ def test_adaptive_samplers_draw_the_same_whenever_groups_finish(unfinished, rati
 
     first, second = draws(0), draws(1)
     assert unfinished == "drop" or first == second
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, ["trainer.algorithm.policy_loss_type"]),
+        ({"trainer.algorithm.off_policy_correction.tis_ratio_type": "token"}, []),
+        ({"trainer.algorithm.policy_loss_type": "rollout_is"}, []),
+        ({"trainer.oversampling.unfinished": "drop"}, []),
+        ({"trainer.oversampling.ratio": 0}, []),
+        (
+            {"trainer.algorithm.policy_loss_type": "dppo", "trainer.oversampling.ratio": 5},
+            ["trainer.oversampling.ratio"],
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "dppo", "generator.sampling_params.logprobs": "null"},
+            ["generator.sampling_params.logprobs"],
+        ),
+        ({"trainer.fully_async.enabled": "true", "trainer.oversampling.ratio": 9}, []),
+    ],
+)
+def test_what_contradicts_kept_prompts(keys, named):
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.rules.training_rules import oversampling_problems
+
+    keys = {"trainer.oversampling.ratio": 0.5} | keys
+    cfg = SkyRLTrainConfig.from_cli_overrides([f"{key}={value}" for key, value in keys.items()])
+    assert [problem.key for problem in oversampling_problems(cfg)] == named
