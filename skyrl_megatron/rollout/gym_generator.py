@@ -6,16 +6,15 @@ import asyncio
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
-from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
-from skyrl_megatron.envs.env_pool import EnvPool
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.sampling_params import engine_sampling, request_seed
+from skyrl_megatron.rollout.configured_generator import ConfiguredGenerator, adapter_of, ids_of
 from skyrl_megatron.rollout.continuation import at_most, may_continue
 from skyrl_megatron.rollout.conversation import (
     ChatConversation,
@@ -27,19 +26,11 @@ from skyrl_megatron.rollout.episode import Episode, PartialTrajectory, RolloutCo
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,
-    GeneratorInterface,
     GeneratorOutput,
-    SamplingClient,
     TrajectoryID,
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
 from skyrl_megatron.rollout.partial import EarlyEnd, PartialRollouts
-from skyrl_megatron.rollout.templates import ChatFormat, load_template
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
 
 INTERRUPT_S = 30.0
 """How long an interrupted trajectory may take until it has recorded what it has."""
@@ -49,46 +40,25 @@ ROUNDS = 16
 """Requests of a turn of the longest response, in a batch that is sampled in rounds."""
 
 
-class SkyRLGymGenerator(GeneratorInterface):
+class SkyRLGymGenerator(ConfiguredGenerator):
     """Samples trajectories in environments of :mod:`skyrl_megatron.envs`.
 
     Engine requests and results are token ids, so the policy is trained on the tokens that it sampled
     (:mod:`skyrl_megatron.rollout.conversation`). Trajectories run independently of each other (:meth:`agent_loop`).
     With ``batched`` or a ``seed`` they run in lockstep: one request holds the next turn of all, in the order of the
-    input. With a ``seed`` every request also has a separate seed, so that runs are reproducible.
-
-    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a NaN or infinite reward. ``adapters``: names of
-    the policy's adapters, if there are several. The extra ``adapter`` of a prompt selects one.
-
-    The constructor raises ConfigError for conflicting settings and DataError for a tokenizer without a chat template.
+    input. With a ``seed`` every request also has a separate seed. The arguments are those of
+    :class:`ConfiguredGenerator`.
     """
 
-    def __init__(
-        self,
-        generator_cfg: GeneratorConfig,
-        skyrl_gym_cfg: SkyRLGymConfig,
-        inference_engine_client: SamplingClient,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int | None = None,
-        nonfinite: str = "error",
-        adapters: Sequence[str] = (),
-    ) -> None:
-        self.adapters = tuple(adapters)
-        self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, skyrl_gym_cfg
-        self.inference_engine_client, self.tokenizer = inference_engine_client, tokenizer
-        self.seed, self.nonfinite = seed, nonfinite
-        template = load_template(generator_cfg.chat_template)
-        self.chat = ChatFormat(tokenizer, template, generator_cfg.chat_template_kwargs)
-        self.pool = EnvPool(skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.env_timeout)
-        self.retokenizes = (
-            self.chat.marks_answers and generator_cfg.use_conversation_multi_turn and generator_cfg.max_turns > 1
-        )
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        cfg = self.generator_cfg
+        self.retokenizes = self.chat.marks_answers and cfg.use_conversation_multi_turn and cfg.max_turns > 1
         """Whether each turn tokenizes the whole conversation again (:class:`RetokenizedConversation`)."""
         self._own_loop = type(self).agent_loop is not SkyRLGymGenerator.agent_loop
         if problems := list(self._problems()):
             raise ConfigError(problems)
-        if self._own_loop and seed is not None:
+        if self._own_loop and self.seed is not None:
             warnings.warn(
                 f"{type(self).__name__} overrides agent_loop: its requests have no seeds, so runs will differ",
                 SkyRLMegatronWarning,
@@ -102,7 +72,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         the batch failed. Passes on errors of the engine.
         """
         registry.require(input_batch["env_classes"])
-        ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
+        ids = ids_of(input_batch)
         if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
             found = await self._generate_batched(input_batch, ids)
         else:
@@ -388,7 +358,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     def _adapters_of(self, extras: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         """Return the request option with the adapter of each prompt; {} without several adapters."""
-        return {"adapters": [str(extra.get(ADAPTER_KEY) or "") for extra in extras]} if self.adapters else {}
+        return {"adapters": [adapter_of(extra) for extra in extras]} if self.adapters else {}
 
     def _problems(self) -> Iterator[Problem]:
         cfg = self.generator_cfg

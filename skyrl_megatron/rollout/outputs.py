@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -391,6 +392,27 @@ def _check_steps(output: GeneratorOutput, num_trajectories: int | None) -> None:
                 f"row {row} of trajectory {ids[row].to_string()}: is_last_step={last} does not match its"
                 " position: the rows of a trajectory must be adjacent, and only the last one has is_last_step=True"
             )
+
+
+def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
+    """Return the metrics ``names`` of each row's environment, [rows, names] float32; 0 in rows that failed.
+
+    Raises DataError if an environment does not report one of them as a finite number.
+    """
+    rows = len(output["response_ids"])
+    measured, errors = output.get("env_metrics") or [{}] * rows, output.get("errors") or [None] * rows
+    last = output.get("is_last_step") or [True] * rows
+    parts = torch.zeros(rows, len(names))
+    for row, (metrics, error, is_last) in enumerate(zip(measured, errors, last, strict=True)):
+        for place, name in enumerate(names if error is None and is_last else ()):
+            value = metrics.get(name)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise DataError(
+                    f"trainer.algorithm.gdpo_weights: the environment of a row reports {name}={value!r}, not a finite "
+                    f"number: return it from get_metrics(), which has {', '.join(metrics) or 'nothing'}"
+                )
+            parts[row, place] = float(value)
+    return parts
 
 
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:

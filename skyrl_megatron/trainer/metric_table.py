@@ -35,7 +35,9 @@ TABLE = (
     ),
     Metric("eval/*/pass_at_*", "share", "Held-out prompts with at least one response of positive score"),
     Metric("eval/*/mean_positive_reward", "reward", "Mean held-out score, with negative scores counted as 0"),
+    Metric("eval/*/majority_at_*", "share", "Held-out prompts whose most frequent answer is right; ties share"),
     Metric("eval/adapter/**", "reward", "The same scores for the held-out prompts of one adapter"),
+    Metric("eval/*/*/*", "reward or share", "The scores of a set of `data.eval_sets` for one value of its `group_by`"),
     Metric("adapter/**", "as the metric", "The metric for one named adapter"),
     Metric("environment/*", "environment's", "Metrics that the environments report and aggregate"),
     # rollout
@@ -85,6 +87,7 @@ TABLE = (
         "loss/avg_raw_advantages", "", "Mean advantage over the trained tokens", "far from 0: the baseline is biased"
     ),
     Metric("loss/avg_raw_advantages_abs", "", "Mean absolute advantage", "0: the batch has no learning signal"),
+    Metric("loss/avg_length_penalty", "reward", "Mean of the length penalties"),
     Metric("loss/zero_variance_rows", "rows", "Rows masked because all rewards of their group are equal"),
     Metric("loss/avg_kl*", "nats", "KL to the reference that is subtracted from the rewards"),
     Metric("loss/kl_coef", "", "Coefficient of the KL term in the reward"),
@@ -127,7 +130,7 @@ TABLE = (
         "policy/rollout_train_logprobs_abs_diff_*",
         "nats",
         "Log-prob mismatch between trainer and engine for the same tokens",
-        "grows: stale weights, different routing or precision; explain-gap finds the cause",
+        "grows: stale weights, different routing or precision; explain-mismatch finds the cause",
     ),
     Metric(
         "policy/mtp_loss",
@@ -155,7 +158,7 @@ TABLE = (
         "policy/moe_routing_mismatch*",
         "share",
         "Replayed tokens that the trainer's router would have sent to other experts",
-        "grows: engine and trainer disagree; explain-gap finds the cause",
+        "grows: engine and trainer disagree; explain-mismatch finds the cause",
     ),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
     # speed

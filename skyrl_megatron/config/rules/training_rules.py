@@ -100,8 +100,16 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         fix = "use_kl_in_reward and use_kl_loss would count the KL term twice: set one of them to false"
         yield Problem(f"{_A}use_kl_in_reward", True, fix)
-    if generator.step_wise_trajectories and estimator in ("gae", "reinforce++"):
+    if generator.step_wise_trajectories and estimator in ("gae", "reinforce++", "rae"):
         fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
+        yield Problem(f"{_A}advantage_estimator", estimator, fix)
+    if estimator == "gdpo" and not algorithm.gdpo_weights:
+        fix = (
+            "advantage_estimator=gdpo needs rewards: set metrics of the environment, such as {correct: 1, short: 0.5}"
+        )
+        yield Problem(f"{_A}gdpo_weights", {}, fix)
+    if estimator == "rae" and cfg.trainer.policy.model.lora.adapters:
+        fix = "rae has one baseline for each role, not for each adapter: use grpo or rloo"
         yield Problem(f"{_A}advantage_estimator", estimator, fix)
     sampling = algorithm.dynamic_sampling.type
     if sampling is not None and generator.n_samples_per_prompt == 1:
@@ -179,6 +187,9 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Check that each lower limit is below its upper limit."""
     correction, covariance = algorithm.off_policy_correction, algorithm.clip_cov
+    if correction.sequence_error_high is not None and correction.sequence_error_high <= 1:
+        fix = "the mean of exp(|log r|) is never below 1: set it above 1, such as 2"
+        yield Problem(f"{_A}off_policy_correction.sequence_error_high", correction.sequence_error_high, fix)
     pairs = [("off_policy_correction.geo_mask", correction.geo_mask_low, correction.geo_mask_high)]
     pairs.append(("off_policy_correction.product_mask", correction.product_mask_low, correction.product_mask_high))
     for name in ("outlier_token_is_threshold", "token_mask_is_threshold"):

@@ -157,6 +157,12 @@ class Checkpointer:
             raise
         self._commit.wait(self._timeout_s)
 
+    def mark_best(self, metric: str, value: float) -> None:
+        """Name the checkpoint of :attr:`saved_step` as the best by ``metric``, once it is complete."""
+        self.finish()
+        if self.saved_step is not None:
+            self.store.mark_best(self.saved_step, metric, value)
+
     def drop_lost_ranks(self, lost: Mapping[str, Collection[int]]) -> None:
         """End an asynchronous save that waits for the ``lost`` ranks (by role).
 
