@@ -69,6 +69,7 @@ class Run:
         self.dropped += dropped
         self.ticks.append(tick)
         self.version += 1
+        groups.complete_step()
         return groups.metrics()
 
 
@@ -146,6 +147,8 @@ def test_the_mean_of_lengths_that_are_only_exceeded():
 def test_a_resumed_run_continues_the_open_groups():
     import json
 
+    from skyrl_megatron.rollout.interface import TrajectoryID
+
     lengths = heavy_tail(50, 2)
     whole, first = Run(lengths, 8, 1.0, 4), Run(lengths, 8, 1.0, 4)
     for _ in range(6):
@@ -153,6 +156,12 @@ def test_a_resumed_run_continues_the_open_groups():
         first.step()
     resumed = Run(lengths, 8, 1.0, 4)
     resumed.version = 6
+    first.groups.begin(6)
+    log = first.groups.log(6)
+    uid = next(uid for uid in log.groups if uid not in log.complete)
+    for sample in range(2):  # the run ends in the middle of the next step
+        asyncio.run(log.finished(TrajectoryID(uid, sample), sampled(9)))
+    first.groups.end(log, 6)
     resumed.groups.load_state(json.loads(json.dumps(first.groups.state())))
     resumed.groups.decode(first.groups.encode())
     for _ in range(12):
