@@ -166,6 +166,7 @@ class InferenceClient:
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._sampling: dict[str, tuple[EngineSlot, str]] = {}
         """Session → (engine, id) of its request that an engine is sampling."""
+        self._answers, self._answer_tokens = 0, 0
 
     async def generate(
         self,
@@ -290,19 +291,27 @@ class InferenceClient:
             else:
                 answers = await slot.engine.generate_batch(requests)
             for generation in answers:
+                self._answers, self._answer_tokens = self._answers + 1, self._answer_tokens + len(generation.token_ids)
                 if not await self.pool.published_soon(generation):
                     raise _Unpublished(
                         f"{slot.name} sampled with weights {generation.versions}, published is {self.pool.published}"
                     )
             return answers
 
-        contents = [_content(one) for one in share]
+        contents, load = [_content(one) for one in share], sum(map(self._predicted_tokens, share))
         if len(share) > 1:
             if not any([self.pool.suspects.suspects(content) for content in contents]):
                 with contextlib.suppress(_LostTogether):
-                    return await self._retried(attempt, session, first, contents)
+                    return await self._retried(attempt, session, first, contents, load)
             return [one for [one] in await _all_or_none([self._attempts([each], session) for each in share])]
-        return await self._retried(attempt, session, first, contents)
+        return await self._retried(attempt, session, first, contents, load)
+
+    def _predicted_tokens(self, request: Request) -> int:
+        """Return the KV cache that a request is predicted to need, in tokens: an answer of average length."""
+        prompt, sampling, _ = request
+        most = sampling.get("max_tokens") or self._answer_tokens
+        average = self._answer_tokens // self._answers if self._answers else most
+        return len(prompt) + min(average, most)
 
     @contextlib.contextmanager
     def _noted(self, session: str | None, slot: EngineSlot, request_id: str) -> Iterator[None]:
@@ -321,6 +330,7 @@ class InferenceClient:
         session: str | None,
         first: EngineSlot | None = None,
         contents: Sequence[Content] = (),
+        load: int = 0,
     ) -> T:
         number, lost = 0, None
         while number <= self.retries:
@@ -337,7 +347,7 @@ class InferenceClient:
                     if suspected:
                         answer = await self._run_suspect(slot, partial(attempt, slot), contents)
                     else:
-                        answer = await slot.run(attempt(slot))
+                        answer = await slot.run(attempt(slot), load)
                     for content in contents:
                         self.pool.suspects.clear(content)
                     return answer

@@ -189,14 +189,13 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         """Interrupt the tasks that are left when a batch may end. A request returns what it has sampled. A step of an
         environment may end within INTERRUPT_S. What is then left, and an overridden ``agent_loop``, is cancelled."""
         log.look()
-        ended = asyncio.create_task(log.ended.wait())
+        ended, over = asyncio.create_task(log.ended.wait()), asyncio.create_task(asyncio.wait(tasks))
         try:
-            left = set(tasks)
-            while left and not ended.done():
-                done, _ = await asyncio.wait({ended, *left}, return_when=asyncio.FIRST_COMPLETED)
-                left -= done
+            await asyncio.wait({ended, over}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
+            over.cancel()
+        left = {task for task in tasks if not task.done()}
         deadline = asyncio.get_running_loop().time() + (0 if self._own_loop else INTERRUPT_S)
         abort = getattr(self.inference_engine_client, "abort", None)
         while left and asyncio.get_running_loop().time() < deadline and abort is not None:

@@ -66,6 +66,8 @@ class PartialRollouts:
     def resumed(self, id: TrajectoryID, restarted: str | None) -> None:
         """See ``TrajectoryLog``."""
         self.counts["restarted" if restarted else "resumed"] += 1
+        if restarted:
+            self.groups[id.instance_id][id.repetition_id] = PartialTrajectory()
 
     async def turn(self, id: TrajectoryID, place: int, turn: RecordedTurn) -> None:
         """See ``TrajectoryLog``."""

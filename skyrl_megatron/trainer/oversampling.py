@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,8 @@ class OversampledGroups:
         self.lengths = SampledLengths()
         self.counts: Counter[str] = Counter()
         self._ages: list[int] = []
+        self._saved: tuple[dict[str, Any], dict[int, PartialGroup]]
+        self.complete_step()
 
     # ------------------------------------------------------------------ a step
     def begin(self, version: int) -> list[dict[str, Any]]:
@@ -92,6 +95,15 @@ class OversampledGroups:
         self.counts += Counter(dropped=len(dropped)) + log.counts
         return {number: group.uid for number, group in taken.items()}, dropped
 
+    def complete_step(self) -> None:
+        """Let a checkpoint have the state of now, also if the next step has begun when it is saved."""
+        samples = {
+            number: {repetition: replace(sample) for repetition, sample in group.samples.items()}
+            for number, group in self.open.items()
+        }
+        groups = {number: replace(group, samples=samples[number]) for number, group in self.open.items()}
+        self._saved = {"next": self.next, "lengths": self.lengths.state()}, groups
+
     def metrics(self) -> dict[str, float]:
         """Return ``oversampling/…``: groups that stay open, counts since the last call, ages of the groups that were
         trained since then, and lengths over the whole run."""
@@ -114,21 +126,23 @@ class OversampledGroups:
         return min(self.open, default=self.next)
 
     def state(self) -> dict[str, Any]:
-        """Return the position and the lengths as plain values."""
-        return {"next": self.next, "lengths": self.lengths.state()}
+        """Return the position and the lengths after the last complete step as plain values."""
+        return self._saved[0]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.next = int(state["next"])
         self.lengths.load_state(state["lengths"])
+        self.complete_step()
 
     def encode(self) -> bytes:
-        """Return the open groups, with all that was sampled."""
-        return b"".join(bytes(part) for part in CODEC.encode(list(self.open.items())))
+        """Return the groups that the last complete step left open, with all that was sampled."""
+        return b"".join(bytes(part) for part in CODEC.encode(list(self._saved[1].items())))
 
     def decode(self, data: bytes) -> None:
         """Restore what :meth:`encode` returned."""
         self.open = dict(CODEC.decode(data))
+        self.complete_step()
 
     # ------------------------------------------------------------------ bookkeeping
     def _in_order(self) -> list[int]:

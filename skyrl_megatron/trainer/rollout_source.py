@@ -213,6 +213,7 @@ class OversampledRollouts(AgedRollouts):
     def end_step(self) -> None:
         """Move the loader to the oldest prompt that is not trained or dropped."""
         self.trainer.metrics |= self.groups.metrics()
+        self.groups.complete_step()
         self.loader.seek(self.groups.oldest)
 
     def state(self) -> dict[str, Any]:
@@ -225,6 +226,7 @@ class OversampledRollouts(AgedRollouts):
             self.groups.load_state(own)
         else:
             self.groups.next = self.loader.number
+            self.groups.complete_step()
 
     def unfinished(self) -> bytes:
         """Return the open groups."""

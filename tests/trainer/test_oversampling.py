@@ -69,6 +69,7 @@ class Run:
         self.dropped += dropped
         self.ticks.append(tick)
         self.version += 1
+        groups.complete_step()
         return groups.metrics()
 
 
@@ -146,6 +147,8 @@ def test_the_mean_of_lengths_that_are_only_exceeded():
 def test_a_resumed_run_continues_the_open_groups():
     import json
 
+    from skyrl_megatron.rollout.interface import TrajectoryID
+
     lengths = heavy_tail(50, 2)
     whole, first = Run(lengths, 8, 1.0, 4), Run(lengths, 8, 1.0, 4)
     for _ in range(6):
@@ -153,6 +156,12 @@ def test_a_resumed_run_continues_the_open_groups():
         first.step()
     resumed = Run(lengths, 8, 1.0, 4)
     resumed.version = 6
+    first.groups.begin(6)
+    log = first.groups.log(6)
+    uid = next(uid for uid in log.groups if uid not in log.complete)
+    for sample in range(2):  # the run ends in the middle of the next step
+        asyncio.run(log.finished(TrajectoryID(uid, sample), sampled(9)))
+    first.groups.end(log, 6)
     resumed.groups.load_state(json.loads(json.dumps(first.groups.state())))
     resumed.groups.decode(first.groups.encode())
     for _ in range(12):
@@ -194,3 +203,31 @@ def test_adaptive_samplers_draw_the_same_whenever_groups_finish(unfinished, rati
 
     first, second = draws(0), draws(1)
     assert unfinished == "drop" or first == second
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, ["trainer.algorithm.policy_loss_type"]),
+        ({"trainer.algorithm.off_policy_correction.tis_ratio_type": "token"}, []),
+        ({"trainer.algorithm.policy_loss_type": "rollout_is"}, []),
+        ({"trainer.oversampling.unfinished": "drop"}, []),
+        ({"trainer.oversampling.ratio": 0}, []),
+        (
+            {"trainer.algorithm.policy_loss_type": "dppo", "trainer.oversampling.ratio": 5},
+            ["trainer.oversampling.ratio"],
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "dppo", "generator.sampling_params.logprobs": "null"},
+            ["generator.sampling_params.logprobs"],
+        ),
+        ({"trainer.fully_async.enabled": "true", "trainer.oversampling.ratio": 9}, []),
+    ],
+)
+def test_what_contradicts_kept_prompts(keys, named):
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.rules.training_rules import oversampling_problems
+
+    keys = {"trainer.oversampling.ratio": 0.5} | keys
+    cfg = SkyRLTrainConfig.from_cli_overrides([f"{key}={value}" for key, value in keys.items()])
+    assert [problem.key for problem in oversampling_problems(cfg)] == named

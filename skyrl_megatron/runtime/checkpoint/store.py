@@ -3,7 +3,7 @@
     <root>/latest_ckpt_global_step.txt           the pointer: the newest complete step, for people and tools
     <root>/best_ckpt.json                        the checkpoint of the best evaluation (trainer.best_metric), if marked
     <root>/global_step_<N>/MANIFEST.json         written last: a folder without it is not a checkpoint
-    <root>/global_step_<N>/{data,trainer_state}.json
+    <root>/global_step_<N>/{data,trainer_state}.json, rollouts.bin if unfinished rollouts are kept
     <root>/global_step_<N>/{policy,critic}/      torch_dist: .metadata, metadata.json, __<rank>_0.distcp,
                                                  state.json, rng_<rank>.safetensors
     <root>/global_step_<N>/<role>/adapter/       LoRA adapters, independent of the layout (safetensors)
