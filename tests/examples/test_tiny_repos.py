@@ -22,7 +22,7 @@ def test_the_right_line_repairs_each_repository(scripts):
     """And only what the task names is changed."""
     agent, make = scripts["agent"], scripts["make"]
     for each in make["repositories"](0, 100):
-        name, module, call, wanted = agent["TASK"].search(each.text).groups()
+        name, module = agent["TASK"].search(each.text).groups()
         source, solution = each.files[f"{module}.py"], each.solution[f"{module}.py"]
         line = solution.partition(f"def {name}(")[2].splitlines()[1].strip()
         made = agent["repaired"](source, name, line)
@@ -30,7 +30,6 @@ def test_the_right_line_repairs_each_repository(scripts):
         exec(made, names)
         printed = [json.dumps(names[name](*case)) for case in each.cases]
         assert "".join(f"{line}\n" for line in printed) == each.expected
-        assert repr(eval(call, names)) == wanted
         assert made == solution or name.startswith("turned"), "a missing function is added at the end"
         seen = agent["shown"](source, name)
         assert (seen in source and line not in seen and name in seen) if seen else name.startswith("turned")
@@ -42,9 +41,9 @@ def test_the_model_is_taught_the_form_of_answers_and_few_right_ones(scripts):
     taught = make["repositories"](0, 100)[40:]
     assert not held_out & {each.name for each in taught}
     made = train["talks"](taught, make, random.Random(0))
-    talks = [next(made) for _ in range(2000)]
-    assert {message["role"] for talk in talks for message in talk} == {"user", "assistant"}
-    assert 1.5 < sum(map(len, talks)) / len(talks) / 2 < 2, "most first answers are wrong, and followed by a second"
+    answers = {message["content"] for talk in (next(made) for _ in range(2000)) for message in talk[1:]}
+    rights = {each.solution[f"{each.module}.py"].partition(f"def {each.function}(")[2].splitlines()[1].strip() for each in taught}  # fmt: skip  # noqa: E501
+    assert rights <= answers and len(answers - rights) > 5
 
 
 @pytest.mark.full_matrix
@@ -65,5 +64,5 @@ def test_the_agent_is_trained(tmp_path):
     (file,) = tmp_path.rglob("metrics.jsonl")
     before, step = [json.loads(line) for line in file.read_text().splitlines()]
     assert 0 < before["eval/all/avg_score"] < 0.8 and step["policy/grad_norm"] > 0
-    assert step["agents/token_in_rate"] == 1.0 and step["generate/avg_turns"] > 1
+    assert step["agents/token_in_rate"] == 1.0
     assert step["policy/rollout_train_logprobs_abs_diff_max"] <= 1e-4

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-COUNT, TAUGHT, RIGHT = 20, 60, 0.15
+COUNT, TAUGHT, RIGHT = 20, 60, 0.25
 """Repositories to train on and to evaluate on; those that the model was taught with; share of right answers there."""
 STEPS = 200
 Talk = list[dict[str, str]]
@@ -38,31 +38,19 @@ def write_rows(file: Path, repositories: list[Any], make: dict[str, Any]) -> Non
 
 
 def talks(repositories: list[Any], make: dict[str, Any], rng: random.Random) -> Iterator[Talk]:
-    """Yield conversations of the agent for ever, in which answers are lines of such repositories, few of them the
-    right one."""
+    """Yield conversations of the agent for ever. Answers are lines of such repositories, a quarter of them right."""
     agent = runpy.run_path(str(HERE / "agent.py"), run_name="agent")
     kinds = {kind.name: kind for kind in make["KINDS"]}
     while True:
         each = rng.choice(repositories)
-        name, module, call, _ = agent["TASK"].search(each.text).groups()
+        name, module = agent["TASK"].search(each.text).groups()
         kind = kinds[each.name.partition("-")[2]]
         right = each.solution[f"{module}.py"].partition(f"def {name}(")[2].splitlines()[1].strip()
-        alike = [other for other in make["KINDS"] if other.parameters == kind.parameters]
-        source = each.files[f"{module}.py"]
-        content, talk = each.text + agent["shown"](source, name), []
-        for _ in range(agent["TRIES"]):
-            other = rng.choice([kind.wrong or "return values", *(one.right for one in alike if one is not kind)])
-            line = right if rng.random() < RIGHT else other.replace("{n}", str(rng.randint(3, 7)))
-            talk += [{"role": "user", "content": content}, {"role": "assistant", "content": line}]
-            names: dict[str, Any] = {}
-            exec(agent["repaired"](source, name, line), names)
-            try:
-                content = f"It is {eval(call, names)!r}."
-            except Exception as error:
-                content = f"It is {type(error).__name__}."
-            if line == right:
-                break
-        yield talk
+        alike = [one.right for one in kinds.values() if one.parameters == kind.parameters and one is not kind]
+        other = rng.choice([kind.wrong or "return values", *alike]).replace("{n}", str(rng.randint(3, 7)))
+        asked = each.text + agent["shown"](each.files[f"{module}.py"], name)
+        answer = right if rng.random() < RIGHT else other
+        yield [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
 def warm_up(folder: Path, repositories: list[Any], make: dict[str, Any]) -> None:
