@@ -1,10 +1,12 @@
 """The agent on tiny repositories: the lines that it puts in solve them, and a run trains on its calls."""
 
+import asyncio
 import json
 import random
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,55 @@ def test_the_right_line_repairs_each_repository(scripts):
         assert made == solution or name.startswith("turned"), "a missing function is added at the end"
         seen = agent["shown"](source, name)
         assert (seen in source and line not in seen and name in seen) if seen else name.startswith("turned")
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_the_agent_solves_with_the_right_answer_and_only_with_it(scripts, tmp_path, monkeypatch):
+    """As a run starts it: OpenAI's client in a sandbox, which reaches a server by the relay. The server is a fake: a
+    tiny model does not know the right answer."""
+    from skyrl_megatron.agents.attempt import AgentCommand, attempt, read_task
+    from skyrl_megatron.errors import SandboxError
+    from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
+
+    monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path / "home"))
+    try:
+        provider = make_provider("namespaces")
+    except SandboxError as error:
+        pytest.skip(str(error))
+    (made,) = scripts["make"]["repositories"](0, 1)
+    scripts["make"]["write"](made, tmp_path / "task")
+    right = made.solution[f"{made.module}.py"].partition(f"def {made.function}(")[2].splitlines()[1].strip()
+    variables = {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "key", "AGENT_MODEL": "policy"}
+    mounts = {"/opt/python": Path(sys.prefix), "/opt/agent": FOLDER}
+    agent = AgentCommand(["/opt/python/bin/python", "/opt/agent/agent.py", "{text}"], variables, mounts)
+
+    async def with_answer(line):
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": line}}
+            given = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [message]}
+            head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+            writer.write((head + json.dumps(given)).encode())
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        try:
+            queue = SandboxQueue(provider, at_once=1)
+            address = server.sockets[0].getsockname()
+            return await attempt(read_task(tmp_path / "task"), agent, queue, server=address)
+        finally:
+            server.close()
+
+    async def main():
+        try:
+            return [await with_answer(line) for line in (right, "return 0")]
+        finally:
+            await provider.close()
+
+    solved, failed = asyncio.run(main())
+    assert (solved.outcome, failed.outcome) == ("solved", "failed"), (solved, failed)
 
 
 def test_the_model_is_taught_the_form_of_answers_and_few_right_ones(scripts):
