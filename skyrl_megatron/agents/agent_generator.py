@@ -24,6 +24,7 @@ from uuid import uuid4
 
 from skyrl_megatron.agents.gateway import Access, Gateway, OpenTrajectory
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
+from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
@@ -218,6 +219,8 @@ class AgentGenerator(GeneratorInterface):
     """vLLM's parser of thinking. None: thinking is a part of the text."""
     log_folder: str | Path | None = None
     """Folder of the log of calls; a run sets it. None: a temporary one, so that calls do not outlive the process."""
+    records: TrajectoryRecords | None = None
+    """Where the dashboard's trajectories are written; a run sets it. None: nowhere."""
 
     def __init__(
         self,
@@ -257,7 +260,10 @@ class AgentGenerator(GeneratorInterface):
             await asyncio.wait(tasks, timeout=2 * END_S)
             raise
         output = make_generator_output(trajectories, input_batch["env_classes"], ids, self.generator_cfg)
-        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **running.gateway.metrics()}
+        counts = running.gateway.counts
+        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **counts.metrics()}
+        await self._keep(running, input_batch, ids)
+        counts.judge(self.generator_cfg.min_token_in_rate)
         return output
 
     async def start(self) -> _Running:
@@ -315,8 +321,8 @@ class AgentGenerator(GeneratorInterface):
         id: TrajectoryID,
     ) -> Trajectory:
         metadata = batch.get("batch_metadata")
-        step, phase = (metadata.global_step, metadata.training_phase) if metadata else (0, "train")
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{phase}-{step}-{id.to_string()}")
+        step = metadata.global_step if metadata else 0
+        name = _name(batch, id)
         seeds = None if self.seed is None else (self.seed, id.instance_id, id.repetition_id, step)
         log = batch.get("trajectory_log")
         if log is not None and (stored := log.stored(id).trajectory) is not None:
@@ -328,7 +334,7 @@ class AgentGenerator(GeneratorInterface):
             started = time.perf_counter()
             score = self._scorer(prompt, env_class, extras, id)
             task = AgentTask(prompt, extras, env_class, id, opened.access, self.timeout_s, score)
-            outcome = await self._outcome(task, opened)
+            outcome = opened.outcome = await self._outcome(task, opened)
             graph = await running.gateway.close(name)
             seconds = time.perf_counter() - started
             made = trajectory_of(graph, outcome, type(self).rule, end_token=self.chat.end_token, seconds=seconds)
@@ -341,6 +347,17 @@ class AgentGenerator(GeneratorInterface):
             await log.finished(id, made)
         running.finished.append(name)
         return made
+
+    async def _keep(self, running: _Running, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> None:
+        """Write some trajectories of a training batch for the dashboard."""
+        metadata = batch.get("batch_metadata")
+        if self.records is None or metadata is None or metadata.training_phase != "train":
+            return
+        for id in self.records.chosen(metadata.global_step, ids):
+            opened = running.gateway.trajectories.get(_name(batch, id))
+            if opened is not None and opened.outcome is not None:
+                args = metadata.global_step, id, opened.graph, opened.outcome, type(self).rule, opened.first_unmatched
+                await asyncio.to_thread(self.records.write, *args)
 
     async def _outcome(self, task: AgentTask, opened: OpenTrajectory) -> Outcome:
         """Run the agent. A last call that failed or was too long decides over what the agent returned."""
@@ -375,6 +392,13 @@ class AgentGenerator(GeneratorInterface):
             return float(await self.pool.run(score, text))
 
         return run
+
+
+def _name(batch: GeneratorInput, id: TrajectoryID) -> str:
+    """Return the name of a trajectory in the gateway."""
+    metadata = batch.get("batch_metadata")
+    step, phase = (metadata.global_step, metadata.training_phase) if metadata else (0, "train")
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{phase}-{step}-{id.to_string()}")
 
 
 def _as_outcome(found: Outcome | float, task: AgentTask) -> Outcome:

@@ -109,6 +109,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("an existing update group is always replaced", f"{_E}override_existing_update_group"),
     IneffectiveSetting("transformers has only fast tokenizers", f"{_T}disable_fast_tokenizer"),
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
+    IneffectiveSetting(
+        "generator.name=skyrl_gym runs no agents",
+        f"{_G}min_token_in_rate",
+        lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
+    ),
     # ------------------------------------------------------------ fully asynchronous rollouts
     IneffectiveSetting(
         "trainer.fully_async.enabled is false",

@@ -274,3 +274,5 @@ class GeneratorConfig(BaseConfig):
     response of the earlier one."""
     name: str = "skyrl_gym"
     """The generator: `skyrl_gym`, or one that a plugin registered."""
+    min_token_in_rate: Annotated[float, Bounds(0, 1)] = 0.9
+    """Of agents. Below it, the run stops."""
