@@ -204,7 +204,7 @@ def test_an_agent_that_rewrites_answers_ends_the_run(running, tmp_path):
             for _ in range(26):
                 answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
                 content = answer.choices[0].message.content + ("!" if task.extras["rewrites"] else "")
-                messages = [task.prompt[0], {"role": "assistant", "content": content}, task.prompt[0]]
+                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
             return 1.0
 
     each = running(Rewriting, min_token_in_rate=0.8)
