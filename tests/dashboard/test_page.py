@@ -219,9 +219,10 @@ def test_a_trajectory_is_drawn_as_its_graph(quiet, report, made):
         assert quiet.run(f"{boxes}.length") == len(found["calls"]) == found["count"]
         lines = quiet.run("document.querySelectorAll('svg.calls path.edge').length")
         assert lines == sum(call["parent"] is not None for call in found["calls"]) > 1
-        for name, key in (("trained", "row"), ("unmatched", "unmatched")):
+        known = {"trained": lambda call: call["row"] is not None, "unmatched": lambda call: call["unmatched"]}
+        for name, is_so in known.items():
             drawn = quiet.run(f"{boxes}.map(g => g.querySelector('rect').classList.contains('{name}'))")
-            assert drawn == [call[key] not in (None, False) for call in found["calls"]]
+            assert drawn == [is_so(call) for call in found["calls"]]
         assert found["outcome"] in quiet.run("document.querySelector('.samples .card:last-child h3').textContent")
         assert "I looked it up." in quiet.run("document.querySelector('.differs').textContent")
     quiet.run("document.querySelector('svg.calls g').dispatchEvent(new MouseEvent('click'))")
