@@ -111,6 +111,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
     # ------------------------------------------------------------ rollouts
     IneffectiveSetting(
+        "generator.name=skyrl_gym runs no agents",
+        f"{_G}min_token_in_rate",
+        lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
+    ),
+    IneffectiveSetting(
         "generator.name is not agent", f"{_G}agent.", lambda cfg, hardware: cfg.generator.name != "agent"
     ),
     # ------------------------------------------------------------ fully asynchronous rollouts

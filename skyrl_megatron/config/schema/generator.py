@@ -293,3 +293,5 @@ class GeneratorConfig(BaseConfig):
     """The generator: `skyrl_gym`, `agent`, or one that a plugin registered."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """The agent."""
+    min_token_in_rate: Annotated[float, Bounds(0, 1)] = 0.9
+    """Of agents. Below it, the run stops."""

@@ -237,6 +237,7 @@ ROLLOUT = {
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
+    f"{G}min_token_in_rate": Row(0.99, rollout.judgement, {f"{G}name": "tests_generator"}),
     f"{G}agent.command": Row(["other"], rollout.agent, AGENT),
     f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
     f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
