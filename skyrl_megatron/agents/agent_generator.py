@@ -184,8 +184,9 @@ class AgentGenerator(ConfiguredGenerator):
             )
             started = time.perf_counter()
             score = self._scorer(prompt, env_class, extras, id)
-            full = lambda: bool(opened.too_long)  # noqa: E731
-            task = AgentTask(prompt, extras, env_class, id, opened.access, self.timeout_s, score, full)
+            task = AgentTask(
+                prompt, extras, env_class, id, opened.access, self.timeout_s, score, lambda: bool(opened.too_long)
+            )
             outcome = opened.outcome = await self._outcome(task, opened)
             graph = await running.gateway.close(name)
             seconds = time.perf_counter() - started
