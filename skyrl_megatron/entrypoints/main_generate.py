@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(args: Sequence[str]) -> int:
     began = time.perf_counter()
     with _hugging_face_folder(args) as (args, step):
-        _score(args, step, began)
+        score_model(args, step, began)
     return 0
 
 
@@ -80,7 +80,8 @@ def _hugging_face_folder(args: Sequence[str]) -> Iterator[tuple[Sequence[str], i
         yield [*args, f"{MODEL}={folder}/policy"], step
 
 
-def _score(args: Sequence[str], step: int, began: float) -> None:
+def score_model(args: Sequence[str], step: int = 0, began: float | None = None) -> None:
+    """Evaluate the Hugging Face model of ``args`` as step ``step``, and log and print the scores."""
     cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.evaluate import evaluate
