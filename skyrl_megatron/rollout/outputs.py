@@ -415,6 +415,22 @@ def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
     return parts
 
 
+def observation_mask(output: GeneratorOutput, batch: TrainingBatch) -> torch.Tensor:
+    """Return [B, T] float32: 1 on response tokens of ``batch`` that were not sampled; 0 in rows that failed.
+
+    Which tokens were sampled is known from ``rollout_versions``, else from the loss masks of the generator.
+    """
+    spans, mask = output.get("rollout_versions"), batch.response_mask.clone()
+    width = mask.shape[1]
+    for row, response in enumerate(output["response_ids"]):
+        first = width - len(response)
+        if spans is None:
+            mask[row, first:] *= 1 - torch.as_tensor(np.asarray(output["loss_masks"][row], np.float32))
+        for _, begin, end in spans[row] if spans is not None else ():
+            mask[row, first + begin : first + end] = 0.0
+    return mask
+
+
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:
     """Make the training batch from the rows; ``uids`` [rows] are those of the prompts.
 

@@ -10,7 +10,9 @@ def test_difficulty_is_three_quarters_pass_rate_and_one_quarter_size():
     assert difficulty([0.25], [4]) == pytest.approx([0.75 * 0.75 + 0.25 * 0.2])
 
 
-@pytest.mark.parametrize(("rows", "batch", "cycles"), [(685, 16, 2), (2592, 16, 2), (37, 8, 1), (5, 16, 2), (64, 16, 3)])
+@pytest.mark.parametrize(
+    ("rows", "batch", "cycles"), [(685, 16, 2), (2592, 16, 2), (37, 8, 1), (5, 16, 2), (64, 16, 3)]
+)
 def test_every_prompt_comes_once(rows, batch, cycles):
     order = curriculum([(7 * row % rows) / rows for row in range(rows)], batch, seed=3, cycles=cycles)
     assert sorted(order) == list(range(rows))

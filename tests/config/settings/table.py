@@ -102,6 +102,7 @@ OBJECTIVE = {
     f"{A}zero_variance_filter": Row(True, objective.advantages),
     f"{A}gdpo_weights": Row({"right": 2.0, "short": 0.5}, objective.advantages, TWO_REWARDS),
     f"{A}rae_decay": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "rae"}),
+    f"{A}observation_loss_coef": Row(0.5, objective.loss),
     f"{A}length_penalty": Row({"type": "relative"}, objective.advantages),
     f"{C}sequence_error_high": Row(1.1, objective.loss),
     f"{A}gamma": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "reinforce++"}),
