@@ -219,6 +219,11 @@ class RayPPOTrainer(TrainingRun):
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
         algorithm = self.cfg.trainer.algorithm
+        if (column := algorithm.distillation.demonstration) is not None:
+            hints = self.train_dataset.hints_of(batch.metadata[PROMPT_UIDS], column)
+            tokens = {hint: self.train_dataset.hint_tokens(hint) for hint in dict.fromkeys(hints)}
+            with self.phases("teacher"):
+                self.teachers.score_by_policy(batch, [tokens[hint] for hint in hints])
         in_reward = algorithm.use_kl_in_reward or bool(algorithm.distillation.reward_coef)
         read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
         if self._replays_own_routes:

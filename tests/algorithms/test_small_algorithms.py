@@ -298,3 +298,36 @@ def test_observations_are_what_was_not_sampled():
     assert len(parts_with_trained_tokens([batch.select([0]), batch.select([1]), batch.select([2])])) == 2
     del output["rollout_versions"]
     assert observation_mask(output, batch).tolist()[0] == [0, 1, 1, 0]
+
+
+def test_a_hint_is_before_the_prompt_and_nothing_else_moves():
+    import torch
+
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.trainer.teachers import with_hints
+
+    batch = collate([[1, 2], [3]], [[4, 5, 6], [7]], uids=["a", "b"], rewards=[0.0, 1.0])
+    hinted = with_hints(batch, [[90], [91, 92, 93, 94]])
+    assert hinted.sequences.tolist() == [[90, 1, 2, 4, 5, 6], [91, 92, 93, 94, 3, 7]]
+    assert hinted.attention_mask.all() and torch.equal(hinted.response_mask, batch.response_mask)
+    short = with_hints(batch, [[], [91]])
+    assert short.sequences.tolist() == [[1, 2, 4, 5, 6], [0, 0, 91, 3, 7]]
+    assert short.attention_mask.tolist() == [[True] * 5, [False, False, True, True, True]]
+
+
+def test_hints_of_rows(tmp_path):
+    from transformers import AutoTokenizer
+
+    from skyrl_megatron.data.prompts import PromptDataset
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron.errors import DataError
+
+    tokenizer = AutoTokenizer.from_pretrained(write_embedded_model(tmp_path / "model"))
+    rows = [{"prompt": [{"role": "user", "content": "1+2"}], "hint": hint} for hint in ("it is 3", None)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = PromptDataset(str(tmp_path / "rows.jsonl"), tokenizer, max_prompt_length=32)
+    assert prompts.hints_of(["0", "0"], "hint") == ["it is 3"] * 2 and prompts.roles_of(["0", "1"]) == ["", ""]
+    assert tokenizer.decode(prompts.hint_tokens("it is 3")) == "<|system|>it is 3<|end|>"
+    for uid, column in (("1", "hint"), ("0", "proof")):
+        with pytest.raises(DataError, match=rf"needs text in the column '{column}', the row has None"):
+            prompts.hints_of([uid], column)

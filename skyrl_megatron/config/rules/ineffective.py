@@ -151,7 +151,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting(
         "the run has no teacher: set trainer.teacher.model.path or trainer.teacher.models",
         f"{_A}distillation.",
-        lambda cfg, hardware: not has_teacher(cfg),
+        lambda cfg, hardware: not has_teacher(cfg) and cfg.trainer.algorithm.distillation.demonstration is None,
     ),
     IneffectiveSetting(
         "distillation.loss_coef is 0",

@@ -182,6 +182,9 @@ class DistillationConfig(BaseConfig):
     """0: KL(teacher ‖ student). 1: KL(student ‖ teacher). In between: the generalised Jensen-Shannon divergence."""
     renormalize: bool = False
     """Scale the probabilities of the `top_k` tokens to a sum of 1, without a token for all others."""
+    demonstration: str | None = None
+    """Column with the teacher's hint. The teacher is then the policy itself, which reads the hint, such as a worked
+    solution, as a system message before the prompt (OPSD, arXiv:2601.18734)."""
     divergence_alone: bool = False
     """The divergence is the whole policy loss, without a policy gradient."""
 
