@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import tempfile
@@ -120,7 +121,8 @@ async def clients(args: argparse.Namespace, port: int, targets: list[tuple[str, 
 def run_clients(
     queue: Any, port: int, targets: list[tuple[str, str]], turns: int, engine_s: float, tokens: int
 ) -> None:
-    """Run all agents in this process."""
+    """Run all agents in this process, whose garbage collections would count as time of the server."""
+    gc.disable()
     queue.put(asyncio.run(_agents(port, targets, turns, engine_s, tokens)))
 
 

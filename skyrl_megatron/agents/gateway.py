@@ -17,6 +17,7 @@ equal to an earlier one.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import hmac
 import json
@@ -141,6 +142,7 @@ class Gateway:
         """``calls``, ``retries``, ``refused`` (without a valid key), ``text_only``; see :meth:`metrics`."""
         self.own_seconds: list[float] = []
         """Seconds of each call without those of sampling, since the last :meth:`metrics`."""
+        self._thresholds = gc.get_threshold()
         self.log = CallLog(folder)
         try:
             self.server = HttpServer(_KeyGuard(self), host, port, PORT)
@@ -150,6 +152,9 @@ class Gateway:
 
     async def start(self) -> None:
         """Serve."""
+        gc.collect()
+        gc.freeze()  # a garbage collection over vLLM's modules would hold all calls for half a second
+        gc.set_threshold(2_000, 20, 100)  # and one over 1,000 trajectories would for 0.2 s, at every 500th call
         await self.server.start()
 
     async def stop(self) -> None:
@@ -157,6 +162,7 @@ class Gateway:
         for trajectory in list(self.trajectories.values()):
             await self.close(trajectory.name)
         await self.server.stop()
+        gc.set_threshold(*self._thresholds)
         await asyncio.to_thread(self.log.close)
 
     def key_of(self, name: str) -> str:

@@ -124,13 +124,15 @@ class PromptDataset:
 
     def hints_of(self, uids: Sequence[str], column: str) -> list[str]:
         """Return the text in ``column`` for each uid. Raises DataError for a row without one."""
-        hints = {uid: self.rows[_row_of(uid)].get(column) for uid in dict.fromkeys(uids)}
-        for uid, hint in hints.items():
+        hints: dict[str, str] = {}
+        for uid in dict.fromkeys(uids):
+            hint = self.rows[_row_of(uid)].get(column)
             if not isinstance(hint, str):
                 raise DataError(
                     f"row {uid}: trainer.algorithm.distillation.demonstration needs text in the column {column!r}, "
                     f"the row has {hint!r:.40}; the data has {', '.join(self.rows.column_names)}"
                 )
+            hints[uid] = hint
         return [hints[uid] for uid in uids]
 
     def hint_tokens(self, hint: str) -> list[int]:

@@ -118,7 +118,9 @@ class BasePPOExp:
         """Create the generator of trajectories. Raises DataError for environments that are not registered."""
         for dataset in filter(None, (self.train_dataset, self.eval_dataset, *self.eval_sets.values())):
             registry.require(dataset.env_classes(cfg.environment.env_class))
-        generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
+        generator: Any = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
+        if cfg.generator.name == "agent":
+            from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator as generator  # with vLLM's server
         adapters = tuple(cfg.trainer.policy.model.lora.adapters)
         several = {"adapters": adapters} if len(adapters) > 1 else {}
         made = generator(

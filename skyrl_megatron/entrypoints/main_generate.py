@@ -104,7 +104,12 @@ def score_model(args: Sequence[str], step: int = 0, began: float | None = None) 
                 async def ask() -> dict[str, float]:
                     await client.start()
                     self.start_up.done(f"engines: {len(client.pool.alive())} ready")
-                    return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, step, self.eval_sets)
+                    try:
+                        return await evaluate(
+                            self.cfg, self.eval_dataset, generator, self.tokenizer, step, self.eval_sets
+                        )
+                    finally:
+                        await generator.stop()
 
                 metrics = asyncio.run(ask())
                 logged = [line["step"] for line in read_metrics(run_folder(self.cfg) / METRICS_FILE)]

@@ -131,7 +131,7 @@ TABLE = (
         "policy/rollout_train_logprobs_abs_diff_*",
         "nats",
         "Log-prob mismatch between trainer and engine for the same tokens",
-        "grows: stale weights, different routing or precision; explain-gap finds the cause",
+        "grows: stale weights, different routing or precision; explain-mismatch finds the cause",
     ),
     Metric(
         "policy/mtp_loss",
@@ -159,7 +159,7 @@ TABLE = (
         "policy/moe_routing_mismatch*",
         "share",
         "Replayed tokens that the trainer's router would have sent to other experts",
-        "grows: engine and trainer disagree; explain-gap finds the cause",
+        "grows: engine and trainer disagree; explain-mismatch finds the cause",
     ),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
     # speed
@@ -272,6 +272,31 @@ TABLE = (
     ),
     Metric("async/in_flight_groups", "groups", "Groups that are being sampled"),
     Metric("async/*_groups", "groups", "Groups that were dropped, filtered, retried or failed"),
+    # synchronous steps with oversampling
+    Metric("oversampling/open_groups", "groups", "Groups that the next step continues"),
+    Metric("oversampling/dropped_groups", "groups", "Groups that were started and not trained"),
+    Metric(
+        "oversampling/*_trajectories",
+        "trajectories",
+        "Trajectories that continued (resumed) or started again (restarted)",
+        "restarted: their environment cannot be replayed",
+    ),
+    Metric("oversampling/staleness_*", "versions", "Age of the groups of the step"),
+    Metric("oversampling/trained_mean_tokens", "tokens", "Mean length of all samples that were trained so far"),
+    Metric(
+        "oversampling/started_mean_tokens",
+        "tokens",
+        "Mean length of all samples that were started so far, estimated where they are not finished",
+    ),
+    Metric(
+        "oversampling/length_bias",
+        "share",
+        "How much longer trained samples are than started ones; a lower bound of its size with `unfinished=drop`",
+        "far below 0: the policy learns from short responses; keep the others, or lower the ratio",
+    ),
+    Metric("oversampling/token_lag_*", "share", "Trained tokens that are so many versions old"),
+    Metric("oversampling/logprob_diff_lag_*", "nats", "Difference of trainer and engine on tokens of this age"),
+    Metric("oversampling/mixed_rows", "share", "Rows that several versions sampled"),
     # further roles
     Metric(
         "critic/explained_variance",

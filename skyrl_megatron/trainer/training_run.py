@@ -30,6 +30,7 @@ from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
+from skyrl_megatron.rollout.interface import GeneratorInterface
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import export_due, prepare_export, run_checkpointer
 from skyrl_megatron.trainer.console import Phases, StartUp
@@ -38,7 +39,7 @@ from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.hang import write_stacks
 from skyrl_megatron.trainer.observe import RunRecorder
 from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
-from skyrl_megatron.trainer.rollout_source import PromptRollouts
+from skyrl_megatron.trainer.rollout_source import OversampledRollouts, PromptRollouts
 from skyrl_megatron.trainer.step_batch import LearningSignal
 from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
 from skyrl_megatron.trainer.summary import summary_lines, write_curves
@@ -151,7 +152,7 @@ class TrainingRun:
 
     def make_rollouts(self) -> PromptRollouts:
         """Return the source of the rollouts."""
-        return PromptRollouts(self)
+        return OversampledRollouts(self) if self.cfg.trainer.oversampling.ratio else PromptRollouts(self)
 
     # ------------------------------------------------------------------ start
     def start(self) -> bool:
@@ -277,6 +278,7 @@ class TrainingRun:
             self.global_step = loaded.step
             self.train_dataloader.load_state_dict(loaded.data)
             self.load_trainer_state(loaded.trainer_state)
+            self.rollouts.load_unfinished(loaded.rollouts)
             self.epochs = self.train_dataloader.finished_epochs
             best = self.checkpoints.store.best() or {}
             if best.get("metric") == self.cfg.trainer.best_metric and best.get("step", 0) <= loaded.step:
@@ -298,7 +300,10 @@ class TrainingRun:
         assert self.checkpoints is not None
         state = self.trainer_state()
         with self.phases("save_checkpoints"):
-            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
+            rollouts, finite = self.rollouts.unfinished(), self.finite
+            folder = self.checkpoints.save(
+                self.global_step, self.position, state, rollouts=rollouts, last_step_finite=finite
+            )
         if folder is not None:
             self.resume_from = ("latest", None)
             notify(self.callbacks, "on_save", self, folder)
@@ -460,6 +465,8 @@ class TrainingRun:
         gc.unfreeze()
         try:
             self.rollouts.close()
+            if isinstance(self.generator, GeneratorInterface):
+                self.loop.run(self.generator.stop())
         finally:
             self._stop_roles_and_report()
 

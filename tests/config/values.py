@@ -23,6 +23,8 @@ def another_value(annotation, current):
     if kind is list:
         item = typing.get_args(kinds[0])[0]
         return {int: [0], float: [0.5, 0.6], str: ["other"]}[item]
+    if kind is dict and typing.get_args(kinds[0])[1] is str:
+        return {"/other": "/"}
     if kind is dict and "dict" in str(typing.get_args(kinds[0])[1]):  # sections by name
         return {"other": {}}
     number = 1.0 if kind is dict and typing.get_args(kinds[0])[1:] == (float,) else 1

@@ -17,7 +17,9 @@ LAYER = {
     "workers": 6,
     "rollout": 5,
     "envs": 5,
+    "agents": 5,
     "inference": 4,
+    "sandboxes": 4,
     "weight_sync": 3,
     "runtime": 2,
     "algorithms": 1,
@@ -125,6 +127,15 @@ def imports_upward(name: str, modules: list[str]) -> Iterator[str]:
                 yield f"{name} (layer {layer}) imports {module} (layer {target})"
             if layer is not None and module.split(".")[1:2] and module.split(".")[1] in COMPATIBILITY:
                 yield f"{name} imports {module}, a re-export for scripts"
+
+
+def test_every_folder_and_file_has_a_layer():
+    names = {
+        path.stem
+        for path in (ROOT / "skyrl_megatron").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert names - {"__init__", "__main__"} == LAYER.keys() | COMPATIBILITY
 
 
 def test_imports_go_down_only():

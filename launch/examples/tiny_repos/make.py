@@ -192,7 +192,7 @@ def write(repository: Repository, folder: Path) -> None:
 async def try_all(folders: Sequence[Path]) -> list[tuple[str, str, str]]:
     """Return of each task its name and the outcomes of an agent that does nothing and of one that has the solution."""
     from skyrl_megatron.agents.attempt import AgentCommand, attempt, read_task
-    from skyrl_megatron.agents.sandbox_queue import SandboxQueue, make_provider
+    from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
 
     provider = make_provider("namespaces")
     queue = SandboxQueue(provider, at_once=2)

@@ -280,19 +280,40 @@ def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if is_address(folder):
         fix = f"{KEY}: sampled groups are stored on a file system: set {_FOLDER}rollouts_path to a folder"
         yield Problem(setting, cfg.trainer.fully_async.rollouts_path or cfg.trainer.ckpt_path, fix)
+    yield from _uncorrected(cfg, KEY, "max_staleness_steps=0")
+
+
+def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield the settings that contradict oversampling."""
+    given, key = cfg.trainer.oversampling, "trainer.oversampling.unfinished=keep"
+    if not given.ratio or generates_ahead(cfg) or given.unfinished == "drop":
+        return
+    if given.ratio > given.max_staleness_steps:
+        fix = (
+            f"so many kept prompts cannot be trained in time: at most max_staleness_steps={given.max_staleness_steps}"
+        )
+        yield Problem("trainer.oversampling.ratio", given.ratio, fix)
+    if cfg.generator.sampling_params.logprobs is None:
+        fix = "continued responses are stale, and only their log-probabilities show by how much: set it to 1"
+        yield Problem("generator.sampling_params.logprobs", None, f"{key}: {fix}")
+    yield from _uncorrected(cfg, key, "trainer.oversampling.unfinished=drop")
+
+
+def _uncorrected(cfg: SkyRLTrainConfig, key: str, otherwise: str) -> Iterator[Problem]:
+    """Yield the loss if it does not correct for the stale responses that ``key`` brings."""
     if not _corrects_for_staleness(cfg):
         loss = cfg.trainer.algorithm.policy_loss_type
         fix = (
             "this loss assumes on-policy responses, but they are stale: set "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token (or another part of off_policy_correction), "
-            f"or a loss that reads the engine's log-probabilities ({_ANCHORED}), or max_staleness_steps=0"
+            f"or a loss that reads the engine's log-probabilities ({_ANCHORED}), or {otherwise}"
         )
         if loss in UNCORRECTED:
             fix = (
                 "this loss assumes on-policy responses and has no off-policy correction, but responses are stale: "
                 f"set {_ANCHORED}, or policy_loss_type=regular with off_policy_correction.tis_ratio_type=token"
             )
-        yield Problem("trainer.algorithm.policy_loss_type", loss, f"{KEY}: {fix}")
+        yield Problem("trainer.algorithm.policy_loss_type", loss, f"{key}: {fix}")
 
 
 def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:

@@ -127,12 +127,12 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Drop a sequence if any of its tokens has r below this, for example 1e-4. None: off."""
     outlier_token_is_threshold_high: Positive | None = None
     """Drop a sequence if any of its tokens has r above this, for example 100. None: off."""
-    sequence_error_high: Positive | None = None
-    """Drop sequences with a larger mean of e^|log r|. MLPerf Training 6.1 drops those above 2. None: off."""
     token_mask_is_threshold_low: NonNegative | None = None
     """Drop single tokens with r below this. None: off."""
     token_mask_is_threshold_high: Positive | None = None
     """Drop single tokens with r above this. None: off."""
+    sequence_error_high: Positive | None = None
+    """Drop sequences with a larger mean of e^|log r|. MLPerf Training 6.1 drops those above 2. None: off."""
 
 
 def correction_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:

@@ -234,6 +234,20 @@ class ChatTemplateConfig(BaseConfig):
 
 
 @dataclass
+class AgentConfig(BaseConfig):
+    """`generator.name=agent`: commands in sandboxes (docs/guides/agents.md)."""
+
+    command: list[str] = field(default_factory=list)
+    """Command of the agent. `{text}` in a word is the text of the task."""
+    sandbox: str = "namespaces"
+    """Where it runs: `namespaces`, `docker`, or a plugin's."""
+    mounts: dict[str, str] = field(default_factory=dict)
+    """Folders in the sandbox, read-only: path there → path here."""
+    at_once: Count | None = None
+    """Sandboxes at the same time. None: by cores and memory."""
+
+
+@dataclass
 class GeneratorConfig(BaseConfig):
     """Generation of trajectories from prompts."""
 
@@ -276,4 +290,6 @@ class GeneratorConfig(BaseConfig):
     """Merge consecutive turns of `step_wise_trajectories` if the prompt of the later turn begins with prompt and
     response of the earlier one."""
     name: str = "skyrl_gym"
-    """The generator: `skyrl_gym`, or one that a plugin registered."""
+    """The generator: `skyrl_gym`, `agent`, or one that a plugin registered."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """The agent."""

@@ -54,6 +54,7 @@ POINTER = "latest_ckpt_global_step.txt"
 BEST = "best_ckpt.json"
 DATA = "data.json"
 TRAINER_STATE = "trainer_state.json"
+ROLLOUTS = "rollouts.bin"
 _STEP = re.compile(r"global_step_(\d+)")
 _TMP, _REPLACED, _REMOVED = ".tmp", ".replaced", ".removed"
 
@@ -330,6 +331,12 @@ class CheckpointStore:
     def read_json(self, checkpoint: SavedCheckpoint, name: str) -> dict[str, Any]:
         """Return the verified content of ``data.json`` or ``trainer_state.json`` of a checkpoint."""
         return dict(json.loads(read_verified(self.storage, checkpoint.folder, checkpoint.manifest, name)))
+
+    def read_rollouts(self, checkpoint: SavedCheckpoint) -> bytes | None:
+        """Return the verified content of ``rollouts.bin``, None if the checkpoint has none."""
+        if ROLLOUTS not in checkpoint.manifest.files:
+            return None
+        return read_verified(self.storage, checkpoint.folder, checkpoint.manifest, ROLLOUTS)
 
     # ------------------------------------------------------------------------------------------ retention
     def mark_best(self, step: int, metric: str, value: float) -> None:

@@ -196,6 +196,12 @@ def _batch_of(uids):
     return batch
 
 
+def oversampling(cfg):
+    """How many prompts a step starts, and how long they stay open."""
+    groups = getattr(trainer_of(cfg).rollouts, "groups", None)
+    return groups and (groups.most, groups.bound)
+
+
 def stream(cfg):
     """What a stream of rollouts keeps to; None where nothing runs ahead."""
     stream = getattr(trainer_of(cfg).rollouts, "stream", None)

@@ -50,6 +50,7 @@ ROUTED = {f"{E}enable_return_routed_experts": True}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
 TWO_REWARDS = {f"{A}advantage_estimator": "gdpo", f"{A}gdpo_weights": {"right": 1.0, "short": 1.0}}
+AGENT = {f"{G}name": "agent", f"{G}agent.command": ["agent"], f"{G}agent.sandbox": "tests_sandbox"}
 FILTER = {f"{A}dynamic_sampling.type": "filter"}
 
 OBJECTIVE = {
@@ -123,6 +124,7 @@ OBJECTIVE = {
     f"{A}temperature": Row(2.0, "logprobs"),
 }
 
+OVERSAMPLED = TIS | {f"{T}oversampling.ratio": 0.5}
 ASYNC = APART | TIS | {f"{T}fully_async.enabled": True}
 HEALED = {f"{T}healing.enabled": True}
 LOOP = {
@@ -133,6 +135,9 @@ LOOP = {
     f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
     f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
+    f"{T}oversampling.ratio": Row(0.5, loop.oversampling, TIS),
+    f"{T}oversampling.unfinished": Row("drop", loop.oversampling, OVERSAMPLED),
+    f"{T}oversampling.max_staleness_steps": Row(2, loop.oversampling, OVERSAMPLED),
     f"{T}fully_async.replay_from": Row("/no/such", loop.replays, ASYNC),
     f"{T}healing.enabled": Row(True, loop.heals),
     f"{T}healing.copies": Row("none", loop.heals, HEALED),
@@ -233,6 +238,10 @@ ROLLOUT = {
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
+    f"{G}agent.command": Row(["other"], rollout.agent, AGENT),
+    f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
+    f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
+    f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
 }
 
 ENGINES = {

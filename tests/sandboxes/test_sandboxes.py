@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_megatron.agents.sandbox import (
+from skyrl_megatron.errors import ConfigError, SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.sandbox import (
     Limits,
     SandboxSpec,
     command_environment,
     pack,
     unpack,
 )
-from skyrl_megatron.agents.sandbox_queue import make_provider
-from skyrl_megatron.errors import ConfigError, SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.sandbox_queue import make_provider
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ SMALL = Limits(memory=128 * MIB, disk=16 * MIB, processes=40, lifetime_s=120)
 
 @pytest.fixture(scope="module", params=["control groups", "limits per process"])
 def provider(request, tmp_path_factory):
-    from skyrl_megatron.agents import control_groups
+    from skyrl_megatron.sandboxes import control_groups
 
     grouped = request.param == "control groups"
     if grouped and control_groups.find() is None:
@@ -369,7 +369,7 @@ def test_a_killed_sandbox_is_an_error(inside):
 
 def test_a_sandbox_that_does_not_answer_is_an_error(inside, monkeypatch):
     """Process 1 is stopped from outside, which no command inside can do."""
-    from skyrl_megatron.agents import namespaces
+    from skyrl_megatron.sandboxes import namespaces
 
     monkeypatch.setattr(namespaces, "GRACE_S", 0.5)
 
@@ -433,7 +433,7 @@ def test_image_of_an_archive(inside, provider, tmp_path):
 
 def test_relay(inside):
     """The port inside leads to one server; its other side is closed when the block ends."""
-    from skyrl_megatron.agents.relay import Relay
+    from skyrl_megatron.sandboxes.relay import Relay
 
     async def body(sandbox):
         async def answer(reader, writer):
@@ -462,8 +462,8 @@ def test_relay(inside):
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from skyrl_megatron.agents.sandbox import SandboxSpec
-from skyrl_megatron.agents.sandbox_queue import make_provider
+from skyrl_megatron.sandboxes.sandbox import SandboxSpec
+from skyrl_megatron.sandboxes.sandbox_queue import make_provider
 
 async def main():
     provider = make_provider("namespaces", home=Path(sys.argv[1]))
@@ -515,8 +515,8 @@ def test_without_root(tmp_path):
     program = base / "program.py"
     program.write_text(
         "import asyncio, sys\nfrom pathlib import Path\n"
-        "from skyrl_megatron.agents.sandbox import Limits, SandboxSpec, pack, unpack\n"
-        "from skyrl_megatron.agents.sandbox_queue import make_provider\n"
+        "from skyrl_megatron.sandboxes.sandbox import Limits, SandboxSpec, pack, unpack\n"
+        "from skyrl_megatron.sandboxes.sandbox_queue import make_provider\n"
         "async def main():\n"
         "    provider = make_provider('namespaces', home=Path(sys.argv[1]))\n"
         "    limits = Limits(memory=128 << 20, disk=16 << 20, processes=40)\n"
@@ -578,8 +578,8 @@ def test_mistakes_are_named(tmp_path):
 
 
 def test_a_registered_provider_is_found(tmp_path, monkeypatch):
-    from skyrl_megatron.agents.namespaces import NamespaceProvider
     from skyrl_megatron.plugins import SANDBOXES, register_sandbox
+    from skyrl_megatron.sandboxes.namespaces import NamespaceProvider
 
     monkeypatch.setattr(SANDBOXES, "_classes", {})
 

@@ -1,6 +1,6 @@
 """What the kernel enforces on a sandbox of namespaces: its root file system, its user, capabilities, system calls.
 
-:mod:`skyrl_megatron.agents.process_one` calls this inside the new namespaces. It imports the standard library only,
+:mod:`skyrl_megatron.sandboxes.process_one` calls this inside the new namespaces. It imports the standard library only,
 and everything before the root changes, because the files of this Python may not be in the sandbox.
 """
 

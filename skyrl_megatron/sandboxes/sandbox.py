@@ -2,8 +2,8 @@
 
 A provider starts sandboxes; a sandbox has four verbs: start (by its provider), :meth:`~Sandbox.run`,
 :meth:`~Sandbox.put` with :meth:`~Sandbox.get`, and :meth:`~Sandbox.stop`. Two providers are built in: ``namespaces``
-(:mod:`skyrl_megatron.agents.namespaces`) and ``docker`` (:mod:`skyrl_megatron.agents.containers`). A plugin registers
-others with :func:`skyrl_megatron.plugins.register_sandbox`.
+(:mod:`skyrl_megatron.sandboxes.namespaces`) and ``docker`` (:mod:`skyrl_megatron.sandboxes.containers`). A plugin
+registers others with :func:`skyrl_megatron.plugins.register_sandbox`.
 
 A failure of a sandbox is a :class:`~skyrl_megatron.errors.SandboxError`. It says nothing about the agent, so it never
 becomes a reward. A command that ends badly, by itself or at a limit, is no error but a :class:`CommandResult`.
@@ -105,7 +105,7 @@ class Sandbox(Protocol):
     name: str
     listener: Any
     """With :attr:`SandboxSpec.relay`: a listening TCP socket on the sandbox's loopback interface, which this process
-    accepts on (:class:`skyrl_megatron.agents.relay.Relay`). Otherwise None."""
+    accepts on (:class:`skyrl_megatron.sandboxes.relay.Relay`). Otherwise None."""
 
     async def run(
         self,
@@ -140,7 +140,7 @@ class Sandbox(Protocol):
 
 @runtime_checkable
 class SandboxProvider(Protocol):
-    """Starts sandboxes: see :func:`skyrl_megatron.agents.sandbox_queue.make_provider`."""
+    """Starts sandboxes: see :func:`skyrl_megatron.sandboxes.sandbox_queue.make_provider`."""
 
     def problem(self) -> str | None:
         """Return why this provider cannot run here and how to fix it, or None. Starts nothing that stays."""

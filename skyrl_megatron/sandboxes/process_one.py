@@ -1,7 +1,7 @@
 """The two processes of a sandbox of namespaces: its keeper, and process 1, which runs the commands.
 
-The run starts the keeper (:mod:`skyrl_megatron.agents.namespaces`). It enters new user, mount, process, network, IPC,
-host-name and control-group namespaces and forks process 1. The kernel kills every process of a process namespace
+The run starts the keeper (:mod:`skyrl_megatron.sandboxes.namespaces`). It enters new user, mount, process, network,
+IPC, host-name and control-group namespaces and forks process 1. The kernel kills every process of a process namespace
 together with its process 1, which ends
 
 * when the run ends in any way: the keeper polls the run's process, and process 1 reads end-of-file from it,
@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skyrl_megatron.agents import confine
+from skyrl_megatron.sandboxes import confine
 
 NAMESPACES = (
     *(os.CLONE_NEWUSER, os.CLONE_NEWNS, os.CLONE_NEWPID, os.CLONE_NEWNET),

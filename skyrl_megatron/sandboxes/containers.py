@@ -26,8 +26,9 @@ from typing import Any
 
 import httpx
 
-from skyrl_megatron.agents.process_one import Kept
-from skyrl_megatron.agents.sandbox import (
+from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.process_one import Kept
+from skyrl_megatron.sandboxes.sandbox import (
     AGENT_HOME,
     SETUP,
     TESTS,
@@ -36,8 +37,7 @@ from skyrl_megatron.agents.sandbox import (
     SandboxSpec,
     command_environment,
 )
-from skyrl_megatron.agents.sandbox_store import RunRecords
-from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.sandbox_store import RunRecords
 
 CALL_S = 60.0
 """Time in seconds of one call of the API."""
@@ -290,7 +290,7 @@ type Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ContainerSandbox:
-    """A container: see :class:`skyrl_megatron.agents.sandbox.Sandbox`."""
+    """A container: see :class:`skyrl_megatron.sandboxes.sandbox.Sandbox`."""
 
     def __init__(self, name: str, spec: SandboxSpec, provider: ContainerProvider, user: str) -> None:
         self.name = name

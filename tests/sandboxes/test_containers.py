@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_megatron.agents.sandbox import Limits, SandboxSpec, pack, unpack
-from skyrl_megatron.agents.sandbox_queue import SandboxQueue, make_provider
 from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.sandbox import Limits, SandboxSpec, pack, unpack
+from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
 
 MIB = 1 << 20
 IMAGE = "localhost/sandbox-test:1"
@@ -162,7 +162,7 @@ def test_a_fork_bomb_is_ended(inside):
 
 
 def test_relay_and_setup(inside):
-    from skyrl_megatron.agents.relay import Relay
+    from skyrl_megatron.sandboxes.relay import Relay
 
     async def body(sandbox):
         async def answer(reader, writer):
@@ -188,8 +188,8 @@ def test_relay_and_setup(inside):
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from skyrl_megatron.agents.sandbox import SandboxSpec
-from skyrl_megatron.agents.sandbox_queue import make_provider
+from skyrl_megatron.sandboxes.sandbox import SandboxSpec
+from skyrl_megatron.sandboxes.sandbox_queue import make_provider
 
 async def main():
     provider = make_provider("docker", engine=Path(sys.argv[1]), home=Path(sys.argv[2]))

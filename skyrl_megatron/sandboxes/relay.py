@@ -1,8 +1,9 @@
 """The way from a sandbox to one server of the run, for sandboxes that have no network.
 
-A sandbox with :attr:`~skyrl_megatron.agents.sandbox.SandboxSpec.relay` has a socket that listens on its own loopback
-interface. This process accepts on it, so each connection comes from that sandbox, and passes the bytes to one address,
-for example that of the gateway. Nothing else is reachable, and the server needs no address outside this machine.
+A sandbox with :attr:`~skyrl_megatron.sandboxes.sandbox.SandboxSpec.relay` has a socket that listens on its own
+loopback interface. This process accepts on it, so each connection comes from that sandbox, and passes the bytes to one
+address, for example that of the gateway. Nothing else is reachable, and the server needs no address outside this
+machine.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import asyncio
 import contextlib
 from typing import Any
 
-from skyrl_megatron.agents.sandbox import Sandbox
 from skyrl_megatron.errors import SandboxError
+from skyrl_megatron.sandboxes.sandbox import Sandbox
 
 CONNECT_S = 10.0
 """Time in seconds that the server has to accept a connection."""

@@ -2,7 +2,7 @@
 
 A sandbox is a process tree with its own users, mounts, processes, network interfaces, IPC and host name. Its writable
 files are in memory and count as its disk. It has no network except a loopback interface. Control groups limit CPU
-time, memory and processes where this process may make them (:mod:`skyrl_megatron.agents.control_groups`); otherwise
+time, memory and processes where this process may make them (:mod:`skyrl_megatron.sandboxes.control_groups`); otherwise
 limits per process, a count of processes per user namespace, and process 1, which measures memory 20 times a second.
 
 As root, commands run as a user that exists nowhere else on this machine. Otherwise they have the id of the run's user
@@ -28,9 +28,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.agents import confine, control_groups, process_one
-from skyrl_megatron.agents.control_groups import ControlGroups
-from skyrl_megatron.agents.sandbox import (
+from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes import confine, control_groups, process_one
+from skyrl_megatron.sandboxes.control_groups import ControlGroups
+from skyrl_megatron.sandboxes.sandbox import (
     SETUP,
     WORKSPACE,
     CommandResult,
@@ -39,8 +40,7 @@ from skyrl_megatron.agents.sandbox import (
     command_environment,
     pack,
 )
-from skyrl_megatron.agents.sandbox_store import Layers, RunRecords, unpack_image
-from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.sandbox_store import Layers, RunRecords, unpack_image
 
 START_S = 30.0
 """Time in seconds that a sandbox has to start."""
@@ -57,7 +57,7 @@ OUTSIDE = 1_900_000_000
 """User id on this machine of a sandbox's commands, if the run is root. No user and no container engine has it."""
 NEEDED = ("LD_LIBRARY_PATH",)
 """Variables without which this Python may not start. Commands do not get them."""
-PROGRAM = "import sys; sys.path.append({root!r}); from skyrl_megatron.agents.process_one import main; main()"
+PROGRAM = "import sys; sys.path.append({root!r}); from skyrl_megatron.sandboxes.process_one import main; main()"
 
 
 class NamespaceProvider:
@@ -258,7 +258,7 @@ class NamespaceProvider:
 
 
 class NamespaceSandbox:
-    """A sandbox of namespaces: see :class:`skyrl_megatron.agents.sandbox.Sandbox`."""
+    """A sandbox of namespaces: see :class:`skyrl_megatron.sandboxes.sandbox.Sandbox`."""
 
     def __init__(
         self,

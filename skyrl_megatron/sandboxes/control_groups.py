@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_megatron.agents.sandbox import Limits
+from skyrl_megatron.sandboxes.sandbox import Limits
 
 NEEDED = ("memory", "pids")
 PERIOD_US = 100_000

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_megatron.agents.namespaces import NamespaceProvider
-from skyrl_megatron.agents.sandbox import Limits, Sandbox, SandboxProvider, SandboxSpec
 from skyrl_megatron.errors import ConfigError, Problem, SandboxError
 from skyrl_megatron.plugins import SANDBOXES
+from skyrl_megatron.sandboxes.namespaces import NamespaceProvider
+from skyrl_megatron.sandboxes.sandbox import Limits, Sandbox, SandboxProvider, SandboxSpec
 
 WAIT_S = 3600.0
 """Time in seconds that an attempt waits for a place before that is an error of the infrastructure."""
@@ -184,7 +184,7 @@ def make_provider(name: str, **options: Any) -> SandboxProvider:
     if name == "namespaces":
         provider = NamespaceProvider(**options)
     elif name == "docker":
-        from skyrl_megatron.agents.containers import ContainerProvider  # with an HTTP client
+        from skyrl_megatron.sandboxes.containers import ContainerProvider  # with an HTTP client
 
         provider = ContainerProvider(**options)
     elif (registered := SANDBOXES.find(name)) is not None:
