@@ -413,6 +413,7 @@ REFUSED_BY_RANKS = {
 REFUSED = {
     f"{P}model.lora.adapter_path": "/no/such",
     f"{T}ref.model.lora.rank": 8,
+    f"{A}distillation.demonstration": "hint",
     f"{T}teacher.model.path": "/model",
     f"{T}teacher.models": {"a": "/model"},
     f"{M}moe_token_dispatcher_type": "allgather",
