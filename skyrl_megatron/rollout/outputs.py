@@ -275,6 +275,7 @@ def make_generator_output(
         "rollout_support": None if all(row is None for row in supports) else supports,
         "rollout_versions": [row.versions for row in rows],
         "env_metrics": [row.env_metrics for row in rows],
+        "parsed_answers": [row.parsed_answer for row in rows],
         "errors": [row.error for row in rows],
         "is_last_step": None,
     }
