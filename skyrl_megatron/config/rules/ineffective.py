@@ -174,8 +174,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting(
         "the run has no teacher: set trainer.teacher.model.path or trainer.teacher.models",
-        f"{_A}distillation.",
-        lambda cfg, hardware: not has_teacher(cfg),
+        _in_all(f"{_A}distillation.", "reward_coef loss_coef top_k beta renormalize divergence_alone"),
+        lambda cfg, hardware: not has_teacher(cfg) and cfg.trainer.algorithm.distillation.demonstration is None,
     ),
     IneffectiveSetting(
         "distillation.loss_coef is 0",
