@@ -66,10 +66,14 @@ class ModelConfig(BaseConfig):
 
 @dataclass
 class OptimizerConfig(BaseConfig):
-    """Adam with decoupled weight decay (AdamW). One optimizer step is one mini-batch."""
+    """AdamW or Muon. One optimizer step is one mini-batch."""
 
+    optimizer: Annotated[str, OneOf("adam", "muon")] = "adam"
+    """`muon`: linear weights by Muon, without clipping; the rest by AdamW (`optimizer_config_kwargs.muon_*`)."""
     lr: NonNegative = 1e-6
     """Peak learning rate."""
+    adam_lr: NonNegative | None = None
+    """With `optimizer=muon`, peak rate of what AdamW trains. None: `lr`."""
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of the first and second moment, each in [0, 1)."""
     weight_decay: NonNegative = 1e-2
