@@ -1,7 +1,7 @@
 """Which matrices a Megatron weight consists of, for optimizers that treat a matrix as one object (Muon).
 
-A fused weight holds several: q, k and v; gate and up; the sections of a delta net's input projection. Only the set of a
-matrix's rows matters here, not their order: orthogonalising a matrix permutes with its rows.
+A fused weight holds several: q, k and v; gate and up; the sections of a delta net's input projection. The order of a
+matrix's rows does not matter here: an orthogonalised matrix permutes with its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_LINEAR = ("mlp.router.weight", "mlp.shared_experts.gate_weight")
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The matrices of a weight ``[groups · sum(rows), columns]``: in each of the groups, ``rows[i]`` rows of matrix i."""
+    """The matrices of a weight ``[groups · sum(rows), columns]``: in each group, ``rows[i]`` rows of matrix i."""
 
     groups: int
     rows: tuple[int, ...]
@@ -70,8 +70,8 @@ def matrix_blocks(entry: Entry) -> Blocks | None:
     if kind in (Conversion, DeinterleaveGateUp, InterleaveRope, Squeeze, Transpose):
         return Blocks(1, (rows // conversion.parts,) * conversion.parts)
     raise BridgeError(
-        f"{entry.name}: the table does not say which matrices {kind.__name__} fuses; add it to bridges/matrices.py, or "
-        "train with optimizer=adam"
+        f"{entry.name}: the table does not say which matrices {kind.__name__} fuses; add it to bridges/matrices.py, "
+        "or train with optimizer=adam"
     )
 
 

@@ -191,7 +191,8 @@ class ByKeyHead(Row):
 
     def conversion(self, dims: Mapping[str, int]) -> JoinByGroup:
         sections = tuple(tuple(dim(word, dims) for word in words) for words in self.sections)
-        return JoinByGroup(dims["n"], sections, tuple(dim(word, dims) for word in self.matrices))
+        matrices = tuple(dim(word, dims) for word in self.matrices)
+        return JoinByGroup(groups=dims["n"], sections=sections, matrices=matrices)
 
     def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
         rest = resolve(self.shape, dims)

@@ -1,8 +1,8 @@
 """Muon (arXiv:2502.16982): linear weights move along their orthogonalised momentum, all other parameters by AdamW.
 
 Each update is that of the whole matrix, in every layout: :class:`Muon` takes the place of Adam inside of Megatron's
-optimizers, whose shards, gathers of parameters, masters and checkpoints stay as they are. A distributed optimizer holds
-flat ranges of a rank's weights. The momentum is updated in these ranges. Then the ranges of a matrix travel to one of
+optimizers, whose shards, gathers of parameters, masters and checkpoints stay as they are. A distributed optimizer has
+flat ranges of weights. The momentum is updated in these ranges. Then the ranges of a matrix travel to one of
 the ranks that hold it, which gathers the shards of tensor parallelism, orthogonalises the matrices of the weight
 (:mod:`bridges.matrices`: q, k, v, gate and up are separate), and sends each range of the update back. Matrices are
 processed in windows that limit memory, matrices of one shape in one batched product.
@@ -31,6 +31,7 @@ from skyrl_megatron import device
 from skyrl_megatron.config.rules.muon_rules import MuonSettings
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.rank_state import (
+    MOMENTUM,
     HeldRange,
     held_ranges,
     inner_optimizers,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
-MOMENTUM = "momentum_buffer"
 WINDOW = 1 << 26
 """Elements of the whole matrices that are processed together, unless one is larger."""
 GROUP = "muon"
@@ -67,8 +67,8 @@ def newton_schulz(
         for a, b, c in coefficients:
             gram = x @ x.mT
             x = a * x + (b * gram + c * gram @ gram) @ x
-    x = x.to(matrices.dtype)
-    return x.mT if wide is not matrices else x
+    found: Tensor = x.to(matrices.dtype)
+    return found.mT if wide is not matrices else found
 
 
 @contextlib.contextmanager
@@ -146,7 +146,7 @@ class _Job:
 class Muon(torch.optim.Optimizer):
     """Updates matrices, and all other parameters by the Adam that it replaces in a Megatron optimizer.
 
-    ``param_groups`` are those of ``adam``, whose state it shares; groups of matrices have the key ``muon``. ``ranges``:
+    ``param_groups`` are those of ``adam``, whose state it shares; those of matrices have the key ``muon``. ``ranges``:
     what this rank updates. ``matrices``: all of this optimizer's, also those of which this rank holds nothing.
     ``group``: the ranks that share the matrices' elements, None if each holds all of them.
     """
@@ -205,7 +205,7 @@ class Muon(torch.optim.Optimizer):
                     self.state[main][MOMENTUM] = torch.zeros_like(main)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters. Collective over the ranks that share matrices, and over tensor parallelism."""
         assert closure is None
         if any(group["params"] for group in self.adam.param_groups):
@@ -259,12 +259,15 @@ class Muon(torch.optim.Optimizer):
             dist.P2POp(dist.isend, torch.cat(parts), group=self._group, group_peer=rank)
             for rank, parts in sorted(outgoing.items())
         ] + [
-            dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=rank) for rank, buffer in sorted(buffers.items())
+            dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=rank)
+            for rank, buffer in sorted(buffers.items())
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         for rank, buffer in buffers.items():
-            for part, arrived in zip(incoming[rank], buffer.split([len(part) for part in incoming[rank]]), strict=True):
+            for part, arrived in zip(
+                incoming[rank], buffer.split([len(part) for part in incoming[rank]]), strict=True
+            ):
                 part.copy_(arrived)
 
     def _orthogonalise(self, jobs: Sequence[_Job]) -> None:
@@ -338,9 +341,7 @@ class Muon(torch.optim.Optimizer):
             job.shard = torch.empty(0)
 
 
-def install(
-    optimizer: Any, matrices: Sequence[Matrix], settings: MuonSettings, groups: ProcessGroups
-) -> None:
+def install(optimizer: Any, matrices: Sequence[Matrix], settings: MuonSettings, groups: ProcessGroups) -> None:
     """Replace Adam inside of each of Megatron's optimizers of this rank by :class:`Muon`."""
     for part in inner_optimizers(optimizer):
         ranges = list(held_ranges(part))

@@ -150,16 +150,18 @@ def build_optimizer(
 
 
 def _muon_overrides(matrices: Sequence[Matrix], settings: TrainOptimizerConfig) -> dict[ParamKey, Any]:
-    """Give matrices parameter groups of their own, and the other parameters their rate as a ratio of the schedule's."""
+    """Give matrices groups of their own, and the other parameters their rate as a ratio of the schedule's."""
     own = {id(each.parameter) for each in matrices}
     rest: dict[str, float] = {}
     if settings.adam_lr is not None:
         rest[_RATIO] = settings.adam_lr / settings.lr if settings.lr else 1.0
     chosen = {
-        ParamKey(predicate=ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own)): {muon.GROUP: 1.0},
+        ParamKey(predicate=ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own)): {
+            muon.GROUP: 1.0
+        },
         ParamKey(predicate=ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in own)): rest,
     }
-    return {which: change for which, change in chosen.items() if change}
+    return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
 
 
 _RATIO = "ratio"

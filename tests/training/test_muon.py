@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.training import bodies, muon_reference
-from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
+from tests.training.bodies import MEGATRON
 
 OPTIMIZER = "trainer.policy.optimizer_config."
 KWARGS = f"{MEGATRON}optimizer_config_kwargs."
@@ -97,9 +97,7 @@ def check(outcomes, least=30):
     assert errors[worst] <= TOLERANCE, {key: error for key, error in errors.items() if error > TOLERANCE}
 
 
-@pytest.mark.parametrize(
-    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)]
-)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])
 def test_every_layout(ranks, folder, name):
     """The update is the whole matrix's, with the distributed optimizer."""
     layout = (LAYOUTS | MORE)[name]

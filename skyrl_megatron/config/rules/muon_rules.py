@@ -32,8 +32,8 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     ),
 }
 """Coefficients (a, b, c) of successive Newton-Schulz steps, by Megatron's names. ``simple`` is Keller Jordan's and
-Moonlight's (arXiv:2502.16982), ``quintic`` is modded-nanogpt's, ``polar_express`` is arXiv:2505.16932's, divided by the
-paper's safety factor. The first two start over after the last step, the third repeats its last."""
+Moonlight's (arXiv:2502.16982), ``quintic`` is modded-nanogpt's, ``polar_express`` is that of arXiv:2505.16932 with its
+safety factor. The first two start over after the last step, the third repeats its last."""
 
 _CHOICES = {
     "coefficient_type": tuple(COEFFICIENTS),
@@ -91,7 +91,9 @@ def muon_problems(optimizer: str, options: Mapping[str, Any], section: str, *, a
     ``optimizer``: ``optimizer_config.optimizer``. ``section``: the key's prefix. ``adapted``: only LoRA is trained.
     """
     if "muon" in str(options.get("optimizer")):
-        yield Problem(f"{section}optimizer", options["optimizer"], "remove this key and set optimizer_config.optimizer=muon")
+        yield Problem(
+            f"{section}optimizer", options["optimizer"], "remove this key and set optimizer_config.optimizer=muon"
+        )
     own = {name: value for name, value in options.items() if name.startswith(PREFIX)}
     if optimizer != "muon":
         for name, value in own.items():
@@ -115,7 +117,8 @@ def _wrong(name: str, value: Any) -> str | None:
         known = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(PREFIX + each for each in _NAMES)}"
         return f"Megatron has no such field: {known}"
     if name in _CHOICES:
-        return None if value in _CHOICES[name] else _REASONS.get(name) or f"must be one of {', '.join(_CHOICES[name])}"
+        choices = _CHOICES[name]
+        return None if value in choices else _REASONS.get(name) or f"must be one of {', '.join(map(str, choices))}"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "nesterov":
         return None if isinstance(value, bool) else "must be true or false"

@@ -398,6 +398,8 @@ CONTENT = {
 }
 """Megatron's ``content_metadata`` of such a checkpoint."""
 OPTIMIZER_PREFIX = "optimizer.state."
+MOMENTUM = "momentum_buffer"
+"""Name of Muon's only moment."""
 BUCKET_BYTES = 64 * 2**20
 """Maximum size of a stored block. It limits host memory during a save from a GPU and during a load."""
 
