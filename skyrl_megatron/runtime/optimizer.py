@@ -156,10 +156,8 @@ def _muon_overrides(matrices: Sequence[Matrix], settings: TrainOptimizerConfig) 
     if settings.adam_lr is not None:
         rest[_RATIO] = settings.adam_lr / settings.lr if settings.lr else 1.0
     chosen = {
-        ParamKey(predicate=ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own)): {
-            muon.GROUP: 1.0
-        },
-        ParamKey(predicate=ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in own)): rest,
+        ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own): {muon.GROUP: 1.0},
+        ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in own): rest,
     }
     return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
 

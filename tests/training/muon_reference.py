@@ -41,14 +41,12 @@ def orthogonal(matrix):
 
 
 def parts(name, hf):
-    """Row sets (columns, if transposed) of the linear maps that one HF tensor fuses: (list of index lists, axis).
-
-    ``hf``: ``config.json``.
-    """
+    """(rows, or columns, of each linear map that one HF tensor fuses; 0 for rows, 1 for columns). ``hf``: its
+    ``config.json``."""
     family = hf["model_type"]
     if family == "gpt_oss" and name.endswith("gate_up_proj"):  # [H, 2M], columns gate, up, gate, up …
         return [slice(0, None, 2), slice(1, None, 2)], 1
-    if name.endswith("gate_up_proj") or name.endswith("experts.gate_up_proj"):
+    if name.endswith("gate_up_proj"):
         half = hf["moe_intermediate_size"]
         return [slice(0, half), slice(half, None)], 0
     if family.startswith(("qwen3_next", "qwen3_5")) and name.endswith("self_attn.q_proj.weight"):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.training import bodies, muon_reference
-from tests.training.bodies import MEGATRON
+from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 
 OPTIMIZER = "trainer.policy.optimizer_config."
 KWARGS = f"{MEGATRON}optimizer_config_kwargs."
@@ -39,10 +39,15 @@ KEYS = {
 
 def set_gradients(engine, step):
     """Give every parameter its share of the whole gradients of :mod:`muon_reference`, as after their reduction."""
+    import torch
+
     from bridges.rules import shard
     from skyrl_megatron.runtime.model.local_weights import local_weights
 
-    for weight in local_weights(engine.model, engine.groups, of=lambda parameter: parameter.main_grad):
+    def gradient(parameter):
+        return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+
+    for weight in local_weights(engine.model, engine.groups, of=gradient):
         entry = weight.entry
         if entry.is_buffer:
             continue
@@ -72,17 +77,22 @@ def weights_of(engine):
     return {(each.name, each.index): each.tensor.clone() for each in stream_hf(engine.model, engine.groups)}
 
 
-def muon_body(folder, layout, overrides):
-    """(HF name, expert) → relative error of its update after two steps."""
+def engine_of(folder, layout, overrides):
     from skyrl_megatron.runtime.engine import MegatronEngine
 
-    engine = MegatronEngine(bodies.config(folder, **layout, overrides=KEYS | overrides))
+    return MegatronEngine(bodies.config(folder, **layout, overrides=KEYS | overrides))
+
+
+def muon_body(folder, layout, overrides):
+    """(HF name, expert) → relative error of its update after two steps."""
+    engine = engine_of(folder, layout, overrides)
     before = weights_of(engine)
     take_steps(engine, range(muon_reference.STEPS))
     hf = json.loads((folder / "config.json").read_text())
     errors = {}
     for key, after in weights_of(engine).items():
-        if key[0].endswith("e_score_correction_bias"):
+        if key[0].endswith("e_score_correction_bias") or ".indexer." in key[0]:
+            assert after.equal(before[key])  # is not trained
             continue
         expected = muon_reference.steps(*key, before[key], hf)
         errors[key] = float((after.double() - expected).norm() / (expected - before[key].double()).norm())
@@ -102,3 +112,88 @@ def test_every_layout(ranks, folder, name):
     """The update is the whole matrix's, with the distributed optimizer."""
     layout = (LAYOUTS | MORE)[name]
     check(ranks(layout["world"], muon_body, folder, layout, {}))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("name", ["dp2·ep2", "tp2·etp2·dp2"])
+def test_optimizer_that_is_not_distributed(ranks, folder, name):
+    layout = (LAYOUTS | MORE)[name]
+    check(ranks(layout["world"], muon_body, folder, layout, NO_DISTRIBUTED))
+
+
+FAMILIES = ["qwen3_next", "gpt_oss", "deepseek_v3", "mimo_v2_flash"]
+FURTHER = [
+    "llama",
+    "qwen2",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+    "glm4_moe",
+    "minimax_m2",
+    "dots1",
+    "glm4_moe_lite",
+    "ernie4_5_moe",
+    "hy_v3",
+    "qwen3_5_moe_text",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "solar_open",
+]
+
+
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.full_matrix) for family in FURTHER)]
+)
+def test_every_family(ranks, tmp_path, family):
+    """Its fused weights are split as its layers compute; experts, routers and embeddings are found by its names."""
+    from tests.bridges.tiny_models import LATENT_FAMILIES, save_tiny
+
+    groups = {} if family in LATENT_FAMILIES else {"num_key_value_heads": 2}
+    model = save_tiny(family, tmp_path / family, num_hidden_layers=4, **groups)
+    layout = dict(world=2, tp=2)
+    check(ranks(2, muon_body, model, layout, {}))
+
+
+def test_every_table_tells_its_matrices():
+    """Every family's table has a split; a conversion that nobody has described is refused by name."""
+    import dataclasses
+
+    from bridges.conversions import Conversion
+    from bridges.errors import BridgeError
+    from bridges.matrices import matrix_blocks, without_split
+    from bridges.plan import Plan
+    from tests.bridges.tiny_models import TINY, tiny_config
+
+    class Folded(Conversion):
+        pass
+
+    for family in TINY:
+        entries = Plan.of(tiny_config(family)).entries
+        assert not list(without_split(entries)), family
+    entry = next(each for each in entries if each.name.endswith("linear_proj.weight"))
+    strange = dataclasses.replace(entry, bound=dataclasses.replace(entry.bound, conversion=Folded()))
+    with pytest.raises(BridgeError, match=r"linear_proj\.weight: the table does not say which matrices Folded fuses"):
+        matrix_blocks(strange)
+
+
+def scale_body(folder, layout, overrides):
+    """Per weight: whether clipping, and a rate of 0 for what AdamW trains, changed it."""
+    clipped = engine_of(folder, layout, overrides | {f"{OPTIMIZER}max_grad_norm": 1e-4})
+    take_steps(clipped, range(2))
+    with_clip = weights_of(clipped)
+    plain = engine_of(folder, layout, overrides)
+    before = weights_of(plain)
+    take_steps(plain, range(2))
+    return {
+        name: (after.equal(with_clip[name]), after.equal(before[name])) for name, after in weights_of(plain).items()
+    }
+
+
+def test_clipping_and_the_other_rate(ranks, folder):
+    """A norm that clips by 1e6 leaves the matrices' updates alone, and ``adam_lr=0`` trains nothing but matrices."""
+    (found,) = ranks(1, scale_body, folder, dict(world=1), {f"{OPTIMIZER}adam_lr": 0.0})
+    for (name, _), (unclipped, unchanged) in found.items():
+        matrix = "_proj" in name
+        assert unclipped and unchanged != matrix, name
+    (found,) = ranks(1, scale_body, folder, dict(world=1), {})
+    assert {"_proj" in name: same for (name, _), (same, _) in found.items()} == {True: True, False: False}
