@@ -48,13 +48,20 @@ class Blocks:
         return torch.cat([each.unflatten(0, (self.groups, -1)) for each in matrices], dim=1).flatten(0, 1)
 
 
+def is_matrix(entry: Entry) -> bool:
+    """Return whether a weight consists of matrices: it is none of embedding, output layer, router, norm, bias and
+    convolution."""
+    flat = len(entry.shape) != 2 or entry.split.vocab or entry.is_buffer
+    return not (flat or entry.name.endswith(NOT_LINEAR))
+
+
 def matrix_blocks(entry: Entry) -> Blocks | None:
-    """Return the matrices of a weight; None for embeddings, output layers, routers, norms, biases and convolutions.
+    """Return the matrices of a weight; None if it has none (:func:`is_matrix`).
 
     A weight that HF stores as one linear layer is one matrix (also MLA's projections), unless HF fuses several in it.
     Raises :class:`BridgeError` for a conversion without a known split, for example a plugin's.
     """
-    if len(entry.shape) != 2 or entry.split.vocab or entry.is_buffer or entry.name.endswith(NOT_LINEAR):
+    if not is_matrix(entry):
         return None
     conversion, rows = entry.bound.conversion, entry.shape[0]
     kind = type(conversion)

@@ -28,7 +28,7 @@ from bridges.errors import BridgeError
 from bridges.matrices import Blocks, matrix_blocks
 from bridges.rules import Entry, shard, unshard
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.muon_rules import MuonSettings
+from skyrl_megatron.config.rules.muon_rules import WINDOW, MuonSettings
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.rank_state import (
     MOMENTUM,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
-WINDOW = 1 << 26
-"""Elements of the whole matrices that are processed together, unless one is larger."""
 GROUP = "muon"
 """Key of the parameter groups of matrices."""
 _EPSILON = 1e-7
@@ -352,7 +350,7 @@ def install(optimizer: Any, matrices: Sequence[Matrix], settings: MuonSettings, 
 
 
 def _windows(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Cut the list of matrices into runs of at most :data:`WINDOW` elements, equal on all ranks."""
+    """Cut the list of matrices into runs of at most ``WINDOW`` elements, equal on all ranks."""
     window: list[_Job] = []
     size = 0
     for job in jobs:

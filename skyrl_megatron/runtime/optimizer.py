@@ -253,7 +253,7 @@ def build_lr_schedule(
 
 def current_lr(optimizer: MegatronOptimizer) -> float:
     """Return the learning rate of the parameter groups that follow the schedule."""
-    return max((float(group["lr"]) / group.get(_RATIO, 1.0) for group in optimizer.param_groups), default=0.0)
+    return max((float(group["lr"]) for group in optimizer.param_groups if _RATIO not in group), default=0.0)
 
 
 @torch.no_grad()
@@ -401,6 +401,8 @@ def prepare_training(
                 parameter.requires_grad_(".router." not in name)
     key = f"trainer.{role}.optimizer_config.optimizer"
     use_muon = settings.optimizer_config.optimizer == "muon"
+    if use_muon and adapted:
+        raise ConfigError([Problem(key, "muon", "does not train LoRA's factors: set it to adam")])
     matrices = muon.matrices_of(model, groups, key) if use_muon else []
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:

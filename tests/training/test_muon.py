@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.rank_pool import end_layout
 from tests.training import bodies, muon_reference
 from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 
@@ -23,7 +24,6 @@ MORE = {
     "pp2·vpp2": dict(world=2, pp=2, vpp=2),
     "tp2·cp2·ep4": dict(world=4, tp=2, cp=2, ep=4),
     "tp2·etp2·dp2": dict(world=4, tp=2, etp=2),
-    "tp4": dict(world=4, tp=4),
 }
 KEYS = {
     f"{OPTIMIZER}optimizer": "muon",
@@ -91,7 +91,7 @@ def muon_body(folder, layout, overrides):
     hf = json.loads((folder / "config.json").read_text())
     errors = {}
     for key, after in weights_of(engine).items():
-        if key[0].endswith("e_score_correction_bias") or ".indexer." in key[0]:
+        if key[0].endswith(("e_score_correction_bias", ".expert_bias")) or ".indexer." in key[0]:
             assert after.equal(before[key])  # is not trained
             continue
         expected = muon_reference.steps(*key, before[key], hf)
@@ -181,6 +181,7 @@ def scale_body(folder, layout, overrides):
     clipped = engine_of(folder, layout, overrides | {f"{OPTIMIZER}max_grad_norm": 1e-4})
     take_steps(clipped, range(2))
     with_clip = weights_of(clipped)
+    end_layout()
     plain = engine_of(folder, layout, overrides)
     before = weights_of(plain)
     take_steps(plain, range(2))
@@ -197,3 +198,94 @@ def test_clipping_and_the_other_rate(ranks, folder):
         assert unclipped and unchanged != matrix, name
     (found,) = ranks(1, scale_body, folder, dict(world=1), {})
     assert {"_proj" in name: same for (name, _), (same, _) in found.items()} == {True: True, False: False}
+
+
+CHECKPOINT = {
+    f"{OPTIMIZER}optimizer": "muon",
+    f"{OPTIMIZER}adam_lr": 1e-3,
+    f"{KWARGS}muon_coefficient_type": "simple",
+}
+
+
+def saved_body(folder, root, layout, keys):
+    from tests.checkpoint import training
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    engine = training.engine(folder, layout, **keys)
+    training.train(engine, [1, 2])
+    checkpointer = RankCheckpointer(root, training.state_of(engine))
+    assert checkpointer.save(2)
+    checkpointer.close()
+    return ranges_of(engine), training.train(engine, [3, 4])
+
+
+def loaded_body(folder, root, layout, keys, again=None):
+    """What a rank has after the load, losses of the steps after, messages; ``again``: saves what it loaded there."""
+    import warnings
+
+    from tests.checkpoint import training
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    engine = training.engine(folder, layout, seed=7, **keys)
+    training.train(engine, [10])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        RankCheckpointer(root, training.state_of(engine)).load()
+    if again:
+        checkpointer = RankCheckpointer(again, training.state_of(engine))
+        assert checkpointer.save(2)
+        checkpointer.close()
+    return ranges_of(engine), training.train(engine, [3, 4]), [str(each.message) for each in caught]
+
+
+def ranges_of(engine):
+    """(parameter, tensor) → values, whole if dp is 1."""
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
+
+    names = {
+        id(each): f"{i} {name}" for i, chunk in enumerate(engine.chunks) for name, each in chunk.named_parameters()
+    }
+    return {
+        (names[id(each.parameter)], name): value.clone()
+        for each in owned_ranges(engine.optimizer)
+        for name, value in each.tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("single", "dp2·ep2"), pytest.param("tp2·dp2·ep2", "pp2·vpp2", marks=pytest.mark.full_matrix)],
+)
+def test_saved_in_one_layout_and_loaded_in_another(ranks, tmp_path, source, target):
+    """There and back: masters and momentum are bit-equal, and the steps after are the same."""
+    from tests.checkpoint import training
+
+    folder, there, back = training.save_model(tmp_path / "model"), str(tmp_path / "a"), str(tmp_path / "b")
+    worlds = [training.LAYOUTS[name]["world"] for name in (source, target)]
+    saved = ranks(worlds[0], saved_body, folder, there, source, CHECKPOINT)
+    moved = ranks(worlds[1], loaded_body, folder, there, target, CHECKPOINT, back)
+    returned = ranks(worlds[0], loaded_body, folder, back, source, CHECKPOINT)
+    assert {name for _, name in saved[0][0]} == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+    for (held, losses), (found, again, _) in zip(saved, returned, strict=True):
+        assert found.keys() == held.keys() and all(found[key].equal(held[key]) for key in held)
+        assert again == losses
+    for found, expected in zip(moved[0][1], saved[0][1], strict=True):
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize("muon", ["saved", "loaded"])
+def test_from_and_to_adam(ranks, tmp_path, muon):
+    """Masters are those of the checkpoint. What the other optimizer did not save is zero, and a message says so."""
+    from tests.checkpoint import training
+
+    folder, root = training.save_model(tmp_path / "model"), str(tmp_path / "run")
+    keys = [CHECKPOINT, {}] if muon == "saved" else [{}, CHECKPOINT]
+    ((held, _),) = ranks(1, saved_body, folder, root, "single", keys[0])
+    ((found, _, messages),) = ranks(1, loaded_body, folder, root, "single", keys[1])
+    (message,) = [each for each in messages if "another optimizer" in each]
+    assert ("exp_avg" in message) == (muon == "saved") and ("momentum_buffer" in message) == (muon == "loaded")
+    for (name, kind), value in found.items():
+        if kind == "param" or (muon == "loaded" and kind != "momentum_buffer"):
+            assert value.equal(held[name, kind]), (name, kind)
+        else:
+            assert not value.any(), (name, kind)

@@ -11,6 +11,8 @@ from typing import Any
 from skyrl_megatron.errors import Problem
 
 PREFIX = "muon_"
+WINDOW = 1 << 24
+"""Elements of the whole matrices that are orthogonalised together, unless one is larger."""
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (
