@@ -210,7 +210,7 @@ def held_ranges(part: Any) -> Iterator[HeldRange]:
 
 
 def parameters_of(part: Any) -> Iterator[Tensor]:
-    """Yield the parameters that this optimizer and those of the data-parallel ranks beside it update together."""
+    """Yield the parameters that the data-parallel ranks update together by this optimizer."""
     if is_distributed(part):
         for buffer in part.buffers:
             yield from buffer.param_index_map
@@ -309,7 +309,7 @@ def _make_state(part: Any) -> None:
         part.optimizer._sync_sub_optimizers_state_to_hdo()
     elif _is_fused(part):
         make_fused_state(part.optimizer)
-    elif (make_own := getattr(part.optimizer, "make_state", None)) is not None:  # Muon, beside Adam
+    elif (make_own := getattr(part.optimizer, "make_state", None)) is not None:  # Muon, which has an Adam
         make_own()
         part.init_state_fn(part.optimizer.adam, part.config)
     else:
