@@ -124,6 +124,8 @@ class TrainingBatch:
     """[B] bool: last row of its trajectory (step-wise trajectories have one row per turn)."""
     truncated: Tensor | None = None
     """[B] bool: a length limit cut off the response."""
+    reward_parts: Tensor | None = None
+    """[B, R] float32: the rewards that ``gdpo`` normalises separately."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Data of the whole batch, passed on unchanged."""
     adapters: list[str] = field(default_factory=list)

@@ -130,7 +130,8 @@ def trajectory_of(
     error = outcome.error
     rows = [] if error else rows_of(graph, rule, outcome.reward or 0.0)
     if not rows:
-        error = error or f"{OutcomeKind.INFRASTRUCTURE.value}: the agent made no call to the model"
+        why = f"; {outcome.why}" if outcome.why else ""
+        error = error or f"{OutcomeKind.INFRASTRUCTURE.value}: the agent made no call to the model{why}"
         end = np.asarray([end_token], np.int32)
         first = np.asarray(graph.calls[0].prompt_ids, np.int32) if graph.calls else end.copy()
         known = all(len(call.generation.logprobs) == len(call.generation.token_ids) for call in graph.calls)

@@ -70,6 +70,9 @@ def make_paths_absolute(cfg: Section) -> None:
     """Make every path of a SkyRLTrainConfig absolute. Idempotent."""
     for key, make in _PATHS.items():
         _replace(cfg, key, make)
+    for one in get_path(cfg, "data.eval_sets").values():
+        if isinstance(one, dict) and isinstance(one.get("data"), list):
+            one["data"] = [_data(name) if isinstance(name, str) else name for name in one["data"]]
     teachers: dict[str, str] = get_path(cfg, "trainer.teacher.models")
     teachers.update({name: model if is_address(model) else _model(model) for name, model in teachers.items()})
     if get_path(cfg, "generator.chat_template.source") == "file":

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 TEACHER_KEY, TEACHERS = "teacher", "trainer.teacher.models"
 """The column with the name of a row's teacher, and the configuration key that defines the names."""
 REWARD_SPEC = "reward_spec"
+ROLE_KEY = "role"
+"""The column with the role of a row, for the estimator ``rae``."""
 
 
 class PromptDataset:
@@ -113,6 +115,12 @@ class PromptDataset:
         if TEACHER_KEY not in self.rows.column_names:
             return []
         return [self.rows[_row_of(uid)].get(TEACHER_KEY) or "" for uid in uids]
+
+    def roles_of(self, uids: Sequence[str]) -> list[str]:
+        """Return the column ``role`` for each uid, "" where it is missing."""
+        if ROLE_KEY not in self.rows.column_names:
+            return [""] * len(uids)
+        return [self.rows[_row_of(uid)].get(ROLE_KEY) or "" for uid in uids]
 
     def env_classes(self, default: str) -> set[str]:
         """Return the environments of all rows; ``default`` for rows without one."""

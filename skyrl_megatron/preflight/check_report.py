@@ -24,6 +24,8 @@ from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
 from skyrl_megatron.preflight.memory_recompute import recomputation
 from skyrl_megatron.preflight.option_checks import NotChecked
+from skyrl_megatron.sandboxes.sandbox import Limits
+from skyrl_megatron.sandboxes.sandbox_queue import default_at_once
 
 
 def verdict(cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked]) -> Iterator[str]:
@@ -164,6 +166,10 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
     train = trainer.train_batch_size
     yield "# one step"
     yield f"{train} prompts · {n} samples = {train * n} sequences of at most {longest_sequence(cfg)} tokens"
+    if cfg.generator.name == "agent":
+        agent = cfg.generator.agent
+        at_once = agent.at_once or default_at_once(Limits())
+        yield f"agent: {' '.join(agent.command)}; in {agent.sandbox} sandboxes, {at_once} at once"
     for role in active_roles(cfg):
         if is_frozen(role):
             continue

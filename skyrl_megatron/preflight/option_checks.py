@@ -191,6 +191,13 @@ def features(run: PlannedRun) -> Iterator[Problem]:
             Gates(gates)
         except ConfigError as error:
             yield from error.problems
+    if penalty := run.cfg.trainer.algorithm.length_penalty:
+        from skyrl_megatron.algorithms.length_penalty import LengthPenalty
+
+        try:
+            LengthPenalty.of(penalty)
+        except ConfigError as error:
+            yield from error.problems
     generator, lora = GENERATORS.find(run.cfg.generator.name), run.cfg.trainer.policy.model.lora
     if generator is not None and len(lora.adapters) > 1:
         options = signature(generator).parameters

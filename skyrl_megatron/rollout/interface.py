@@ -107,6 +107,10 @@ class GeneratorInterface(ABC):
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
         """Return the trajectories of a batch, in its order."""
 
+    async def stop(self) -> None:
+        """Release what the generator holds, at the end of the run."""
+        return None
+
 
 class SamplingClient(Protocol):
     """The part of ``inference.client.InferenceClient`` that generators use."""

@@ -48,13 +48,13 @@ class Running:
         cfg = GeneratorConfig(**{"max_turns": 9, "max_input_length": 2000, "step_wise_trajectories": True} | config)
         self.generator = kind(cfg, SkyRLGymConfig(), self.client, tokenizer)
 
-    def __call__(self, extras, env_class="aime", prompt="What is 3 + 4?"):
+    def __call__(self, extras, env_class="aime", prompt="What is 3 + 4?", ids=None):
         batch = {
             "prompts": [[{"role": "user", "content": prompt}] for _ in extras],
             "env_classes": [env_class] * len(extras),
             "env_extras": [{"reward_spec": {"ground_truth": "7"}, **each} for each in extras],
             "sampling_params": None,
-            "trajectory_ids": None,
+            "trajectory_ids": ids,
             "batch_metadata": None,
         }
         return self.loop(self.generator.generate(batch), 120)
@@ -78,14 +78,15 @@ def running(folder):
 
 
 def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
-    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent, Ended
+    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent
     from skyrl_megatron.agents.rows import Outcome, OutcomeKind
     from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.sandboxes.sandbox import CommandResult
 
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     seen = []
 
-    async def reward(task, ended: Ended):
+    async def reward(task, ended: CommandResult):
         seen.append(ended)
         if ended.exit_code:
             return Outcome(OutcomeKind.INFRASTRUCTURE, why=ended.stderr.decode().strip())

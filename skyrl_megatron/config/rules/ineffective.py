@@ -109,6 +109,10 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("an existing update group is always replaced", f"{_E}override_existing_update_group"),
     IneffectiveSetting("transformers has only fast tokenizers", f"{_T}disable_fast_tokenizer"),
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
+    # ------------------------------------------------------------ rollouts
+    IneffectiveSetting(
+        "generator.name is not agent", f"{_G}agent.", lambda cfg, hardware: cfg.generator.name != "agent"
+    ),
     # ------------------------------------------------------------ fully asynchronous rollouts
     IneffectiveSetting(
         "trainer.fully_async.enabled is false",
@@ -123,6 +127,21 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
             " replay_from adaptive_concurrency",
         ),
         lambda cfg, hardware: not generates_ahead(cfg),
+    ),
+    IneffectiveSetting(
+        "trainer.oversampling.ratio is 0",
+        _in_all(f"{_T}oversampling.", "unfinished max_staleness_steps"),
+        lambda cfg, hardware: not cfg.trainer.oversampling.ratio,
+    ),
+    IneffectiveSetting(
+        "trainer.oversampling.unfinished=drop trains on new responses only",
+        f"{_T}oversampling.max_staleness_steps",
+        lambda cfg, hardware: cfg.trainer.oversampling.unfinished == "drop",
+    ),
+    IneffectiveSetting(
+        "asynchronous rollouts start more prompts anyway",
+        f"{_T}oversampling.ratio",
+        lambda cfg, hardware: generates_ahead(cfg),
     ),
     IneffectiveSetting(
         "trainer.healing.enabled is false",
@@ -217,6 +236,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
     IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
+    IneffectiveSetting("advantage_estimator is not gdpo", f"{_A}gdpo_weights", _estimator_is_not("gdpo")),
+    IneffectiveSetting("advantage_estimator is not rae", f"{_A}rae_decay", _estimator_is_not("rae")),
     *(
         IneffectiveSetting(f"policy_loss_type is not {name}", f"{_A}{name}.", _loss_is_not(name))
         for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")

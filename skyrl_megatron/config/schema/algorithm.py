@@ -131,6 +131,8 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Drop single tokens with r below this. None: off."""
     token_mask_is_threshold_high: Positive | None = None
     """Drop single tokens with r above this. None: off."""
+    sequence_error_high: Positive | None = None
+    """Drop sequences with a larger mean of e^|log r|. MLPerf Training 6.1 drops those above 2. None: off."""
 
 
 def correction_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
@@ -142,6 +144,7 @@ def masks_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
     """Return whether the correction can drop tokens, in addition to those that the loss mask drops."""
     return correction is not None and (
         correction.sequence_mask_metric is not None
+        or correction.sequence_error_high is not None
         or correction.outlier_token_is_threshold_low is not None
         or correction.outlier_token_is_threshold_high is not None
         or correction.token_mask_is_threshold_low is not None
@@ -188,8 +191,10 @@ class AlgorithmConfig(BaseConfig):
     """The policy-gradient objective. Subclass it to add keys for a custom loss or estimator."""
 
     advantage_estimator: str = "grpo"
-    """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, `distillation` (needs a teacher), or a name
-    registered with `register_advantage_estimator`. `maxrl` divides by the mean absolute reward of the group."""
+    """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, `gdpo`, `rae`, `distillation` (needs a
+    teacher), or a name registered with `register_advantage_estimator`. `maxrl` divides by the mean absolute reward of
+    the group.
+    `gdpo` normalises each reward of `gdpo_weights` separately. `rae` subtracts a running mean of each role."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Schedule of the KL coefficient with `use_kl_in_reward`."""
     kl_estimator_type: Annotated[str, OneOf("k1", "k2", "k3", "abs")] = "k3"
@@ -258,6 +263,13 @@ class AlgorithmConfig(BaseConfig):
     several turns."""
     dppo: DPPOConfig = field(default_factory=DPPOConfig)
     """Settings of the loss `dppo`."""
+    gdpo_weights: dict[str, float] = field(default_factory=dict)
+    """Metric → weight in `gdpo`. The metrics are those of the environment."""
+    rae_decay: Fraction = 0.95
+    """Decay of `rae`."""
+    length_penalty: dict[str, Any] = field(default_factory=dict)
+    """Of long responses. `{type: overlong, max_length: 4096, buffer: 1024}` or `{type: relative}`, with `coef`
+    (docs/guides/algorithms.md). It is subtracted from the rewards."""
     m2po_threshold: Positive = 0.04
     """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
@@ -282,6 +294,8 @@ class AdvantageEstimator(StrEnum):
     REINFORCE_PP = "reinforce++"
     GAE = "gae"
     MAXRL = "maxrl"
+    GDPO = "gdpo"
+    RAE = "rae"
     DISTILLATION = "distillation"
 
 

@@ -20,6 +20,9 @@ class DataConfig(BaseConfig):
     `org/name[@revision][:subset][:split]` (one part after the name is the split; default `train`)."""
     val_data: list[str] = field(default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")])
     """Evaluation prompts, in the same forms. An empty list turns evaluation off."""
+    eval_sets: dict[str, Any] = field(default_factory=dict)
+    """More evaluation sets, by name (docs/guides/data.md). `{hard: {data: [FILE], n: 4, temperature: 0.7}}`: four
+    responses to each prompt of a file, scored as `eval/hard/…`."""
     sampler: str = "shuffle"
     """Order of the prompts: `shuffle` (anew each epoch), `in_order`, `mixture` (data sets by weight), `list`,
     `easy_to_hard`, `pools` (by success rate), or a plugin's (docs/guides/data.md)."""
@@ -231,6 +234,20 @@ class ChatTemplateConfig(BaseConfig):
 
 
 @dataclass
+class AgentConfig(BaseConfig):
+    """`generator.name=agent`: commands in sandboxes (docs/guides/agents.md)."""
+
+    command: list[str] = field(default_factory=list)
+    """Command of the agent. `{text}` in a word is the text of the task."""
+    sandbox: str = "namespaces"
+    """Where it runs: `namespaces`, `docker`, or a plugin's."""
+    mounts: dict[str, str] = field(default_factory=dict)
+    """Folders in the sandbox, read-only: path there → path here."""
+    at_once: Count | None = None
+    """Sandboxes at the same time. None: by cores and memory."""
+
+
+@dataclass
 class GeneratorConfig(BaseConfig):
     """Generation of trajectories from prompts."""
 
@@ -273,4 +290,6 @@ class GeneratorConfig(BaseConfig):
     """Merge consecutive turns of `step_wise_trajectories` if the prompt of the later turn begins with prompt and
     response of the earlier one."""
     name: str = "skyrl_gym"
-    """The generator: `skyrl_gym`, or one that a plugin registered."""
+    """The generator: `skyrl_gym`, `agent`, or one that a plugin registered."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """The agent."""
