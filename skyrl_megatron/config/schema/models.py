@@ -68,12 +68,8 @@ class ModelConfig(BaseConfig):
 class OptimizerConfig(BaseConfig):
     """AdamW or Muon. One optimizer step is one mini-batch."""
 
-    optimizer: Annotated[str, OneOf("adam", "muon")] = "adam"
-    """`muon`: linear weights by Muon, without clipping; the rest by AdamW (`optimizer_config_kwargs.muon_*`)."""
     lr: NonNegative = 1e-6
     """Peak learning rate."""
-    adam_lr: NonNegative | None = None
-    """With `optimizer=muon`, peak rate of what AdamW trains. None: `lr`."""
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of the first and second moment, each in [0, 1)."""
     weight_decay: NonNegative = 1e-2
@@ -95,6 +91,10 @@ class OptimizerConfig(BaseConfig):
     """Optimizer step at which `min_lr` is reached, including the warm-up. None: the last step of the run."""
     decay_norms_and_biases: bool = False
     """Apply weight decay to one-dimensional parameters too, like SkyRL's FSDP backend."""
+    optimizer: Annotated[str, OneOf("adam", "muon")] = "adam"
+    """`muon`: linear weights by Muon, without clipping; the rest by AdamW (`optimizer_config_kwargs.muon_*`)."""
+    adam_lr: NonNegative | None = None
+    """With `optimizer=muon`, peak rate of what AdamW trains. None: `lr`."""
 
 
 @dataclass
