@@ -322,6 +322,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         lambda cfg, hardware: cfg.trainer.policy.optimizer_config.scheduler.startswith("constant"),
     ),
     IneffectiveSetting(
+        "AdamW trains all parameters at optimizer_config.lr: optimizer_config.optimizer=adam",
+        f"{_P}optimizer_config.adam_lr",
+        lambda cfg, hardware: cfg.trainer.policy.optimizer_config.optimizer == "adam",
+    ),
+    IneffectiveSetting(
         "training and engines do not share GPUs: placement.colocate_all=false",
         f"{_P}optimizer_config.offload_after_step",
         lambda cfg, hardware: not cfg.trainer.placement.colocate_all,

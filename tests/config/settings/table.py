@@ -359,6 +359,8 @@ MODELS = {
     f"{M}optimizer_config_kwargs": Row({"adam_eps": 0.5}, "optimizer"),
     f"{M}empty_cuda_cache": Row(True, "emptied"),
     f"{OPT}lr": Row(0.5, "schedule"),
+    f"{OPT}optimizer": Row("muon", "moments"),
+    f"{OPT}adam_lr": Row(0.5, "moments", {f"{OPT}optimizer": "muon"}),
     f"{OPT}adam_betas": Row([0.5, 0.6], "optimizer"),
     f"{OPT}weight_decay": Row(0.5, "optimizer"),
     f"{OPT}decay_norms_and_biases": Row(True, "decay"),
