@@ -289,3 +289,132 @@ def test_from_and_to_adam(ranks, tmp_path, muon):
             assert value.equal(held[name, kind]), (name, kind)
         else:
             assert not value.any(), (name, kind)
+
+
+def masters_body(folder):
+    """Largest distance of a master from float64's, relative to the parameter's update, in a bfloat16 model; and bytes
+    of the optimizer before and after its first step, and as ``--check`` counts them."""
+    from bridges.plan import Plan
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.preflight.memory_parameters import ParameterTable, rank_bytes
+    from skyrl_megatron.runtime.checkpoint.rank_state import held_ranges, inner_optimizers
+    from skyrl_megatron.runtime.muon import newton_schulz
+    from skyrl_megatron.runtime.offload import optimizer_tensors, pending_state_bytes
+    from tests.checkpoint.test_variants import bf16_state
+
+    def held():
+        distinct = {each.data_ptr(): each.nbytes for each in optimizer_tensors(state.optimizer) if each.dim()}
+        return sum(distinct.values())
+
+    options = {"muon_nesterov": False, "muon_coefficient_type": "simple", "muon_momentum": 0.0}
+    state = bf16_state(folder, {}, 1, options, optimizer="muon")
+    pending, start = pending_state_bytes(state.optimizer), held()
+    (proj,) = [
+        each
+        for part in inner_optimizers(state.optimizer)
+        for each in held_ranges(part)
+        if each.parameter is state.model_chunks[0].module.decoder.layers[1].self_attention.linear_proj.weight
+    ]
+    before, gradient = proj.main.double().clone(), proj.parameter.detach().double().sin()
+    for chunk in state.model_chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(parameter.detach().float().sin())
+    state.optimizer.prepare_grads()
+    state.optimizer.step_with_ready_grads()
+    rows, columns = gradient.shape
+    update = newton_schulz(gradient, [(3.4445, -4.7750, 2.0315)] * 5) * 0.2 * max(rows, columns) ** 0.5
+    expected = before * (1 - 1e-2 * 0.01) - 1e-2 * update.reshape(-1)
+    error = float((proj.main.double() - expected).norm() / (expected - before).norm())
+    rounded = bool((proj.parameter.detach().reshape(-1) == proj.main.bfloat16()).all())
+    count = ParameterTable(Plan.of(json.loads((folder / "config.json").read_text()))).stage(ParallelConfig(1), 0)
+    megatron = SkyRLTrainConfig().trainer.policy.megatron_config
+    counted = rank_bytes(count, ParallelConfig(1), megatron, bf16=True, trained=True, muon=True).optimizer
+    return error, rounded, start + pending, held(), counted
+
+
+def test_masters_of_bfloat16_and_the_memory_of_the_state(ranks, tmp_path):
+    """fp32 masters take the update, the weights are their rounding, and memory is what ``--check`` counts: 8 bytes of
+    a matrix's element, 12 of another's."""
+    from tests.checkpoint import training
+
+    ((error, rounded, predicted, held, counted),) = ranks(1, masters_body, training.save_model(tmp_path / "model"))
+    assert error < 1e-4  # masters are fp32, and the update is a hundredth of a weight
+    assert rounded
+    assert held == pytest.approx(counted, rel=1e-3)
+    assert predicted == pytest.approx(held, rel=1e-3)
+
+
+def offload_body(folder, overrides):
+    """Weights after two steps, with everything on the host in between, and without."""
+    found = []
+    for leaves in (False, True):
+        engine = engine_of(folder, dict(world=1), overrides)
+        for step in range(2):
+            take_steps(engine, [step])
+            if leaves:
+                engine.offload()
+                assert set(engine.away()) == {"weights", "gradients", "optimizer"}
+                engine.onload()
+        found.append(weights_of(engine))
+        end_layout()
+    return found
+
+
+def test_offload(ranks, folder):
+    ((stays, leaves),) = ranks(1, offload_body, folder, {})
+    assert len(stays) > 30 and all(each.equal(leaves[name]) for name, each in stays.items())
+
+
+def critic_body(folder, keys):
+    """Names of the moments of a critic's value head and matrices after a step, and whether it changed."""
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
+    from skyrl_megatron.runtime.critic import CriticEngine
+    from skyrl_megatron.runtime.optimizer import step_if_finite
+
+    engine = CriticEngine(bodies.config(folder, overrides=keys))
+    head = engine.chunks[0].module.output_layer.weight
+    before = head.detach().clone()
+    for chunk in engine.chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(1.0)
+    step_if_finite(engine.optimizer, engine.lr_schedule, engine.chunks)
+    moments = {each.parameter is head: set(each.tensors) for each in owned_ranges(engine.optimizer)}
+    kinds = {frozenset(each.tensors) for each in owned_ranges(engine.optimizer)}
+    return sorted(moments[True]), len(kinds), not before.equal(head)
+
+
+def test_critic(ranks, folder):
+    """The critic has Muon for itself; AdamW trains its value head."""
+    keys = {
+        "trainer.critic.model.path": str(folder),
+        "trainer.placement.critic_num_gpus_per_node": 1,
+        "trainer.algorithm.advantage_estimator": "gae",
+        "trainer.critic.optimizer_config.optimizer": "muon",
+    }
+    assert ranks(1, critic_body, folder, keys) == [(["exp_avg", "exp_avg_sq", "param"], 2, True)]
+
+
+def test_what_megatron_would_take_for_a_matrix(tmp_path):
+    """Why its own module is not used: routers count as matrices, and q, k, v have the same sizes in all layers."""
+    import types
+
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes, _is_nonlinear_or_embedding
+
+    from bridges.matrices import matrix_blocks
+    from bridges.plan import Plan
+    from tests.bridges.tiny_models import tiny_config
+
+    hf = tiny_config("mimo_v2_flash")
+    plan = Plan.of(hf)
+    router = next(each for each in plan.entries if each.name.endswith("router.weight"))
+    assert not _is_nonlinear_or_embedding(torch.empty(router.shape)) and matrix_blocks(router) is None
+    sizes = {matrix_blocks(each).rows for each in plan.entries if each.name.endswith("linear_qkv.weight")}
+    assert len(sizes) == 2  # layers with a window have other groups
+    config = types.SimpleNamespace(
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=hf["head_dim"],
+    )
+    assert tuple(_get_qkv_split_shapes(config)) not in sizes  # its values have another size than its keys
