@@ -178,8 +178,9 @@ class Gateway:
         adapter: str = "",
         seeds: tuple[int, str, int, int] | None = None,
     ) -> OpenTrajectory:
-        """Let an agent call. A name that the log knows, or that was closed and not forgotten, continues with its earlier
-        calls, whose answers equal requests get. ``name``: unique in the run; letters, digits and ``-_.`` only."""
+        """Let an agent call. A name that the log knows, or that was closed and not forgotten, continues with its
+        earlier calls, whose answers equal requests get. ``name``: unique in the run; letters, digits and ``-_.`` only.
+        """
         if not name or not all(each.isalnum() or each in "-_." for each in name):
             raise ValueError(f"trajectory {name!r}: use letters, digits and -_. for its name")
         access = Access(f"{self.server.url}/{name}", self.key_of(name), adapter or self.model)
