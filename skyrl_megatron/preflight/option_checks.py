@@ -15,6 +15,7 @@ from skyrl_megatron.config.fields import declared_fields, get_path, source_of
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import trackers
 from skyrl_megatron.config.roles import active_roles, is_frozen
+from skyrl_megatron.config.rules.muon_rules import PREFIX
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
 from skyrl_megatron.inference.sampling_params import WrongType, sampling_keys, sampling_types, typed_field
@@ -87,6 +88,7 @@ def _megatron(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             options = getattr(megatron, name)
             if role == "policy" or options != getattr(run.cfg.trainer.policy.megatron_config, name):
                 known = declared_fields(module, owner)
+                options = {field: value for field, value in options.items() if not field.startswith(PREFIX)}
                 yield from _unknown(f"{key}{name}", options, known, f"Megatron's {owner}")
 
 
