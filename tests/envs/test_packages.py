@@ -46,5 +46,5 @@ def test_ids_of_packages_have_a_name():
 
     assert spec("nemo-gym:http://a:1").kwargs == {"name": "http://a:1"}
     for id in ("nemo-gym", "nemo-gym:", "no-such-package:x"):
-        with pytest.raises(DataError, match="no environment|needs a name"):
+        with pytest.raises(DataError, match=r"no environment|needs a name"):
             make(id)
