@@ -184,10 +184,13 @@ class AgentGenerator(ConfiguredGenerator):
             )
             started = time.perf_counter()
             score = self._scorer(prompt, env_class, extras, id)
-            full = lambda: bool(opened.too_long)  # noqa: E731
-            task = AgentTask(prompt, extras, env_class, id, opened.access, self.timeout_s, score, full)
-            outcome = opened.outcome = await self._outcome(task, opened)
-            graph = await running.gateway.close(name)
+            task = AgentTask(
+                prompt, extras, env_class, id, opened.access, self.timeout_s, score, lambda: bool(opened.too_long)
+            )
+            try:
+                outcome = opened.outcome = await self._outcome(task, opened)
+            finally:
+                graph = await running.gateway.close(name)
             seconds = time.perf_counter() - started
             made = trajectory_of(graph, outcome, self.rule_of_rows(), end_token=self.chat.end_token, seconds=seconds)
         if len(made.rows) > 1 and not self.generator_cfg.step_wise_trajectories:

@@ -178,13 +178,18 @@ class Gateway:
         adapter: str = "",
         seeds: tuple[int, str, int, int] | None = None,
     ) -> OpenTrajectory:
-        """Let an agent call. A name that the log knows continues with the calls of the earlier process, whose answers
-        equal requests get. ``name``: unique in the run; letters, digits and ``-_.`` only."""
+        """Let an agent call. A name that the log knows, or that was closed and not forgotten, continues with its
+        earlier calls, whose answers equal requests get. ``name``: unique in the run; letters, digits and ``-_.`` only.
+        """
         if not name or not all(each.isalnum() or each in "-_." for each in name):
             raise ValueError(f"trajectory {name!r}: use letters, digits and -_. for its name")
         access = Access(f"{self.server.url}/{name}", self.key_of(name), adapter or self.model)
         made = OpenTrajectory(name, access, {**self.sampling, **(sampling or {})}, adapter, seeds)
+        before = self.trajectories.get(name)
         self.trajectories[name] = made
+        if before is not None:
+            _continue(made, before)
+            return made
         for call in self.log.stored.get(name, ()):
             _restore(made, call)
         return made
@@ -388,6 +393,13 @@ def _routed(parent: SampledCall | None) -> int:
     if parent is None or parent.generation.routed_experts is None:
         return 0
     return parent.start + len(parent.generation.token_ids) - 1
+
+
+def _continue(trajectory: OpenTrajectory, before: OpenTrajectory) -> None:
+    """Give a trajectory the calls of an earlier attempt of this process."""
+    trajectory.graph, trajectory.texts, trajectory.samples = before.graph, before.texts, before.samples
+    for request, answers in before.answers.items():
+        trajectory.answers[request] = [_Answer(each.done) for each in answers]
 
 
 def _restore(trajectory: OpenTrajectory, call: LoggedCall) -> None:

@@ -15,10 +15,12 @@ from skyrl_megatron.config.fields import declared_fields, get_path, source_of
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import trackers
 from skyrl_megatron.config.roles import active_roles, is_frozen
+from skyrl_megatron.config.rules.muon_rules import PREFIX
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
 from skyrl_megatron.inference.sampling_params import WrongType, sampling_keys, sampling_types, typed_field
-from skyrl_megatron.plugins import GENERATORS
+from skyrl_megatron.plugins import GENERATORS, SANDBOXES
+from skyrl_megatron.sandboxes.sandbox_queue import why_not_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,6 +88,7 @@ def _megatron(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             options = getattr(megatron, name)
             if role == "policy" or options != getattr(run.cfg.trainer.policy.megatron_config, name):
                 known = declared_fields(module, owner)
+                options = {field: value for field, value in options.items() if not field.startswith(PREFIX)}
                 yield from _unknown(f"{key}{name}", options, known, f"Megatron's {owner}")
 
 
@@ -178,7 +181,7 @@ def _config_json(run: PlannedRun, role: str) -> dict[str, Any] | None:
         return None  # reported by the rules
 
 
-def features(run: PlannedRun) -> Iterator[Problem]:
+def features(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     """Yield every setting that no engine or that the run's generator does not support."""
     try:
         require_available(run.cfg)
@@ -198,6 +201,12 @@ def features(run: PlannedRun) -> Iterator[Problem]:
             LengthPenalty.of(penalty)
         except ConfigError as error:
             yield from error.problems
+    if run.cfg.generator.name == "agent":
+        sandbox, key = run.cfg.generator.agent.sandbox, "generator.agent.sandbox"
+        if run.hardware.elsewhere:
+            yield NotChecked(key, f"whether the machine of the driver can start sandboxes of {sandbox}")
+        elif (sandbox in SANDBOXES.built_in or SANDBOXES.find(sandbox)) and (why := why_not_here(sandbox)):
+            yield Problem(key, sandbox, why)
     generator, lora = GENERATORS.find(run.cfg.generator.name), run.cfg.trainer.policy.model.lora
     if generator is not None and len(lora.adapters) > 1:
         options = signature(generator).parameters

@@ -111,6 +111,7 @@ TABLE = (
     Metric("loss/kl_coef", "", "Coefficient of the KL term in the reward"),
     Metric("policy/final_loss", "", "Loss with all its terms"),
     Metric("policy/policy_loss", "", "Policy-gradient loss without other terms"),
+    Metric("policy/observation_loss", "nats", "Cross-entropy of the environment's tokens"),
     Metric(
         "policy/policy_entropy",
         "nats",

@@ -188,6 +188,42 @@ def test_forks_need_several_rows(running):
         running(Forks, step_wise_trajectories=False)([{}])
 
 
+def test_a_batch_that_failed_is_tried_again(running, tmp_path):
+    """In the same process, and then in another one that reads the log."""
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.interface import TrajectoryID
+
+    class Forks(AgentGenerator):
+        log_folder = tmp_path
+
+        @staticmethod
+        async def agent(task):
+            import openai
+
+            client = openai.AsyncOpenAI(base_url=f"{task.access.url}/v1", api_key=task.access.key)
+            for text in task.extras["texts"]:
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+            if task.extras["waits"]:
+                await asyncio.sleep(60)
+            return 1.0
+
+    ids = [TrajectoryID("forks", 0), TrajectoryID("waits", 0)]
+    texts = [{"texts": ["a", "b"], "waits": False}, {"texts": ["c"], "waits": True}]
+    each = running(Forks, step_wise_trajectories=False)
+    with pytest.raises(DataError, match="step_wise_trajectories=true"):
+        each(texts, ids=ids)
+    assert all(trajectory.closed for trajectory in each.generator._running.gateway.trajectories.values())
+    sampled = len(each.client.sampled)
+    again = [{"texts": ["b"], "waits": False}, {"texts": ["c", "c"], "waits": False}]
+    each.generator.generator_cfg.step_wise_trajectories = True
+    assert len(each(again, ids=ids)["response_ids"]) == 4
+    assert len(each.client.sampled) == sampled + 1
+    each.loop(each.generator.stop(), 60)
+    another = running(Forks)
+    assert len(another(again, ids=ids)["response_ids"]) == 4 and not another.client.sampled
+
+
 def test_an_agent_that_rewrites_answers_ends_the_run(running, tmp_path):
     """One trajectory in two rewrites each answer: half of the later calls continue no sampled tokens."""
     from skyrl_megatron.agents.agent_generator import AgentGenerator

@@ -111,8 +111,8 @@ def test_frozen_router(ranks, tmp_path):
     check(ranks, folder, str(tmp_path / "a"), "dp2", "tp2", frozen, frozen)
 
 
-def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16"):
-    """Model in bfloat16 with fp32 masters in a distributed Adam. No engine: it computes in fp32 on CPU."""
+def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16", optimizer="adam"):
+    """Model in bfloat16 with fp32 masters in a distributed optimizer. No engine: it computes in fp32 on CPU."""
     import types
 
     import torch
@@ -125,6 +125,7 @@ def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16"):
     from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron.runtime.muon import matrices_of
     from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 
     megatron_patches.install()
@@ -139,12 +140,14 @@ def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16"):
         for chunk in model.chunks
     ]
     settings = types.SimpleNamespace(
+        optimizer=optimizer, adam_lr=None,
         lr=1e-2, min_lr=0.0, weight_decay=0.01, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
         num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False,
     )  # fmt: skip
+    matrices = matrices_of(model, groups, "optimizer") if optimizer == "muon" else []
     optimizer = build_optimizer(
         chunks, settings, options or {}, groups, params_dtype=dtype, use_distributed_optimizer=True,
-        overlap_param_gather=False,
+        overlap_param_gather=False, matrices=matrices,
     )  # fmt: skip
     return RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))
 

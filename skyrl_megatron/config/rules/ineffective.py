@@ -174,8 +174,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting(
         "the run has no teacher: set trainer.teacher.model.path or trainer.teacher.models",
-        f"{_A}distillation.",
-        lambda cfg, hardware: not has_teacher(cfg),
+        _in_all(f"{_A}distillation.", "reward_coef loss_coef top_k beta renormalize divergence_alone"),
+        lambda cfg, hardware: not has_teacher(cfg) and cfg.trainer.algorithm.distillation.demonstration is None,
     ),
     IneffectiveSetting(
         "distillation.loss_coef is 0",
@@ -320,6 +320,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         "the learning-rate schedule does not decay",
         _in_all(f"{_P}optimizer_config.", "min_lr num_decay_steps"),
         lambda cfg, hardware: cfg.trainer.policy.optimizer_config.scheduler.startswith("constant"),
+    ),
+    IneffectiveSetting(
+        "AdamW trains all parameters at optimizer_config.lr: optimizer_config.optimizer=adam",
+        f"{_P}optimizer_config.adam_lr",
+        lambda cfg, hardware: cfg.trainer.policy.optimizer_config.optimizer == "adam",
     ),
     IneffectiveSetting(
         "training and engines do not share GPUs: placement.colocate_all=false",
