@@ -196,6 +196,8 @@ class EnvSpec:
         try:
             loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
             return loaded
+        except DataError:  # of a package that is not installed
+            raise
         except (ImportError, AttributeError, ValueError) as error:
             raise DataError(
                 f"environment {self.id!r}: entry point {self.entry_point!r} cannot be loaded ({error}): write it as"
@@ -243,11 +245,20 @@ def _is_ours(spec_: EnvSpec) -> bool:
 
 def spec(id: str) -> EnvSpec:
     """Return the registration of an id, from this registry or that of ``skyrl_gym``. Raises DataError if unknown."""
-    found = _registry.get(id) or _gym_specs().get(id)
+    if id.endswith(":") and id in _registry:
+        raise DataError(f"environment {id!r} needs a name: write {id}NAME")
+    found = _registry.get(id) or _of_package(id) or _gym_specs().get(id)
     if found is None:
         known = sorted({*_registry, *_gym_specs()})
         raise DataError(f"no environment {id!r}: register it with skyrl_megatron.envs.register, or use one of {known}")
     return found
+
+
+def _of_package(id: str) -> EnvSpec | None:
+    """Return the registration of ``PACKAGE:NAME`` where ``PACKAGE:`` is registered: its class gets ``name``."""
+    package, colon, name = id.partition(":")
+    found = _registry.get(package + colon) if name else None
+    return found and EnvSpec(id, found.entry_point, {**found.kwargs, "name": name}, found.config)
 
 
 def registered() -> list[str]:

@@ -105,7 +105,7 @@ COMMANDS = (
     Row(r"\.venv/bin/python -m tests\.mutations", "tests/mutations/test_mutations.py::test_it_is_caught"),
     Row(r"pre-commit install", needs="pre-commit, which is no package of the project"),
     Row(r"launch/docs\.sh", "tests/launch/test_ci.py::test_documentation_part"),
-    Row(r"launch/requirements/(lint|trackers|lock)\.sh", needs="a package index"),
+    Row(r"launch/requirements/(environments|lint|trackers|lock)\.sh", needs="a package index"),
     Row(r"\.venv/bin/python launch/requirements/check\.py", HERE + "test_a_quick_command_runs"),
     Row(r"python -m bridges merge", "tests/lora/test_folders.py::test_merged"),
     Row(r"python -m bridges$", HERE + "test_a_quick_command_runs"),

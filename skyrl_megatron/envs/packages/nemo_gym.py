@@ -1,0 +1,69 @@
+"""``nemo-gym:URL``: a resources server of NeMo-Gym (https://github.com/NVIDIA-NeMo/Gym), which verifies one answer.
+
+:func:`rows` makes rows from a file of the package: ``extra_info.row`` is a line of it. The server is asked as the
+package's agents ask it: ``/seed_session``, then ``/verify`` with the answer as an object of the Responses API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+TIMEOUT_S = 600.0
+
+
+def rows(file: str | Path, url: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each line of a JSONL file of the package, for the server at ``url``."""
+    for line in Path(file).read_text().splitlines():
+        if line.strip():
+            asked = json.loads(line)["responses_create_params"]
+            said = asked["input"]
+            prompt = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+            if asked.get("instructions"):
+                prompt.insert(0, {"role": "system", "content": asked["instructions"]})
+            yield {"prompt": prompt, "env_class": f"nemo-gym:{url}", "extra_info": {"row": line}}
+
+
+class NeMoGym(BaseTextEnv):
+    """One task. The reward is the server's."""
+
+    replayable = False  # a server may keep a session
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None, *, name: str) -> None:
+        super().__init__(env_config, extras)
+        line = (self.extras.get("extra_info") or {}).get("row")
+        if not line:
+            raise ValueError(f"nemo-gym:{name} needs a line of its file as extra_info.row, the row has none")
+        self.row = json.loads(line)
+        self.client = httpx.Client(base_url=name, timeout=TIMEOUT_S)
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Ask the server to verify the answer. Raises httpx.HTTPError if it does not."""
+        self.client.post("/seed_session", json=self.row).raise_for_status()
+        said = {"type": "output_text", "text": action, "annotations": []}
+        message = {"id": "msg_0", "type": "message", "role": "assistant", "status": "completed", "content": [said]}
+        response = {
+            "id": "resp_0",
+            "created_at": 0,
+            "model": "policy",
+            "object": "response",
+            "output": [message],
+            "parallel_tool_calls": False,
+            "tool_choice": "auto",
+            "tools": [],
+        }
+        answer = self.client.post("/verify", json={**self.row, "response": response})
+        answer.raise_for_status()
+        found = answer.json()
+        rest = {name: value for name, value in found.items() if name not in (*self.row, "response", "reward")}
+        return BaseTextEnvStepOutput(observations=[], reward=float(found["reward"]), done=True, metadata=rest)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()

@@ -1,0 +1,58 @@
+"""``openenv:URL``: an environment that an OpenEnv server offers (https://github.com/meta-pytorch/OpenEnv).
+
+The row's ``extra_info`` may have ``action``, the field of the action that gets the policy's text (default
+``message``), and ``reset``, the arguments of the server's ``reset`` as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, Message
+from skyrl_megatron.envs.packages import import_package
+
+clients = import_package("openenv.core.generic_client", "openenv")
+HIDDEN = ("done", "reward", "metadata")
+"""Fields of an observation that the policy does not see."""
+
+
+class OpenEnv(BaseTextEnv):
+    """One episode of the server. What ``reset`` shows follows the prompt, what ``step`` shows is the next message:
+    the text of an observation with one field, JSON of others."""
+
+    replayable = False  # the server may draw anew at each reset
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None, *, name: str) -> None:
+        super().__init__(env_config, extras)
+        made = self.extras.get("extra_info") or {}
+        self.action, self.arguments = made.get("action") or "message", json.loads(made.get("reset") or "{}")
+        self.client = clients.GenericEnvClient(base_url=name).sync()
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Begin an episode of the server. Raises its errors, and ConnectionError if it does not answer."""
+        self.client.connect()
+        return [*prompt, *_shown(self.client.reset(**self.arguments).observation)], {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Send the text as an action."""
+        self.turns += 1
+        result = self.client.step({self.action: action})
+        done = bool(result.done) or self.turns >= self.max_turns
+        observations = [] if done else _shown(result.observation)
+        reward = float(result.reward or 0.0)
+        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata=result.observation)
+
+    def close(self) -> None:
+        """End the episode and its connection."""
+        self.client.close()
+
+
+def _shown(observation: Mapping[str, Any]) -> list[Message]:
+    fields = {name: value for name, value in observation.items() if name not in HIDDEN and value not in (None, "")}
+    if not fields:
+        return []
+    (first, *others) = fields.values()
+    text = first if not others and isinstance(first, str) else json.dumps(fields, ensure_ascii=False)
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,222 @@
+"""Environments of other packages against the packages themselves. ``packages_run.py NAME FOLDER`` runs in an
+environment that has the package, and has no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from skyrl_megatron import envs
+from skyrl_megatron.errors import DataError
+
+WORDS = """
+import verifiers.v1 as vf
+
+class WordData(vf.TaskData):
+    word: str
+
+class WordTask(vf.Task[WordData]):
+    @vf.reward(weight=2.0)
+    async def has_word(self, trace, task):
+        return float(task.word in trace.last_reply)
+
+    @vf.reward
+    async def short(self, trace):
+        return 1.0 / (1 + len(trace.last_reply.split()))
+
+class WordsConfig(vf.TasksetConfig):
+    first: str = "apple"
+
+class Words(vf.Taskset[WordTask, WordsConfig]):
+    def load(self):
+        for word in (self.config.first, "pear"):
+            yield WordTask(WordData(prompt=f"Say {word}.", word=word, system_prompt="Be brief."), self.config.task)
+
+__all__ = ["Words"]
+"""
+GUESSING = """
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Guess(Action):
+    message: str
+
+class Hint(Observation):
+    hint: str = ""
+
+class Guessing(Environment[Guess, Hint, State]):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, target=7, **more):
+        self.target, self.steps = target, 0
+        return Hint(hint="Guess a number.")
+
+    def step(self, action, timeout_s=None, **more):
+        self.steps += 1
+        guess = int(action.message)
+        if guess == self.target:
+            return Hint(done=True, reward=1.0 / self.steps)
+        return Hint(hint="higher" if guess < self.target else "lower", reward=0.0)
+
+    @property
+    def state(self):
+        return State(step_count=self.steps)
+
+app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=8)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+VERIFYING = """
+import sys
+import uvicorn
+from nemo_gym.server_utils import BaseServerConfig, ServerClient
+from omegaconf import OmegaConf
+from resources_servers.equivalence_rule import app as theirs
+
+head = BaseServerConfig(host="127.0.0.1", port=1)
+client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
+config = theirs.EquivalenceRuleResourcesServerConfig(
+    host="127.0.0.1", port=int(sys.argv[1]), entrypoint="app.py", name="rule", grading_rule="seq_match"
+)
+server = theirs.EquivalenceRuleResourcesServer(config=config, server_client=client)
+uvicorn.run(server.setup_webserver(), host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+def scored(row, *answers, max_turns=1):
+    """The rewards of turns in one episode."""
+    env = envs.make(row["env_class"], extras={**row, "max_turns": max_turns})
+    try:
+        shown, _ = env.init(row["prompt"])
+        turns = [env.step(answer) for answer in answers]
+        return [turn["reward"] for turn in turns], shown, turns
+    finally:
+        env.close()
+
+
+def refused(words, work):
+    try:
+        work()
+    except (DataError, ValueError) as error:
+        assert words in str(error), error
+        return
+    raise AssertionError(f"nothing says {words!r}")
+
+
+def reasoning_gym(folder):
+    import reasoning_gym as theirs
+
+    from skyrl_megatron.envs.packages.reasoning_gym import rows
+
+    names = {"leg_counting": {}, "countdown": {"min_numbers": 3, "max_numbers": 4}, "word_sorting": {}, "maze": {}}
+    for name, config in names.items():
+        data = theirs.create_dataset(name, seed=5, size=6, **config)
+        made = list(rows(name, 6, seed=5, **config))
+        assert [row["prompt"][-1]["content"] for row in made] == [entry["question"] for entry in data]
+        for row, entry in zip(json.loads(json.dumps(made)), data, strict=True):
+            for answer in (entry["answer"], "17", f"{entry['answer']} or so", ""):
+                want = data.score_answer(answer, entry=entry)
+                assert scored(row, f"So: <answer>{answer}</answer>")[0] == [want], (name, answer)
+            assert scored(row, entry["answer"])[0] == [data.score_answer(None, entry=entry)], "without the tag"
+        assert scored(made[0], f"<answer>{data[0]['answer']}</answer>")[0] == [1.0]
+    refused("nope", lambda: next(rows("nope", 1)))
+    refused("no_such", lambda: next(rows("maze", 1, no_such=1)))
+    refused("index and seed", lambda: envs.make("reasoning-gym:maze", extras={}))
+
+
+def verifiers(folder):
+    import asyncio
+
+    (folder / "tiny_words.py").write_text(WORDS)
+    sys.path.insert(0, str(folder))
+    import tiny_words
+
+    from skyrl_megatron.envs.packages.verifiers import rows
+
+    made = json.loads(json.dumps(list(rows("tiny_words", 2, first="plum"))))
+    assert [each["content"] for each in made[0]["prompt"]] == ["Be brief.", "Say plum."]
+    for row, word in zip(made, ("plum", "pear"), strict=True):
+        for answer in ("plum", "it is a pear", "", "apple apple"):
+            (reward,), *_ = scored(row, answer)
+            assert math.isclose(reward, 2.0 * (word in answer) + 1 / (1 + len(answer.split())))
+    task = list(tiny_words.Words(tiny_words.WordsConfig(id="tiny_words")))[1]
+    env = envs.make("verifiers:tiny_words", extras={"extra_info": {"index": 1}})
+    env.init([{"role": "user", "content": "Say pear."}])
+    trace = env._trace("a pear")
+    asyncio.run(task.score(trace))
+    assert trace.reward == env.step("a pear")["reward"] and trace.num_turns == 1
+    assert [message.role for message in trace.branches[0].messages] == ["user", "assistant"]
+    refused("has 2 tasks", lambda: list(rows("tiny_words", 3)))
+    refused("not found", lambda: next(rows("no_such_taskset", 1)))
+
+
+def openenv(folder):
+    with server(folder, GUESSING) as url:
+        row = {"prompt": [{"role": "user", "content": "Play."}], "env_class": f"openenv:{url}"}
+        row["extra_info"] = {"reset": json.dumps({"target": 9}), "action": "message"}
+        rewards, shown, turns = scored(row, "3", "12", "9", max_turns=5)
+        assert rewards == [0.0, 0.0, 1 / 3] and shown[-1]["content"] == "Guess a number."
+        assert [turn["observations"] for turn in turns] == [
+            [{"role": "user", "content": "higher"}], [{"role": "user", "content": "lower"}], []
+        ]  # fmt: skip
+        assert [turn["done"] for turn in turns] == [False, False, True]
+        assert [turn["done"] for turn in scored(row, "3", "4", max_turns=2)[2]] == [False, True]
+        first, second = (envs.make(row["env_class"], extras={**row, "max_turns": 4}) for _ in range(2))
+        for env in (first, second):
+            env.init(row["prompt"])
+        assert first.step("1")["reward"] == 0.0 and second.step("9")["reward"] == 1.0, "episodes are separate"
+        assert first.step("9")["reward"] == 0.5
+        first.close()
+        second.close()
+
+
+def nemo_gym(folder):
+    from difflib import SequenceMatcher
+
+    from skyrl_megatron.envs.packages.nemo_gym import rows
+
+    said = {"responses_create_params": {"input": [{"role": "user", "content": "Say abcd"}]}, "expected_answer": "abcd"}
+    (folder / "data.jsonl").write_text(json.dumps(said) + "\n")
+    with server(folder, VERIFYING) as url:
+        (row,) = rows(folder / "data.jsonl", url)
+        assert row["prompt"][0]["content"] == "Say abcd"
+        for answer in ("abcd", "abxx", "ABCD ", "zz"):
+            want = SequenceMatcher(None, answer.strip().lower(), "abcd").ratio()
+            assert math.isclose(scored(row, answer)[0][0], want), answer
+    refused("extra_info.row", lambda: envs.make(f"nemo-gym:{url}", extras={}))
+
+
+class server:
+    """A server of a package in a process of its own."""
+
+    def __init__(self, folder, source):
+        (folder / "serve.py").write_text(source)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.command = [sys.executable, str(folder / "serve.py"), str(self.port)]
+
+    def __enter__(self):
+        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 120
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return f"http://127.0.0.1:{self.port}"
+            except OSError:
+                time.sleep(0.2)
+        self.__exit__()
+        raise AssertionError("the server did not start")
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+
+if __name__ == "__main__":
+    {each.__name__: each for each in (reasoning_gym, verifiers, openenv, nemo_gym)}[sys.argv[1]](Path(sys.argv[2]))
+    print("PASSED")
