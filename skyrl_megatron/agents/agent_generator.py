@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from skyrl_megatron.agents.command_agent import END_S, AgentTask, CommandAgent
 from skyrl_megatron.agents.gateway import Gateway, OpenTrajectory
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule, trajectory_of
+from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError, with_origin
@@ -69,6 +70,8 @@ class AgentGenerator(ConfiguredGenerator):
     """vLLM's parser of thinking. None: thinking is a part of the text."""
     log_folder: str | Path | None = None
     """Folder of the log of calls; a run sets it. None: a temporary one, so that calls do not outlive the process."""
+    records: TrajectoryRecords | None = None
+    """Where the dashboard's trajectories are written; a run sets it. None: nowhere."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -94,7 +97,10 @@ class AgentGenerator(ConfiguredGenerator):
             await asyncio.wait(tasks, timeout=2 * END_S)
             raise
         output = make_generator_output(trajectories, input_batch["env_classes"], ids, self.generator_cfg)
-        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **running.gateway.metrics()}
+        counts = running.gateway.counts
+        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **counts.metrics()}
+        await self._keep(running, input_batch, ids)
+        counts.judge(self.generator_cfg.min_token_in_rate)
         return output
 
     # Hooks
@@ -166,8 +172,8 @@ class AgentGenerator(ConfiguredGenerator):
         id: TrajectoryID,
     ) -> Trajectory:
         metadata = batch.get("batch_metadata")
-        step, phase = (metadata.global_step, metadata.training_phase) if metadata else (0, "train")
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{phase}-{step}-{id.to_string()}")
+        step = metadata.global_step if metadata else 0
+        name = _name(batch, id)
         seeds = None if self.seed is None else (self.seed, id.instance_id, id.repetition_id, step)
         log = batch.get("trajectory_log")
         if log is not None and (stored := log.stored(id).trajectory) is not None:
@@ -178,9 +184,10 @@ class AgentGenerator(ConfiguredGenerator):
             )
             started = time.perf_counter()
             score = self._scorer(prompt, env_class, extras, id)
-            full = lambda: bool(opened.too_long)  # noqa: E731
-            task = AgentTask(prompt, extras, env_class, id, opened.access, self.timeout_s, score, full)
-            outcome = await self._outcome(task, opened)
+            task = AgentTask(
+                prompt, extras, env_class, id, opened.access, self.timeout_s, score, lambda: bool(opened.too_long)
+            )
+            outcome = opened.outcome = await self._outcome(task, opened)
             graph = await running.gateway.close(name)
             seconds = time.perf_counter() - started
             made = trajectory_of(graph, outcome, self.rule_of_rows(), end_token=self.chat.end_token, seconds=seconds)
@@ -193,6 +200,24 @@ class AgentGenerator(ConfiguredGenerator):
             await log.finished(id, made)
         running.finished.append(name)
         return made
+
+    async def _keep(self, running: _Running, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> None:
+        """Write some trajectories of a training batch for the dashboard."""
+        metadata = batch.get("batch_metadata")
+        if self.records is None or metadata is None or metadata.training_phase != "train":
+            return
+        for id in self.records.chosen(metadata.global_step, ids):
+            opened = running.gateway.trajectories.get(_name(batch, id))
+            if opened is not None and opened.outcome is not None:
+                args = (
+                    metadata.global_step,
+                    id,
+                    opened.graph,
+                    opened.outcome,
+                    self.rule_of_rows(),
+                    opened.first_unmatched,
+                )
+                await asyncio.to_thread(self.records.write, *args)
 
     async def _outcome(self, task: AgentTask, opened: OpenTrajectory) -> Outcome:
         """Run the agent. A last call that failed or was too long decides over what the agent returned."""
@@ -227,6 +252,13 @@ class AgentGenerator(ConfiguredGenerator):
             return float(await self.pool.run(score, text))
 
         return run
+
+
+def _name(batch: GeneratorInput, id: TrajectoryID) -> str:
+    """Return the name of a trajectory in the gateway."""
+    metadata = batch.get("batch_metadata")
+    step, phase = (metadata.global_step, metadata.training_phase) if metadata else (0, "train")
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{phase}-{step}-{id.to_string()}")
 
 
 def _as_outcome(found: Outcome | float, task: AgentTask) -> Outcome:

@@ -3,8 +3,8 @@
 Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``, and on
 the sets of ``data.eval_sets``. The model is a Hugging Face folder or name, or a checkpoint ``global_step_N`` of a run.
 Checkpoints and exports of step N are sampled with the seeds of step N, so the scores are those of the run. Starts
-engines and environments, but no trainer. ``--check`` reports whether the configuration can run, and starts nothing;
-``--show-config`` adds the resolved configuration.
+engines and environments, but no trainer. ``--check`` reports whether the configuration can run, and starts nothing (it
+converts a checkpoint for that); ``--show-config`` adds the resolved configuration.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     if any(arg.partition("=")[0] == "--check" for arg in args):
-        return check.run(args, training=False)
+        return run_command(lambda: _check(args))
     return run_command(lambda: _evaluate(args), beats=True)
+
+
+def _check(args: Sequence[str]) -> int:
+    with _hugging_face_folder(args) as (args, _):
+        return check.run(args, training=False)
 
 
 def _evaluate(args: Sequence[str]) -> int:
     began = time.perf_counter()
     with _hugging_face_folder(args) as (args, step):
-        _score(args, step, began)
+        score_model(args, step, began)
     return 0
 
 
@@ -77,10 +82,12 @@ def _hugging_face_folder(args: Sequence[str]) -> Iterator[tuple[Sequence[str], i
             export_megatron(path, Path(folder) / "policy")
         except BridgeError as error:
             raise ConfigError([Problem(MODEL, str(path), str(error))]) from error
-        yield [*args, f"{MODEL}={folder}/policy"], step
+        others = [arg for arg in args if not arg.startswith(f"{MODEL}=")]
+        yield [*others, f"{MODEL}={folder}/policy"], step
 
 
-def _score(args: Sequence[str], step: int, began: float) -> None:
+def score_model(args: Sequence[str], step: int = 0, began: float | None = None) -> None:
+    """Evaluate the Hugging Face model of ``args`` as step ``step``, and log and print the scores."""
     cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.evaluate import evaluate

@@ -107,6 +107,7 @@ class Episode:
         self.stop_reason = "stop"
         self.error: str | None = None
         self.metrics: dict[str, Any] = {}
+        self.parsed_answer: Any = None
         self.closed = False
         self.recorded: list[RecordedTurn] = []
         self.part: Generation | None = None
@@ -231,6 +232,8 @@ class Episode:
         last = self.turns >= self.config.max_turns
         step = await self._in_pool(self._step, text, last)
         reward = self._reward_of(step)
+        metadata = step.get("metadata") or {}
+        self.parsed_answer = metadata.get("parsed_answer", metadata.get("pred"))
         if self.recording:
             self._record(generation, step, llm_seconds)
         rewritten = step.get("postprocessed_action")
@@ -255,6 +258,7 @@ class Episode:
         await self.close()
         rows = self._rows()
         rows[-1].env_metrics, rows[-1].error = self.metrics, self.error
+        rows[-1].parsed_answer = None if self.parsed_answer is None else str(self.parsed_answer)
         return Trajectory(
             rows,
             self.turns,

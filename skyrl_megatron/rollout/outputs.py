@@ -275,6 +275,7 @@ def make_generator_output(
         "rollout_support": None if all(row is None for row in supports) else supports,
         "rollout_versions": [row.versions for row in rows],
         "env_metrics": [row.env_metrics for row in rows],
+        "parsed_answers": [row.parsed_answer for row in rows],
         "errors": [row.error for row in rows],
         "is_last_step": None,
     }
@@ -415,6 +416,22 @@ def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
                 )
             parts[row, place] = float(value)
     return parts
+
+
+def observation_mask(output: GeneratorOutput, batch: TrainingBatch) -> torch.Tensor:
+    """Return [B, T] float32: 1 on response tokens of ``batch`` that were not sampled; 0 in rows that failed.
+
+    Which tokens were sampled is known from ``rollout_versions``, else from the loss masks of the generator.
+    """
+    spans, mask = output.get("rollout_versions"), batch.response_mask.clone()
+    width = mask.shape[1]
+    for row, response in enumerate(output["response_ids"]):
+        first = width - len(response)
+        if spans is None:
+            mask[row, first:] *= 1 - torch.as_tensor(np.asarray(output["loss_masks"][row], np.float32))
+        for _, begin, end in spans[row] if spans is not None else ():
+            mask[row, first + begin : first + end] = 0.0
+    return mask
 
 
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 DATASET_KEY = "data_source"
 """Column of a row that names its dataset."""
-ANSWER_KEY = "answer"
-"""Metric of an environment with the answer that it read from the response, for majority votes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +178,10 @@ def _group_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: An
 
 
 def _answer(output: GeneratorOutput, row: int, tokenizer: Any) -> str:
-    """Return the answer of a row: the environment's metric ``answer``, or else the text of the last turn."""
-    measured = output.get("env_metrics")
-    if measured and ANSWER_KEY in measured[row]:
-        return str(measured[row][ANSWER_KEY])
+    """Return the answer of a row: what the environment read from it, or else the text of the last turn."""
+    parsed = output.get("parsed_answers")
+    if parsed and (answer := parsed[row]) is not None:
+        return answer
     mask = np.asarray(output["loss_masks"][row]) > 0
     if not mask.any():  # overlong responses are masked
         mask = np.ones_like(mask)

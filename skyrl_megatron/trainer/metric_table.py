@@ -39,6 +39,9 @@ TABLE = (
     Metric("eval/adapter/**", "reward", "The same scores for the held-out prompts of one adapter"),
     Metric("eval/*/*/*", "reward or share", "The scores of a set of `data.eval_sets` for one value of its `group_by`"),
     Metric("adapter/**", "as the metric", "The metric for one named adapter"),
+    Metric(
+        "environment/outcome_*", "share", "Trajectories of agents that ended so", "infrastructure: read console.log"
+    ),
     Metric("environment/*", "environment's", "Metrics that the environments report and aggregate"),
     # rollout
     Metric(
@@ -81,6 +84,21 @@ TABLE = (
         "Time of a trajectory: total, waiting for the engine, waiting for the environment, other",
         "env above llm: environments are the bottleneck",
     ),
+    # agents
+    Metric(
+        "agents/token_in_rate",
+        "share",
+        "Agents' calls whose prompt has every earlier answer as the tokens that were sampled",
+        "below 1: the agent rewrites answers; console.log and the dashboard show the first",
+    ),
+    Metric("agents/calls", "calls", "Calls of agents that were sampled"),
+    Metric("agents/unmatched", "calls", "Of them, those with an answer in the prompt that was not sampled"),
+    Metric("agents/retries", "calls", "Calls that got an earlier answer"),
+    Metric(
+        "agents/unattributed", "calls", "Calls without the key of their trajectory", "above 0: an agent has no key"
+    ),
+    Metric("agents/refused", "calls", "Those, and calls of trajectories that had ended"),
+    Metric("agents/own_ms_*", "ms", "Time of a call in the gateway, without sampling", "above 20: too many agents"),
     # loss and update
     Metric("loss/avg_final_rewards", "reward", "Mean reward after penalties"),
     Metric(
@@ -93,6 +111,7 @@ TABLE = (
     Metric("loss/kl_coef", "", "Coefficient of the KL term in the reward"),
     Metric("policy/final_loss", "", "Loss with all its terms"),
     Metric("policy/policy_loss", "", "Policy-gradient loss without other terms"),
+    Metric("policy/observation_loss", "nats", "Cross-entropy of the environment's tokens"),
     Metric(
         "policy/policy_entropy",
         "nats",

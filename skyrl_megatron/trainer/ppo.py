@@ -30,7 +30,12 @@ from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
-from skyrl_megatron.rollout.outputs import prepare_generator_input, reward_parts, to_training_batch
+from skyrl_megatron.rollout.outputs import (
+    observation_mask,
+    prepare_generator_input,
+    reward_parts,
+    to_training_batch,
+)
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
@@ -180,11 +185,15 @@ class RayPPOTrainer(TrainingRun):
         batch.metadata[PROMPT_UIDS] = uids
         if (weights := self.cfg.trainer.algorithm.gdpo_weights) and self._estimates_with("gdpo"):
             batch.reward_parts = reward_parts(generator_output, list(weights))
+        if self.cfg.trainer.algorithm.observation_loss_coef:
+            batch.observation_mask = observation_mask(generator_output, batch)
         batch.adapters = self._adapters_of(uids)
         if batch.rollout_routes:
             self.metrics["generate/route_bytes_per_sample"] = route_bytes(batch) / len(batch)
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
+        if batch.observation_mask is not None:
+            batch.observation_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
         if self.cfg.trainer.dump_data_batch:
             path = dump_path(self.cfg, self.global_step + 1)
@@ -210,6 +219,11 @@ class RayPPOTrainer(TrainingRun):
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
         algorithm = self.cfg.trainer.algorithm
+        if (column := algorithm.distillation.demonstration) is not None:
+            hints = self.train_dataset.hints_of(batch.metadata[PROMPT_UIDS], column)
+            tokens = {hint: self.train_dataset.hint_tokens(hint) for hint in dict.fromkeys(hints)}
+            with self.phases("teacher"):
+                self.teachers.score_by_policy(batch, [tokens[hint] for hint in hints])
         in_reward = algorithm.use_kl_in_reward or bool(algorithm.distillation.reward_coef)
         read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
         if self._replays_own_routes:

@@ -13,11 +13,13 @@ The trainer calls a source at fixed points of the run: :meth:`~PromptRollouts.op
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups, measured_rewards
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
 from skyrl_megatron.trainer.oversampling import OversampledGroups
@@ -186,6 +188,14 @@ class OversampledRollouts(AgedRollouts):
         )
         self._taken: dict[int, str] = {}
         self._dropped: list[int] = []
+        generator = trainer.generator
+        if generator is not None and not isinstance(generator, SkyRLGymGenerator):
+            warnings.warn(
+                f"trainer.oversampling.ratio={given.ratio}: {type(generator).__name__} finishes all trajectories that"
+                " it starts, so steps take longer, not shorter: set it to 0",
+                SkyRLMegatronWarning,
+                stacklevel=2,
+            )
 
     def sample(self) -> tuple[GeneratorOutput, list[str]]:
         """Return the rows of the first complete groups and the uid of each row."""

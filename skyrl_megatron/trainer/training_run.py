@@ -130,6 +130,7 @@ class TrainingRun:
         self.phases, self.start_up = Phases(self._role_bytes), StartUp(tracker.say)
         self.memory_forecast = MemoryForecast()
         self.watch, self.stragglers = RunRecorder(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
+        self.watch.follow(generator)
         self.learning_signal = LearningSignal()
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the current step."""

@@ -94,6 +94,15 @@ def error_kept(old, rollout, mask, limit):
     return kept
 
 
+def observation_loss(log_probs, mask):
+    """arXiv:2605.24517: the mean cross-entropy of all tokens of the environment, and its gradient."""
+    tokens = [
+        p for row, valid in zip(log_probs, mask, strict=True) for p, counts in zip(row, valid, strict=True) if counts
+    ]
+    gradient = [[-counts / max(len(tokens), 1) for counts in valid] for valid in mask]
+    return -sum(tokens) / max(len(tokens), 1), gradient
+
+
 def seq_mask_tis(old, rollout, mask, low, high):
     """Kept rows (geometric mean of r within bounds), and r of each token, which weighs its loss."""
     kept, weights = [], []
@@ -144,6 +153,7 @@ def cases():
                     "overlong": overlong(lengths, 10, 4),
                     "relative": relative(lengths, scores, uids),
                     "error_kept": error_kept(old, rollout, mask, 1.5),
+                    "observation_loss": observation_loss(old, [[1 - each for each in row] for row in mask])[0],
                     "seq_mask_kept": kept,
                     "seq_mask_weights": weights_of_tokens,
                 }

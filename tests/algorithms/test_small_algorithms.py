@@ -232,3 +232,102 @@ def test_rae_has_the_sign_of_improvement():
     means = {"loser": -1.0, "winner": 1.0}
     found = rae_scores(tensor([-0.5, 0.5, -1.0]), ["loser", "winner", "loser"], means, 0.5)
     assert found[0] > 0 > found[1] and found[2] < 0  # both got half: better than usual for one, worse for the other
+
+
+def objective_of(case, coef, observed=True, parts=1):
+    """Loss and gradient of a step whose tokens are cut into micro-batches; what is not trained is an observation."""
+    import torch
+
+    from skyrl_megatron.algorithms.objective import PolicyObjective
+
+    mask = tensor(case["mask"])
+    config = algorithm_config(use_kl_loss=False, policy_loss_type="regular", observation_loss_coef=coef)
+    objective = PolicyObjective(config)
+    given = {"old_log_probs": tensor(case["old"]), "rollout_log_probs": tensor(case["rollout"])}
+    seen = {"observation_mask": 1 - mask} if observed else {}
+    totals = objective.totals(mask, uids=case["uids"], **given, **seen)
+    log_probs = tensor(case["old"]).requires_grad_()
+    loss, terms = 0.0, []
+    for rows in torch.arange(len(mask)).chunk(parts):
+        cut = {name: values[rows] for name, values in (given | seen).items()}
+        part, metrics = objective(
+            totals, log_probs[rows], mask[rows], mask[rows], uids=[case["uids"][row] for row in rows.tolist()], **cut
+        )
+        loss, terms = loss + part, [*terms, metrics.get("observation_loss")]
+    loss.backward()
+    return loss.item(), log_probs.grad, terms
+
+
+def test_the_loss_of_observations(case):
+    """Its value, its gradient (which leaves the policy's alone), and its independence of micro-batches."""
+    expected, gradient = plain_forms.observation_loss(
+        case["old"], [[1 - each for each in row] for row in case["mask"]]
+    )
+    assert expected == pytest.approx(case["expected"]["observation_loss"], rel=1e-12)
+    plain, without, _ = objective_of(case, 0.0)
+    value, found, terms = objective_of(case, 0.25)
+    assert value - plain == pytest.approx(0.25 * expected, rel=1e-9)
+    assert (found - without - 0.25 * tensor(gradient)).abs().max() <= 1e-12
+    assert float(terms[0].sum / terms[0].weight) == pytest.approx(expected, rel=1e-9)
+    cut, in_parts, _ = objective_of(case, 0.25, parts=3)
+    assert cut == pytest.approx(value, rel=1e-9) and (in_parts - found).abs().max() <= 1e-12
+    nothing, unchanged, _ = objective_of(case, 0.25, observed=False)
+    assert nothing == plain and (unchanged == without).all()
+
+
+def test_observations_are_what_was_not_sampled():
+    """By the sampled spans, also where a filter has masked the whole response; rows that failed have none."""
+    from skyrl_megatron.data.packing import parts_with_trained_tokens, rows_with_trained_tokens
+    from skyrl_megatron.rollout.outputs import observation_mask, to_training_batch
+
+    output = {
+        "prompt_token_ids": [[1]] * 3,
+        "response_ids": [[5, 6, 7, 8], [5, 6], [9]],
+        "rewards": [[0.0, 0.0, 0.0, 1.0], [0.0, 1.0], [0.0]],
+        "loss_masks": [[1, 0, 0, 1], [0, 0], [0]],
+        "stop_reasons": ["stop", "length", "error"],
+        "rollout_logprobs": None,
+        "rollout_versions": [[("0", 0, 1), ("0", 3, 4)], [("0", 0, 1)], []],
+        "errors": [None, None, "failed"],
+        "rollout_metrics": None,
+    }
+    batch = to_training_batch(output, ["a", "a", "b"])
+    batch.observation_mask = observation_mask(output, batch)
+    assert batch.observation_mask.tolist() == [[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
+    assert len(rows_with_trained_tokens(batch)) == 2  # the second teaches by its observation alone
+    assert len(parts_with_trained_tokens([batch.select([0]), batch.select([1]), batch.select([2])])) == 2
+    del output["rollout_versions"]
+    assert observation_mask(output, batch).tolist()[0] == [0, 1, 1, 0]
+
+
+def test_a_hint_is_before_the_prompt_and_nothing_else_moves():
+    import torch
+
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.trainer.teachers import with_hints
+
+    batch = collate([[1, 2], [3]], [[4, 5, 6], [7]], uids=["a", "b"], rewards=[0.0, 1.0])
+    hinted = with_hints(batch, [[90], [91, 92, 93, 94]])
+    assert hinted.sequences.tolist() == [[90, 1, 2, 4, 5, 6], [91, 92, 93, 94, 3, 7]]
+    assert hinted.attention_mask.all() and torch.equal(hinted.response_mask, batch.response_mask)
+    short = with_hints(batch, [[], [91]])
+    assert short.sequences.tolist() == [[1, 2, 4, 5, 6], [0, 0, 91, 3, 7]]
+    assert short.attention_mask.tolist() == [[True] * 5, [False, False, True, True, True]]
+
+
+def test_hints_of_rows(tmp_path):
+    from transformers import AutoTokenizer
+
+    from skyrl_megatron.data.prompts import PromptDataset
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron.errors import DataError
+
+    tokenizer = AutoTokenizer.from_pretrained(write_embedded_model(tmp_path / "model"))
+    rows = [{"prompt": [{"role": "user", "content": "1+2"}], "hint": hint} for hint in ("it is 3", None)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = PromptDataset(str(tmp_path / "rows.jsonl"), tokenizer, max_prompt_length=32)
+    assert prompts.hints_of(["0", "0"], "hint") == ["it is 3"] * 2 and prompts.roles_of(["0", "1"]) == ["", ""]
+    assert tokenizer.decode(prompts.hint_tokens("it is 3")) == "<|system|>it is 3<|end|>"
+    for uid, column in (("1", "hint"), ("0", "proof")):
+        with pytest.raises(DataError, match=rf"needs text in the column '{column}', the row has None"):
+            prompts.hints_of([uid], column)

@@ -231,3 +231,19 @@ def test_what_contradicts_kept_prompts(keys, named):
     keys = {"trainer.oversampling.ratio": 0.5} | keys
     cfg = SkyRLTrainConfig.from_cli_overrides([f"{key}={value}" for key, value in keys.items()])
     assert [problem.key for problem in oversampling_problems(cfg)] == named
+
+
+def test_generators_that_finish_everything_are_named():
+    from types import SimpleNamespace
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.trainer.rollout_source import OversampledRollouts
+
+    class Own:
+        pass
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.oversampling.ratio=0.5"])
+    loader = SimpleNamespace(prompt=None, ready=None)
+    with pytest.warns(SkyRLMegatronWarning, match="Own finishes all trajectories that it starts"):
+        OversampledRollouts(SimpleNamespace(cfg=cfg, train_dataloader=loader, generator=Own()))

@@ -111,6 +111,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
     # ------------------------------------------------------------ rollouts
     IneffectiveSetting(
+        "generator.name=skyrl_gym runs no agents",
+        f"{_G}min_token_in_rate",
+        lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
+    ),
+    IneffectiveSetting(
         "generator.name is not agent", f"{_G}agent.", lambda cfg, hardware: cfg.generator.name != "agent"
     ),
     # ------------------------------------------------------------ fully asynchronous rollouts
@@ -169,8 +174,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting(
         "the run has no teacher: set trainer.teacher.model.path or trainer.teacher.models",
-        f"{_A}distillation.",
-        lambda cfg, hardware: not has_teacher(cfg),
+        _in_all(f"{_A}distillation.", "reward_coef loss_coef top_k beta renormalize divergence_alone"),
+        lambda cfg, hardware: not has_teacher(cfg) and cfg.trainer.algorithm.distillation.demonstration is None,
     ),
     IneffectiveSetting(
         "distillation.loss_coef is 0",

@@ -117,6 +117,17 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("generator.max_input_length", context, fix)
     elif context < prompt:
         yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
+    if coef := cfg.trainer.algorithm.observation_loss_coef:
+        key, cut = "trainer.algorithm.observation_loss_coef", truncations(generator.sampling_params)
+        if generator.max_turns == 1 and generator.name == "skyrl_gym":
+            yield Problem(
+                key, coef, "with generator.max_turns=1 there are no observations: allow more, or set it to 0"
+            )
+        if cut:
+            fix = (
+                f"needs log-probs over the whole vocabulary: remove generator.sampling_params.{cut[0]}, or set it to 0"
+            )
+            yield Problem(key, coef, fix)
     if generator.merge_stepwise_output:
         if not generator.step_wise_trajectories:
             fix = "needs step-wise trajectories: set generator.step_wise_trajectories=true"

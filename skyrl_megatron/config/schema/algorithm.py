@@ -182,6 +182,9 @@ class DistillationConfig(BaseConfig):
     """0: KL(teacher ‖ student). 1: KL(student ‖ teacher). In between: the generalised Jensen-Shannon divergence."""
     renormalize: bool = False
     """Scale the probabilities of the `top_k` tokens to a sum of 1, without a token for all others."""
+    demonstration: str | None = None
+    """Column with the teacher's hint. The teacher is then the policy itself, which reads the hint, such as a worked
+    solution, as a system message before the prompt (OPSD, arXiv:2601.18734)."""
     divergence_alone: bool = False
     """The divergence is the whole policy loss, without a policy gradient."""
 
@@ -270,6 +273,9 @@ class AlgorithmConfig(BaseConfig):
     length_penalty: dict[str, Any] = field(default_factory=dict)
     """Of long responses. `{type: overlong, max_length: 4096, buffer: 1024}` or `{type: relative}`, with `coef`
     (docs/guides/algorithms.md). It is subtracted from the rewards."""
+    observation_loss_coef: NonNegative = 0.0
+    """Weight of the cross-entropy of observations. It is the mean over all tokens of the environment in an optimizer
+    step (ECHO, arXiv:2605.24517). Rows whose rewards teach nothing count too."""
     m2po_threshold: Positive = 0.04
     """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
@@ -278,7 +284,7 @@ class AlgorithmConfig(BaseConfig):
     gae: GAEConfig = field(default_factory=GAEConfig)
     """Settings of the estimator `gae`."""
     skip_untrained_tokens: bool = True
-    """`gae` and `reinforce++` skip untrained tokens (tool outputs, user turns, masked responses): the next step of a
+    """`gae` and `reinforce++` skip untrained tokens (tool outputs, user turns, masked responses). The next step of a
     trained token is the next trained token, a reward in between is added to the first, and only trained tokens are
     whitened. False: values and rewards pass through all tokens, as in SkyRL, although the critic is not trained on
     all of them."""

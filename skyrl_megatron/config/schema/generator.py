@@ -21,7 +21,7 @@ class DataConfig(BaseConfig):
     val_data: list[str] = field(default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")])
     """Evaluation prompts, in the same forms. An empty list turns evaluation off."""
     eval_sets: dict[str, Any] = field(default_factory=dict)
-    """More evaluation sets, by name (docs/guides/data.md). `{hard: {data: [FILE], n: 4, temperature: 0.7}}`: four
+    """More evaluation sets (docs/guides/data.md). `{hard: {data: [FILE], n: 4, temperature: 0.7}}`: four
     responses to each prompt of a file, scored as `eval/hard/…`."""
     sampler: str = "shuffle"
     """Order of the prompts: `shuffle` (anew each epoch), `in_order`, `mixture` (data sets by weight), `list`,
@@ -293,3 +293,5 @@ class GeneratorConfig(BaseConfig):
     """The generator: `skyrl_gym`, `agent`, or one that a plugin registered."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """The agent."""
+    min_token_in_rate: Annotated[float, Bounds(0, 1)] = 0.9
+    """Of agents. Below it, the run stops."""

@@ -22,6 +22,7 @@ def loss(cfg):
     mask = torch.ones(4, 6)
     mask[0, 4:] = mask[2, 2:] = 0
     inputs = {"old_log_probs": old, "rollout_log_probs": rollout, "uids": ["a", "a", "b", "b"]}
+    inputs["observation_mask"] = 1 - mask
     seed_random_picks(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -34,6 +34,21 @@ def samples(cfg):
     return plain, sorted(engine.prompts.items()), engine.sampling, sorted(map(len, engine.calls))
 
 
+def judgement(cfg):
+    """What the run says of agents of which one call in 25 has an answer that was not sampled."""
+    from skyrl_megatron.agents.call_counts import CallCounts
+    from skyrl_megatron.errors import DataError
+
+    counts = CallCounts()
+    for number in range(50):
+        counts.sampled(0.0, unmatched=number % 25 == 0)
+    try:
+        counts.judge(cfg.generator.min_token_in_rate)
+    except DataError as error:
+        return str(error)
+    return "goes on"
+
+
 def workers(cfg):
     """How many environments work at a time, and for how long."""
     from skyrl_megatron.envs.env_pool import EnvPool

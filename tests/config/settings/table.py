@@ -103,6 +103,7 @@ OBJECTIVE = {
     f"{A}zero_variance_filter": Row(True, objective.advantages),
     f"{A}gdpo_weights": Row({"right": 2.0, "short": 0.5}, objective.advantages, TWO_REWARDS),
     f"{A}rae_decay": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "rae"}),
+    f"{A}observation_loss_coef": Row(0.5, objective.loss),
     f"{A}length_penalty": Row({"type": "relative"}, objective.advantages),
     f"{C}sequence_error_high": Row(1.1, objective.loss),
     f"{A}gamma": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "reinforce++"}),
@@ -237,6 +238,7 @@ ROLLOUT = {
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
+    f"{G}min_token_in_rate": Row(0.99, rollout.judgement, {f"{G}name": "tests_generator"}),
     f"{G}agent.command": Row(["other"], rollout.agent, AGENT),
     f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
     f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
@@ -414,6 +416,7 @@ REFUSED_BY_RANKS = {
 REFUSED = {
     f"{P}model.lora.adapter_path": "/no/such",
     f"{T}ref.model.lora.rank": 8,
+    f"{A}distillation.demonstration": "hint",
     f"{T}teacher.model.path": "/model",
     f"{T}teacher.models": {"a": "/model"},
     f"{M}moe_token_dispatcher_type": "allgather",
