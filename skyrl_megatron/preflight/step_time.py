@@ -314,12 +314,13 @@ def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[T
     recompute = forward.times(again)
     waits = (forward + backward + recompute).times(found.bubbles)
     kept = role.model.recompute.granularity or "none"
+    left_out = ", without Muon's products" if role.model.settings.optimizer_config.optimizer == "muon" else ""
     return [
         Term("forward", {TRAIN: forward}),
         Term("backward", {TRAIN: backward}),
         Term("recomputation", {TRAIN: recompute}, f"{kept}: {again:.0%} of the forward pass"),
         Term("bubbles", {TRAIN: waits}, f"{found.bubbles:.0%} of the passes"),
-        Term("optimizer", {TRAIN: _optimizer(role).times(times)}, f"{times} steps"),
+        Term("optimizer", {TRAIN: _optimizer(role).times(times)}, f"{times} steps{left_out}"),
     ]
 
 

@@ -130,6 +130,11 @@ RULES = {
         "two numbers",
     ),
     "min_lr above lr": (["trainer.policy.optimizer_config.min_lr=1"], "trainer.policy.optimizer_config.min_lr", "lr="),
+    "AdamW's rate without Muon's": (
+        [*MUON, "trainer.policy.optimizer_config.lr=0", "trainer.policy.optimizer_config.adam_lr=1e-5"],
+        "trainer.policy.optimizer_config.adam_lr",
+        "set lr too",
+    ),
     "unknown field of Muon": (
         [*MUON, f"{O}muon_use_nesterov=true"],
         f"{O}muon_use_nesterov",

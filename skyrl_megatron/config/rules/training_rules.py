@@ -215,6 +215,9 @@ def _optimizers(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem(f"{section}.adam_betas", betas, "must be two numbers, each at least 0 and below 1")
         if optimizer.min_lr > optimizer.lr:
             yield Problem(f"{section}.min_lr", optimizer.min_lr, f"must be at most lr={optimizer.lr}")
+        if optimizer.optimizer == "muon" and optimizer.adam_lr and not optimizer.lr:
+            fix = "is a ratio to the schedule's rate, which is 0: set lr too, or remove this key"
+            yield Problem(f"{section}.adam_lr", optimizer.adam_lr, fix)
         decay, warmup = optimizer.num_decay_steps, optimizer.num_warmup_steps
         if decay is not None and decay <= warmup:
             yield Problem(f"{section}.num_decay_steps", decay, f"must exceed num_warmup_steps={warmup}")
