@@ -69,7 +69,7 @@ class BasePPOExp:
             self.train_dataset = self.get_train_dataset()
             self.eval_dataset = self.get_eval_dataset()
         sizes = [0 if dataset is None else len(dataset) for dataset in (self.train_dataset, self.eval_dataset)]
-        self.start_up.done(f"data: {sizes[0]} prompts to train on, {sizes[1]} to evaluate on")
+        self.start_up.done(f"data: {sizes[0]} rows to train on, {sizes[1]} to evaluate on")
         self.colocate_pg: Placement | None = None
         self.engines: InferenceEngineClient | None = None
         self.trainer: RayPPOTrainer | None = None
@@ -172,7 +172,7 @@ class BasePPOExp:
         trainer.on_paper = StepComparison(self.cfg, tracker.say)
         return trainer
 
-    def start_engines(self) -> InferenceEngineClient:
+    def start_engines(self) -> InferenceEngineClient | None:
         """Reserve the run's placement group, and create the engines in it."""
         self.colocate_pg = create_placement(self.cfg, training=self.trains)
         roles = [role for role in self.colocate_pg.allocations if role != "engines"] or ["policy"]

@@ -88,7 +88,7 @@ class StopSignal:
         return StopRequested(self._number)
 
 
-SCORE = "eval/all/avg_score"
+SCORE, LOSS = "eval/all/avg_score", "eval/all/loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
         limit,
         found.folder,
         log=not own,
-        evaluation=evaluates and not any(line.get(SCORE) is not None for line in own),
+        evaluation=evaluates and not any(line.get(name) is not None for line in own for name in (SCORE, LOSS)),
         exports=tuple(_missing_exports(cfg, found.step)),
     )
 
