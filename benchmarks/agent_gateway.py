@@ -87,7 +87,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     before = time.process_time()
     captured = await clients(args, port, targets, tokens=0)
     cpu_ms = (time.process_time() - before) / len(captured) * 1e3
-    metrics = gateway.metrics()
+    metrics = gateway.counts.metrics()
     await gateway.stop()
     server = HttpServer(build_app(engine, "policy", "token"), "127.0.0.1", 0)
     await server.start()

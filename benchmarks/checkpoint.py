@@ -61,7 +61,7 @@ def build(gigabytes: float) -> Any:
     ]
     settings: Any = types.SimpleNamespace(
         lr=1e-3, min_lr=0.0, weight_decay=0.0, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
-        num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False,
+        num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False, optimizer="adam",
     )  # fmt: skip
     optimizer = build_optimizer(
         chunks, settings, {}, groups, params_dtype=torch.bfloat16, use_distributed_optimizer=True,

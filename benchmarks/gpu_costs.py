@@ -1,11 +1,11 @@
 """What the settings of a GPU run are worth: on paper, and measured on one GPU against the setting they replace.
 
-    python benchmarks/gpu_costs.py [--layers 2] [--only gradients,allocator,…] [--paper]
+    python benchmarks/gpu_costs.py [--layers 2] [--only gradients] [--paper]
 
 On paper: Qwen3-30B-A3B as its recipe has it, on 8 H100, from what ``--check`` counts and the published peaks below.
 ``tests/runtime/test_gpu_costs.py`` asserts the counts. Measured: ``gpu_train.py`` with one setting changed at a time,
-in a process each; the rival is the setting in the first column. Without a GPU only the paper is printed; ``--smoke``
-tries one pair on a CPU.
+in a process each; the rival is the setting in the first column. ``gpu_pairs.py`` and ``gpu_exchange.py`` measure what
+no setting of ``gpu_train.py`` shows. Without a GPU only the paper is printed; ``--smoke`` tries a pair on a CPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 HBM, PCIE, HOST = 3.35e12, 50e9, 400e9
 """Bytes/s of an H100's memory, of its PCIe 5 link as measured with pinned memory, of a node's memory."""
+NVLINK = 300e9
+"""Bytes/s that a GPU sends in an all-to-all over NVLink 4: two thirds of the 450 GB/s of one direction."""
 LAUNCH = 10e-6
 """Seconds of the host for an operation that Python starts: 5 to 20 µs."""
 ADAM_BYTES = 28
@@ -105,6 +106,21 @@ def on_paper() -> Iterator[OnPaper]:
         updates * max(copies, all_cores),
     )
 
+    exchanges, sent = 4 * layers, 8 * 2 * 2048 * (GPUS - 1) / GPUS  # bytes of a token's 8 copies that leave the rank
+    whole = exchanges * tokens * sent / NVLINK
+    yield OnPaper(
+        "exchange of experts beside a micro-batch",
+        "exchanges that nothing overlaps",
+        exchanges * micro_batches,
+        exchanges * updates,
+        whole,
+        whole * updates / micro_batches,
+    )
+    ranks_met = GPUS * (1 - (1 - 1 / GPUS) ** 8)
+    yield OnPaper(
+        "DeepEP: a token once to a rank", "copies of 1,000 tokens", 8e3, ranks_met * 1e3, whole, whole * ranks_met / 8
+    )
+
     optimizer = model.state(0).optimizer  # type: ignore[attr-defined]
     yield OnPaper(
         "offload of the optimizer, started early",
@@ -152,18 +168,26 @@ class Pair:
     """The measurement of ``gpu_train.py`` in which they differ: a part of ``ms``, or another name."""
     variables: dict[str, str] = field(default_factory=dict)
     """Of the first alone."""
-    needs_te: bool = False
+    needs: tuple[str, ...] = ()
+    """Of ``tests/gpu/installed.py``; without a GPU, ``--smoke`` runs those that do not need one."""
 
 
 M = "trainer.policy.megatron_config."
 K, O = f"{M}transformer_config_kwargs.", f"{M}optimizer_config_kwargs."  # noqa: E741
 HOST_ADAM = (f"{O}optimizer_cpu_offload=true", f"{O}optimizer_offload_fraction=0.5")
 SETTINGS = (
-    Pair("gradients", (f"{K}gradient_accumulation_fusion=false",), (), "forward_backward", needs_te=True),
+    Pair("gradients", (f"{K}gradient_accumulation_fusion=false",), (), "forward_backward", needs=("te", "gpu")),
     Pair("recompute", ("trainer.gradient_checkpointing=true",), (), "forward_backward"),
-    Pair("allocator", (), (), "peak_reserved_GiB", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
-    Pair("host_threads", HOST_ADAM, HOST_ADAM, "optim_step", {"OMP_NUM_THREADS": "1"}),
-    Pair("host_copies", (*HOST_ADAM, f"{O}overlap_cpu_optimizer_d2h_h2d=false"), HOST_ADAM, "optim_step"),
+    Pair("caches", (f"{M}empty_cuda_cache=true",), (), "step_ms"),
+    Pair("allocator", (), (), "peak_reserved_GiB", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, ("gpu",)),
+    Pair("host_threads", HOST_ADAM, HOST_ADAM, "optim_step", {"OMP_NUM_THREADS": "1"}, ("gpu",)),
+    Pair(
+        "host_copies",
+        (*HOST_ADAM, f"{O}overlap_cpu_optimizer_d2h_h2d=false"),
+        HOST_ADAM,
+        "optim_step",
+        needs=("gpu",),
+    ),
 )
 
 
@@ -181,66 +205,44 @@ def measured(pair: Pair, arguments: list[str]) -> dict[str, float]:
     return {"before": found[0], "after": found[1], "ratio": round(found[1] / found[0], 3)}
 
 
-def delta_rule(tokens: int) -> dict[str, float]:
-    """Milliseconds of forward and backward of the rule in bf16, heads of Qwen3-Next: ours, and the kernels'."""
-    import torch
-    from gpu_kernels import median_seconds
-
-    from skyrl_megatron import device
-    from skyrl_megatron.runtime.model import delta_kernels
-    from skyrl_megatron.runtime.model import delta_rule as ours
-
-    place, lengths = device.device(), (tokens,)
-    shapes = [(16, 128), (16, 128), (16, 2, 128), (16, 2), (16, 2)]
-    given = [torch.rand(tokens, *shape, device=place, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
-    starts, plan = delta_kernels.sequence_starts(lengths, place), ours.chunk_plan(lengths, place)
-
-    def run(rule: Callable[[], torch.Tensor]) -> None:
-        rule().sum().backward()
-
-    q, k, v, g, beta = given
-    slow = lambda: ours.gated_delta_rule(ours.l2_normalize(q), ours.l2_normalize(k), v, -g, beta, plan)[0]  # noqa: E731
-    fast = lambda: delta_kernels.gated_delta_rule(q, k, v, -g.float(), beta, starts)  # noqa: E731
-    before, after = (median_seconds(partial(run, rule), 5) * 1e3 for rule in (slow, fast))
-    return {"before": round(before, 2), "after": round(after, 2), "ratio": round(after / before, 3)}
-
-
 def main() -> None:
     from smoke import parse
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--only", default="", help="names of pairs, separated by commas")
+    parser.add_argument("--only", choices=[pair.name for pair in SETTINGS], help="measure this pair, and nothing else")
     parser.add_argument("--paper", action="store_true", help="measure nothing")
-    args = parse(parser, only="recompute")
+    args = parse(parser)
+    if args.only is None:
+        print_paper()
+    if args.paper:
+        return
 
+    from tests.gpu import installed
+
+    beside = () if args.smoke else (installed.GPU,)
+    chosen = [pair for pair in SETTINGS if args.only in (None, pair.name)]
+    runnable = [pair for pair in chosen if not installed.lacking({*pair.needs, *beside})]
+    if not runnable:
+        print(f"{installed.lacking({*chosen[0].needs, *beside})}: nothing measured")
+        return
+    if args.smoke and args.only is None:
+        runnable = runnable[:1]
+    arguments = ["--smoke"] if args.smoke else ["--layers", str(args.layers), "--steps", "3"]
+    arguments += [f"{K}transformer_impl=local"] if "te" in installed.missing() and not args.smoke else []
+    report = {pair.name: measured(pair, arguments) for pair in runnable}
+    print()
+    print(json.dumps(report, indent=2))
+
+
+def print_paper() -> None:
+    """Print what each setting is worth on paper."""
     print(f"{'':46s}{'counted':36s}before     after   seconds of a step")
     for line in on_paper():
         print(
             f"{line.name:46s}{line.counted:36s}{line.before:6,.0f} {line.after:9,.0f} "
             f"{line.seconds_before:8.2f} → {line.seconds_after:.2f}"
         )
-
-    from skyrl_megatron import device
-
-    if args.paper or not (args.smoke or device.driver_gpu_count()):
-        return
-    from importlib.util import find_spec
-
-    has_te = find_spec("transformer_engine") is not None
-    arguments = ["--smoke"] if args.smoke else ["--layers", str(args.layers), "--steps", "3"]
-    arguments += [] if has_te or args.smoke else [f"{K}transformer_impl=local"]
-    only = [name for name in args.only.split(",") if name]
-    report = {
-        pair.name: measured(pair, arguments)
-        for pair in SETTINGS
-        if (not only or pair.name in only) and (has_te or not pair.needs_te)
-    }
-    if find_spec("fla") is not None and not args.smoke and (not only or "delta_net" in only):
-        device.set_local_device(0)
-        report["delta_net"] = delta_rule(8192)
-    print()
-    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,33 +85,9 @@ def main() -> None:
         return
 
     import torch
-    import torch.distributed as dist
 
-    device.set_local_device(0)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    store = dist.TCPStore("127.0.0.1", 0, 1, True)
-    dist.init_process_group(device.collective_backend(), store=store, rank=0, world_size=1)
-
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.engine import MegatronEngine
-
-    with tempfile.TemporaryDirectory() as root:
-        config = QWEN3_30B_A3B | (TINY if args.smoke else {}) | {"num_hidden_layers": args.layers}
-        folder = write_model(Path(root), config)
-        cfg = SkyRLTrainConfig.from_cli_overrides(
-            [
-                f"trainer.policy.model.path={folder}",
-                "trainer.bf16=true",
-                "trainer.algorithm.use_kl_loss=false",
-                "trainer.gradient_checkpointing=false",
-                f"trainer.max_tokens_per_microbatch={args.tokens_per_microbatch}",
-                *args.overrides,
-            ]
-        )
-        print(f"needs about {needed_bytes(cfg) / 1e9:.0f} GB of the device's memory; --layers makes it more or less")
-        started = time.perf_counter()
-        engine = MegatronEngine(cfg, total_steps=args.steps + 1)
-        print(f"load: {time.perf_counter() - started:.1f} s")
+    join_group()
+    engine = load_engine(args.layers, args.steps + 1, overrides(args), smoke=args.smoke)
     batch = make_batch(args.sequences, args.length, engine.model.vocab_size)
     seconds = time_steps(engine, batch, args.steps)
     parameters = sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters())
@@ -121,12 +97,48 @@ def main() -> None:
         "parameters": parameters,
         "tokens": int(batch.lengths.sum()),
         "ms": {name: round(value * 1e3, 1) for name, value in seconds.items()},
+        "step_ms": round((seconds["forward_backward"] + seconds["optim_step"]) * 1e3, 1),
         "tokens_per_s": round(int(batch.lengths.sum()) / (seconds["forward_backward"] + seconds["optim_step"])),
         **rates(engine, batch, seconds, time_components(engine, batch)),
         "peak_memory_GiB": round(device.peak_memory_bytes() / 2**30, 1),
         "peak_reserved_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 1) if device.has_cuda() else None,
     }
     print(json.dumps(report, indent=2))
+
+
+def join_group(rank: int = 0, ranks: int = 1, port: int = 0) -> None:
+    """Make this process one of ``ranks`` on this machine. ``port``: of rank 0's store; 0: any, for a rank alone."""
+    import torch.distributed as dist
+
+    from skyrl_megatron import device
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    device.set_local_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+    dist.init_process_group(device.collective_backend(), store=store, rank=rank, world_size=ranks)
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    """Settings of the command line."""
+    return [f"trainer.max_tokens_per_microbatch={args.tokens_per_microbatch}", *args.overrides]
+
+
+def load_engine(layers: int, steps: int, overrides: Sequence[str], *, smoke: bool) -> MegatronEngine:
+    """Load a slice of the model, or with ``smoke`` of a tiny one, for ``steps`` steps. Random weights."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    with tempfile.TemporaryDirectory() as root:
+        config = QWEN3_30B_A3B | (TINY if smoke else {}) | {"num_hidden_layers": layers}
+        usual = ("trainer.bf16=true", "trainer.algorithm.use_kl_loss=false", "trainer.gradient_checkpointing=false")
+        cfg = SkyRLTrainConfig.from_cli_overrides(
+            [f"trainer.policy.model.path={write_model(Path(root), config)}", *usual, *overrides]
+        )
+        print(f"needs about {needed_bytes(cfg) / 1e9:.0f} GB of the device's memory; --layers makes it more or less")
+        started = time.perf_counter()
+        engine = MegatronEngine(cfg, total_steps=steps)
+        print(f"load: {time.perf_counter() - started:.1f} s")
+    return engine
 
 
 def needed_bytes(cfg: SkyRLTrainConfig) -> int:

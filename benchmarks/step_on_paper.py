@@ -64,13 +64,13 @@ PROMPT = 150
 """Tokens of a prompt of OpenMathInstruct-2, about."""
 RUNGS = {
     "prefill": ("slice", "slice_local"),
-    "decode": ("slice", "slice_local"),
+    "decode": ("slice", "slice_local", "graphs"),
     "log-probs": ("train_te", "train_local", "kernels"),
     "forward": ("train_te", "train_local"),
     "backward": ("train_te", "train_local"),
     "recomputation": ("train_te", "train_local"),
     "optimizer": ("train_te", "train_local"),
-    "offload": ("offload", "slice"),
+    "offload": ("moves", "slice"),
     "sync": ("sync", "slice"),
     "bubbles": (),
 }

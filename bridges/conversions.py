@@ -115,12 +115,14 @@ class InterleaveGatedQkv(InterleaveQkv):
 class JoinByGroup(Conversion):
     """Sections of one or several HF tensors → rows by group: a group's rows of every section, in their order.
 
-    ``sections``: for each HF tensor, the number of rows of one group in each of its sections. With 2 groups:
+    ``sections``: for each HF tensor, the number of rows of one group in each of its sections. ``matrices``: rows of
+    one group of each linear map, if a section fuses several. With 2 groups:
     ``(a0 a1 b0 b1)``, ``(c0 c1)`` → ``a0 b0 c0 a1 b1 c1``. A tp split is then a contiguous split into whole groups.
     """
 
     groups: int = 1
     sections: tuple[tuple[int, ...], ...] = ((1,),)
+    matrices: tuple[int, ...] = ()
 
     @property
     def keeps_order(self) -> bool:

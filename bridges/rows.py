@@ -181,16 +181,18 @@ class ByKeyHead(Row):
     """HF tensors of a gated delta net → rows ordered by key head. ``shape``: the dimensions after the rows.
 
     ``sections``: for each HF tensor, the number of rows of one key head in each of its sections, in words of the
-    legend.
+    legend. ``matrices``: rows of one key head of each linear map, if a section fuses several.
     """
 
     sections: tuple[tuple[str, ...], ...] = ()
+    matrices: tuple[str, ...] = ()
     split: int | None = 0
     units: str | None = "n"
 
     def conversion(self, dims: Mapping[str, int]) -> JoinByGroup:
         sections = tuple(tuple(dim(word, dims) for word in words) for words in self.sections)
-        return JoinByGroup(groups=dims["n"], sections=sections)
+        matrices = tuple(dim(word, dims) for word in self.matrices)
+        return JoinByGroup(groups=dims["n"], sections=sections, matrices=matrices)
 
     def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
         rest = resolve(self.shape, dims)

@@ -114,7 +114,7 @@ def _path(cls: Callable[..., Any]) -> str:
 
 
 _ENGINE = "generator.inference_engine."
-GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
+GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
 SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")

@@ -124,6 +124,10 @@ class TrainingBatch:
     """[B] bool: last row of its trajectory (step-wise trajectories have one row per turn)."""
     truncated: Tensor | None = None
     """[B] bool: a length limit cut off the response."""
+    observation_mask: Tensor | None = None
+    """[B, T] float32 in {0, 1}: response tokens of the environment, which ``observation_loss_coef`` trains on."""
+    reward_parts: Tensor | None = None
+    """[B, R] float32: the rewards that ``gdpo`` normalises separately."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Data of the whole batch, passed on unchanged."""
     adapters: list[str] = field(default_factory=list)

@@ -82,6 +82,9 @@ class _Handler(QuietHandler):
         elif path == "/samples":
             text = server.runs[int(query["run"])].sample_text(int(query["step"]))
             self._send(200, text.encode(), "application/json")
+        elif path == "/trajectories":
+            text = server.runs[int(query["run"])].trajectory_text(int(query["step"]))
+            self._send(200, text.encode(), "application/json")
         else:
             self._send(404, b"not found", "text/plain")
 

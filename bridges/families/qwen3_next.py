@@ -104,6 +104,7 @@ FAMILY = Family(
             (A + "in_proj_qkvz.weight", A + "in_proj_ba.weight"),
             "H",
             sections=(("x",), ("2r",)),
+            matrices=("k", "k", "w", "w", "r", "r"),
         ),
     ),
     dense=DENSE,

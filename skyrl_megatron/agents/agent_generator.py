@@ -2,185 +2,37 @@
 
 A subclass names its agent, a coroutine function that gets an :class:`AgentTask` and returns an :class:`Outcome` or a
 reward. :class:`CommandAgent` is one that runs a command, and scores what it wrote. Register the subclass with
-``register_generator`` (``docs/guides/agents.md``).
+``register_generator`` (``docs/guides/agents.md``). The built-in subclass runs commands in sandboxes
+(:mod:`skyrl_megatron.agents.sandbox_agent`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import re
 import secrets
-import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-from uuid import uuid4
+from typing import Any, ClassVar
 
-from skyrl_megatron.agents.gateway import Access, Gateway, OpenTrajectory
-from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
-from skyrl_megatron.config.roles import ADAPTER_KEY
+from skyrl_megatron.agents.command_agent import END_S, AgentTask, CommandAgent
+from skyrl_megatron.agents.gateway import Gateway, OpenTrajectory
+from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule, trajectory_of
+from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
-from skyrl_megatron.envs.env_pool import EnvPool
 from skyrl_megatron.errors import DataError, with_origin
 from skyrl_megatron.inference.http_endpoint import endpoint_token
 from skyrl_megatron.inference.sampling_params import engine_sampling
+from skyrl_megatron.rollout.configured_generator import ConfiguredGenerator, adapter_of, ids_of
 from skyrl_megatron.rollout.episode import Trajectory
-from skyrl_megatron.rollout.interface import (
-    GeneratorInput,
-    GeneratorInterface,
-    GeneratorOutput,
-    SamplingClient,
-    TrajectoryID,
-    checked_reward,
-)
+from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrajectoryID, checked_reward
 from skyrl_megatron.rollout.outputs import make_generator_output
-from skyrl_megatron.rollout.templates import ChatFormat, load_template
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
-
-PASSED = ("PATH", "LANG", "LC_ALL", "TZ")
-"""Variables of this process that a command gets. Nothing else of its environment reaches an agent."""
-END_S = 10.0
-"""How long a command may take to end after SIGTERM."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentTask:
-    """What an agent has to do, and how it calls the policy."""
-
-    prompt: ConversationType
-    """The messages of the dataset row."""
-    extras: Mapping[str, Any]
-    """The other columns of the row."""
-    env_class: str
-    trajectory_id: TrajectoryID
-    access: Access
-    timeout_s: float
-    score: Callable[[str], Awaitable[float]]
-    """Returns the reward that the environment ``env_class`` gives to a text."""
-
-
-type Agent = Callable[[AgentTask], Awaitable[Outcome | float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command ended."""
-
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
-    timed_out: bool = False
-
-
-class StartedSandbox(Protocol):
-    """The verbs of a started sandbox that an agent uses."""
-
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout_s: float,
-        environment: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-    ) -> Any:
-        """Run a command; return its ``exit_code``, ``stdout``, ``stderr`` and ``timed_out``."""
-
-    async def put(self, archive: bytes) -> None:
-        """Unpack a tar archive into the workspace."""
-
-    async def get(self) -> bytes:
-        """Return the workspace as a tar archive."""
-
-    async def stop(self) -> None:
-        """End it."""
-
-
-class CommandAgent:
-    """An agent that is a command. It gets the task as JSON on stdin (``prompt``, ``extras``), and these variables:
-    :data:`PASSED` of this process, ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``,
-    ``ANTHROPIC_API_KEY``, ``AGENT_MODEL``, ``HOME`` (its folder) and those of ``environment``.
-
-    It runs in an empty folder, or in the sandbox that ``sandbox`` starts for a task. ``reward`` gets the task and how
-    the command ended; by default the environment of the row scores stdout. An exit code other than 0 is a failure of
-    the agent's program, so the trajectory is no sample, unless ``reward`` is given.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        reward: Callable[[AgentTask, Ended], Awaitable[Outcome | float]] | None = None,
-        sandbox: Callable[[AgentTask], Awaitable[StartedSandbox]] | None = None,
-    ) -> None:
-        self.command, self.environment = list(command), dict(environment or {})
-        self.reward, self.sandbox = reward, sandbox
-
-    async def __call__(self, task: AgentTask) -> Outcome | float:
-        """Run the command and return its outcome."""
-        given = {name: os.environ[name] for name in PASSED if name in os.environ}
-        variables = given | task.access.environment() | self.environment
-        stdin = json.dumps({"prompt": task.prompt, "extras": dict(task.extras)}, default=str).encode()
-        if self.sandbox is None:
-            ended = await _run(self.command, variables, stdin, task.timeout_s)
-        else:
-            box = await self.sandbox(task)
-            try:
-                ended = await box.run(self.command, timeout_s=task.timeout_s, environment=variables, stdin=stdin)
-            finally:
-                await box.stop()
-        if ended.timed_out:
-            return Outcome(OutcomeKind.TIMED_OUT, why=f"the command ran for {task.timeout_s:g} s")
-        if self.reward is not None:
-            return await self.reward(task, ended)
-        if ended.exit_code:
-            last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
-            return Outcome(OutcomeKind.INFRASTRUCTURE, why=f"the command ended with code {ended.exit_code}: {last}")
-        return await task.score(ended.stdout.decode(errors="replace"))
-
-
-async def _run(command: Sequence[str], variables: Mapping[str, str], stdin: bytes, timeout_s: float) -> Ended:
-    """Run a command in an empty folder. Its process group ends with it, also when this is cancelled."""
-    with tempfile.TemporaryDirectory(prefix="agent-") as folder:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={"HOME": folder, "TMPDIR": folder, **variables},
-            cwd=folder,
-            start_new_session=True,
-        )
-        work = asyncio.ensure_future(process.communicate(stdin))
-        try:
-            done, _ = await asyncio.wait([work], timeout=timeout_s)
-            if not done:
-                return Ended(-1, b"", b"", timed_out=True)
-            out, err = work.result()
-            return Ended(process.returncode or 0, out, err)
-        finally:
-            await _end_group(process.pid, work)
-
-
-async def _end_group(leader: int, work: asyncio.Future[Any]) -> None:
-    """End the processes of a group: with SIGTERM, and with SIGKILL after a while."""
-    for number, wait_s in ((signal.SIGTERM, 0.0 if work.done() else END_S), (signal.SIGKILL, END_S)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, number)
-        if not work.done():
-            await asyncio.wait([work], timeout=wait_s)
-    work.cancel()
+__all__ = ["AgentGenerator", "AgentTask", "CommandAgent"]
 
 
 @dataclass(slots=True)
@@ -193,7 +45,7 @@ class _Running:
     """Trajectories whose rows were returned."""
 
 
-class AgentGenerator(GeneratorInterface):
+class AgentGenerator(ConfiguredGenerator):
     """Runs an agent for each trajectory. The arguments are those of any registered generator.
 
     A subclass sets :attr:`agent` and, as it needs, the other class attributes. ``generator.step_wise_trajectories``
@@ -212,29 +64,17 @@ class AgentGenerator(GeneratorInterface):
     """Agents at the same time."""
     timed_out_reward: ClassVar[float | None] = None
     """Reward of trajectories that timed out. None: they are no samples."""
-    tool_call_parser: ClassVar[str | None] = "hermes"
+    tool_call_parser: str | None = "hermes"
     """vLLM's parser of tool calls."""
     reasoning_parser: ClassVar[str | None] = None
     """vLLM's parser of thinking. None: thinking is a part of the text."""
     log_folder: str | Path | None = None
     """Folder of the log of calls; a run sets it. None: a temporary one, so that calls do not outlive the process."""
+    records: TrajectoryRecords | None = None
+    """Where the dashboard's trajectories are written; a run sets it. None: nowhere."""
 
-    def __init__(
-        self,
-        generator_cfg: GeneratorConfig,
-        skyrl_gym_cfg: SkyRLGymConfig,
-        inference_engine_client: SamplingClient,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int | None = None,
-        nonfinite: str = "error",
-        adapters: Sequence[str] = (),
-    ) -> None:
-        self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, skyrl_gym_cfg
-        self.client, self.tokenizer, self.seed, self.adapters = inference_engine_client, tokenizer, seed, adapters
-        template = load_template(generator_cfg.chat_template)
-        self.chat = ChatFormat(tokenizer, template, generator_cfg.chat_template_kwargs)
-        self.pool = EnvPool(skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.env_timeout)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
         self._temporary: Any = None
@@ -245,7 +85,7 @@ class AgentGenerator(GeneratorInterface):
         running = await self.start()
         before, running.finished = running.finished, []
         await running.gateway.forget(before)
-        ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
+        ids = ids_of(input_batch)
         extras = input_batch.get("env_extras") or [{} for _ in ids]
         arguments = zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
         tasks = [asyncio.create_task(self._trajectory(running, input_batch, *each)) for each in arguments]
@@ -257,13 +97,29 @@ class AgentGenerator(GeneratorInterface):
             await asyncio.wait(tasks, timeout=2 * END_S)
             raise
         output = make_generator_output(trajectories, input_batch["env_classes"], ids, self.generator_cfg)
-        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **running.gateway.metrics()}
+        counts = running.gateway.counts
+        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **counts.metrics()}
+        await self._keep(running, input_batch, ids)
+        counts.judge(self.generator_cfg.min_token_in_rate)
         return output
 
+    # Hooks
+    def rule_of_rows(self) -> str | Rule:
+        """Return which paths are trained on."""
+        return type(self).rule  # type: ignore[no-any-return]
+
+    async def begin(self) -> None:
+        """Start what the agents need besides the gateway. Called once, before the first of them."""
+
+    async def end(self) -> None:
+        """Stop what :meth:`begin` started."""
+
+    # Parts
     async def start(self) -> _Running:
         """Start the gateway, once."""
         async with self._starting:
             if self._running is None:
+                await self.begin()
                 self._running = _Running(await self._gateway(), asyncio.Semaphore(self.parallel))
             return self._running
 
@@ -272,6 +128,7 @@ class AgentGenerator(GeneratorInterface):
         if self._running is not None:
             running, self._running = self._running, None
             await running.gateway.stop()
+            await self.end()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -294,7 +151,7 @@ class AgentGenerator(GeneratorInterface):
         folder = Path(self.log_folder or self._temporary.name)
         secret = endpoint_token(folder / "secret") if self.log_folder else secrets.token_urlsafe(32)
         gateway = Gateway(
-            self.client,
+            self.inference_engine_client,
             wire,
             folder / "calls",
             secret=secret,
@@ -315,23 +172,25 @@ class AgentGenerator(GeneratorInterface):
         id: TrajectoryID,
     ) -> Trajectory:
         metadata = batch.get("batch_metadata")
-        step, phase = (metadata.global_step, metadata.training_phase) if metadata else (0, "train")
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{phase}-{step}-{id.to_string()}")
+        step = metadata.global_step if metadata else 0
+        name = _name(batch, id)
         seeds = None if self.seed is None else (self.seed, id.instance_id, id.repetition_id, step)
         log = batch.get("trajectory_log")
         if log is not None and (stored := log.stored(id).trajectory) is not None:
             return stored  # type: ignore[no-any-return]
         async with running.slots:
             opened = running.gateway.open(
-                name, sampling=batch.get("sampling_params"), adapter=str(extras.get(ADAPTER_KEY) or ""), seeds=seeds
+                name, sampling=batch.get("sampling_params"), adapter=adapter_of(extras), seeds=seeds
             )
             started = time.perf_counter()
             score = self._scorer(prompt, env_class, extras, id)
-            task = AgentTask(prompt, extras, env_class, id, opened.access, self.timeout_s, score)
-            outcome = await self._outcome(task, opened)
+            task = AgentTask(
+                prompt, extras, env_class, id, opened.access, self.timeout_s, score, lambda: bool(opened.too_long)
+            )
+            outcome = opened.outcome = await self._outcome(task, opened)
             graph = await running.gateway.close(name)
             seconds = time.perf_counter() - started
-            made = trajectory_of(graph, outcome, type(self).rule, end_token=self.chat.end_token, seconds=seconds)
+            made = trajectory_of(graph, outcome, self.rule_of_rows(), end_token=self.chat.end_token, seconds=seconds)
         if len(made.rows) > 1 and not self.generator_cfg.step_wise_trajectories:
             raise DataError(
                 f"trajectory {id.to_string()} has {len(made.rows)} rows, as its agent forked or edited its history:"
@@ -341,6 +200,24 @@ class AgentGenerator(GeneratorInterface):
             await log.finished(id, made)
         running.finished.append(name)
         return made
+
+    async def _keep(self, running: _Running, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> None:
+        """Write some trajectories of a training batch for the dashboard."""
+        metadata = batch.get("batch_metadata")
+        if self.records is None or metadata is None or metadata.training_phase != "train":
+            return
+        for id in self.records.chosen(metadata.global_step, ids):
+            opened = running.gateway.trajectories.get(_name(batch, id))
+            if opened is not None and opened.outcome is not None:
+                args = (
+                    metadata.global_step,
+                    id,
+                    opened.graph,
+                    opened.outcome,
+                    self.rule_of_rows(),
+                    opened.first_unmatched,
+                )
+                await asyncio.to_thread(self.records.write, *args)
 
     async def _outcome(self, task: AgentTask, opened: OpenTrajectory) -> Outcome:
         """Run the agent. A last call that failed or was too long decides over what the agent returned."""
@@ -375,6 +252,13 @@ class AgentGenerator(GeneratorInterface):
             return float(await self.pool.run(score, text))
 
         return run
+
+
+def _name(batch: GeneratorInput, id: TrajectoryID) -> str:
+    """Return the name of a trajectory in the gateway."""
+    metadata = batch.get("batch_metadata")
+    step, phase = (metadata.global_step, metadata.training_phase) if metadata else (0, "train")
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{phase}-{step}-{id.to_string()}")
 
 
 def _as_outcome(found: Outcome | float, task: AgentTask) -> Outcome:

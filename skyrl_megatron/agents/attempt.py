@@ -59,11 +59,13 @@ class AgentCommand:
     ``{text}`` and ``{url}`` in a word of ``command`` and in a value of ``environment`` are replaced by the task's text
     and the URL of the server. ``environment`` is all that the agent gets: no variable of the run is added except
     :data:`skyrl_megatron.sandboxes.sandbox.PASSED`. ``mounts``: folders with the agent's program, read-only.
+    ``stdin``: what the program can read there.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     mounts: Mapping[str, Path] = field(default_factory=dict)
+    stdin: bytes = b""
 
     def filled(self, text: str, url: str) -> tuple[list[str], dict[str, str]]:
         """Return command and environment for one attempt."""
@@ -108,7 +110,7 @@ async def attempt(
     done: dict[str, Any] = {"seconds": seconds}
     try:
         with _timed(seconds, "agent"):
-            ended = await _run_agent(task, agent, queue, server, group, done)
+            ended = await run_agent(task, agent, queue, server, group, done)
         if ended.timed_out:
             return AttemptResult(OutcomeKind.TIMED_OUT, f"the agent took {task.agent_timeout_s:g} s", **done)
         if context_full():
@@ -123,7 +125,7 @@ async def attempt(
     return AttemptResult(OutcomeKind.FAILED if reason else OutcomeKind.SOLVED, reason or "tests pass", **done)
 
 
-async def _run_agent(
+async def run_agent(
     task: Task,
     agent: AgentCommand,
     queue: SandboxQueue,
@@ -131,20 +133,19 @@ async def _run_agent(
     group: str,
     done: dict[str, Any],
 ) -> CommandResult:
-    """Run the agent and take its workspace."""
-    lifetime = task.agent_timeout_s + MOST_OVERHEAD_S
+    """Run the agent in its sandbox, and put how it ended and its workspace into ``done``. The arguments are those of
+    :func:`attempt`. Raises SandboxError."""
     mounts = {**task.spec.mounts, **agent.mounts}
-    spec = replace(_with_lifetime(task.spec, lifetime), mounts=mounts, relay=server is not None)
-    async with queue.sandbox(spec, group) as sandbox:
+    spec = replace(
+        _with_lifetime(task.spec, task.agent_timeout_s + MOST_OVERHEAD_S), mounts=mounts, relay=server is not None
+    )
+    async with queue.sandbox(spec, group) as sandbox, contextlib.AsyncExitStack() as stack:
         await sandbox.put(pack(task.files))
-        if server is None:
-            command, environment = agent.filled(task.text, "")
-            ended = await sandbox.run(command, timeout_s=task.agent_timeout_s, environment=environment)
-        else:
-            async with Relay(sandbox, *server) as relay:
-                command, environment = agent.filled(task.text, relay.url)
-                ended = await sandbox.run(command, timeout_s=task.agent_timeout_s, environment=environment)
-        done["agent"] = ended
+        url = "" if server is None else (await stack.enter_async_context(Relay(sandbox, *server))).url
+        command, environment = agent.filled(task.text, url)
+        ended = done["agent"] = await sandbox.run(
+            command, timeout_s=task.agent_timeout_s, environment=environment, stdin=agent.stdin
+        )
         done["workspace"] = await sandbox.get()
     return ended
 

@@ -34,6 +34,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.agents.answers import COMPLETIONS, error_content, events, message_of_error, messages_of
+from skyrl_megatron.agents.call_counts import CallCounts
 from skyrl_megatron.agents.call_log import CallLog, LoggedCall, LoggedChoice
 from skyrl_megatron.agents.graph import Graph, Match, SampledCall
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
@@ -43,6 +44,7 @@ from skyrl_megatron.inference.sampling_params import request_seed
 from skyrl_megatron.rollout.interface import SamplingClient
 
 if TYPE_CHECKING:
+    from skyrl_megatron.agents.rows import Outcome
     from skyrl_megatron.inference.vllm.wire_app import WireApp
 
 log = logging.getLogger(__name__)
@@ -101,7 +103,9 @@ class OpenTrajectory:
     failures: dict[str, str] = field(default_factory=dict)
     """Request → why it failed for a reason other than the request, unless it was answered later."""
     first_unmatched: str = ""
-    """The first answer in a request that no path held, as JSON."""
+    """Where a request with an answer that no path holds first differed from the sampled ones; "" if none did."""
+    outcome: Outcome | None = None
+    """How it ended; the generator sets it."""
     closed: bool = False
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     samples: Counter[tuple[int, bytes]] = field(default_factory=Counter)
@@ -138,10 +142,7 @@ class Gateway:
         self.adapters = tuple(adapters)
         self._secret = secret.encode()
         self.trajectories: dict[str, OpenTrajectory] = {}
-        self.counts: Counter[str] = Counter()
-        """``calls``, ``retries``, ``refused`` (without a valid key), ``text_only``; see :meth:`metrics`."""
-        self.own_seconds: list[float] = []
-        """Seconds of each call without those of sampling, since the last :meth:`metrics`."""
+        self.counts = CallCounts()
         self._thresholds = gc.get_threshold()
         self.log = CallLog(folder)
         try:
@@ -204,17 +205,6 @@ class Gateway:
             self.trajectories.pop(name, None)
         await self.log.forget(names)
 
-    def metrics(self) -> dict[str, float]:
-        """Return ``agents/…`` since the last call of this method."""
-        counts, seconds = self.counts, np.asarray(self.own_seconds or [0.0])
-        calls = counts["calls"]
-        found = {f"agents/{name}": float(counts[name]) for name in ("calls", "retries", "refused", "text_only")}
-        found["agents/token_in_rate"] = 1 - counts["text_only"] / calls if calls else 1.0
-        found["agents/own_ms_median"] = float(np.median(seconds)) * 1e3
-        found["agents/own_ms_p99"] = float(np.percentile(seconds, 99)) * 1e3
-        self.counts, self.own_seconds = Counter(), []
-        return found
-
     # ------------------------------------------------------------------ a request
     async def count_tokens(self, trajectory: OpenTrajectory, body: bytes) -> tuple[int, str, bytes]:
         """Answer a request of ``count_tokens``."""
@@ -239,7 +229,7 @@ class Gateway:
         if found is None and retry and same:
             found = same[-1]
         if found is not None:
-            self.counts["retries"] += 1
+            self.counts.now["retries"] += 1
             return found
         made = _Answer(asyncio.get_running_loop().create_future())
         same.append(made)
@@ -262,9 +252,7 @@ class Gateway:
                 await self._record(trajectory, path, digest, call, found)
                 trajectory.failures.pop(digest, None)
                 trajectory.too_long = ""
-                self.counts["calls"] += 1
-                self.counts["text_only"] += call.text_only
-                self.own_seconds.append(time.perf_counter() - started - call.seconds)
+                self.counts.sampled(time.perf_counter() - started - call.seconds, unmatched=call.text_only)
             made = _in_dialect(path, found, "context_length_exceeded" if call.too_long_message else None)
         except Exception as error:
             if not isinstance(error, SkyRLMegatronError):
@@ -323,7 +311,9 @@ class _Call:
 
         self.match = match = self.trajectory.graph.match(messages, scope)
         if match.unmatched is not None and not self.trajectory.first_unmatched:
-            self.trajectory.first_unmatched = json.dumps(messages[match.unmatched], default=str)[:2000]
+            self.trajectory.first_unmatched = found = self.trajectory.graph.difference(match)
+            counts = self.gateway.counts
+            counts.first_unmatched = counts.first_unmatched or f"{self.trajectory.name}: {found}"
         return None if match.parent is None else Prefix(match.parent.ids, match.first, match.used)
 
     def prefix_of_text(self, prompt: Any) -> Any:
@@ -459,9 +449,9 @@ class _KeyGuard(Guard):
             trajectory = self.gateway.trajectories.get(name)
             if trajectory is not None and not trajectory.closed:
                 return None
-            self.gateway.counts["refused"] += 1
+            self.gateway.counts.now["refused"] += 1
             return 404, f"trajectory {name} has not begun, or has ended"
-        self.gateway.counts["refused"] += 1
+        self.gateway.counts.now.update(("refused", "unattributed"))
         if not given:
             return 401, "the key is missing: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         if any(hmac.compare_digest(given, self.gateway.key_of(each).encode()) for each in self.gateway.trajectories):

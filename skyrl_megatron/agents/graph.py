@@ -41,6 +41,8 @@ class SampledCall:
     """Digest of the messages up to and with the answer; b"" if no request can continue it."""
     text_only: bool = False
     """Whether the prompt has answers of the policy as text that match no path, so that they are not its tokens."""
+    said: tuple[str, ...] = ()
+    """Canonical messages after those of the parent, up to and with the answer, as JSON; () if they are not known."""
 
     start: int = field(init=False)
     """Number of tokens of its prompt."""
@@ -83,6 +85,8 @@ class Match:
     """Digest of all its messages."""
     unmatched: int | None
     """Index of the first answer in the request that no path holds; None if there is none."""
+    said: tuple[str, ...] = ()
+    """Its canonical messages after those of the path, as JSON."""
 
 
 @dataclass(slots=True)
@@ -103,17 +107,41 @@ class Graph:
         digest = _digest(b"", scope)
         parent, first, used, unmatched = None, 0, 0, None
         before = 0
+        said: list[str] = []
         for form, after in grouped(messages):
             digest = _digest(digest, form)
+            said.append(_as_json(form))
             if form["role"] == "assistant":
                 if (found := self._ends.get(digest)) is not None:
                     parent, first, used, unmatched = found, before, after, None
+                    said.clear()
                 elif not self.calls:
-                    self.foreign.add(_as_json(form))
-                elif unmatched is None and _as_json(form) not in self.foreign:
+                    self.foreign.add(said[-1])
+                elif unmatched is None and said[-1] not in self.foreign:
                     unmatched = after - 1
             before = after
-        return Match(parent, first, used, digest, unmatched)
+        return Match(parent, first, used, digest, unmatched, tuple(said))
+
+    def difference(self, match: Match) -> str:
+        """Return where a request with an unmatched answer first differs from the path that it is most like."""
+        nearest, common = None, 0
+        for call in self.calls:
+            if call.parent is match.parent and call.said:
+                same = _common(call.said, match.said)
+                if nearest is None or same >= common:
+                    nearest, common = call, same
+        if nearest is None:
+            return f"the client sends an answer that was not sampled: {match.said[0][:SHOWN]}"
+        if common == len(nearest.said):
+            return f"its tools or its arguments of the template are not those of call {nearest.number}"
+        theirs = match.said[common] if common < len(match.said) else ""
+        ours = nearest.said[common]
+        at = max(_common(theirs, ours) - SHOWN // 4, 0)
+        dots = "…" if at else ""
+        return (
+            f"the client sends {dots}{theirs[at : at + SHOWN]} where call {nearest.number} has"
+            f" {dots}{ours[at : at + SHOWN]}"
+        )
 
     def add(
         self, match: Match, rest: Sequence[int], generation: Generation, answer: ChatMessage | None
@@ -123,7 +151,8 @@ class Graph:
         end = b"" if answer is None else _digest(match.digest, canonical(answer))
         text_only = match.unmatched is not None
         tokens = np.asarray(rest, np.int32)
-        return self.restore(SampledCall(len(self.calls), match.parent, tokens, generation, end, text_only=text_only))
+        said = () if answer is None or not match.said else (*match.said, _as_json(canonical(answer)))
+        return self.restore(SampledCall(len(self.calls), match.parent, tokens, generation, end, text_only, said))
 
     def restore(self, call: SampledCall) -> SampledCall:
         """Add a call as it was. Its number is the next one."""
@@ -141,6 +170,16 @@ class Graph:
     def forks(self) -> int:
         """Return the number of paths besides the first."""
         return max(len(self.leaves()) - 1, 0)
+
+
+SHOWN = 400
+"""Characters of a differing message that are shown."""
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many first parts are equal."""
+    length = min(len(one), len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)
 
 
 def canonical(message: ChatMessage) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def rule_of(rule: str | Rule) -> Rule:
     return RULES[rule]
 
 
-def rows_of(graph: Graph, rule: str | Rule = "all", reward: float = 0.0) -> list[TrajectoryOutput]:
-    """Return the rows of a trajectory; [] if no call is chosen. ``reward``: on the last token of the last row.
+def targets_of(graph: Graph, rule: str | Rule = "all") -> list[tuple[list[SampledCall], int]]:
+    """Return the path of each row and the place in it from which on its calls are targets.
 
     A path whose calls are all targets of earlier rows makes no row. A call without sampled tokens is no target. Raises
     DataError if the rule returns a call of another graph.
@@ -111,6 +111,13 @@ def rows_of(graph: Graph, rule: str | Rule = "all", reward: float = 0.0) -> list
         if any(call.generation.token_ids for call in path[first:]):
             paths.append((path, first))
             covered |= {call.number for call in path}
+    return paths
+
+
+def rows_of(graph: Graph, rule: str | Rule = "all", reward: float = 0.0) -> list[TrajectoryOutput]:
+    """Return the rows of a trajectory (:func:`targets_of`); [] if no call is chosen. ``reward``: on the last token of
+    the last row."""
+    paths = targets_of(graph, rule)
     last = len(paths) - 1
     return [_row(path, first, reward if place == last else 0.0) for place, (path, first) in enumerate(paths)]
 
@@ -130,7 +137,8 @@ def trajectory_of(
     error = outcome.error
     rows = [] if error else rows_of(graph, rule, outcome.reward or 0.0)
     if not rows:
-        error = error or f"{OutcomeKind.INFRASTRUCTURE.value}: the agent made no call to the model"
+        why = f"; {outcome.why}" if outcome.why else ""
+        error = error or f"{OutcomeKind.INFRASTRUCTURE.value}: the agent made no call to the model{why}"
         end = np.asarray([end_token], np.int32)
         first = np.asarray(graph.calls[0].prompt_ids, np.int32) if graph.calls else end.copy()
         known = all(len(call.generation.logprobs) == len(call.generation.token_ids) for call in graph.calls)

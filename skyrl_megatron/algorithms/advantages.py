@@ -9,7 +9,7 @@ GRPO, RLOO and MaxRL compute advantages from scores, one number per sequence ([B
 the token rewards to a score and spread the result over the response (:func:`spread_over_response`).
 
 :func:`compute_advantages_and_returns` calls a registered estimator, built-in or custom, and checks its input and
-output. ``distillation`` is in ``algorithms/distillation.py``.
+output. ``distillation``, ``gdpo`` and ``rae`` are in ``algorithms/{distillation,gdpo,role_baselines}.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.distillation import distillation
+from skyrl_megatron.algorithms.gdpo import gdpo
+from skyrl_megatron.algorithms.groups import Groups, Index
 from skyrl_megatron.algorithms.masked import (
     check_mask,
     check_token_tensors,
@@ -34,48 +36,11 @@ from skyrl_megatron.algorithms.masked import (
     masked_whiten,
 )
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+from skyrl_megatron.algorithms.role_baselines import rae
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, GAEConfig
 from skyrl_megatron.errors import AlgorithmError
 
-type Index = Sequence[object] | np.ndarray | Tensor
-"""[B] uid of each row's prompt."""
-
 EPSILON = 1e-6
-
-
-class Groups:
-    """The groups of B sequences that have the same prompt, by their uids.
-
-    ``ids`` [B] int64 numbers the groups 0…G-1 in order of first appearance; ``sizes`` [G] float64.
-    """
-
-    __slots__ = ("ids", "sizes")
-
-    def __init__(self, index: Index, rows: int, device: torch.device) -> None:
-        uids = index if isinstance(index, list | tuple) else index.tolist()  # type: ignore[union-attr]
-        if len(uids) != rows:
-            raise AlgorithmError(f"index names {len(uids)} sequences, the rewards hold {rows}")
-        numbers = dict.fromkeys(uids)
-        numbers = dict(zip(numbers, range(len(numbers)), strict=True))
-        self.ids = torch.from_numpy(np.fromiter(map(numbers.__getitem__, uids), np.int64, rows)).to(device)
-        self.sizes = torch.bincount(self.ids, minlength=len(numbers)).double()
-
-    def mean(self, scores: Tensor) -> Tensor:
-        """Return the mean of ``scores`` [B] in each group, [G] float64."""
-        return torch.bincount(self.ids, weights=scores.double(), minlength=len(self.sizes)) / self.sizes
-
-    def std(self, deviations: Tensor) -> Tensor:
-        """Return each group's unbiased standard deviation [G] float64, given the deviations [B] from its mean."""
-        squares = torch.bincount(self.ids, weights=deviations.double() ** 2, minlength=len(self.sizes))
-        return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
-
-    def spread(self, scores: Tensor, considered: Tensor) -> tuple[Tensor, Tensor]:
-        """Return range and number, [G] each, of the scores of each group that ``considered`` [B] bool selects."""
-        infinity = torch.full_like(self.sizes, float("inf"))
-        ids, values = self.ids[considered], scores.double()[considered]
-        largest = (-infinity).scatter_reduce(0, ids, values, "amax")
-        smallest = infinity.scatter_reduce(0, ids, values, "amin")
-        return largest - smallest, torch.bincount(ids, minlength=len(self.sizes))
 
 
 def rows_with_variance(
@@ -159,7 +124,7 @@ class RightAlignedTokens:
 
 type Estimator = Callable[..., tuple[Tensor, Tensor]]
 
-NEEDS_WHOLE_TRAJECTORY = ("gae", "reinforce++")
+NEEDS_WHOLE_TRAJECTORY = ("gae", "reinforce++", "rae")
 
 
 @torch.no_grad()
@@ -175,6 +140,8 @@ def run_estimator(
     is_last_step: Tensor | None = None,
     loss_mask: Tensor | None = None,
     truncated: Tensor | None = None,
+    reward_parts: Tensor | None = None,
+    roles: Sequence[str] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns [B, T] of a registered estimator; see ``compute_advantages_and_returns``."""
@@ -187,25 +154,31 @@ def run_estimator(
     rows = len(token_level_rewards)
     if len(uids) != rows:
         raise AlgorithmError(f"index names {len(uids)} sequences, token_level_rewards has {rows} rows")
+    parts: dict[str, Tensor | None] = {} if reward_parts is None else {"reward_parts": reward_parts}
     if is_last_step is not None:
         if str(name) in NEEDS_WHOLE_TRAJECTORY:
-            raise AlgorithmError(f"{name} propagates reward through time: it cannot use step-wise trajectories")
-        return _stepwise(name, estimator, tensors, uids, is_last_step, nonfinite, options)
+            raise AlgorithmError(
+                f"{name} propagates reward through time or counts trajectories: it cannot use step-wise trajectories"
+            )
+        return _stepwise(name, estimator, tensors | parts, uids, is_last_step, nonfinite, options)
     # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
     named = inspect.signature(estimator).parameters
-    tensors |= {key: each for key, each in {"loss_mask": loss_mask, "truncated": truncated}.items() if key in named}
+    masks = {"loss_mask": loss_mask, "truncated": truncated}
+    tensors |= {key: each for key, each in (masks | parts).items() if key in named}
     whose = uids if isinstance(uids, np.ndarray) else None
     keep = finite_rows("token_level_rewards", token_level_rewards, nonfinite=nonfinite, uids=whose)
     if values is not None:
         keep &= finite_rows("values", values, nonfinite=nonfinite, uids=whose)
+    if roles is not None:
+        options["roles"] = [role for role, kept in zip(roles, keep.tolist(), strict=True) if kept]
     if bool(keep.all()):
         result = estimator(**tensors, index=uids, **options)
         return _checked(name, result, token_level_rewards.shape)
     # A skipped row must not affect its group either, so the estimator gets only the other rows.
     kept = {key: None if tensor is None else tensor[keep] for key, tensor in tensors.items()}
     result = estimator(**kept, index=uids[keep if isinstance(uids, Tensor) else keep.numpy(force=True)], **options)
-    parts = _checked(name, result, torch.Size([int(keep.sum()), token_level_rewards.shape[1]]))
-    advantages, returns = (part.new_zeros(token_level_rewards.shape).index_put((keep,), part) for part in parts)
+    both = _checked(name, result, torch.Size([int(keep.sum()), token_level_rewards.shape[1]]))
+    advantages, returns = (part.new_zeros(token_level_rewards.shape).index_put((keep,), part) for part in both)
     return advantages, returns
 
 
@@ -230,7 +203,7 @@ def _stepwise(
             f"is_last_step must be [B] = [{len(rewards)}] and end with a last step, got shape {tuple(last.shape)}"
         )
     trajectory = last.cumsum(0) - last.long()  # [B] number of the trajectory that a row belongs to
-    values = tensors["values"]
+    values, parts = tensors["values"], tensors.get("reward_parts")
     advantages, returns = run_estimator(
         name,
         estimator,
@@ -239,6 +212,7 @@ def _stepwise(
         index=uids[last if isinstance(uids, Tensor) else last.numpy(force=True)],
         values=None if values is None else values[last],
         nonfinite=nonfinite,
+        reward_parts=None if parts is None else parts[last],
         **options,
     )
     spread = mask.to(rewards.dtype)
@@ -465,6 +439,8 @@ BUILT_IN: dict[AdvantageEstimator, Estimator] = {
     AdvantageEstimator.RLOO: rloo,
     AdvantageEstimator.REINFORCE_PP: reinforce_plus_plus,
     AdvantageEstimator.MAXRL: maxrl,
+    AdvantageEstimator.GDPO: gdpo,
+    AdvantageEstimator.RAE: rae,
     AdvantageEstimator.DISTILLATION: distillation,
 }
 AdvantageEstimatorRegistry.add_builtins(AdvantageEstimator, BUILT_IN)
@@ -499,8 +475,9 @@ def compute_advantages_and_returns(
 
     - ``is_last_step`` [B] bool: rows are steps of trajectories, in order, and all steps get the advantage of the last
       one (outcome estimators only).
-    - ``loss_mask`` [B, T], the trained tokens, and ``truncated`` [B] bool, the responses that were cut off. Only
-      estimators with a parameter of that name get them: gae gets both, reinforce++ gets ``loss_mask``.
+    - ``loss_mask`` [B, T], the trained tokens, ``truncated`` [B] bool, the responses that were cut off, and
+      ``reward_parts`` [B, R]. Only estimators with a parameter of that name get them: gae gets the first two.
+    - ``roles`` [B] and ``baselines``, for rae.
 
     Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not match, an invalid
     result of a custom estimator, and rewards or values that are not finite. With ``config.nonfinite == "skip"`` such

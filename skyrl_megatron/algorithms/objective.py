@@ -29,6 +29,7 @@ The loss of a micro-batch is its share of the step's loss; the shares of all mic
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -163,6 +164,7 @@ class Objective(Protocol):
         *,
         old_log_probs: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
+        observation_mask: Tensor | None = None,
         uids: Sequence[str] | None = None,
     ) -> StepTotals:
         """Count a shard of the mini-batch."""
@@ -205,6 +207,11 @@ class PolicyObjective:
         wanted = getattr(self.config, "distillation", None)
         return wanted is not None and wanted.loss_coef > 0
 
+    @property
+    def observes(self) -> bool:
+        """Whether the loss includes the cross-entropy of observations."""
+        return bool(getattr(self.config, "observation_loss_coef", 0.0))
+
     def effective_mask(
         self, loss_mask: Tensor, old_log_probs: Tensor | None = None, rollout_log_probs: Tensor | None = None
     ) -> Tensor:
@@ -217,11 +224,15 @@ class PolicyObjective:
         *,
         old_log_probs: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
+        observation_mask: Tensor | None = None,
         uids: Sequence[str] | None = None,
     ) -> StepTotals:
         """Count a shard of the mini-batch, [B, T] each; add the counts up over shards before the step."""
         mask = self.effective_mask(loss_mask, old_log_probs, rollout_log_probs)
-        return step_totals(mask, self.reduction, uids)
+        totals = step_totals(mask, self.reduction, uids)
+        if observation_mask is None or not self.observes:
+            return totals
+        return dataclasses.replace(totals, observed=int((observation_mask > 0).sum()))
 
     def weight(self, totals: StepTotals) -> float:
         """Return the denominator of the mean over what ``totals`` counted."""
@@ -241,14 +252,17 @@ class PolicyObjective:
         ref_log_probs: Tensor | None = None,
         entropy: Tensor | None = None,
         top_log_probs: tuple[Tensor, Tensor] | None = None,
+        observation_mask: Tensor | None = None,
         uids: Sequence[str] | None = None,
     ) -> tuple[Tensor, ReducibleMetrics]:
         """Return the loss of a micro-batch, a scalar to call ``backward`` on, and its metrics; all tensors [B, T].
 
         ``use_kl_loss`` requires ``ref_log_probs``, ``use_entropy_loss`` requires ``entropy`` (nats, differentiable).
         Without these options they only add metrics. ``distillation.loss_coef`` requires ``top_log_probs``: log-probs
-        of the policy (differentiable) and of the teacher for the teacher's likeliest tokens, [B, T, K] each. Metrics:
-        ``final_loss``, ``policy_loss``, ``policy_kl``, ``policy_entropy`` as shares of the step's values, and
+        of the policy (differentiable) and of the teacher for the teacher's likeliest tokens, [B, T, K] each.
+        ``observation_loss_coef`` reads ``observation_mask``: tokens of the environment, which are outside the loss
+        mask and have a denominator of their own, ``totals.observed``. Metrics: ``final_loss``, ``policy_loss``,
+        ``policy_kl``, ``policy_entropy`` as shares of the step's values, and
         ``loss_metrics/…`` of the policy loss. Raises AlgorithmError if a required tensor is missing.
         """
         config = self.config
@@ -285,6 +299,10 @@ class PolicyObjective:
             loss = loss + wanted.loss_coef * terms["distillation_loss"]
         if config.use_entropy_loss:
             loss = loss - config.entropy_loss_coef * _required(terms, "policy_entropy", "use_entropy_loss", "entropy")
+        if self.observes and observation_mask is not None:
+            observed = keep_masked(log_probs, observation_mask).sum(dtype=torch.float64)
+            terms["observation_loss"] = (-observed / max(totals.observed, 1)).to(policy.dtype)
+            loss = loss + config.observation_loss_coef * terms["observation_loss"]
         metrics = _totals_as_metrics({"final_loss": loss, **terms}, share) | measured
         return loss, metrics | {f"loss_metrics/{name}": metric for name, metric in loss_metrics.items()}
 

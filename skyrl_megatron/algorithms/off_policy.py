@@ -2,7 +2,8 @@
 
 Let r = exp(old_log_probs - rollout_log_probs) for each token. ``algorithm.off_policy_correction`` can, in this order,
 
-1. drop sequences that have an outlier token (``outlier_token_is_threshold_*``),
+1. drop sequences that have an outlier token (``outlier_token_is_threshold_*``), or whose mean of exp(|log r|) is
+   large (``sequence_error_high``),
 2. drop single tokens (``token_mask_is_threshold_*``),
 3. weight the loss by the truncated ratio of the token or of the whole sequence (``tis_ratio_type``),
 4. drop sequences whose product or geometric mean of r is out of bounds (``sequence_mask_metric``).
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.masked import keep_masked
+from skyrl_megatron.algorithms.masked import keep_masked, masked_mean
 from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics, moments, token_mean
 from skyrl_megatron.config.schema.algorithm import correction_enabled, masks_enabled
 from skyrl_megatron.errors import AlgorithmError
@@ -63,6 +64,10 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: 
         under, over = _out_of_bounds(ratio, low, high)
         under, over = (under & (mask > 0)).any(1, keepdim=True), (over & (mask > 0)).any(1, keepdim=True)
         mask = _drop_sequences("outlier_seq", under, over, mask, metrics)
+    if (limit := cfg.sequence_error_high) is not None:
+        error = masked_mean(clamped_ratio(log_ratio.abs()), mask, dim=1)[:, None]
+        over = (error > limit) & (mask > 0).any(1, keepdim=True)
+        mask = _drop_sequences("sequence_error", torch.zeros_like(over), over, mask, metrics)
     low, high = cfg.token_mask_is_threshold_low, cfg.token_mask_is_threshold_high
     if low is not None or high is not None:
         under, over = _out_of_bounds(ratio, low, high)

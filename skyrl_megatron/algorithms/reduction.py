@@ -47,12 +47,15 @@ class StepTotals:
     """Sequences with a valid token."""
     prompt_tokens: dict[str, int] = field(default_factory=dict)
     """Valid tokens of each prompt that has any, by uid; only for ``prompt_mean``."""
+    observed: int = 0
+    """Tokens of observations, with ``observation_loss_coef``."""
 
     def __add__(self, other: StepTotals) -> StepTotals:
         prompts = dict(self.prompt_tokens)
         for uid, tokens in other.prompt_tokens.items():
             prompts[uid] = prompts.get(uid, 0) + tokens
-        return StepTotals(self.tokens + other.tokens, self.rows + other.rows, prompts)
+        observed = self.observed + other.observed
+        return StepTotals(self.tokens + other.tokens, self.rows + other.rows, prompts, observed)
 
 
 def step_totals(mask: Tensor, loss_reduction: str = "token_mean", uids: Sequence[str] | None = None) -> StepTotals:
@@ -68,7 +71,7 @@ def step_totals(mask: Tensor, loss_reduction: str = "token_mean", uids: Sequence
         for uid, tokens in zip(_uids_of(uids, len(per_row)), per_row, strict=True):
             if tokens:
                 prompts[uid] = prompts.get(uid, 0) + tokens
-    return StepTotals(sum(per_row), sum(1 for tokens in per_row if tokens), prompts)
+    return StepTotals(sum(per_row), sum(1 for tokens in per_row if tokens), prompt_tokens=prompts)
 
 
 def row_weights(

@@ -13,17 +13,14 @@ import copy
 import os
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
-from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
+from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams, SFTConfig
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
-
-if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.sft import SFTConfig
 
 
 def is_address(path: str) -> bool:
@@ -79,6 +76,9 @@ def make_paths_absolute(cfg: Section) -> None:
     """Make every path of a SkyRLTrainConfig absolute. Idempotent."""
     for key, make in _PATHS.items():
         _replace(cfg, key, make)
+    for one in get_path(cfg, "data.eval_sets").values():
+        if isinstance(one, dict) and isinstance(one.get("data"), list):
+            one["data"] = [_data(name) if isinstance(name, str) else name for name in one["data"]]
     teachers: dict[str, str] = get_path(cfg, "trainer.teacher.models")
     teachers.update({name: model if is_address(model) else _model(model) for name, model in teachers.items()})
     if get_path(cfg, "generator.chat_template.source") == "file":

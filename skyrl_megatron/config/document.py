@@ -42,8 +42,11 @@ _SHORT = """
 Each line is a key with its default, its values, and the start of its explanation. The whole text is in
 `skyrl_megatron/config/schema/` and on the site that `launch/docs.sh` builds.
 """
-_WIDTH = 60
+_WIDTH = 50
 """CONFIG.md shows the clauses of an explanation that fit in as many characters, and at least the first."""
+
+
+_SIGNS = {"at least": ">=", "at most": "<=", "above": ">", "below": "<"}
 
 
 def document(root: type[Section] = SkyRLTrainConfig, *, whole: bool = False) -> str:
@@ -134,7 +137,7 @@ def _rules(annotation: Any) -> Iterator[str]:
             if isinstance(rule, OneOf):
                 yield ", ".join(rule.choices)
             elif isinstance(rule, Bounds):
-                yield str(rule)
+                yield re.sub("|".join(_SIGNS), lambda found: _SIGNS[found[0]], str(rule))
     elif get_origin(annotation) is not list:
         for part in get_args(annotation):
             yield from _rules(part)

@@ -223,7 +223,9 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield every problem of teachers and distillation settings."""
     algorithm, teacher = cfg.trainer.algorithm, cfg.trainer.teacher
     wanted = algorithm.distillation
-    if not has_teacher(cfg):
+    if wanted.demonstration is not None:
+        yield from _own_teacher_problems(cfg)
+    elif not has_teacher(cfg):
         if algorithm.advantage_estimator == "distillation" or wanted.reward_coef or wanted.loss_coef:
             fix = "distillation needs a teacher: set it, or set trainer.teacher.models"
             yield Problem("trainer.teacher.model.path", None, fix)
@@ -240,6 +242,8 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             "advantage_estimator=distillation"
         )
         key, value = (KEY, teacher.models) if teacher.models else ("trainer.teacher.model.path", teacher.model.path)
+        if wanted.demonstration is not None:
+            key, value = f"{_A}distillation.demonstration", wanted.demonstration
         yield Problem(key, value, fix)
     if wanted.divergence_alone and not wanted.loss_coef:
         fix = "the divergence is the whole loss but has weight 0: set distillation.loss_coef"
@@ -253,6 +257,18 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         if algorithm.temperature not in (None, 1.0):
             fix = f"the engine at {address} returns log-probs at temperature 1: set it to 1, or run {name} on ranks"
             yield Problem("generator.sampling_params.temperature", algorithm.temperature, fix)
+
+
+def _own_teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield what contradicts a teacher that is the policy itself."""
+    key, column = f"{_A}distillation.demonstration", cfg.trainer.algorithm.distillation.demonstration
+    if has_teacher(cfg):
+        yield Problem(key, column, "the policy is the teacher then: remove this key, or trainer.teacher")
+    if cfg.trainer.policy.megatron_config.moe_enable_routing_replay:
+        fix = (
+            "the engine has no routes of the tokens of a hint: set moe_enable_routing_replay=false, or remove this key"
+        )
+        yield Problem(key, column, fix)
 
 
 ADAPTERS_KEY = "trainer.policy.model.lora.adapters"

@@ -12,11 +12,12 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
 from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
 from skyrl_megatron.config.rules.supervised_rules import supervised_problems
-from skyrl_megatron.config.rules.training_rules import fully_async_problems, training_problems
+from skyrl_megatron.config.rules.training_rules import fully_async_problems, oversampling_problems, training_problems
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.plugins import load_plugins
@@ -78,9 +79,14 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     problems += unreadable
     problems += training_problems(cfg)
     policy = configs.get("policy", {})
-    problems += rollout_problems(cfg, policy) if supervised(cfg) is None else supervised_problems(cfg, policy)
+    if supervised(cfg) is None:
+        problems += evaluation_problems(cfg)
+        problems += rollout_problems(cfg, policy)
+    else:
+        problems += supervised_problems(cfg, policy)
     problems += adapter_problems(cfg)
     problems += fully_async_problems(cfg)
+    problems += oversampling_problems(cfg)
     problems += placement_problems(cfg, hardware, configs)
     return list({str(problem): problem for problem in problems}.values())
 

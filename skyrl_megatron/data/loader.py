@@ -217,9 +217,18 @@ def run_loader(cfg: SkyRLTrainConfig, dataset: Items) -> PromptLoader:
     if (rows := getattr(dataset, "sampled_rows", None)) is None:
         raise DataError(f"{KEY}={name} needs a PromptDataset, but the run's dataset is a {type(dataset).__name__}")
     sampler = make_sampler(name, options, rows, batch, seed)
-    lag = cfg.trainer.fully_async.max_staleness_steps if generates_ahead(cfg) else 0
+    lag = cfg.trainer.fully_async.max_staleness_steps if generates_ahead(cfg) else _oversampling_lag(cfg)
     named = f"{name} {json.dumps(options, sort_keys=True, default=str)}" if options else name
     return PromptLoader(dataset, batch, seed=seed, sampler=sampler, name=named, lag=lag)
+
+
+def _oversampling_lag(cfg: SkyRLTrainConfig) -> int:
+    """Return how many batches of prompts may be started before all prompts of a batch are observed."""
+    given = cfg.trainer.oversampling
+    if not given.ratio:
+        return 0
+    steps = 1 if given.unfinished == "drop" else given.max_staleness_steps + 1
+    return steps * math.ceil(1 + given.ratio)
 
 
 class Draws:

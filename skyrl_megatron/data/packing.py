@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
+from torch import Tensor
 
 from skyrl_megatron.types import TrainingBatch
 
@@ -39,7 +40,7 @@ def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
 
 def rows_with_trained_tokens(batch: TrainingBatch) -> TrainingBatch:
     """Return the rows with a trained token; the others do not affect loss or gradients. All rows if there is none."""
-    rows = batch.loss_mask.any(dim=1).nonzero().flatten()
+    rows = _trained(batch).any(dim=1).nonzero().flatten()
     return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
 
 
@@ -48,7 +49,12 @@ def parts_with_trained_tokens(parts: list[TrainingBatch]) -> list[TrainingBatch]
 
     Returns all mini-batches if none has a trained token.
     """
-    return [part for part in parts if part.loss_mask.any()] or parts
+    return [part for part in parts if _trained(part).any()] or parts
+
+
+def _trained(batch: TrainingBatch) -> Tensor:
+    """Return [B, T]: the tokens that any term of the loss is about."""
+    return batch.loss_mask if batch.observation_mask is None else batch.loss_mask + batch.observation_mask
 
 
 def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.ndarray]:

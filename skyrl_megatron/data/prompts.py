@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 TEACHER_KEY, TEACHERS = "teacher", "trainer.teacher.models"
 """The column with the name of a row's teacher, and the configuration key that defines the names."""
 REWARD_SPEC = "reward_spec"
+ROLE_KEY = "role"
+"""The column with the role of a row, for the estimator ``rae``."""
 
 
 class PromptDataset:
@@ -113,6 +115,31 @@ class PromptDataset:
         if TEACHER_KEY not in self.rows.column_names:
             return []
         return [self.rows[_row_of(uid)].get(TEACHER_KEY) or "" for uid in uids]
+
+    def roles_of(self, uids: Sequence[str]) -> list[str]:
+        """Return the column ``role`` for each uid, "" where it is missing."""
+        if ROLE_KEY not in self.rows.column_names:
+            return [""] * len(uids)
+        return [self.rows[_row_of(uid)].get(ROLE_KEY) or "" for uid in uids]
+
+    def hints_of(self, uids: Sequence[str], column: str) -> list[str]:
+        """Return the text in ``column`` for each uid. Raises DataError for a row without one."""
+        hints: dict[str, str] = {}
+        for uid in dict.fromkeys(uids):
+            hint = self.rows[_row_of(uid)].get(column)
+            if not isinstance(hint, str):
+                raise DataError(
+                    f"row {uid}: trainer.algorithm.distillation.demonstration needs text in the column {column!r}, "
+                    f"the row has {hint!r:.40}; the data has {', '.join(self.rows.column_names)}"
+                )
+            hints[uid] = hint
+        return [hints[uid] for uid in uids]
+
+    def hint_tokens(self, hint: str) -> list[int]:
+        """Return the tokens of a hint as a system message, in the template of the prompts."""
+        message = {"role": "system", "content": hint}
+        settings = self._render | {"add_generation_prompt": False, "tokenize": True, "return_dict": False}
+        return list(render(self.tokenizer, [message], **settings))
 
     def env_classes(self, default: str) -> set[str]:
         """Return the environments of all rows; ``default`` for rows without one."""

@@ -34,8 +34,10 @@ from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
+from skyrl_megatron.data.curriculum import curriculum, difficulty
 from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, require_memory, run_command, run_hardware
 from skyrl_megatron.entrypoints.main_base import config_dir
+from skyrl_megatron.entrypoints.main_generate import score_model
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.runtime_env import start_server
 
@@ -141,7 +143,7 @@ NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
 """Folder of the model after the warm-up, next to the folder of the initial model. Runs with adapters, a critic or a
 teacher start from it."""
-ADAPTERS, CRITIC, TEACHER, ASYNC = "adapters", "critic", "teacher", "async"
+ADAPTERS, CRITIC, TEACHER, ASYNC, MLPERF = "adapters", "critic", "teacher", "async", "mlperf"
 WARMUP_TRAINERS = {"": "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
 """Variant → trainer of ``trainer/warmup.py`` that does the warm-up and continues with the same optimizer."""
 TEACHER_STEP = 64
@@ -183,7 +185,9 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
         "trainer.log_path": f"{runs}/logs",
     }
     if not hardware.is_cpu:
-        defaults |= _devices(given, hardware, apart=variant == ASYNC)
+        defaults |= _devices(given, hardware, apart=variant in (ASYNC, MLPERF))
+    if variant == MLPERF:
+        defaults |= _benchmark(args, data, folder)
     path = model
     if not model:
         warm = folder / WARM_MODEL
@@ -228,6 +232,8 @@ def _own_model(args: Sequence[str]) -> str | None:
 
 def _variant(args: Sequence[str]) -> str:
     """Return the variant of the embedded run that ``args`` select, which is also the name of its folder; "": none."""
+    if any(arg.endswith(f"{MLPERF}.yaml") for arg in args):
+        return MLPERF
     trainer = _asked(args)
     if trainer.policy.model.lora.rank > 0:
         return ADAPTERS
@@ -262,6 +268,64 @@ def write_problems(folder: Path, seed: int) -> Path:
     return folder
 
 
+HELD_OUT = 256
+"""Held-out tasks of the variant that is a miniature of MLPerf Training 6.1, ``llm_post_training``."""
+
+
+def _benchmark(args: Sequence[str], data: Path, folder: Path) -> dict[str, object]:
+    """Return the settings of the miniature: held-out tasks sampled by its rules, the curriculum once it exists, and
+    learning rate and gradient clip by the sequences of an optimizer step."""
+    from skyrl_megatron.data import prepare
+
+    held_out, order = data / "held_out.parquet", folder / MLPERF / "curriculum.txt"
+    if not held_out.exists():
+        operands = _operands(data / "validation.parquet")
+        prepare.write(prepare.addition_rows("held_out", random.Random(0).sample(operands, HELD_OUT)), held_out)
+    asked = parse(SkyRLTrainConfig, [f"--config={config_dir}/embedded.yaml", *args])[0]
+    sequences = asked.trainer.policy_mini_batch_size * asked.generator.n_samples_per_prompt
+    sets = f"{{held_out: {{data: ['{held_out}'], n: 4, temperature: 0.1, top_p: 0.95, pass_at: [1, 4]}}}}"
+    settings: dict[str, object] = {
+        "data.val_data": "[]",
+        "data.eval_sets": sets,
+        "trainer.policy.optimizer_config.lr": f"{2.5e-4 * (sequences / 512) ** 0.5:.4g}",
+        "trainer.policy.optimizer_config.max_grad_norm": f"{2 / sequences**0.5:.4g}",
+    }
+    return settings | ({"data.sampler": "list", "data.sampler_options.path": order} if order.exists() else {})
+
+
+def _operands(path: Path) -> list[tuple[int, int]]:
+    from skyrl_megatron.data.row_files import load_source
+
+    rows = load_source(str(path))
+    return [tuple(rows[number]["extra_info"]["operands"]) for number in range(len(rows))]
+
+
+def _write_curriculum(args: Sequence[str], hardware: Hardware) -> None:
+    """Measure the pass rate of the initial policy for each training task, and write the order of the tasks, unless it
+    exists."""
+    number, folder = _seed_folder(read_arguments(args)[0])
+    work = folder / MLPERF
+    order = work / "curriculum.txt"
+    if order.exists():
+        return
+    train = folder / "sums" / "train.parquet"
+    keys = [f"trainer.{name}_path={work}/pass_rates" for name in ("ckpt", "export", "log")]
+    keys += ["trainer.stop_when=null", "trainer.best_metric=null", "trainer.dump_eval_results=true"]
+    score_model(
+        arguments([*args, *keys, f"data.eval_sets={{train: {{data: ['{train}'], n: 4, temperature: 1.0}}}}"], hardware)
+    )
+    passed: dict[int, list[bool]] = {}
+    for line in (work / "pass_rates/dumped_evals/global_step_0/train.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        passed.setdefault(int(answer["uid"]), []).append(answer["score"] > 0)
+    rates = [sum(passed[uid]) / len(passed[uid]) for uid in sorted(passed)]
+    sizes = [float(sum(map(int, f"{a}{b}"))) for a, b in _operands(train)]
+    found = curriculum(difficulty(rates, sizes), 16, number)
+    unfinished = order.with_suffix(".new")
+    unfinished.write_text("".join(f"{uid}\n" for uid in found))
+    unfinished.rename(order)
+
+
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
     hardware = run_hardware()
@@ -273,6 +337,8 @@ def _train(args: Sequence[str]) -> int:
     trainer = WARMUP_TRAINERS.get(_variant(args)) if _own_model(args) is None else None
     if trainer is None:
         _warm_up_once(args, hardware)
+        if _variant(args) == MLPERF:
+            _write_curriculum(args, hardware)
         began = time.perf_counter()
     cfg, _ = load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)
     require_memory(NEEDED_GIB, "the embedded default")

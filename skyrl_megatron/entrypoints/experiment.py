@@ -17,6 +17,7 @@ from skyrl_megatron import progress as start_times
 from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.rules.training_rules import is_reproducible
+from skyrl_megatron.config.schema.evaluation import SETS, eval_sets
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.tokenizer import load_tokenizer
@@ -68,7 +69,9 @@ class BasePPOExp:
             self.tokenizer = self.get_tokenizer()
             self.train_dataset = self.get_train_dataset()
             self.eval_dataset = self.get_eval_dataset()
-        sizes = [0 if dataset is None else len(dataset) for dataset in (self.train_dataset, self.eval_dataset)]
+            self.eval_sets = self.get_eval_sets()
+        held_out = sum(map(len, (self.eval_dataset or (), *self.eval_sets.values())))
+        sizes = [0 if self.train_dataset is None else len(self.train_dataset), held_out]
         self.start_up.done(f"data: {sizes[0]} rows to train on, {sizes[1]} to evaluate on")
         self.colocate_pg: Placement | None = None
         self.engines: InferenceEngineClient | None = None
@@ -90,9 +93,18 @@ class BasePPOExp:
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Read the prompts to evaluate on; None without ``data.val_data`` or when evaluation is off."""
+        wanted = self._evaluates and self.cfg.data.val_data
+        return self._dataset("data.val_data", self.cfg.data.val_data) if wanted else None
+
+    def get_eval_sets(self) -> dict[str, PromptDataset]:
+        """Read the prompts of ``data.eval_sets``, by name; {} when evaluation is off."""
+        sets = eval_sets(self.cfg.data.eval_sets) if self._evaluates else {}
+        return {name: self._dataset(f"{SETS}.{name}.data", one.data) for name, one in sets.items()}
+
+    @property
+    def _evaluates(self) -> bool:
         trainer = self.cfg.trainer
-        wanted = self.train_dataset is None or trainer.eval_before_train or trainer.eval_interval > 0
-        return self._dataset("data.val_data", self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
+        return self.train_dataset is None or trainer.eval_before_train or trainer.eval_interval > 0
 
     def get_inference_client(self) -> InferenceEngineClient:
         """Create the engines. Call ``start()`` before using them."""
@@ -104,9 +116,11 @@ class BasePPOExp:
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
         """Create the generator of trajectories. Raises DataError for environments that are not registered."""
-        for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
+        for dataset in filter(None, (self.train_dataset, self.eval_dataset, *self.eval_sets.values())):
             registry.require(dataset.env_classes(cfg.environment.env_class))
-        generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
+        generator: Any = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
+        if cfg.generator.name == "agent":
+            from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator as generator  # with vLLM's server
         adapters = tuple(cfg.trainer.policy.model.lora.adapters)
         several = {"adapters": adapters} if len(adapters) > 1 else {}
         made = generator(
@@ -165,6 +179,7 @@ class BasePPOExp:
             tokenizer=self.tokenizer,
             train_dataset=self.train_dataset,
             eval_dataset=self.eval_dataset,
+            **({"eval_sets": self.eval_sets} if self.eval_sets else {}),
             inference_engine_client=client,
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
@@ -172,7 +187,7 @@ class BasePPOExp:
         trainer.on_paper = StepComparison(self.cfg, tracker.say)
         return trainer
 
-    def start_engines(self) -> InferenceEngineClient | None:
+    def start_engines(self) -> InferenceEngineClient:
         """Reserve the run's placement group, and create the engines in it."""
         self.colocate_pg = create_placement(self.cfg, training=self.trains)
         roles = [role for role in self.colocate_pg.allocations if role != "engines"] or ["policy"]

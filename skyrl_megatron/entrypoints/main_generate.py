@@ -1,19 +1,29 @@
 """Evaluate only: ``skyrl-megatron evaluate [--config FILE.yaml] [--check [--show-config]] key=value …``
 
-Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``. Starts
-engines and environments, but no trainer. ``--check`` reports whether the configuration can run, and starts nothing;
-``--show-config`` adds the resolved configuration.
+Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``, and on
+the sets of ``data.eval_sets``. The model is a Hugging Face folder or name, or a checkpoint ``global_step_N`` of a run.
+Checkpoints and exports of step N are sampled with the seeds of step N, so the scores are those of the run. Starts
+engines and environments, but no trainer. ``--check`` reports whether the configuration can run, and starts nothing (it
+converts a checkpoint for that); ``--show-config`` adds the resolved configuration.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.load import parse
+from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.preflight import check, load_config
 
 
@@ -24,15 +34,64 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     if any(arg.partition("=")[0] == "--check" for arg in args):
-        return check.run(args, training=False)
+        return run_command(lambda: _check(args))
     return run_command(lambda: _evaluate(args), beats=True)
+
+
+def _check(args: Sequence[str]) -> int:
+    with _hugging_face_folder(args) as (args, _):
+        return check.run(args, training=False)
 
 
 def _evaluate(args: Sequence[str]) -> int:
     began = time.perf_counter()
+    with _hugging_face_folder(args) as (args, step):
+        score_model(args, step, began)
+    return 0
+
+
+MODEL = "trainer.policy.model.path"
+_STEP = re.compile(r"global_step_(\d+)")
+
+
+@contextlib.contextmanager
+def _hugging_face_folder(args: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+    """Yield arguments whose model is a Hugging Face folder, and the step of the model, 0 if its path names none.
+
+    A checkpoint is converted to a temporary folder in ``trainer.export_path``. Raises ConfigError if it cannot be.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # load_config issues them
+        trainer = parse(SkyRLTrainConfig, args)[0].trainer
+    path = Path(trainer.policy.model.path or "")
+    named = [int(found[1]) for part in path.parts[-2:] if (found := _STEP.fullmatch(part))]
+    step = named[-1] if named else 0
+    if not path.is_dir():
+        yield args, step
+        return
+    from bridges.convert import export_megatron  # loads torch
+    from bridges.errors import BridgeError
+    from bridges.source import MANIFEST
+
+    if not any((folder / MANIFEST).is_file() for folder in (path, path.parent)):
+        yield args, step
+        return
+    private_folder(Path(trainer.export_path))
+    with tempfile.TemporaryDirectory(prefix=f".global_step_{step}-", dir=trainer.export_path) as folder:
+        try:
+            export_megatron(path, Path(folder) / "policy")
+        except BridgeError as error:
+            raise ConfigError([Problem(MODEL, str(path), str(error))]) from error
+        others = [arg for arg in args if not arg.startswith(f"{MODEL}=")]
+        yield [*others, f"{MODEL}={folder}/policy"], step
+
+
+def score_model(args: Sequence[str], step: int = 0, began: float | None = None) -> None:
+    """Evaluate the Hugging Face model of ``args`` as step ``step``, and log and print the scores."""
     cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.evaluate import evaluate
+    from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
     class EvalOnlyEntrypoint(BasePPOExp):
         """An experiment that evaluates once, with engines and a generator."""
@@ -51,11 +110,17 @@ def _evaluate(args: Sequence[str]) -> int:
                 async def ask() -> dict[str, float]:
                     await client.start()
                     self.start_up.done(f"engines: {len(client.pool.alive())} ready")
-                    return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0)
+                    try:
+                        return await evaluate(
+                            self.cfg, self.eval_dataset, generator, self.tokenizer, step, self.eval_sets
+                        )
+                    finally:
+                        await generator.stop()
 
                 metrics = asyncio.run(ask())
-                tracker.open(total_steps=0)
-                tracker.log(metrics, 0)
+                logged = [line["step"] for line in read_metrics(run_folder(self.cfg) / METRICS_FILE)]
+                tracker.open(total_steps=0, resumed_from=max(logged, default=None))  # keeps the lines of the run
+                tracker.log(metrics, step)
                 for name, value in sorted(metrics.items()):
                     tracker.say(f"{name} {value:.4f}")
             finally:
@@ -63,7 +128,6 @@ def _evaluate(args: Sequence[str]) -> int:
                 self.stop()
 
     run_experiment(cfg, EvalOnlyEntrypoint, began=began)
-    return 0
 
 
 if __name__ == "__main__":

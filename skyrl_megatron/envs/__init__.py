@@ -39,4 +39,5 @@ register("gsm8k_llm_judge", "skyrl_megatron.envs.gsm8k:GSM8kLLMJudgeEnv", config
 register("gsm8k_multi_turn", "skyrl_megatron.envs.gsm8k:GSM8kMultiTurnEnv")
 register("multiply", "skyrl_megatron.envs.arithmetic:MultiplyEnv")
 register("search", "skyrl_megatron.envs.search:SearchEnv")
+register("task", "skyrl_megatron.envs.task_folder:TaskFolder")
 register("text2sql", "skyrl_megatron.envs.text2sql:Text2SQLEnv")

@@ -47,13 +47,27 @@ class MultiplyEnv(BaseTextEnv):
 
 
 class AdditionEnv(BaseTextEnv):
-    """Addition in one turn. The reward is 1 if the response is the answer, apart from white space, else 0."""
+    """Addition. The reward is 1 if the response is the answer, apart from white space, else 0.
+
+    With several turns a wrong number gets the feedback ``higher`` or ``lower`` and another turn, and the first right
+    answer ends the episode; what is no number gets ``number``.
+    """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         self.answer = answer_text(self, require_ground_truth(self)).strip()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
         answer = action.strip()
-        reward = float(answer == self.answer)
-        return {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": answer}}
+        right = answer == self.answer
+        done = right or self.turns >= self.max_turns
+        feedback = "number"
+        if answer.isdecimal() and self.answer.isdecimal():
+            feedback = "higher" if int(answer) < int(self.answer) else "lower"
+        return {
+            "observations": [] if done else [{"role": "user", "content": feedback}],
+            "reward": float(right),
+            "done": done,
+            "metadata": {"parsed_answer": answer},
+        }

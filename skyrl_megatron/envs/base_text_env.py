@@ -91,7 +91,7 @@ class BaseTextEnvStepOutput(TypedDict):
     done: bool
     """Whether the episode is over."""
     metadata: dict[str, Any]
-    """Additional data, which training does not read."""
+    """Additional data, which training does not read. Evaluation reads ``parsed_answer``, for majority votes."""
     postprocessed_action: NotRequired[str | None]
     """Text that replaces the turn in the conversation, if it differs from the policy's text. Its tokens were not
     sampled and are not trained on."""

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -164,6 +164,9 @@ class InferenceClient:
         self.pool, self.retries, self.deterministic = pool, retries, deterministic
         self._limit = _InFlightLimit(pool, max_in_flight)
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._sampling: dict[str, tuple[EngineSlot, str]] = {}
+        """Session → (engine, id) of its request that an engine is sampling."""
+        self._answers, self._answer_tokens = 0, 0
 
     async def generate(
         self,
@@ -201,6 +204,17 @@ class InferenceClient:
         """Sample one continuation."""
         [generation] = await self._attempts([(prompt_token_ids, sampling, adapter)], session_id)
         return generation
+
+    async def abort(self, session_ids: Sequence[str]) -> None:
+        """Abort the requests of sessions that engines are sampling. They return the tokens that they have, with
+        ``finish_reason`` ``abort``."""
+        found = [self._sampling[session] for session in session_ids if session in self._sampling]
+
+        async def one(slot: EngineSlot, request_id: str) -> None:
+            with contextlib.suppress(EngineGoneError):  # its requests are retried
+                await slot.engine.abort(request_id)
+
+        await _all_or_none([one(slot, request_id) for slot, request_id in found])
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log-probs of tokens 1 … n−1 in nats, from an engine with the published version."""
@@ -272,23 +286,43 @@ class InferenceClient:
                 named = (
                     {"adapter": one.adapter} if one.adapter else {}
                 )  # a plugin's engine may not have this parameter
-                answers = [await slot.engine.generate(one.request_id, one.prompt_token_ids, one.sampling, **named)]
+                with self._noted(session, slot, one.request_id):
+                    answers = [await slot.engine.generate(one.request_id, one.prompt_token_ids, one.sampling, **named)]
             else:
                 answers = await slot.engine.generate_batch(requests)
             for generation in answers:
+                self._answers, self._answer_tokens = self._answers + 1, self._answer_tokens + len(generation.token_ids)
                 if not await self.pool.published_soon(generation):
                     raise _Unpublished(
                         f"{slot.name} sampled with weights {generation.versions}, published is {self.pool.published}"
                     )
             return answers
 
-        contents = [_content(one) for one in share]
+        contents, load = [_content(one) for one in share], sum(map(self._predicted_tokens, share))
         if len(share) > 1:
             if not any([self.pool.suspects.suspects(content) for content in contents]):
                 with contextlib.suppress(_LostTogether):
-                    return await self._retried(attempt, session, first, contents)
+                    return await self._retried(attempt, session, first, contents, load)
             return [one for [one] in await _all_or_none([self._attempts([each], session) for each in share])]
-        return await self._retried(attempt, session, first, contents)
+        return await self._retried(attempt, session, first, contents, load)
+
+    def _predicted_tokens(self, request: Request) -> int:
+        """Return the KV cache that a request is predicted to need, in tokens: an answer of average length."""
+        prompt, sampling, _ = request
+        most = sampling.get("max_tokens") or self._answer_tokens
+        average = self._answer_tokens // self._answers if self._answers else most
+        return len(prompt) + min(average, most)
+
+    @contextlib.contextmanager
+    def _noted(self, session: str | None, slot: EngineSlot, request_id: str) -> Iterator[None]:
+        """Note that an engine samples a request of a session."""
+        if session is not None:
+            self._sampling[session] = slot, request_id
+        try:
+            yield
+        finally:
+            if session is not None and self._sampling.get(session) == (slot, request_id):
+                del self._sampling[session]
 
     async def _retried[T](
         self,
@@ -296,6 +330,7 @@ class InferenceClient:
         session: str | None,
         first: EngineSlot | None = None,
         contents: Sequence[Content] = (),
+        load: int = 0,
     ) -> T:
         number, lost = 0, None
         while number <= self.retries:
@@ -312,7 +347,7 @@ class InferenceClient:
                     if suspected:
                         answer = await self._run_suspect(slot, partial(attempt, slot), contents)
                     else:
-                        answer = await slot.run(attempt(slot))
+                        answer = await slot.run(attempt(slot), load)
                     for content in contents:
                         self.pool.suspects.clear(content)
                     return answer
@@ -373,7 +408,10 @@ class _LostTogether(EngineGoneError):
 
 
 class _InFlightLimit:
-    """Limits the requests in flight to ``per_engine`` times the current number of engines."""
+    """Limits the requests in flight to ``per_engine`` times the current number of engines.
+
+    Requests are admitted in the order in which they came: a free place belongs to the one that waits longest.
+    """
 
     def __init__(self, pool: EnginePool, per_engine: int) -> None:
         self.pool, self.per_engine = pool, per_engine
@@ -381,31 +419,33 @@ class _InFlightLimit:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
-        while self._free() <= 0:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._wake()  # it may have been this request's turn
-                raise
-        self._used += 1
+        self._admit()
+        if not self._waiting and self._free() > 0:
+            self._used += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                await self.__aexit__()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         self._used -= 1
-        self._wake()
+        self._admit()
 
     def _free(self) -> int:
         return self.per_engine * max(len(self.pool.slots), 1) - self._used
 
-    def _wake(self) -> None:
-        """Wake as many waiting requests as the limit allows."""
-        woken = 0
-        while self._waiting and woken < self._free():
+    def _admit(self) -> None:
+        """Give free places to the requests that wait."""
+        while self._waiting and self._free() > 0:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                woken += 1
+                self._used += 1
 
 
 async def _all_of(pieces: OpenAIAnswer) -> list[Any]:

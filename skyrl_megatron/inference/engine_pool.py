@@ -210,6 +210,8 @@ class EngineSlot:
     answered: int = 0
     """Number of answered requests."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    load: int = 0
+    """KV cache that the requests in flight are predicted to need, in tokens."""
     admitting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while a suspect is submitted (:func:`run_suspect`)."""
     suspected: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -241,9 +243,11 @@ class EngineSlot:
         except Exception as error:
             raise EngineGoneError(f"is not healthy: {error!r}") from error
 
-    async def run[T](self, work: Awaitable[T]) -> T:
-        """Await a request to the engine. Raises EngineGoneError as soon as the pool marks the engine dead."""
+    async def run[T](self, work: Awaitable[T], load: int = 0) -> T:
+        """Await a request to the engine, which adds ``load``. Raises EngineGoneError as soon as the pool marks the
+        engine dead."""
         task = asyncio.ensure_future(work)
+        self.load += load
         if not self.in_flight:
             self._busy_since = time.time()
         self.in_flight.add(task)
@@ -260,6 +264,7 @@ class EngineSlot:
             raise
         finally:
             self.in_flight.discard(task)
+            self.load -= load
             now = time.time()
             if not self.in_flight or now - self._busy_since > 1:  # also record an engine that is always busy
                 spans.record(self.name, "requests", self._busy_since, now)
@@ -444,7 +449,9 @@ class EnginePool:
 
     # ------------------------------------------------------------------ routing
     async def serving(self, session: str | None = None) -> EngineSlot:
-        """Return the engine for a request: that of its session, else the one with the fewest requests.
+        """Return the engine for a request: that of its session, else the one with the least predicted KV cache, then
+        with the fewest requests. An engine itself admits requests in their order: none is overtaken while it waits for
+        KV blocks, and the youngest gives up its blocks first (vLLM's ``Scheduler.schedule``).
 
         Raises EngineError if none serves within ``wait_s``, or if all are dropped.
         """
@@ -458,10 +465,10 @@ class EnginePool:
             except TimeoutError:
                 raise EngineError(f"no engine served within {self.wait_s:g} s: {self.describe()}") from None
         if session is None:
-            return min(candidates, key=lambda slot: len(slot.in_flight))
+            return min(candidates, key=_load_of)
         slot = self._sessions.get(session)
         if slot not in candidates:
-            slot = min(candidates, key=lambda slot: len(slot.in_flight))
+            slot = min(candidates, key=_load_of)
         self._sessions[session] = slot
         self._sessions.move_to_end(session)
         if len(self._sessions) > SESSIONS_REMEMBERED:
@@ -490,6 +497,10 @@ class EnginePool:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _load_of(slot: EngineSlot) -> tuple[int, int]:
+    return slot.load, len(slot.in_flight)
 
 
 def same_failure(one: str, other: str) -> bool:

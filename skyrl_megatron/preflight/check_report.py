@@ -18,12 +18,15 @@ from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, r
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.plugins import GENERATORS
 from skyrl_megatron.preflight import step_report
 from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron.preflight.memory_parameters import ParameterTable
 from skyrl_megatron.preflight.memory_phases import RoleModel
 from skyrl_megatron.preflight.memory_recompute import recomputation
 from skyrl_megatron.preflight.option_checks import NotChecked
+from skyrl_megatron.sandboxes.sandbox import Limits
+from skyrl_megatron.sandboxes.sandbox_queue import default_at_once
 
 
 def verdict(cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked]) -> Iterator[str]:
@@ -164,6 +167,18 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
     train = trainer.train_batch_size
     yield "# one step"
     yield f"{train} prompts · {n} samples = {train * n} sequences of at most {longest_sequence(cfg)} tokens"
+    if cfg.generator.name == "agent":
+        agent = cfg.generator.agent
+        at_once = agent.at_once or default_at_once(Limits())
+        yield f"agent: {' '.join(agent.command)}; in {agent.sandbox} sandboxes, {at_once} at once"
+    if cfg.generator.name == "agent" or hasattr(
+        GENERATORS.find(cfg.generator.name), "log_folder"
+    ):  # of an AgentGenerator
+        share = cfg.generator.min_token_in_rate
+        yield (
+            f"agents: the run stops if less than {share:.2%} of their calls have every earlier answer as the tokens"
+            " that were sampled (generator.min_token_in_rate; 0: never)"
+        )
     for role in active_roles(cfg):
         if is_frozen(role):
             continue

@@ -17,12 +17,13 @@ from bridges.errors import BridgeError
 from bridges.files import read_json
 from skyrl_megatron.config.derive import is_data_file, supervised
 from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.sft import SFTConfig
+    from skyrl_megatron.config.schema.generator import SFTConfig
     from skyrl_megatron.data.row_files import Rows
     from skyrl_megatron.rollout.templates import ChatFormat
 
@@ -230,8 +231,12 @@ def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
     cfg = run.cfg
     if run.training:
         yield "data.train_data", cfg.data.train_data, cfg.trainer.train_batch_size
-    if cfg.data.val_data and (not run.training or cfg.trainer.eval_before_train or cfg.trainer.eval_interval > 0):
+    if run.training and not cfg.trainer.eval_before_train and cfg.trainer.eval_interval <= 0:
+        return
+    if cfg.data.val_data:
         yield "data.val_data", cfg.data.val_data, 1
+    for name, one in read_eval_sets(cfg.data.eval_sets)[0].items():
+        yield f"{SETS}.{name}.data", one.data, 1
 
 
 def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Problem | NotChecked]]:
@@ -244,7 +249,7 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Probl
     if not os.path.isfile(path):
         if os.path.isdir(path):
             return None, [NotChecked(f"{key}={name}", "a folder, which the run opens")]
-        if run.scripted and not run.cfg.data.is_set(key.rpartition(".")[2]):
+        if run.scripted and not run.cfg.data.is_set(key.split(".")[1]):
             return None, [
                 NotChecked(f"{key}={name}", "the file does not exist; the script may supply other data sets")
             ]

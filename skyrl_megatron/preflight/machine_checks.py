@@ -145,7 +145,7 @@ def _exports(cfg: SkyRLTrainConfig, training: bool) -> bool:
     """Return whether anything is written to ``export_path``."""
     trainer = cfg.trainer
     evaluates = not training or trainer.eval_before_train or trainer.eval_interval > 0
-    dumps = trainer.dump_eval_results and bool(cfg.data.val_data) and evaluates
+    dumps = trainer.dump_eval_results and bool(cfg.data.val_data or cfg.data.eval_sets) and evaluates
     return dumps or (training and (trainer.hf_save_interval > 0 or trainer.dump_data_batch))
 
 

@@ -18,11 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bridges.matrices import is_matrix
 from bridges.plan import Plan
 from bridges.quantisation import Quantisation
 from bridges.rules import Entry, local_shape, padded_rows
 from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.config.rules.muon_rules import WINDOW
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
 from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank
@@ -56,6 +58,10 @@ class StageParameters:
     indexer: int = 0
     """Weights of the sparse-attention indexer, part of ``dense``, which are frozen without
     ``dsa_indexer_loss_coeff``."""
+    matrices: tuple[int, int] = (0, 0)
+    """Linear weights, which Muon updates: parts of ``dense`` and of ``expert``."""
+    largest: int = 0
+    """Elements of the largest of them, whole."""
 
     @property
     def parameters(self) -> int:
@@ -138,7 +144,8 @@ class ParameterTable:
         first, last = stage == 0, stage == parallel.pp - 1
         if last and self.plan.draft_layer is not None:
             layers.add(self.plan.draft_layer)
-        dense = expert = buffers = router = rounded = scaled = scales = made = indexer = 0
+        dense = expert = buffers = router = rounded = scaled = scales = made = indexer = largest = 0
+        matrices = [0, 0]
         for row in self._rows:
             entry = row.entry
             if row.layers:
@@ -159,6 +166,9 @@ class ParameterTable:
                 rounded += times * _power_of_two(size)
                 router += times * size if ".router." in entry.name else 0
                 indexer += times * size if ".indexer." in entry.name else 0
+            if times and is_matrix(entry) and ".indexer." not in entry.name:
+                matrices[entry.is_expert] += times * size
+                largest = max(largest, math.prod(entry.shape))
             if frozen and (own := self._scales(entry, parallel.etp if entry.is_expert else parallel.tp)):
                 scaled, scales = scaled + times * size, scales + times * own
                 at_once = self.experts // parallel.ep if entry.is_expert else 1
@@ -168,9 +178,8 @@ class ParameterTable:
             dense += dims["H"]
         elif last and not first and "untied" not in self.plan.shape.flags:  # the last stage's copy of the embedding
             dense += padded_rows(dims["V"], parallel.tp) // parallel.tp * dims["H"]
-        return StageParameters(
-            dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), scaled, scales, made, indexer
-        )
+        rest = (scaled, scales, made, indexer, (matrices[0], matrices[1]), largest)
+        return StageParameters(dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), *rest)
 
     def _scales(self, entry: Entry, over: int) -> int:
         """Count the scales of a weight that ``over`` ranks split, on the rank with the most; 0 if the weight is not
@@ -258,9 +267,10 @@ def rank_bytes(
     bf16: bool,
     trained: bool,
     adapters: Factors | None = None,
+    muon: bool = False,
 ) -> RankBytes:
     """Return the bytes on each rank of a stage. ``trained``: include gradients and optimizer state; with ``adapters``,
-    only those of the adapters."""
+    only those of the adapters. ``muon``: linear weights have one moment instead of two."""
     width = 2 if bf16 else _FP32
     weights, buffers = (count.parameters - count.scaled) * width, count.buffers * _FP32
     weights += count.scaled + count.scales * _FP32
@@ -280,16 +290,26 @@ def rank_bytes(
         shard = dense + expert
     state = _state(options, bf16)
     copied = 0 if gradient_width == _FP32 else round(shard * state.copied) * _FP32
+    saved = 0
+    if muon:
+        over = (parallel.dp_cp, parallel.edp) if options.get("use_distributed_optimizer", True) else (1, 1)
+        saved = sum(_FP32 * (part // ranks) for part, ranks in zip(count.matrices, over, strict=True))
+        copied += max(count.largest, min(WINDOW, parallel.tp * sum(count.matrices))) * _WORK_BYTES
     on_host = round(shard * state.offloaded)
     return RankBytes(
         weights,
         gradients,
-        optimizer=shard * state.kept + (shard - on_host) * state.device,
+        optimizer=shard * state.kept + (shard - on_host) * state.device - saved,
         buffers=buffers,
         step=copied,
         unscaled=shard * state.unscaled,
         host_optimizer=round(on_host * (state.host + state.pinned * count.pinned_rounding)),
     )
+
+
+_WORK_BYTES = 28
+"""Of each element of the matrices that Muon orthogonalises together: shards, the whole, the stack, and the terms of a
+Newton-Schulz step in fp32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class RoleModel:
                 bf16=bf16,
                 trained=self.trained,
                 adapters=self.factors(stage),
+                muon=self.trained and self.settings.optimizer_config.optimizer == "muon",
             )
             for stage in range(self.parallel.pp)
         ]

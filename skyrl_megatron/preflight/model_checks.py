@@ -17,6 +17,7 @@ from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import active_roles, adapter_configs, adapter_problems, role_layout, trains_draft
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
+from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
@@ -193,6 +194,7 @@ def pin_hub_names(run: PlannedRun) -> list[Problem]:
     cfg = run.cfg
     derive(cfg)  # sets the reference's model to the policy's by default
     lists = {"data.train_data": cfg.data.train_data if run.training else [], "data.val_data": cfg.data.val_data}
+    lists |= {f"{SETS}.{name}.data": one.data for name, one in read_eval_sets(cfg.data.eval_sets)[0].items()}
     asked = [*hub.models(cfg, active_roles(cfg))]
     asked += [each for key, entries in lists.items() for each in hub.data_sets(key, entries)]
     if not asked:

@@ -18,7 +18,8 @@ from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
 from skyrl_megatron.inference.sampling_params import WrongType, sampling_keys, sampling_types, typed_field
-from skyrl_megatron.plugins import GENERATORS
+from skyrl_megatron.plugins import GENERATORS, SANDBOXES
+from skyrl_megatron.sandboxes.sandbox_queue import why_not_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +179,7 @@ def _config_json(run: PlannedRun, role: str) -> dict[str, Any] | None:
         return None  # reported by the rules
 
 
-def features(run: PlannedRun) -> Iterator[Problem]:
+def features(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     """Yield every setting that no engine or that the run's generator does not support."""
     try:
         require_available(run.cfg)
@@ -191,6 +192,19 @@ def features(run: PlannedRun) -> Iterator[Problem]:
             Gates(gates)
         except ConfigError as error:
             yield from error.problems
+    if penalty := run.cfg.trainer.algorithm.length_penalty:
+        from skyrl_megatron.algorithms.length_penalty import LengthPenalty
+
+        try:
+            LengthPenalty.of(penalty)
+        except ConfigError as error:
+            yield from error.problems
+    if run.cfg.generator.name == "agent":
+        sandbox, key = run.cfg.generator.agent.sandbox, "generator.agent.sandbox"
+        if run.hardware.elsewhere:
+            yield NotChecked(key, f"whether the machine of the driver can start sandboxes of {sandbox}")
+        elif (sandbox in SANDBOXES.built_in or SANDBOXES.find(sandbox)) and (why := why_not_here(sandbox)):
+            yield Problem(key, sandbox, why)
     generator, lora = GENERATORS.find(run.cfg.generator.name), run.cfg.trainer.policy.model.lora
     if generator is not None and len(lora.adapters) > 1:
         options = signature(generator).parameters

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_megatron.config.schema.sft import SFTConfig
+from skyrl_megatron.config.schema.generator import SFTConfig
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.data.prompts import as_rendered, messages_problem
 from skyrl_megatron.data.row_files import JoinedRows, load_source

@@ -49,6 +49,8 @@ class TrajectoryOutput:
     env_metrics: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     """Error of the environment, or None."""
+    parsed_answer: str | None = None
+    """The answer that the environment read from the last turn (metadata ``parsed_answer`` or ``pred``)."""
 
 
 @dataclass(slots=True)

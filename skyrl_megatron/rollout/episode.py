@@ -18,6 +18,7 @@ from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.envs.env_pool import EnvPool, EnvTimeout
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning, with_origin
 from skyrl_megatron.inference.protocol import Generation
+from skyrl_megatron.rollout.continuation import BegunTurn, continued, may_continue, remaining, without_open_stop
 from skyrl_megatron.rollout.conversation import ChatConversation, TrajectoryOutput
 from skyrl_megatron.rollout.interface import (
     NonFiniteReward,
@@ -106,25 +107,33 @@ class Episode:
         self.stop_reason = "stop"
         self.error: str | None = None
         self.metrics: dict[str, Any] = {}
+        self.parsed_answer: Any = None
         self.closed = False
         self.recorded: list[RecordedTurn] = []
+        self.part: Generation | None = None
+        """The beginning of the current turn, which the next request continues."""
         self._last_turn_ids: list[int] = []  # prompt + generation of the last turn
         self._inside = threading.RLock()  # a cancelled episode may be closed while its last call still runs
         self.started = self.asked = time.perf_counter()
         self.llm_seconds = self.env_seconds = 0.0
 
-    async def begin(self, recorded: Sequence[RecordedTurn] = ()) -> None:
+    async def begin(self, recorded: Sequence[RecordedTurn] = (), begun: BegunTurn | None = None) -> None:
         """Make the environment and the prompt of the first turn.
 
-        With ``recorded`` turns, replay them in the environment and continue after them. If the environment cannot be
-        replayed or returns other results, the episode restarts, and ``restarted`` has the reason.
+        With ``recorded`` turns, replay them in the environment and continue after them; ``begun``: and after the
+        beginning of the next turn. If the environment cannot be replayed or returns other results, the episode
+        restarts, and ``restarted`` has the reason.
         """
         await self._begin()
-        if not recorded or self.error:
+        if not (recorded or begun) or self.error:
             return
         self.recording = True
         try:
             await self._replay(recorded)
+            if begun is not None:
+                if self.request() != begun.prompt.tolist():
+                    raise _ReplayMismatch(f"environment {self.env_class!r} has another prompt than the begun turn")
+                self.part = begun.generation
         except (_EnvFailed, _ReplayMismatch) as difference:
             await self.close()
             self.restarted = str(difference)
@@ -162,7 +171,7 @@ class Episode:
                 )
 
     def request(self) -> list[int] | None:
-        """Return the prompt tokens of the next turn; None if the episode is over."""
+        """Return the tokens before those that the next request samples; None if the episode is over."""
         if self.conversation is None or self.error or self.done or self.turns >= self.config.max_turns:
             return None
         prompt = self.conversation.next_prompt()
@@ -170,7 +179,7 @@ class Episode:
             self.stop_reason, self.done = "length", True
             return None
         self.asked = time.perf_counter()
-        return prompt
+        return prompt if self.part is None else [*prompt, *self.part.token_ids]
 
     def sampling(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the sampling keys of the next request.
@@ -178,10 +187,35 @@ class Episode:
         If the engine returns routed experts, the request leaves out the tokens whose experts earlier turns returned.
         """
         routed = 0 if self.conversation is None else self.conversation.routed()
+        if self.part is not None:
+            assert self.conversation is not None
+            keys = remaining(keys, self.part)
+            if self.part.routed_experts is not None:
+                routed = len(self.conversation.next_prompt()) + len(self.part.token_ids) - 1
         return {**keys, "routed_experts_prompt_start": routed} if routed else keys
+
+    def hold(self, generation: Generation) -> None:
+        """Add a generation to the beginning of the current turn, which the next request continues or starts again."""
+        assert self.conversation is not None
+        sampling, decode = self.config.sampling, self.config.chat.tokenizer.decode
+        part = continued(self.part, generation, len(self.conversation.next_prompt()))
+        part = without_open_stop(part, decode, stops_of(sampling))
+        restarts = not part.token_ids or not may_continue(sampling)
+        self.part = None if restarts else part
+
+    @property
+    def begun(self) -> BegunTurn | None:
+        """The beginning of the current turn, None if it has no tokens yet."""
+        if self.part is None or self.conversation is None:
+            return None
+        return BegunTurn(np.asarray(self.conversation.next_prompt(), np.int32), self.part)
 
     async def answer(self, generation: Generation) -> None:
         """Pass a generation to the environment and process its step output."""
+        if self.part is not None:
+            assert self.conversation is not None
+            part, self.part = self.part, None
+            generation = continued(part, generation, len(self.conversation.next_prompt()))
         try:
             await self._take(generation)
         except _EnvFailed as failure:
@@ -198,6 +232,8 @@ class Episode:
         last = self.turns >= self.config.max_turns
         step = await self._in_pool(self._step, text, last)
         reward = self._reward_of(step)
+        metadata = step.get("metadata") or {}
+        self.parsed_answer = metadata.get("parsed_answer", metadata.get("pred"))
         if self.recording:
             self._record(generation, step, llm_seconds)
         rewritten = step.get("postprocessed_action")
@@ -222,6 +258,7 @@ class Episode:
         await self.close()
         rows = self._rows()
         rows[-1].env_metrics, rows[-1].error = self.metrics, self.error
+        rows[-1].parsed_answer = None if self.parsed_answer is None else str(self.parsed_answer)
         return Trajectory(
             rows,
             self.turns,
@@ -292,7 +329,7 @@ class Episode:
         text: str = self.config.chat.tokenizer.decode(
             generation.token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
-        return cut_at_stop(text, self.config.sampling.get("stop") or ())
+        return cut_at_stop(text, stops_of(self.config.sampling))
 
     def _reward_of(self, step: Any) -> float:
         """Check a step output and return its reward. Raises DataError with environment and trajectory."""
@@ -317,12 +354,17 @@ class Episode:
             raise
 
 
-def cut_at_stop(text: str, stop: str | Sequence[str]) -> tuple[str, bool]:
+def stops_of(sampling: Mapping[str, Any]) -> Sequence[str]:
+    """Return the stop strings of sampling keys."""
+    stop = sampling.get("stop") or ()
+    return (stop,) if isinstance(stop, str) else stop
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return (text up to and including its first stop string, whether there is one).
 
     The last token of a turn can contain text after the stop string.
     """
-    stops = (stop,) if isinstance(stop, str) else stop
     ends = [at + len(each) for each in stops if (at := text.find(each)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
 
@@ -360,6 +402,8 @@ class PartialTrajectory:
     turns: list[RecordedTurn] = field(default_factory=list)
     trajectory: Trajectory | None = None
     """The whole trajectory, if it is finished."""
+    begun: BegunTurn | None = None
+    """The beginning of the turn after ``turns``, if it was interrupted (:mod:`skyrl_megatron.rollout.partial`)."""
 
 
 class TrajectoryLog(Protocol):

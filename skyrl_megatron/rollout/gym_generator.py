@@ -6,79 +6,59 @@ import asyncio
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
-from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
-from skyrl_megatron.envs.env_pool import EnvPool
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.sampling_params import engine_sampling, request_seed
+from skyrl_megatron.rollout.configured_generator import ConfiguredGenerator, adapter_of, ids_of
+from skyrl_megatron.rollout.continuation import at_most, may_continue
 from skyrl_megatron.rollout.conversation import (
     ChatConversation,
     OneMessageConversation,
     RetokenizedConversation,
     StepwiseConversation,
 )
-from skyrl_megatron.rollout.episode import Episode, RolloutConfig, Trajectory, TrajectoryLog
+from skyrl_megatron.rollout.episode import Episode, PartialTrajectory, RolloutConfig, Trajectory, TrajectoryLog
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,
-    GeneratorInterface,
     GeneratorOutput,
-    SamplingClient,
     TrajectoryID,
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
-from skyrl_megatron.rollout.templates import ChatFormat, load_template
+from skyrl_megatron.rollout.partial import EarlyEnd, PartialRollouts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+INTERRUPT_S = 30.0
+"""How long an interrupted trajectory may take until it has recorded what it has."""
+ABORT_AGAIN_S = 0.2
+"""A request may reach its engine after it was aborted there."""
+ROUNDS = 16
+"""Requests of a turn of the longest response, in a batch that is sampled in rounds."""
 
-    from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
 
-
-class SkyRLGymGenerator(GeneratorInterface):
+class SkyRLGymGenerator(ConfiguredGenerator):
     """Samples trajectories in environments of :mod:`skyrl_megatron.envs`.
 
     Engine requests and results are token ids, so the policy is trained on the tokens that it sampled
     (:mod:`skyrl_megatron.rollout.conversation`). Trajectories run independently of each other (:meth:`agent_loop`).
     With ``batched`` or a ``seed`` they run in lockstep: one request holds the next turn of all, in the order of the
-    input. With a ``seed`` every request also has a separate seed, so that runs are reproducible.
-
-    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a NaN or infinite reward. ``adapters``: names of
-    the policy's adapters, if there are several. The extra ``adapter`` of a prompt selects one.
-
-    The constructor raises ConfigError for conflicting settings and DataError for a tokenizer without a chat template.
+    input. With a ``seed`` every request also has a separate seed. The arguments are those of
+    :class:`ConfiguredGenerator`.
     """
 
-    def __init__(
-        self,
-        generator_cfg: GeneratorConfig,
-        skyrl_gym_cfg: SkyRLGymConfig,
-        inference_engine_client: SamplingClient,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int | None = None,
-        nonfinite: str = "error",
-        adapters: Sequence[str] = (),
-    ) -> None:
-        self.adapters = tuple(adapters)
-        self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, skyrl_gym_cfg
-        self.inference_engine_client, self.tokenizer = inference_engine_client, tokenizer
-        self.seed, self.nonfinite = seed, nonfinite
-        template = load_template(generator_cfg.chat_template)
-        self.chat = ChatFormat(tokenizer, template, generator_cfg.chat_template_kwargs)
-        self.pool = EnvPool(skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.env_timeout)
-        self.retokenizes = (
-            self.chat.marks_answers and generator_cfg.use_conversation_multi_turn and generator_cfg.max_turns > 1
-        )
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        cfg = self.generator_cfg
+        self.retokenizes = self.chat.marks_answers and cfg.use_conversation_multi_turn and cfg.max_turns > 1
         """Whether each turn tokenizes the whole conversation again (:class:`RetokenizedConversation`)."""
         self._own_loop = type(self).agent_loop is not SkyRLGymGenerator.agent_loop
         if problems := list(self._problems()):
             raise ConfigError(problems)
-        if self._own_loop and seed is not None:
+        if self._own_loop and self.seed is not None:
             warnings.warn(
                 f"{type(self).__name__} overrides agent_loop: its requests have no seeds, so runs will differ",
                 SkyRLMegatronWarning,
@@ -92,12 +72,17 @@ class SkyRLGymGenerator(GeneratorInterface):
         the batch failed. Passes on errors of the engine.
         """
         registry.require(input_batch["env_classes"])
-        ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
+        ids = ids_of(input_batch)
         if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
-            trajectories = await self._generate_batched(input_batch, ids)
+            found = await self._generate_batched(input_batch, ids)
         else:
-            trajectories = await self._generate_independently(input_batch, ids, disable_tqdm)
-        return make_generator_output(trajectories, input_batch["env_classes"], ids, self.generator_cfg)
+            found = await self._generate_independently(input_batch, ids, disable_tqdm)
+        log = input_batch.get("trajectory_log")
+        whole = set(log.complete) if isinstance(log, PartialRollouts) else {id.instance_id for id in ids}
+        rows = zip(found, input_batch["env_classes"], ids, strict=True)
+        taken = [(each, env_class, id) for each, env_class, id in rows if each is not None and id.instance_id in whole]
+        trajectories, env_classes, kept = zip(*taken, strict=True) if taken else ((), (), ())
+        return make_generator_output(trajectories, env_classes, kept, self.generator_cfg)
 
     async def agent_loop(
         self,
@@ -114,23 +99,30 @@ class SkyRLGymGenerator(GeneratorInterface):
         """Sample one trajectory. Subclasses may override it, and the hooks below.
 
         ``max_tokens``: limit of sampled tokens per turn, if ``sampling_params`` is None. ``max_input_length``: limit
-        of the prompt tokens of a turn. ``log``: stores the turns, and may hold turns of an earlier process; an
-        overriding method does not get it.
+        of the prompt tokens of a turn. ``log``: stores the turns, and may hold turns of an earlier process or step; an
+        overriding method does not get it. Raises EarlyEnd when a batch of :class:`PartialRollouts` ends.
         """
         trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
         config = self._rollout_config(sampling_params, max_tokens, max_input_length)
         extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
         episode = Episode(config, prompt, env_class, extras, trajectory_id, recording=log is not None)
-        known = [] if log is None else log.stored(trajectory_id).turns
+        known = PartialTrajectory() if log is None else log.stored(trajectory_id)
+        partial = log if isinstance(log, PartialRollouts) else None
         try:
-            await episode.begin(known)
-            if log is not None and known:
+            await episode.begin(known.turns, known.begun)
+            if log is not None and (known.turns or known.begun):
                 log.resumed(trajectory_id, episode.restarted)
             while (tokens := episode.request()) is not None:
+                if partial is not None and partial.ended.is_set():
+                    raise EarlyEnd
                 session = trajectory_id.to_string()
                 (generation,) = await self.inference_engine_client.generate(
                     [tokens], episode.sampling(config.sampling), [session], **self._adapters_of([env_extras])
                 )
+                if partial is not None and partial.ended.is_set() and generation.finish_reason == "abort":
+                    episode.hold(generation)
+                    partial.keep(trajectory_id, episode.begun)
+                    raise EarlyEnd
                 await episode.answer(generation)
                 if log is not None and episode.goes_on:
                     await log.turn(trajectory_id, episode.turns - 1, episode.recorded[-1])
@@ -160,7 +152,8 @@ class SkyRLGymGenerator(GeneratorInterface):
     # Two ways to sample a batch
     async def _generate_independently(
         self, batch: GeneratorInput, ids: Sequence[TrajectoryID], disable_tqdm: bool
-    ) -> list[Trajectory]:
+    ) -> list[Trajectory | None]:
+        """Return the trajectories, None for those that were interrupted."""
         from tqdm import tqdm
 
         extras = batch.get("env_extras") or [{} for _ in ids]
@@ -171,9 +164,12 @@ class SkyRLGymGenerator(GeneratorInterface):
             async def one(prompt: ConversationType, env_class: str, extra: dict[str, Any], id: TrajectoryID) -> Any:
                 trajectory = None if log is None else log.stored(id).trajectory
                 if trajectory is None:
-                    trajectory = await self.agent_loop(
-                        prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id, **logged
-                    )
+                    try:
+                        trajectory = await self.agent_loop(
+                            prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id, **logged
+                        )
+                    except EarlyEnd:
+                        return None
                     if log is not None:
                         await log.finished(id, trajectory)
                 progress.update()
@@ -183,19 +179,44 @@ class SkyRLGymGenerator(GeneratorInterface):
             try:
                 async with asyncio.TaskGroup() as group:  # the first error cancels the other tasks before it is raised
                     tasks = [group.create_task(one(*argument)) for argument in arguments]
+                    if isinstance(log, PartialRollouts):
+                        await self._interrupt(dict(zip(tasks, ids, strict=True)), log)
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return [None if task.cancelled() else task.result() for task in tasks]
 
-    async def _generate_batched(self, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> list[Trajectory]:
+    async def _interrupt(self, tasks: Mapping[asyncio.Task[Any], TrajectoryID], log: PartialRollouts) -> None:
+        """Interrupt the tasks that are left when a batch may end. A request returns what it has sampled. A step of an
+        environment may end within INTERRUPT_S. What is then left, and an overridden ``agent_loop``, is cancelled."""
+        log.look()
+        ended, over = asyncio.create_task(log.ended.wait()), asyncio.create_task(asyncio.wait(tasks))
+        try:
+            await asyncio.wait({ended, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            over.cancel()
+        left = {task for task in tasks if not task.done()}
+        deadline = asyncio.get_running_loop().time() + (0 if self._own_loop else INTERRUPT_S)
+        abort = getattr(self.inference_engine_client, "abort", None)
+        while left and asyncio.get_running_loop().time() < deadline and abort is not None:
+            await abort([tasks[task].to_string() for task in left])
+            _, left = await asyncio.wait(left, timeout=ABORT_AGAIN_S)
+        for task in left:
+            task.cancel()
+
+    async def _generate_batched(
+        self, batch: GeneratorInput, ids: Sequence[TrajectoryID]
+    ) -> Sequence[Trajectory | None]:
         extras = batch.get("env_extras") or [{} for _ in ids]
         sampling, metadata = batch.get("sampling_params"), batch.get("batch_metadata")
-        limits = self._limits()
+        limits, log = self._limits(), batch.get("trajectory_log")
         config = self._rollout_config(sampling, *limits)
         episodes = [
             Episode(config, prompt, env_class, self._setup_env_extras(env_class, extra, prompt, sampling, *limits), id)
             for prompt, env_class, extra, id in zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
         ]
+        if isinstance(log, PartialRollouts):
+            return await self._in_rounds(config, episodes, extras, metadata, log)
         try:
             await asyncio.gather(*(episode.begin() for episode in episodes))
             while waiting := [
@@ -219,6 +240,78 @@ class SkyRLGymGenerator(GeneratorInterface):
             await asyncio.gather(*(episode.close() for episode in episodes))
             raise
         return [self._post_process_agent_loop_output(t, id) for t, id in zip(trajectories, ids, strict=True)]
+
+    async def _in_rounds(
+        self,
+        config: RolloutConfig,
+        episodes: Sequence[Episode],
+        extras: Sequence[Mapping[str, Any]],
+        metadata: BatchMetadata | None,
+        log: PartialRollouts,
+    ) -> Sequence[Trajectory | None]:
+        """Sample in rounds, each of at most a ROUNDS-th of a turn's tokens, until the batch may end after one of them:
+        what the interrupted trajectories have does not depend on time. None: it was interrupted."""
+        found = [log.stored(episode.trajectory_id) for episode in episodes]
+        made = [known.trajectory for known in found]
+        left = [number for number, trajectory in enumerate(made) if trajectory is None]
+        most = config.sampling["max_tokens"]
+        share = -(-most // ROUNDS) if may_continue(config.sampling) else most
+        limits = dict.fromkeys(left, share)
+
+        async def begin(episode: Episode, known: PartialTrajectory) -> None:
+            episode.recording = True
+            await episode.begin(known.turns, known.begun)
+            if known.turns or known.begun:
+                log.resumed(episode.trajectory_id, episode.restarted)
+
+        async def end(number: int) -> None:
+            trajectory = await episodes[number].end()
+            made[number] = self._post_process_agent_loop_output(trajectory, episodes[number].trajectory_id)
+
+        async def answer(number: int, limit: int, generation: Generation) -> None:
+            episode, sampled = episodes[number], len(generation.token_ids)
+            before = 0 if episode.part is None else len(episode.part.token_ids)
+            if generation.finish_reason == "length" and sampled == limit and before + sampled < most:
+                episode.hold(generation)
+                after = 0 if episode.part is None else len(episode.part.token_ids)
+                limits[number] = share if after > before else most
+                return
+            await episode.answer(generation)
+            if episode.goes_on:
+                await log.turn(episode.trajectory_id, episode.turns - 1, episode.recorded[-1])
+
+        try:
+            await asyncio.gather(*(begin(episodes[number], found[number]) for number in left))
+            while True:
+                waiting = {number: tokens for number in left if (tokens := episodes[number].request()) is not None}
+                done = [number for number in left if number not in waiting]
+                await asyncio.gather(*map(end, done))
+                for number in done:
+                    trajectory = made[number]
+                    assert trajectory is not None
+                    await log.finished(episodes[number].trajectory_id, trajectory)
+                left = list(waiting)
+                if log.look() or not left:
+                    break
+                asked = []
+                for number in left:
+                    episode = episodes[number]
+                    part = 0 if episode.part is None else len(episode.part.token_ids)
+                    keys = self._request(config.sampling, episode.trajectory_id, metadata, episode.turns, part)
+                    asked.append(at_most(episode.sampling(keys), limits[number]))
+                generations = await self.inference_engine_client.generate(
+                    list(waiting.values()),
+                    asked,
+                    [episodes[number].trajectory_id.to_string() for number in left],
+                    **self._adapters_of([extras[number] for number in left]),
+                )
+                answers = zip(left, asked, generations, strict=True)
+                await asyncio.gather(*(answer(number, keys["max_tokens"], each) for number, keys, each in answers))
+        finally:
+            await asyncio.gather(*(episodes[number].close() for number in left))
+        for number in left:
+            log.keep(episodes[number].trajectory_id, episodes[number].begun)
+        return made
 
     # Parts
     def _limits(self) -> tuple[int, int]:
@@ -246,17 +339,25 @@ class SkyRLGymGenerator(GeneratorInterface):
         return RolloutConfig(self.chat, conversation, self.pool, gym, sampling, cfg.max_turns, max_input_length, skip)
 
     def _request(
-        self, sampling: Mapping[str, Any], trajectory_id: TrajectoryID, metadata: BatchMetadata | None, turn: int
+        self,
+        sampling: Mapping[str, Any],
+        trajectory_id: TrajectoryID,
+        metadata: BatchMetadata | None,
+        turn: int,
+        part: int = 0,
     ) -> Mapping[str, Any]:
+        """Return the sampling keys of a request, with a seed of its own if requests have seeds. ``part``: tokens of
+        the turn that earlier requests sampled."""
         if self.seed is None:
             return sampling
         step = metadata.global_step if metadata else 0
         uid = f"{trajectory_id.instance_id}/turn-{turn}" if turn else trajectory_id.instance_id
+        uid = f"{uid}/token-{part}" if part else uid
         return {**sampling, "seed": request_seed(self.seed, uid, trajectory_id.repetition_id, step)}
 
     def _adapters_of(self, extras: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         """Return the request option with the adapter of each prompt; {} without several adapters."""
-        return {"adapters": [str(extra.get(ADAPTER_KEY) or "") for extra in extras]} if self.adapters else {}
+        return {"adapters": [adapter_of(extra) for extra in extras]} if self.adapters else {}
 
     def _problems(self) -> Iterator[Problem]:
         cfg = self.generator_cfg

@@ -88,6 +88,8 @@ class GeneratorOutput(TypedDict):
     rollout_versions: NotRequired[list[list[tuple[str, int, int]]]]
     """(policy version, first response token, end) of each sampled span."""
     env_metrics: NotRequired[list[dict[str, Any]]]
+    parsed_answers: NotRequired[list[str | None]]
+    """The answer that the environment read from the last turn of the row's trajectory, for majority votes."""
     errors: NotRequired[list[str | None]]
     """Error of the environment, or None. Rows with an error hold one masked token and belong to no group."""
 
@@ -106,6 +108,10 @@ class GeneratorInterface(ABC):
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
         """Return the trajectories of a batch, in its order."""
+
+    async def stop(self) -> None:
+        """Release what the generator holds, at the end of the run."""
+        return None
 
 
 class SamplingClient(Protocol):

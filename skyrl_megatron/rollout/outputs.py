@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -274,6 +275,7 @@ def make_generator_output(
         "rollout_support": None if all(row is None for row in supports) else supports,
         "rollout_versions": [row.versions for row in rows],
         "env_metrics": [row.env_metrics for row in rows],
+        "parsed_answers": [row.parsed_answer for row in rows],
         "errors": [row.error for row in rows],
         "is_last_step": None,
     }
@@ -317,8 +319,9 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
     """Join the rows of all outputs.
 
     Metrics of responses and rewards are computed again over all rows. Other metrics are reduced by their names: mean
-    for ``avg``, ``mean``, ``std`` and ``p90``, minimum for ``min``, maximum for ``max``, sum for the rest. Raises
-    DataError if only some of the outputs have log-probs, routed experts or ``is_last_step``.
+    for ``avg``, ``mean``, ``median``, ``std``, percentiles, rates, ratios and those of environments, minimum for
+    ``min``, maximum for ``max``, sum for the rest. Raises DataError if only some of the outputs have
+    log-probs, routed experts or ``is_last_step``.
     """
     if not outputs:
         raise DataError("there are no generator outputs to join")
@@ -345,7 +348,8 @@ def _join_metrics(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
         values = [some[name] for some in metrics if isinstance(some.get(name), int | float)]
         if not values:
             continue
-        if any(part in name for part in ("avg", "mean", "std", "p90")):
+        averaged = name.endswith(("_rate", "_ratio")) or name.startswith("environment/")
+        if averaged or any(part in name for part in ("avg", "mean", "median", "std", "p90", "p99")):
             joined[name] = sum(values) / len(values)
         elif "min" in name:
             joined[name] = min(values)
@@ -391,6 +395,43 @@ def _check_steps(output: GeneratorOutput, num_trajectories: int | None) -> None:
                 f"row {row} of trajectory {ids[row].to_string()}: is_last_step={last} does not match its"
                 " position: the rows of a trajectory must be adjacent, and only the last one has is_last_step=True"
             )
+
+
+def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
+    """Return the metrics ``names`` of each row's environment, [rows, names] float32; 0 in rows that failed.
+
+    Raises DataError if an environment does not report one of them as a finite number.
+    """
+    rows = len(output["response_ids"])
+    measured, errors = output.get("env_metrics") or [{}] * rows, output.get("errors") or [None] * rows
+    last = output.get("is_last_step") or [True] * rows
+    parts = torch.zeros(rows, len(names))
+    for row, (metrics, error, is_last) in enumerate(zip(measured, errors, last, strict=True)):
+        for place, name in enumerate(names if error is None and is_last else ()):
+            value = metrics.get(name)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise DataError(
+                    f"trainer.algorithm.gdpo_weights: the environment of a row reports {name}={value!r}, not a finite "
+                    f"number: return it from get_metrics(), which has {', '.join(metrics) or 'nothing'}"
+                )
+            parts[row, place] = float(value)
+    return parts
+
+
+def observation_mask(output: GeneratorOutput, batch: TrainingBatch) -> torch.Tensor:
+    """Return [B, T] float32: 1 on response tokens of ``batch`` that were not sampled; 0 in rows that failed.
+
+    Which tokens were sampled is known from ``rollout_versions``, else from the loss masks of the generator.
+    """
+    spans, mask = output.get("rollout_versions"), batch.response_mask.clone()
+    width = mask.shape[1]
+    for row, response in enumerate(output["response_ids"]):
+        first = width - len(response)
+        if spans is None:
+            mask[row, first:] *= 1 - torch.as_tensor(np.asarray(output["loss_masks"][row], np.float32))
+        for _, begin, end in spans[row] if spans is not None else ():
+            mask[row, first + begin : first + end] = 0.0
+    return mask
 
 
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:

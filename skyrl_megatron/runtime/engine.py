@@ -300,6 +300,7 @@ class MegatronEngine(TrainedModel):
             batch.loss_mask,
             old_log_probs=batch.old_logprobs,
             rollout_log_probs=batch.rollout_logprobs,
+            observation_mask=batch.observation_mask,
             uids=batch.uids or None,
         )
         gathered: list[StepTotals | None] = [None] * self.dp_size

@@ -251,6 +251,7 @@ class PolicyStep(TrainingStep):
                 ref_log_probs=batch.ref_logprobs,
                 entropy=entropy,
                 top_log_probs=self.top_log_probs(micro_batch, output),
+                observation_mask=batch.observation_mask,
                 uids=batch.uids or None,
             )
         except Exception as error:

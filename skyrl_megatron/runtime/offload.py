@@ -339,10 +339,10 @@ def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
 
 
 def pending_state_bytes(optimizer: Any | None) -> int:
-    """Return the bytes that Adam's first step will allocate on this device.
+    """Return the bytes that the first step of Adam or Muon will allocate on this device.
 
-    They are the moments, and the master weights of a precision-aware optimizer (``FusedAdam.initialize_state`` of
-    Transformer Engine).
+    They are the moments (one for a matrix of Muon's), and the master weights of a precision-aware optimizer
+    (``FusedAdam.initialize_state`` of Transformer Engine).
     """
     size = 0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -350,8 +350,12 @@ def pending_state_bytes(optimizer: Any | None) -> int:
         for inner in getattr(outer, "sub_optimizers", None) or ([] if outer is None else [outer]):
             types = getattr(inner, "name_to_dtype_map", {})
             names = ["exp_avg", "exp_avg_sq"] + ["master_param"] * getattr(inner, "master_weights", False)
+            matrices = getattr(inner, "scale_invariant", ())
             for piece in (each for group in inner.param_groups for each in group["params"]):
                 if piece.device != device.device() or inner.state.get(piece):
+                    continue
+                if id(piece) in matrices:
+                    size += piece.nbytes
                     continue
                 dtypes = {name: types.get(name, piece.dtype) for name in names}
                 if getattr(inner, "store_param_remainders", False) and piece.dtype == torch.bfloat16:

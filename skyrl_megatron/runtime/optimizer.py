@@ -26,13 +26,16 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.config.rules.muon_rules import muon_settings
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.hub import adapter_folder
+from skyrl_megatron.runtime import muon
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
+    from skyrl_megatron.runtime.muon import Matrix
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -92,8 +96,9 @@ def build_optimizer(
     params_dtype: torch.dtype,
     use_distributed_optimizer: bool,
     overlap_param_gather: bool,
+    matrices: Sequence[Matrix] = (),
 ) -> MegatronOptimizer:
-    """Build Megatron's Adam over all chunks of this rank.
+    """Build Megatron's Adam over all chunks of this rank, with Muon in it for ``matrices``.
 
     ``extra`` (``optimizer_config_kwargs``): fields of Megatron's ``OptimizerConfig``, applied last (precision-aware
     moments, CPU offload, ``adam_eps``, …). Raises ConfigError for a field that Megatron does not have or rejects.
@@ -128,6 +133,8 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)
     if settings.decay_norms_and_biases:
         overrides = {which: change for which, change in overrides.items() if "wd_mult" not in change}
+    if settings.optimizer == "muon":
+        overrides |= _muon_overrides(matrices, settings)
     optimizer = get_megatron_optimizer(
         config,
         chunks,
@@ -135,9 +142,36 @@ def build_optimizer(
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
+    if settings.optimizer == "muon":
+        muon.install(optimizer, matrices, muon_settings(extra), groups)
     if not chunks[0].ddp_config.grad_reduce_in_fp32:
         _wait_for_gradients(optimizer)
     return optimizer
+
+
+def _muon_overrides(matrices: Sequence[Matrix], settings: TrainOptimizerConfig) -> dict[ParamKey, Any]:
+    """Give matrices groups of their own, and the other parameters their rate as a ratio of the schedule's."""
+    own = {id(each.parameter) for each in matrices}
+    rest: dict[str, float] = {}
+    if settings.adam_lr is not None:
+        rest[_RATIO] = settings.adam_lr / settings.lr if settings.lr else 1.0
+    chosen = {
+        ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own): {muon.GROUP: 1.0},
+        ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in own): rest,
+    }
+    return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
+
+
+_RATIO = "ratio"
+"""Key of parameter groups: their rate as a multiple of the schedule's."""
+
+
+class _Schedule(OptimizerParamScheduler):
+    """Megatron's schedule, with a constant ratio to it for some parameter groups."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the rate of a group at the current step."""
+        return float(super().get_lr(param_group)) * float(param_group.get(_RATIO, 1.0))
 
 
 def _wait_for_gradients(optimizer: MegatronOptimizer) -> None:
@@ -200,7 +234,7 @@ def build_lr_schedule(
     elif end <= settings.num_warmup_steps:
         fix = f"must exceed num_warmup_steps={settings.num_warmup_steps}"
         raise ConfigError([Problem(f"{key}.num_decay_steps", end, fix)])
-    return OptimizerParamScheduler(
+    return _Schedule(
         optimizer,
         init_lr=settings.lr / max(settings.num_warmup_steps, 1),
         max_lr=settings.lr,
@@ -219,7 +253,7 @@ def build_lr_schedule(
 
 def current_lr(optimizer: MegatronOptimizer) -> float:
     """Return the learning rate of the parameter groups that follow the schedule."""
-    return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
+    return max((float(group["lr"]) for group in optimizer.param_groups if _RATIO not in group), default=0.0)
 
 
 @torch.no_grad()
@@ -231,6 +265,8 @@ def step_if_finite(
     with_draft: bool = False,
 ) -> StepResult:
     """Clip gradients and step, unless a gradient on any rank is not finite. Gradients must be reduced over dp before.
+
+    Muon's matrices are not clipped: a factor on one step's gradient would only change its share in the momentum.
 
     This follows ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py, but checks the norm first: without
     a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
@@ -247,8 +283,11 @@ def step_if_finite(
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        matrices = getattr(getattr(part, "optimizer", None), "scale_invariant", ())
         for group, norm in norms.items():
             own = [each for each in parameters if getattr(each, GRAD_NORM_GROUP_ATTR, None) == group]
+            if math.isfinite(norm):
+                own = [each for each in own if id(each) not in matrices]
             if not math.isfinite(norm):
                 _zero(own, decoupled)
             elif own and part.config.clip_grad > 0.0:
@@ -360,6 +399,11 @@ def prepare_training(
         for chunk in model.chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".router." not in name)
+    key = f"trainer.{role}.optimizer_config.optimizer"
+    use_muon = settings.optimizer_config.optimizer == "muon"
+    if use_muon and adapted:
+        raise ConfigError([Problem(key, "muon", "does not train LoRA's factors: set it to adam")])
+    matrices = muon.matrices_of(model, groups, key) if use_muon else []
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:
         del last.draft  # keeps the draft head out of the chunk's gradient buffers; restored below
@@ -386,6 +430,7 @@ def prepare_training(
         params_dtype=parameter_dtype(cfg),
         use_distributed_optimizer=buffers.use_distributed_optimizer,
         overlap_param_gather=buffers.overlap_param_gather,
+        matrices=matrices,
     )
     if head is not None:
         last.draft = head

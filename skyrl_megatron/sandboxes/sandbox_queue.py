@@ -195,3 +195,13 @@ def make_provider(name: str, **options: Any) -> SandboxProvider:
         raise SandboxError(f"sandboxes of provider {name!r} cannot run here: {reason}")
     provider.reap()
     return provider
+
+
+def why_not_here(name: str) -> str | None:
+    """Return why a provider cannot run on this machine; None if it can. Starts nothing that stays."""
+    try:
+        provider = make_provider(name)
+    except SandboxError as error:
+        return str(error)
+    asyncio.run(provider.close())
+    return None

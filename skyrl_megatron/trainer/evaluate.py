@@ -1,19 +1,28 @@
-"""Evaluation of the policy on held-out prompts, per dataset and over all of them."""
+"""Evaluation of the policy on held-out prompts: per dataset, over all of them, and per set of ``data.eval_sets``."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from skyrl_megatron.algorithms.sample_scores import majority_at_k, pass_at_k
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import ADAPTER_KEY
+from skyrl_megatron.config.schema.evaluation import BEST, SETS, STOP, EvalSetConfig, StopCondition, eval_sets
+from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.inference.sampling_params import engine_sampling
 from skyrl_megatron.rollout.interface import (
     GeneratorInterface,
     GeneratorOutput,
     get_metrics_from_generator_output,
+    last_reward,
     total_reward,
 )
 from skyrl_megatron.rollout.outputs import (
@@ -26,60 +35,114 @@ from skyrl_megatron.trainer.event_loop import with_timeout
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.generator import SamplingParams
 
 DATASET_KEY = "data_source"
 """Column of a row that names its dataset."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The rows that were sampled from a dataset, with the uid and the other columns of each row's prompt."""
+
+    output: GeneratorOutput
+    uids: list[str]
+    extras: list[Mapping[str, Any]]
+
+    def rows_by(self, column: str, default: str = "unknown") -> dict[str, list[int]]:
+        """Return value of the column, in alphabetical order → rows."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for row, extra in enumerate(self.extras):
+            found[str(extra.get(column, default))].append(row)
+        return dict(sorted(found.items()))
+
+    def select(self, rows: Sequence[int]) -> Sampled:
+        """Return some of the rows."""
+        output = select_rows(self.output, rows)
+        return Sampled(output, [self.uids[row] for row in rows], [self.extras[row] for row in rows])
+
+
 async def evaluate(
-    cfg: SkyRLTrainConfig, eval_dataset: Any, generator: GeneratorInterface, tokenizer: Any, global_step: int
+    cfg: SkyRLTrainConfig,
+    eval_dataset: Any,
+    generator: GeneratorInterface,
+    tokenizer: Any,
+    global_step: int,
+    sets: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}``, the same for ``all`` prompts, and for
-    each named adapter as ``eval/adapter/<name>/…``.
+    each named adapter as ``eval/adapter/<name>/…``; and the scores of each set as ``eval/<set>/…``.
 
     Samples ``eval_n_samples_per_prompt`` responses per prompt with ``eval_sampling_params``, for ``eval_batch_size``
-    prompts at a time. With ``dump_eval_results``, prompts, responses and scores are written to
-    ``export_path/dumped_evals/global_step_N/<dataset>.jsonl``.
+    prompts at a time. ``sets``: name → dataset, for each of ``data.eval_sets``. With ``dump_eval_results``, prompts,
+    responses and scores are written to ``export_path/dumped_evals/global_step_N/<dataset or set>.jsonl``.
     """
     settings = cfg.generator
     assert settings.eval_sampling_params is not None
-    sampling = engine_sampling(settings.eval_sampling_params)
-    samples, size = settings.eval_n_samples_per_prompt, cfg.trainer.eval_batch_size
+    metrics: dict[str, float] = {}
+    if eval_dataset is not None and len(eval_dataset):
+        n = settings.eval_n_samples_per_prompt
+        sampled = await _sample(cfg, eval_dataset, generator, n, settings.eval_sampling_params, global_step)
+        metrics |= _scores("all", sampled, n)
+        for source, rows in sampled.rows_by(DATASET_KEY).items():
+            if source in (sets or ()):
+                fix = (
+                    f"data.val_data has rows of a data set {source}, whose scores have the same names: rename the set"
+                )
+                raise ConfigError([Problem(f"{SETS}.{source}", source, fix)])
+            metrics |= _scores(source, sampled.select(rows), n)
+            _dump(cfg, global_step, source, sampled, rows, tokenizer)
+        owners = sampled.rows_by(ADAPTER_KEY)
+        for adapter in cfg.trainer.policy.model.lora.adapters:
+            if adapter in owners:
+                metrics |= _scores(f"adapter/{adapter}", sampled.select(owners[adapter]), n)
+    for name, dataset in (sets or {}).items():
+        one = eval_sets(cfg.data.eval_sets)[name]
+        given = {key: value for key in ("temperature", "top_p") if (value := getattr(one, key)) is not None}
+        params = dataclasses.replace(settings.eval_sampling_params, **given)
+        sampled = await _sample(cfg, dataset, generator, one.n, params, global_step)
+        metrics |= _set_scores(name, one, sampled, tokenizer)
+        _dump(cfg, global_step, name, sampled, range(len(sampled.uids)), tokenizer)
+    return metrics
+
+
+def require_scores(cfg: SkyRLTrainConfig, scores: Mapping[str, float]) -> None:
+    """Raise ConfigError if ``trainer.stop_when`` or ``best_metric`` reads a score that evaluations do not have."""
+    trainer = cfg.trainer
+    asked = [(BEST, trainer.best_metric, trainer.best_metric)] if trainer.best_metric else []
+    if trainer.stop_when:
+        asked.append((STOP, trainer.stop_when, StopCondition.parse(trainer.stop_when).metric))
+    fix = f"evaluations have no such score: use one of {', '.join(scores)}"
+    problems = [
+        Problem(key, value, fix) for key, value, metric in asked if metric.startswith("eval/") and metric not in scores
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+async def _sample(
+    cfg: SkyRLTrainConfig, dataset: Any, generator: GeneratorInterface, n: int, params: SamplingParams, step: int
+) -> Sampled:
+    """Sample ``n`` responses to each prompt of ``dataset``."""
+    sampling, size = engine_sampling(params), cfg.trainer.eval_batch_size
     outputs: list[GeneratorOutput] = []
     uids: list[str] = []
-    sources: list[str] = []
-    owners: list[str] = []
-    names = tuple(cfg.trainer.policy.model.lora.adapters)
-    for start in range(0, len(eval_dataset), size):
-        end = min(start + size, len(eval_dataset))
-        prompts = eval_dataset.collate_fn([eval_dataset[row] for row in range(start, end)])
+    extras: list[Mapping[str, Any]] = []
+    for start in range(0, len(dataset), size):
+        prompts = dataset.collate_fn([dataset[row] for row in range(start, min(start + size, len(dataset)))])
         generator_input, batch_uids = prepare_generator_input(
-            prompts, samples, sampling, cfg.environment.env_class, "eval", global_step
+            prompts, n, sampling, cfg.environment.env_class, "eval", step
         )
         work = generator.generate(generator_input, disable_tqdm=True)
         outputs.append(await with_timeout(work, cfg.trainer.phase_timeout_s, "eval"))
         uids += row_uids(outputs[-1], batch_uids)
         by_uid = {str(prompt["uid"]): prompt["env_extras"] or {} for prompt in prompts}
-        extras = [by_uid[uid] for uid in uids[len(sources) :]]
-        sources += [str(extra.get(DATASET_KEY, "unknown")) for extra in extras]
-        owners += [str(extra.get(ADAPTER_KEY)) for extra in extras]
-    output = concatenate_generator_outputs(outputs)
-    metrics = _scores("all", output, uids, samples)
-    for source in sorted(set(sources)):
-        rows = [row for row, name in enumerate(sources) if name == source]
-        metrics |= _scores(source, select_rows(output, rows), [uids[row] for row in rows], samples)
-        if cfg.trainer.dump_eval_results:
-            folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{global_step}"
-            _dump(folder / f"{source.replace('/', '_')}.jsonl", output, rows, uids, tokenizer)
-    for adapter in names:
-        if rows := [row for row, name in enumerate(owners) if name == adapter]:
-            own = select_rows(output, rows)
-            metrics |= _scores(f"adapter/{adapter}", own, [uids[row] for row in rows], samples)
-    return metrics
+        extras += [by_uid[uid] for uid in uids[len(extras) :]]
+    return Sampled(concatenate_generator_outputs(outputs), uids, extras)
 
 
-def _scores(source: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
-    scores = get_metrics_from_generator_output(output, uids)
+def _scores(source: str, sampled: Sampled, samples: int) -> dict[str, float]:
+    scores = get_metrics_from_generator_output(sampled.output, sampled.uids)
     named = {
         f"eval/{source}/avg_score": scores["avg_score"],
         f"eval/{source}/pass_at_{samples}": scores["pass_at_n"],
@@ -88,12 +151,57 @@ def _scores(source: str, output: GeneratorOutput, uids: Sequence[str], samples: 
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _dump(path: Path, output: GeneratorOutput, rows: Sequence[int], uids: Sequence[str], tokenizer: Any) -> None:
-    private_folder(path.parent)
-    with path.open("w") as file:
+def _set_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any) -> dict[str, float]:
+    """Return the scores of a set, and those of each value of its column ``group_by`` if there are several."""
+    metrics = _group_scores(name, one, sampled, tokenizer)
+    groups = sampled.rows_by(one.group_by)
+    for group, rows in groups.items() if len(groups) > 1 else ():
+        metrics |= _group_scores(f"{name}/{group.replace('/', '_')}", one, sampled.select(rows), tokenizer)
+    return metrics
+
+
+def _group_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any) -> dict[str, float]:
+    metrics = _scores(name, sampled, one.n)
+    metrics.pop(f"eval/{name}/pass_at_{one.n}")
+    prompts: dict[str, list[tuple[Hashable, bool]]] = defaultdict(list)
+    last = sampled.output.get("is_last_step") or [True] * len(sampled.uids)
+    for row in np.flatnonzero(last).tolist():
+        answer = _answer(sampled.output, row, tokenizer) if one.majority_at else None
+        prompts[sampled.uids[row]].append((answer, last_reward(sampled.output["rewards"][row]) > 0))
+    for k in one.ks:
+        shares = [pass_at_k(len(each), sum(passed for _, passed in each), k) for each in prompts.values()]
+        metrics[f"eval/{name}/pass_at_{k}"] = sum(shares) / len(shares)
+    for k in sorted(set(one.majority_at)):
+        shares = [majority_at_k([a for a, _ in each], [float(p) for _, p in each], k) for each in prompts.values()]
+        metrics[f"eval/{name}/majority_at_{k}"] = sum(shares) / len(shares)
+    return metrics
+
+
+def _answer(output: GeneratorOutput, row: int, tokenizer: Any) -> str:
+    """Return the answer of a row: what the environment read from it, or else the text of the last turn."""
+    parsed = output.get("parsed_answers")
+    if parsed and (answer := parsed[row]) is not None:
+        return answer
+    mask = np.asarray(output["loss_masks"][row]) > 0
+    if not mask.any():  # overlong responses are masked
+        mask = np.ones_like(mask)
+    end = int(np.flatnonzero(mask)[-1]) + 1
+    others = np.flatnonzero(~mask[:end])
+    begin = int(others[-1]) + 1 if len(others) else 0
+    tokens = np.asarray(output["response_ids"][row])[begin:end]
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)).strip()
+
+
+def _dump(cfg: SkyRLTrainConfig, step: int, name: str, sampled: Sampled, rows: Sequence[int], tokenizer: Any) -> None:
+    if not cfg.trainer.dump_eval_results:
+        return
+    folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{step}"
+    private_folder(folder)
+    output = sampled.output
+    with (folder / f"{name.replace('/', '_')}.jsonl").open("w") as file:
         for row in rows:
             entry = {
-                "uid": uids[row],
+                "uid": sampled.uids[row],
                 "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
                 "response": tokenizer.decode(output["response_ids"][row]),
                 "score": total_reward(output["rewards"][row]),

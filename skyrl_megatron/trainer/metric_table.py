@@ -35,8 +35,16 @@ TABLE = (
     ),
     Metric("eval/*/pass_at_*", "share", "Held-out prompts with at least one response of positive score"),
     Metric("eval/*/mean_positive_reward", "reward", "Mean held-out score, with negative scores counted as 0"),
+    Metric("eval/*/majority_at_*", "share", "Held-out prompts whose most frequent answer is right; ties share"),
+    Metric("eval/*/loss", "nats", "Loss per trained token of held-out conversations (`skyrl-megatron sft`)"),
+    Metric("sft/loss", "nats", "Loss per trained token of the step, before its updates (`skyrl-megatron sft`)"),
+    Metric("sft/trained_tokens", "tokens", "Trained tokens of the step (`skyrl-megatron sft`)"),
     Metric("eval/adapter/**", "reward", "The same scores for the held-out prompts of one adapter"),
+    Metric("eval/*/*/*", "reward or share", "The scores of a set of `data.eval_sets` for one value of its `group_by`"),
     Metric("adapter/**", "as the metric", "The metric for one named adapter"),
+    Metric(
+        "environment/outcome_*", "share", "Trajectories of agents that ended so", "infrastructure: read console.log"
+    ),
     Metric("environment/*", "environment's", "Metrics that the environments report and aggregate"),
     # rollout
     Metric(
@@ -79,17 +87,34 @@ TABLE = (
         "Time of a trajectory: total, waiting for the engine, waiting for the environment, other",
         "env above llm: environments are the bottleneck",
     ),
+    # agents
+    Metric(
+        "agents/token_in_rate",
+        "share",
+        "Agents' calls whose prompt has every earlier answer as the tokens that were sampled",
+        "below 1: the agent rewrites answers; console.log and the dashboard show the first",
+    ),
+    Metric("agents/calls", "calls", "Calls of agents that were sampled"),
+    Metric("agents/unmatched", "calls", "Of them, those with an answer in the prompt that was not sampled"),
+    Metric("agents/retries", "calls", "Calls that got an earlier answer"),
+    Metric(
+        "agents/unattributed", "calls", "Calls without the key of their trajectory", "above 0: an agent has no key"
+    ),
+    Metric("agents/refused", "calls", "Those, and calls of trajectories that had ended"),
+    Metric("agents/own_ms_*", "ms", "Time of a call in the gateway, without sampling", "above 20: too many agents"),
     # loss and update
     Metric("loss/avg_final_rewards", "reward", "Mean reward after penalties"),
     Metric(
         "loss/avg_raw_advantages", "", "Mean advantage over the trained tokens", "far from 0: the baseline is biased"
     ),
     Metric("loss/avg_raw_advantages_abs", "", "Mean absolute advantage", "0: the batch has no learning signal"),
+    Metric("loss/avg_length_penalty", "reward", "Mean of the length penalties"),
     Metric("loss/zero_variance_rows", "rows", "Rows masked because all rewards of their group are equal"),
     Metric("loss/avg_kl*", "nats", "KL to the reference that is subtracted from the rewards"),
     Metric("loss/kl_coef", "", "Coefficient of the KL term in the reward"),
     Metric("policy/final_loss", "", "Loss with all its terms"),
     Metric("policy/policy_loss", "", "Policy-gradient loss without other terms"),
+    Metric("policy/observation_loss", "nats", "Cross-entropy of the environment's tokens"),
     Metric(
         "policy/policy_entropy",
         "nats",
@@ -127,7 +152,7 @@ TABLE = (
         "policy/rollout_train_logprobs_abs_diff_*",
         "nats",
         "Log-prob mismatch between trainer and engine for the same tokens",
-        "grows: stale weights, different routing or precision; explain-gap finds the cause",
+        "grows: stale weights, different routing or precision; explain-mismatch finds the cause",
     ),
     Metric(
         "policy/mtp_loss",
@@ -155,7 +180,7 @@ TABLE = (
         "policy/moe_routing_mismatch*",
         "share",
         "Replayed tokens that the trainer's router would have sent to other experts",
-        "grows: engine and trainer disagree; explain-gap finds the cause",
+        "grows: engine and trainer disagree; explain-mismatch finds the cause",
     ),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
     # speed
@@ -268,6 +293,31 @@ TABLE = (
     ),
     Metric("async/in_flight_groups", "groups", "Groups that are being sampled"),
     Metric("async/*_groups", "groups", "Groups that were dropped, filtered, retried or failed"),
+    # synchronous steps with oversampling
+    Metric("oversampling/open_groups", "groups", "Groups that the next step continues"),
+    Metric("oversampling/dropped_groups", "groups", "Groups that were started and not trained"),
+    Metric(
+        "oversampling/*_trajectories",
+        "trajectories",
+        "Trajectories that continued (resumed) or started again (restarted)",
+        "restarted: their environment cannot be replayed",
+    ),
+    Metric("oversampling/staleness_*", "versions", "Age of the groups of the step"),
+    Metric("oversampling/trained_mean_tokens", "tokens", "Mean length of all samples that were trained so far"),
+    Metric(
+        "oversampling/started_mean_tokens",
+        "tokens",
+        "Mean length of all samples that were started so far, estimated where they are not finished",
+    ),
+    Metric(
+        "oversampling/length_bias",
+        "share",
+        "How much longer trained samples are than started ones; a lower bound of its size with `unfinished=drop`",
+        "far below 0: the policy learns from short responses; keep the others, or lower the ratio",
+    ),
+    Metric("oversampling/token_lag_*", "share", "Trained tokens that are so many versions old"),
+    Metric("oversampling/logprob_diff_lag_*", "nats", "Difference of trainer and engine on tokens of this age"),
+    Metric("oversampling/mixed_rows", "share", "Rows that several versions sampled"),
     # further roles
     Metric(
         "critic/explained_variance",

@@ -26,7 +26,7 @@ from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.progress import Span
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.exporters import SpanSender
-from skyrl_megatron.trainer.run_report import EXPERTS, SAMPLE_FORMAT, SAMPLES, SPANS
+from skyrl_megatron.trainer.run_report import EXPERTS, SAMPLE_FORMAT, SAMPLES, SPANS, TRAJECTORIES
 from skyrl_megatron.trainer.tracking import ShownSample
 from skyrl_megatron.types import TrainingBatch
 
@@ -239,11 +239,21 @@ class RunRecorder:
             if path.is_file():
                 lines = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
                 path.write_text("".join(f"{line}\n" for line in lines))
-        if resumed_from is None:
-            shutil.rmtree(self.folder / SAMPLES, ignore_errors=True)
-        for path in (self.folder / SAMPLES).glob("step_*.json"):
-            if int(path.stem[5:]) > after:
-                path.unlink()
+        for name in (SAMPLES, TRAJECTORIES):
+            if resumed_from is None:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            for path in (self.folder / name).glob("step_*.json*"):
+                if int(path.stem[5:]) > after:
+                    path.unlink()
+
+    def follow(self, generator: Any) -> None:
+        """Let a generator whose trajectories agents make write some of them, in the steps of the samples."""
+        if hasattr(generator, "records"):
+            from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
+
+            samples = self.samples
+            folder = self.folder / TRAJECTORIES
+            generator.records = TrajectoryRecords(folder, samples.tokenizer, samples.rows, samples.interval)
 
     def begin_steps(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
         """End the timeline of the run's start, so that the next line begins with the first step. It is written only at

@@ -21,6 +21,7 @@ import torch
 from skyrl_megatron import progress
 from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns, normalize_advantages
 from skyrl_megatron.algorithms.kl import penalize_rewards
+from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
@@ -29,7 +30,12 @@ from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
-from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
+from skyrl_megatron.rollout.outputs import (
+    observation_mask,
+    prepare_generator_input,
+    reward_parts,
+    to_training_batch,
+)
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
@@ -45,6 +51,7 @@ from skyrl_megatron.trainer.step_batch import (
     sequence_lengths,
     training_logprobs_suffice,
     value_metrics,
+    with_length_penalty,
     with_token_rewards,
 )
 from skyrl_megatron.trainer.stopping import StopRequested
@@ -113,6 +120,7 @@ class RayPPOTrainer(TrainingRun):
             self.metrics |= self.rollouts.staleness_metrics(batch)
         if self.cfg.trainer.algorithm.distillation.reward_coef:
             self.metrics |= with_teacher_rewards(batch, self.cfg.trainer.algorithm)
+        self.apply_length_penalty(batch)
         if self.kl_controller is not None:
             batch = self.apply_reward_kl_penalty(batch)
         with self.phases("compute_advantages_and_returns"):
@@ -175,11 +183,17 @@ class RayPPOTrainer(TrainingRun):
         """Return right-aligned tensors. With ``algorithm.nonfinite=skip`` samples that are not finite are masked."""
         batch = to_training_batch(generator_output, uids)
         batch.metadata[PROMPT_UIDS] = uids
+        if (weights := self.cfg.trainer.algorithm.gdpo_weights) and self._estimates_with("gdpo"):
+            batch.reward_parts = reward_parts(generator_output, list(weights))
+        if self.cfg.trainer.algorithm.observation_loss_coef:
+            batch.observation_mask = observation_mask(generator_output, batch)
         batch.adapters = self._adapters_of(uids)
         if batch.rollout_routes:
             self.metrics["generate/route_bytes_per_sample"] = route_bytes(batch) / len(batch)
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
+        if batch.observation_mask is not None:
+            batch.observation_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
         if self.cfg.trainer.dump_data_batch:
             path = dump_path(self.cfg, self.global_step + 1)
@@ -205,6 +219,11 @@ class RayPPOTrainer(TrainingRun):
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
         algorithm = self.cfg.trainer.algorithm
+        if (column := algorithm.distillation.demonstration) is not None:
+            hints = self.train_dataset.hints_of(batch.metadata[PROMPT_UIDS], column)
+            tokens = {hint: self.train_dataset.hint_tokens(hint) for hint in dict.fromkeys(hints)}
+            with self.phases("teacher"):
+                self.teachers.score_by_policy(batch, [tokens[hint] for hint in hints])
         in_reward = algorithm.use_kl_in_reward or bool(algorithm.distillation.reward_coef)
         read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
         if self._replays_own_routes:
@@ -235,6 +254,11 @@ class RayPPOTrainer(TrainingRun):
         return role.start_values(batch) if name == "critic" else role.start_logprobs(batch, "reference log-probs")
 
     # ------------------------------------------------------------------ advantages
+    def apply_length_penalty(self, batch: TrainingBatch) -> None:
+        """Subtract the penalty of long responses from their rewards, with ``algorithm.length_penalty``."""
+        if penalty := LengthPenalty.of(self.cfg.trainer.algorithm.length_penalty):
+            self.metrics |= with_length_penalty(batch, penalty)
+
     def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
         """Subtract the KL to the reference from each token's reward, and update its coefficient."""
         assert self.kl_controller is not None and batch.rewards is not None
@@ -280,6 +304,8 @@ class RayPPOTrainer(TrainingRun):
             lambd=algorithm.lambd,
             loss_mask=batch.loss_mask,
             truncated=batch.truncated,
+            reward_parts=batch.reward_parts,
+            **self._roles(batch),
             **({} if batch.is_last_step is None else {"is_last_step": batch.is_last_step}),
         )
         if algorithm.advantage_batch_normalize:
@@ -349,6 +375,16 @@ class RayPPOTrainer(TrainingRun):
         """Whether the update replays the experts of the trainer's own forward pass."""
         megatron = self.cfg.trainer.policy.megatron_config
         return megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "trainer"
+
+    def _estimates_with(self, name: str) -> bool:
+        return bool(self.cfg.trainer.algorithm.advantage_estimator == name)
+
+    def _roles(self, batch: TrainingBatch) -> dict[str, Any]:
+        """Return what the estimator ``rae`` needs: the role of each row, and the baselines of the run."""
+        if not self._estimates_with("rae"):
+            return {}
+        roles = self.train_dataset.roles_of(batch.metadata[PROMPT_UIDS])
+        return {"roles": roles, "baselines": self.role_baselines}
 
     def _adapters_of(self, uids: Sequence[str]) -> list[str]:
         """Return the adapter of each row; [] if adapters have no names."""

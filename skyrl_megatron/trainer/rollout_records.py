@@ -26,6 +26,7 @@ from skyrl_megatron.data.codec import Codec
 from skyrl_megatron.data.journal import Journal
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.inference.protocol import Generation
+from skyrl_megatron.rollout.continuation import BegunTurn
 from skyrl_megatron.rollout.conversation import TrajectoryOutput
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import GeneratorOutput, RecordedTurn, TrajectoryID
@@ -98,8 +99,11 @@ CODEC = Codec(
     TrajectoryOutput,
     TrajectoryID,
     TokenSupport,
+    PartialGroup,
+    PartialTrajectory,
+    BegunTurn,
 )
-"""Codec of the journal of groups."""
+"""Codec of the journal of groups, and of the open groups in a checkpoint."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Where the rollouts of a step come from: the one object in which synchronous and asynchronous training differ.
 
 :class:`PromptRollouts` samples the prompts of a step when the step begins: prompts → responses → dynamic sampling.
+:class:`OversampledRollouts` starts more prompts, and ends at the first complete groups.
 :class:`StreamedRollouts` takes finished groups from a ``RolloutStream``, which samples on the event loop while the
 ranks train. A group may then contain tokens of several policy versions.
 
@@ -12,12 +13,16 @@ The trainer calls a source at fixed points of the run: :meth:`~PromptRollouts.op
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups, measured_rewards
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
+from skyrl_megatron.trainer.oversampling import OversampledGroups
 from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
 from skyrl_megatron.trainer.rollout_store import DurableGroups, ResumedGroups
 from skyrl_megatron.trainer.rollout_stream import Group, RolloutStream, StalePolicy, StreamLimits
@@ -82,8 +87,12 @@ class PromptRollouts:
                         rewards[uid] = []
             for name, count in counted.items():
                 trainer.metrics[name] = trainer.metrics.get(name, 0.0) + count
-        self.loader.observe_batch(rewards)
+        self.observe_rewards(rewards)
         return refused
+
+    def observe_rewards(self, rewards: Mapping[str, list[float]]) -> None:
+        """Give the sampler of the prompts the rewards, by uid, of the batch that was sampled last."""
+        self.loader.observe_batch(rewards)
 
     def filtered(self, *, whole_batch: bool) -> None:
         """Record the groups that dynamic sampling removed from the last sample; ``whole_batch``: all of them."""
@@ -124,17 +133,133 @@ class PromptRollouts:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned, in this run or in one with another source."""
 
+    def unfinished(self) -> bytes | None:
+        """Return the unfinished rollouts for a checkpoint, None if there are never any."""
+        return None
 
-class StreamedRollouts(PromptRollouts):
+    def load_unfinished(self, data: bytes | None) -> None:
+        """Restore what :meth:`unfinished` returned, after the state."""
+
+
+class AgedRollouts(PromptRollouts):
+    """Rollouts whose tokens may be older than the weights that are trained."""
+
+    prefix: ClassVar[str]
+    """Of the metrics by age."""
+    bound: int
+    """Maximum staleness in steps."""
+    _token_ages: Tensor | None = None  # [B, T], of the current batch
+
+    def to_batch(self, output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
+        """Return the tensors of the selected rows, and keep the age of each token."""
+        batch = super().to_batch(output, uids)
+        self._token_ages = None
+        if spans := output.get("rollout_versions"):
+            lengths = [len(row) for row in output["response_ids"]]
+            self._token_ages = token_staleness(spans, lengths, self.trainer.global_step, batch.loss_mask.shape[1])
+        return batch
+
+    def staleness_metrics(self, batch: TrainingBatch) -> dict[str, float]:
+        """Return ``…/token_lag…`` and ``…/logprob_diff_lag…`` of the last batch."""
+        if self._token_ages is None:
+            return {}
+        return token_staleness_metrics(batch, self._token_ages, self.bound, self.prefix)
+
+
+class OversampledRollouts(AgedRollouts):
+    """Starts more prompts than a step trains, and ends the step's sampling at the first complete groups
+    (``trainer.oversampling``). The others are continued by the next step, or dropped."""
+
+    can_rewind = False
+    prefix = "oversampling"
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        cfg = trainer.cfg
+        given, keeps = cfg.trainer.oversampling, cfg.trainer.oversampling.unfinished == "keep"
+        self.bound = given.max_staleness_steps if keeps else 0
+        self.groups = OversampledGroups(
+            cfg.trainer.train_batch_size,
+            given.ratio,
+            cfg.generator.n_samples_per_prompt,
+            self.bound if keeps else None,
+            self.loader.prompt,
+            self.loader.ready,
+        )
+        self._taken: dict[int, str] = {}
+        self._dropped: list[int] = []
+        generator = trainer.generator
+        if generator is not None and not isinstance(generator, SkyRLGymGenerator):
+            warnings.warn(
+                f"trainer.oversampling.ratio={given.ratio}: {type(generator).__name__} finishes all trajectories that"
+                " it starts, so steps take longer, not shorter: set it to 0",
+                SkyRLMegatronWarning,
+                stacklevel=2,
+            )
+
+    def sample(self) -> tuple[GeneratorOutput, list[str]]:
+        """Return the rows of the first complete groups and the uid of each row."""
+        trainer, version = self.trainer, self.trainer.global_step
+        generator_input, uids = trainer.prepare_generator_input(self.groups.begin(version), "train")
+        generator_input["trajectory_log"] = log = self.groups.log(version)
+        with trainer.phases("generate"):
+            output = trainer.generate(generator_input)
+        if not log.complete:
+            fix = f"{type(trainer.generator).__name__} does not record its trajectories: set it to 0"
+            raise ConfigError([Problem("trainer.oversampling.ratio", trainer.cfg.trainer.oversampling.ratio, fix)])
+        self._taken, self._dropped = self.groups.end(log, version)
+        names = [id.instance_id for id in output.get("trajectory_ids") or []] or uids
+        taken = set(self._taken.values())
+        rows = [row for row, name in enumerate(names) if name in taken]
+        return select_rows(output, rows), [names[row] for row in rows]
+
+    def observe_rewards(self, rewards: Mapping[str, list[float]]) -> None:
+        """Give the sampler of the prompts the rewards of the groups that were taken; dropped ones give none."""
+        for number, uid in self._taken.items():
+            self.loader.observe(number, rewards.get(uid))
+        for number in self._dropped:
+            self.loader.observe(number, None)
+
+    def end_step(self) -> None:
+        """Move the loader to the oldest prompt that is not trained or dropped."""
+        self.trainer.metrics |= self.groups.metrics()
+        self.groups.complete_step()
+        self.loader.seek(self.groups.oldest)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the data, and the lengths so far."""
+        return {"oversampling": self.groups.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the position; after a run without oversampling, that of the loader."""
+        if (own := state.get("oversampling")) is not None:
+            self.groups.load_state(own)
+        else:
+            self.groups.next = self.loader.number
+            self.groups.complete_step()
+
+    def unfinished(self) -> bytes:
+        """Return the open groups."""
+        return self.groups.encode()
+
+    def load_unfinished(self, data: bytes | None) -> None:
+        """Restore the open groups."""
+        if data is not None:
+            self.groups.decode(data)
+
+
+class StreamedRollouts(AgedRollouts):
     """Takes groups from a stream that samples while the ranks train, at most ``max_staleness_steps`` ahead.
 
     With ``trainer.fully_async.replay_from`` the groups are those that another run recorded.
     """
 
     can_rewind = False
+    prefix = "async"
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
+        self.bound = trainer.cfg.trainer.fully_async.max_staleness_steps
         replays = trainer.cfg.trainer.fully_async.replay_from
         self.stream: RolloutStream | ReplayedRollouts = (
             ReplayedRollouts(trainer.cfg, self.loader.recall, observe=self.observe_group)
@@ -148,7 +273,6 @@ class StreamedRollouts(PromptRollouts):
         self._unused: set[int] = set()  # numbers of taken groups that are not trained on
         self._position: dict[str, Any] = {"oldest": 0, "ahead": []}  # of the stream, after the last step
         self._recovered = ResumedGroups()
-        self._token_ages: Tensor | None = None  # [B, T], of the current batch
 
     def make_stream(self) -> RolloutStream:
         """Make the stream of the run."""
@@ -237,23 +361,6 @@ class StreamedRollouts(PromptRollouts):
     def _is_replaced(self, group: Group) -> bool:
         replaces = self.trainer.cfg.trainer.algorithm.dynamic_sampling.type == "replace"
         return replaces and group.output is not None and not has_variance(group.output)
-
-    def to_batch(self, output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
-        """Return the tensors of the selected rows, and keep the age of each token."""
-        batch = super().to_batch(output, uids)
-        self._token_ages = None
-        if spans := output.get("rollout_versions"):
-            lengths = [len(row) for row in output["response_ids"]]
-            self._token_ages = token_staleness(spans, lengths, self.trainer.global_step, batch.loss_mask.shape[1])
-        return batch
-
-    def staleness_metrics(self, batch: TrainingBatch) -> dict[str, float]:
-        """Return ``async/token_lag…`` and ``async/logprob_diff_lag…`` of the last batch."""
-        if self._token_ages is None:
-            return {}
-        return token_staleness_metrics(
-            batch, self._token_ages, self.trainer.cfg.trainer.fully_async.max_staleness_steps
-        )
 
     def end_step(self) -> None:
         """Mark the groups of the step as trained, in the stream and on disk, and move the loader after them."""

@@ -16,7 +16,7 @@ import time
 import warnings
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ METRICS = "metrics.jsonl"
 SPANS = "spans.jsonl"
 EXPERTS = "expert_load.jsonl"
 SAMPLES = "samples"
+TRAJECTORIES = "trajectories"
 SAMPLE_FORMAT = 1
 LOG_BYTES = 16_384
 
@@ -172,8 +173,23 @@ class RunReader:
 
     def sample_steps(self) -> list[int]:
         """Return the steps with samples on disk."""
-        paths = (self.folder / SAMPLES).glob("step_*.json")
+        return self._steps(SAMPLES)
+
+    def trajectory_steps(self) -> list[int]:
+        """Return the steps with trajectories of agents on disk."""
+        return self._steps(TRAJECTORIES)
+
+    def _steps(self, name: str) -> list[int]:
+        paths = (self.folder / name).glob("step_*.json*")
         return sorted(int(path.stem[5:]) for path in paths if path.stem[5:].isdigit())
+
+    def trajectory_text(self, step: int) -> str:
+        """Return the JSON list of a step's trajectories. Raises LaunchError if it cannot be read."""
+        path = self.folder / TRAJECTORIES / f"step_{step}.jsonl"
+        try:
+            return f"[{','.join(line for line in path.read_text().split('\n')[:-1])}]"
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"trajectories of step {step}: {path} cannot be read ({error})") from error
 
     def sample_text(self, step: int) -> str:
         """Return the JSON of a step's samples. Raises LaunchError if it cannot be read or has another format."""
@@ -224,11 +240,12 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 STATIC = Path(__file__).with_name("static")
-SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "samples", "compare", "main")
+SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "samples", "agents", "compare", "main")
 """Parts of the page's script, in the order of their dependencies."""
 SPAN_BYTES = 1_500_000
 EXPERT_BYTES = 1_000_000
 SAMPLE_BYTES = 3_000_000
+TRAJECTORY_BYTES = 2_000_000
 """Limits of a file for all runs together. A server sends more samples on request."""
 
 
@@ -261,7 +278,11 @@ def data_block(
                 "spans": run.spans(SPAN_BYTES // len(runs)),
                 "experts": run.expert_loads(EXPERT_BYTES // len(runs)),
                 "sample_steps": run.sample_steps(),
-                "samples": _some_samples(run, SAMPLE_BYTES // len(runs)) if samples else {},
+                "samples": _some(run.sample_steps(), run.sample_text, SAMPLE_BYTES // len(runs)) if samples else {},
+                "trajectory_steps": run.trajectory_steps(),
+                "trajectories": _some(run.trajectory_steps(), run.trajectory_text, TRAJECTORY_BYTES // len(runs))
+                if samples
+                else {},
             }
         )
         blocks.append(np_bytes(values))
@@ -305,14 +326,14 @@ def _descriptions(names: Sequence[str]) -> dict[str, list[str]]:
     return {name: [row.unit, row.meaning, row.bad] for name, row in found.items() if row is not None}
 
 
-def _some_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
+def _some(steps: Sequence[int], text_of: Callable[[int], str], most_bytes: int) -> dict[str, Any]:
     """Return step → samples: the newest step, the first, and evenly spaced ones between them while they fit. Warns of
     steps that cannot be read."""
-    steps, chosen, left = run.sample_steps(), dict[str, Any](), most_bytes
+    chosen, left = dict[str, Any](), most_bytes
     order = [*steps[-1:], *steps[:1], *(steps[len(steps) * part // 16] for part in range(1, 16) if steps)]
     for step in dict.fromkeys(order):
         try:
-            text = run.sample_text(step)
+            text = text_of(step)
         except LaunchError as error:
             warnings.warn(f"{error}; skipped", SkyRLMegatronWarning, stacklevel=2)
             continue

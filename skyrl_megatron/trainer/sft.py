@@ -17,6 +17,7 @@ from skyrl_megatron.config.roles import needs_reference, policy_is_reference
 from skyrl_megatron.rollout.chat_rows import taught_batch
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.trainer.rollout_source import PromptRollouts
 from skyrl_megatron.trainer.step_batch import optimizer_metrics
 from skyrl_megatron.types import TrainingBatch
 
@@ -78,6 +79,10 @@ class SFTTrainer(RayPPOTrainer):
         return torch.stack([-(logprobs * mask).sum(dim=1), mask.sum(dim=1)], dim=1).numpy()
 
     # ------------------------------------------------------------------ no engines
+    def make_rollouts(self) -> PromptRollouts:
+        """Return the source whose ``prompts`` are the rows of each step."""
+        return PromptRollouts(self)
+
     @property
     def needs_engines(self) -> bool:
         """Nothing is sampled."""

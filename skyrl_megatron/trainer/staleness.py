@@ -82,8 +82,8 @@ def token_staleness(spans: Spans, lengths: Sequence[int], version: int, width: i
     return lags
 
 
-def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int) -> dict[str, float]:
-    """Return ``async/…`` metrics over the trained tokens; ``lags``: of :func:`token_staleness`.
+def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int, prefix: str = "async") -> dict[str, float]:
+    """Return ``<prefix>/…`` metrics over the trained tokens; ``lags``: of :func:`token_staleness`.
 
     ``token_lag_mean``; ``token_lag_<k>``: share of the tokens that are k steps old; ``logprob_diff_lag_<k>``: their
     mean |trainer − engine| log-prob before the update, in nats, if both are known; ``mixed_rows``: share of the rows
@@ -96,17 +96,17 @@ def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int) -> d
     most = torch.where(trained, lags, -1).amax(dim=1)
     rows = most >= 0
     found = {
-        "async/token_lag_mean": lags[trained].double().mean().item(),
-        "async/mixed_rows": (least < most)[rows].double().mean().item(),
+        f"{prefix}/token_lag_mean": lags[trained].double().mean().item(),
+        f"{prefix}/mixed_rows": (least < most)[rows].double().mean().item(),
     }
     mismatch = None
     if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
         mismatch = (batch.old_logprobs - batch.rollout_logprobs).abs().double()
     for lag in range(bound + 1):
         here = trained & (lags == lag)
-        found[f"async/token_lag_{lag}"] = (here.sum() / trained.sum()).item()
+        found[f"{prefix}/token_lag_{lag}"] = (here.sum() / trained.sum()).item()
         if mismatch is not None and here.any():
-            found[f"async/logprob_diff_lag_{lag}"] = mismatch[here].mean().item()
+            found[f"{prefix}/logprob_diff_lag_{lag}"] = mismatch[here].mean().item()
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.advantages import rows_with_variance
+from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
@@ -186,6 +187,20 @@ def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
         for reward, response in zip(given, output["response_ids"], strict=True)
     ]
     return {**output, "rewards": rewards}
+
+
+def with_length_penalty(batch: TrainingBatch, penalty: LengthPenalty) -> dict[str, float]:
+    """Subtract the penalty of each row that is trained on from the reward of its last response token, and return the
+    mean. Step-wise, the rows of a trajectory are responses of their own."""
+    assert batch.rewards is not None
+    trained = (batch.loss_mask > 0).any(dim=1)
+    if not trained.any():
+        return {}
+    lengths, scores = batch.loss_mask.sum(dim=1)[trained], batch.rewards.sum(dim=1)[trained]
+    uids = [uid for uid, kept in zip(batch.uids, trained.tolist(), strict=True) if kept]
+    penalties = penalty.penalties(lengths, scores, uids)
+    batch.rewards[trained, -1] -= penalties.to(batch.rewards.dtype)
+    return {"loss/avg_length_penalty": penalties.mean().item()}
 
 
 def mask_zero_variance_groups(batch: TrainingBatch) -> float:

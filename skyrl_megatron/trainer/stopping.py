@@ -1,4 +1,4 @@
-"""When a run ends: at its last step, after a signal, or at once if nothing is left to do."""
+"""When a run ends: at its last step, when a metric fits, after a signal, or at once if nothing is left to do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.schema.evaluation import StopCondition
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
 from skyrl_megatron.runtime.checkpoint.store import DATA, CheckpointStore
@@ -88,9 +89,6 @@ class StopSignal:
         return StopRequested(self._number)
 
 
-SCORE, LOSS = "eval/all/avg_score", "eval/all/loss"
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimit:
     """The last step of a run, and the setting that makes it the last."""
@@ -100,6 +98,8 @@ class StepLimit:
     """``key=value``."""
     note: str = ""
     """Message at the start of the run if a setting for more steps has no effect."""
+    to_continue: str = "raise it"
+    """What the user does to take more steps."""
 
 
 def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
@@ -113,6 +113,18 @@ def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
         return StepLimit(steps, setting)
     note = f"{setting} ends the run at step {steps}, before trainer.max_training_steps={most}: raise trainer.epochs"
     return StepLimit(steps, setting, note)
+
+
+def reached(cfg: SkyRLTrainConfig, step: int, metrics: Mapping[str, Any]) -> StepLimit | None:
+    """Return the limit that ``trainer.stop_when`` sets if the metrics of ``step`` fulfil it, else None."""
+    if cfg.trainer.stop_when is None or step < 1:
+        return None
+    condition = StopCondition.parse(cfg.trainer.stop_when)
+    value = metrics.get(condition.metric)
+    if value is None or not condition.holds(value):
+        return None
+    setting = f"trainer.stop_when={cfg.trainer.stop_when!r} ({condition.metric} is {value:.4f})"
+    return StepLimit(step, setting, to_continue="change or remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,7 @@ class RemainingWork:
         due += ["log its metrics"] if self.log else []
         left = f"left to do: {', '.join(due)}" if due else "nothing left to do"
         at = f"the checkpoint of step {self.step} of {self.limit.steps} exists"
-        return f"{left}: {at}. {self.limit.setting} ends the run: raise it to continue"
+        return f"{left}: {at}. {self.limit.setting} ends the run: {self.limit.to_continue} to continue"
 
 
 def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
@@ -163,17 +175,18 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
     same = (data.get("batch_size"), data.get("seed")) == (cfg.trainer.train_batch_size, cfg.trainer.seed)
     if not same or not _same_sizes(cfg, data.get("files") or ()):
         return None
-    limit = step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
+    own = [line for line in lines if line["step"] == found.step]
+    stopped = [limit for line in own if (limit := reached(cfg, found.step, line)) is not None]
+    limit = stopped[0] if stopped else step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
     if found.step < limit.steps:
         return None
-    own = [line for line in lines if line["step"] == found.step]
-    evaluates = bool(cfg.data.val_data) and cfg.trainer.eval_interval > 0
+    evaluates = bool(cfg.data.val_data or cfg.data.eval_sets) and cfg.trainer.eval_interval > 0
     return RemainingWork(
         found.step,
         limit,
         found.folder,
         log=not own,
-        evaluation=evaluates and not any(line.get(name) is not None for line in own for name in (SCORE, LOSS)),
+        evaluation=evaluates and not any(name.startswith("eval/") for line in own for name in line),
         exports=tuple(_missing_exports(cfg, found.step)),
     )
 

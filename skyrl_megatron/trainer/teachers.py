@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,10 +51,22 @@ class Teachers:
                 out[torch.from_numpy(rows)] = (
                     self._remote(name, part) if name in self.remote else self._ranks(name, part)
                 )
-        batch.teacher_logprobs = out[..., 0].contiguous()
+        self._set(batch, out)
+
+    def score_by_policy(self, batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> None:
+        """Set ``teacher_logprobs`` of ``batch``, and the likeliest tokens if the loss uses them, to those of the
+        policy itself after the tokens of a hint for each row."""
+        policy, hinted = self.roles["policy"], with_hints(batch, hints)
+        if not self.k:
+            batch.teacher_logprobs = policy.compute_logprobs(hinted, "log-probs with demonstrations")
+            return
+        self._set(batch, policy.start_scores(hinted, self.k)())
+
+    def _set(self, batch: TrainingBatch, scores: Tensor) -> None:
+        batch.teacher_logprobs = scores[..., 0].contiguous()
         if self.k:
-            batch.teacher_top_logprobs = out[..., 1 : 1 + self.k].contiguous()
-            batch.teacher_top_ids = out[..., 1 + self.k :].long()
+            batch.teacher_top_logprobs = scores[..., 1 : 1 + self.k].contiguous()
+            batch.teacher_top_ids = scores[..., 1 + self.k :].long()
 
     def _ranks(self, name: str, batch: TrainingBatch) -> Tensor:
         role = self.roles[role_key(name)]
@@ -77,6 +89,29 @@ class Teachers:
             if len(scores):
                 out[row, -len(scores) :] = torch.from_numpy(scores)
         return out * batch.response_mask[..., None]
+
+
+def with_hints(batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> TrainingBatch:
+    """Return the rows with the tokens of a hint before each prompt, as log-probs of the responses need them."""
+    lengths = batch.lengths
+    total = [len(hint) + int(length) for hint, length in zip(hints, lengths, strict=True)]
+    width = max(total)
+    sequences = batch.sequences.new_zeros(len(batch), width)
+    attention = batch.attention_mask.new_zeros(len(batch), width)
+    for row, (hint, length) in enumerate(zip(hints, lengths.tolist(), strict=True)):
+        first = width - total[row]
+        sequences[row, first : first + len(hint)] = torch.as_tensor(list(hint), dtype=sequences.dtype)
+        sequences[row, width - length :] = batch.sequences[row, batch.sequences.shape[1] - length :]
+        attention[row, first:] = True
+    return TrainingBatch(
+        sequences=sequences,
+        attention_mask=attention,
+        response_mask=batch.response_mask,
+        loss_mask=batch.loss_mask,
+        uids=batch.uids,
+        adapters=batch.adapters,
+        rollout_support=batch.rollout_support,
+    )
 
 
 def with_teacher_rewards(batch: TrainingBatch, algorithm: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ can be overridden in a trainer as well: ``build_models``, ``init_weight_sync_sta
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,17 +30,18 @@ from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
+from skyrl_megatron.rollout.interface import GeneratorInterface
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
-from skyrl_megatron.trainer.checkpoints import prepare_export, run_checkpointer
+from skyrl_megatron.trainer.checkpoints import export_due, prepare_export, run_checkpointer
 from skyrl_megatron.trainer.console import Phases, StartUp
-from skyrl_megatron.trainer.evaluate import evaluate
+from skyrl_megatron.trainer.evaluate import evaluate, require_scores
 from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.hang import write_stacks
 from skyrl_megatron.trainer.observe import RunRecorder
 from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
-from skyrl_megatron.trainer.rollout_source import PromptRollouts
+from skyrl_megatron.trainer.rollout_source import OversampledRollouts, PromptRollouts
 from skyrl_megatron.trainer.step_batch import LearningSignal
-from skyrl_megatron.trainer.stopping import StopSignal, remaining_work, step_limit
+from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
 from skyrl_megatron.trainer.summary import summary_lines, write_curves
 from skyrl_megatron.trainer.teachers import Teachers
 from skyrl_megatron.trainer.tracking import as_numbers
@@ -71,11 +73,19 @@ MEASURED_PHASES = (
 class TrainingRun:
     """The parts of a run and their life. Made by :meth:`BasePPOExp.get_trainer`, all arguments by keyword.
 
-    ``generator``: a ``GeneratorInterface``; ``train_dataset``, ``eval_dataset``: ``PromptDataset``; ``tracker``:
-    :class:`Tracking`; ``colocate_pg``: the :class:`Placement` of the run.
+    ``generator``: a ``GeneratorInterface``; ``train_dataset``, ``eval_dataset``: ``PromptDataset``; ``eval_sets``:
+    name of ``data.eval_sets`` → ``PromptDataset``; ``tracker``: :class:`Tracking`; ``colocate_pg``:
+    :class:`Placement`.
     """
 
-    REPEATED: ClassVar[tuple[str, ...]] = ("metrics", "global_step", "epochs", "finite", "kl_controller")
+    REPEATED: ClassVar[tuple[str, ...]] = (
+        "metrics",
+        "global_step",
+        "epochs",
+        "finite",
+        "kl_controller",
+        "role_baselines",
+    )
     """Attributes that are restored before a part of a step is repeated after a lost rank."""
     on_paper: OnPaper | None = None
     """Adds to the metrics of a step what an estimate says of it (``preflight/step_report.py``)."""
@@ -90,10 +100,12 @@ class TrainingRun:
         generator: Any,
         colocate_pg: Placement,
         eval_dataset: Any = None,
+        eval_sets: Mapping[str, Any] | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.cfg, self.tracker, self.tokenizer = cfg, tracker, tokenizer
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.eval_sets = dict(eval_sets or {})
         self.inference_engine_client, self.generator = inference_engine_client, generator
         self.placement, self.callbacks = colocate_pg, list(callbacks)
         self.global_step = 0
@@ -101,19 +113,24 @@ class TrainingRun:
         self.position = self.train_dataloader.state_dict()
         """The position in the data after the last step, for a checkpoint."""
         self.limit = step_limit(cfg, len(self.train_dataloader))
-        self.total_steps = self.limit.steps
         self.remaining_work = remaining_work(cfg)
         """What is left to do of a run that took its last step before; None while steps are left."""
+        self.total_steps = (self.remaining_work or self).limit.steps
+        self.best: float | None = None
+        """Value of ``trainer.best_metric`` of the best checkpoint."""
         self.epochs = 0
         """Completed passes over the training prompts."""
         in_reward = cfg.trainer.algorithm.use_kl_in_reward
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if in_reward else None
+        self.role_baselines: dict[str, float] = {}
+        """Role → mean reward, of the estimator ``rae``."""
         sampling = cfg.trainer.algorithm.dynamic_sampling
         self.sampler = DynamicSampler(sampling, cfg.trainer.train_batch_size, cfg.trainer.seed)
         self.gates = Gates(sampling.gates)
         self.phases, self.start_up = Phases(self._role_bytes), StartUp(tracker.say)
         self.memory_forecast = MemoryForecast()
         self.watch, self.stragglers = RunRecorder(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
+        self.watch.follow(generator)
         self.learning_signal = LearningSignal()
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the current step."""
@@ -136,7 +153,7 @@ class TrainingRun:
 
     def make_rollouts(self) -> PromptRollouts:
         """Return the source of the rollouts."""
-        return PromptRollouts(self)
+        return OversampledRollouts(self) if self.cfg.trainer.oversampling.ratio else PromptRollouts(self)
 
     # ------------------------------------------------------------------ start
     def start(self) -> bool:
@@ -155,7 +172,7 @@ class TrainingRun:
             self.finish_last_step()
             return False
         if self.remaining_work is not None and not self.is_last_step:  # its last checkpoint is damaged
-            started, self.remaining_work = self.needs_engines, None
+            started, self.remaining_work, self.total_steps = self.needs_engines, None, self.limit.steps
             if not started:
                 self.start_engines()
         self.init_weight_sync_state()
@@ -262,7 +279,11 @@ class TrainingRun:
             self.global_step = loaded.step
             self.train_dataloader.load_state_dict(loaded.data)
             self.load_trainer_state(loaded.trainer_state)
+            self.rollouts.load_unfinished(loaded.rollouts)
             self.epochs = self.train_dataloader.finished_epochs
+            best = self.checkpoints.store.best() or {}
+            if best.get("metric") == self.cfg.trainer.best_metric and best.get("step", 0) <= loaded.step:
+                self.best = best.get("value")
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.position = self.train_dataloader.state_dict()
@@ -280,7 +301,10 @@ class TrainingRun:
         assert self.checkpoints is not None
         state = self.trainer_state()
         with self.phases("save_checkpoints"):
-            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
+            rollouts, finite = self.rollouts.unfinished(), self.finite
+            folder = self.checkpoints.save(
+                self.global_step, self.position, state, rollouts=rollouts, last_step_finite=finite
+            )
         if folder is not None:
             self.resume_from = ("latest", None)
             notify(self.callbacks, "on_save", self, folder)
@@ -293,6 +317,8 @@ class TrainingRun:
             state["eval_files"] = files
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
+        if self.role_baselines:
+            state["role_baselines"] = dict(self.role_baselines)
         if self.logged_step < self.global_step:
             state["unlogged"] = {"metrics": as_numbers(self.metrics), "timings": self.phases.so_far()}
         return state | self.rollouts.state()
@@ -304,6 +330,7 @@ class TrainingRun:
             warn_of_changes(state.get("eval_files"), getattr(self.eval_dataset, "fingerprint", []))
         if self.kl_controller is not None:
             self.kl_controller.value = state["kl_coef"]
+        self.role_baselines = dict(state.get("role_baselines") or {})
         self.rollouts.load_state(state)
 
     def save_models(self) -> None:
@@ -326,7 +353,8 @@ class TrainingRun:
         """Evaluate the initial policy, with ``eval_before_train`` and at step 0."""
         if self.cfg.trainer.eval_before_train and self.global_step == 0:
             if self.eval():
-                self.start_up.done(f"evaluation: {len(self.eval_dataset)} held-out prompts")
+                held_out = sum(map(len, (self.eval_dataset or (), *self.eval_sets.values())))
+                self.start_up.done(f"evaluation: {held_out} held-out prompts")
             self.tracker.log(self.metrics | self.phases.metrics(), 0)
             self.metrics = {}
 
@@ -345,19 +373,53 @@ class TrainingRun:
         """Evaluate the policy if that is due, and log the step."""
         if self._is_due(self.cfg.trainer.eval_interval) or (self.is_last_step and self.cfg.trainer.eval_interval > 0):
             self.eval()
+        self.keep_best()
+        self.stop_if_reached()
         self.log_step()
         notify(self.callbacks, "on_step_end", self)
 
     def eval(self) -> dict[str, float]:
         """Return scores on the evaluation data, and add them to the step's metrics; {} without such data."""
-        if self.eval_dataset is None or len(self.eval_dataset) == 0:
+        if not self.eval_sets and (self.eval_dataset is None or len(self.eval_dataset) == 0):
             return {}
-        work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
+        sets = (self.eval_sets,) if self.eval_sets else ()
+        work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step, *sets)
         with self.phases("eval"):
             metrics = self.loop.run(work, stop=self.stop)
+        require_scores(self.cfg, metrics)
         self.metrics |= metrics
         notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
+
+    def keep_best(self) -> None:
+        """Save a checkpoint and mark it as the best, if the evaluation of the step is the best so far."""
+        metric = self.cfg.trainer.best_metric
+        value = None if metric is None else self.metrics.get(metric)
+        if value is None or not value > (-math.inf if self.best is None else self.best):
+            return
+        self.recovery.run(self._save_this_step)
+        if self.checkpoints is not None and self.checkpoints.saved_step == self.global_step:
+            assert metric is not None
+            self.best = value
+            self.checkpoints.mark_best(metric, value)
+
+    def stop_if_reached(self) -> None:
+        """End the run here, with its checkpoint and export, if the metrics of the step fulfil ``stop_when``."""
+        limit = reached(self.cfg, self.global_step, self.metrics)
+        if limit is None:
+            return
+        interval, was_last = self.cfg.trainer.hf_save_interval, self.is_last_step
+        self.limit, self.total_steps = limit, limit.steps
+        exported = interval <= 0 or export_due(self.global_step, interval, is_last=was_last)
+        self.begin_training()
+        self.recovery.run(self._save_this_step)
+        if not exported:
+            self.recovery.run(self.save_models)
+
+    def _save_this_step(self) -> None:
+        """Save a checkpoint of the step that is complete, unless it is saved already."""
+        if self.checkpoints is None or self.checkpoints.saved_step != self.global_step:
+            self.save_checkpoints()
 
     def log_step(self) -> None:
         """Log the metrics of the step, and start the next step with none."""
@@ -404,6 +466,8 @@ class TrainingRun:
         gc.unfreeze()
         try:
             self.rollouts.close()
+            if isinstance(self.generator, GeneratorInterface):
+                self.loop.run(self.generator.stop())
         finally:
             self._stop_roles_and_report()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 
@@ -48,14 +49,15 @@ class Running:
         cfg = GeneratorConfig(**{"max_turns": 9, "max_input_length": 2000, "step_wise_trajectories": True} | config)
         self.generator = kind(cfg, SkyRLGymConfig(), self.client, tokenizer)
 
-    def __call__(self, extras, env_class="aime", prompt="What is 3 + 4?"):
+    def __call__(self, extras, env_class="aime", prompt="What is 3 + 4?", ids=None, **more):
         batch = {
             "prompts": [[{"role": "user", "content": prompt}] for _ in extras],
             "env_classes": [env_class] * len(extras),
             "env_extras": [{"reward_spec": {"ground_truth": "7"}, **each} for each in extras],
             "sampling_params": None,
-            "trajectory_ids": None,
+            "trajectory_ids": ids,
             "batch_metadata": None,
+            **more,
         }
         return self.loop(self.generator.generate(batch), 120)
 
@@ -78,14 +80,15 @@ def running(folder):
 
 
 def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
-    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent, Ended
+    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent
     from skyrl_megatron.agents.rows import Outcome, OutcomeKind
     from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.sandboxes.sandbox import CommandResult
 
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     seen = []
 
-    async def reward(task, ended: Ended):
+    async def reward(task, ended: CommandResult):
         seen.append(ended)
         if ended.exit_code:
             return Outcome(OutcomeKind.INFRASTRUCTURE, why=ended.stderr.decode().strip())
@@ -183,3 +186,41 @@ def test_forks_need_several_rows(running):
     assert len(running(Last, step_wise_trajectories=False)([{}])["response_ids"]) == 1
     with pytest.raises(DataError, match="step_wise_trajectories=true"):
         running(Forks, step_wise_trajectories=False)([{}])
+
+
+def test_an_agent_that_rewrites_answers_ends_the_run(running, tmp_path):
+    """One trajectory in two rewrites each answer: half of the later calls continue no sampled tokens."""
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.interface import BatchMetadata
+
+    class Rewriting(AgentGenerator):
+        @staticmethod
+        async def agent(task):
+            import openai
+
+            client = openai.AsyncOpenAI(base_url=f"{task.access.url}/v1", api_key=task.access.key, max_retries=0)
+            messages = list(task.prompt)
+            for _ in range(26):
+                answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
+                content = answer.choices[0].message.content + ("!" if task.extras["rewrites"] else "")
+                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
+            return 1.0
+
+    each = running(Rewriting, min_token_in_rate=0.8)
+    each.generator.records = TrajectoryRecords(tmp_path, each.generator.tokenizer, 8, 1)
+    batch = {"batch_metadata": BatchMetadata(1, "train")}
+    each([{"rewrites": False}], **batch)
+    metrics = each([{"rewrites": False}], **batch)["rollout_metrics"]
+    assert metrics["agents/token_in_rate"] == 1.0 and metrics["agents/unmatched"] == 0
+    with pytest.raises(
+        DataError, match=r"rate of 52 calls is 0\.519, below generator.min_token_in_rate=0\.8"
+    ) as error:
+        each([{"rewrites": False}, {"rewrites": True}], **batch)
+    assert "the client sends" in str(error.value) and '!"}' in str(error.value)
+    kept = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
+    assert [(len(each["calls"]), sum(call["unmatched"] for call in each["calls"])) for each in kept] == [
+        (26, 0), (26, 0), (26, 0), (26, 25)
+    ]  # fmt: skip
+    assert all(call["row"] is not None for call in kept[-1]["calls"]) and kept[-1]["outcome"] == "solved"

@@ -116,7 +116,7 @@ def test_several_choices_and_forks(setting):
     one, two, more, edited = trajectory.graph.calls
     assert (two.parent, more.parent, edited.parent) == (None, two, None)
     assert [call.text_only for call in trajectory.graph.calls] == [False, False, False, True]
-    assert json.loads(trajectory.first_unmatched) == ask["messages"][1]
+    assert 'client sends {"calls":[],"role":"assistant","text":"three"} where call 1' in trajectory.first_unmatched
     assert len(rows_of(trajectory.graph)) == 3 == len(trajectory.graph.leaves())
 
 
@@ -188,7 +188,7 @@ def test_errors_are_those_of_the_wire(setting, path, body, status, words):
 @pytest.mark.parametrize(("path", "name"), [("/v1/chat/completions", "error"), ("/v1/messages", "type")])
 def test_keys(setting, path, name):
     mine, other = setting.open(), setting.open()
-    refused = setting.gateway.counts["refused"]
+    before = setting.gateway.counts.now.copy()
     for key, status, words in (("", 401, "missing"), ("sk-ü", 401, "wrong"), (other.access.key, 403, "another")):
         headers = {"x-api-key": key.encode()} if key else {}
         answer = httpx.post(f"{mine.access.url}{path}", json=asked("a"), headers=headers)
@@ -196,7 +196,7 @@ def test_keys(setting, path, name):
     setting.loop(setting.gateway.close(mine.name))
     ended = post(mine, path, asked("a", max_tokens=5))
     assert ended.status_code == 404 and "has ended" in ended.text
-    assert setting.gateway.counts["refused"] == refused + 4
+    assert setting.gateway.counts.now - before == {"refused": 4, "unattributed": 3}
     assert post(other, path, asked("a", max_tokens=5)).status_code == 200
 
 

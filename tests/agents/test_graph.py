@@ -130,3 +130,42 @@ def test_no_content_of_a_message_raises(content):
     graph = Graph()
     added(graph, [{"role": "user", "content": content}], message)
     assert graph.match([{"role": "user", "content": content}, message]).parent is graph.calls[0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "theirs", "ours"),
+    [
+        (lambda said: [{**said[0], "content": "How much?"}, *said[1:]], '"text":"How much?"', '"text":"How many?"'),
+        (lambda said: [*said[:4], {"role": "assistant", "content": "4"}, said[5]], '"text":"4"', '"text":"It is 3."'),
+        (lambda said: said[:3] + said[4:], '"text":"It is 3."', '"role":"tool","text":"4"'),
+    ],
+    ids=["first message", "last answer", "a message is left out"],
+)
+def test_the_first_differing_message_is_named(edit, theirs, ours):
+    from skyrl_megatron.agents.graph import Graph
+
+    graph, last = Graph(), {"role": "assistant", "content": "It is 3."}
+    added(graph, [USER], {"role": "assistant", "content": "a sibling"})
+    added(graph, [USER], ANSWER)
+    added(graph, [USER, ANSWER, *RESULTS], last)
+    match = graph.match(edit([USER, ANSWER, *RESULTS, last, {"role": "user", "content": "So?"}]))
+    sent, _, known = graph.difference(match).partition(" where call ")
+    assert theirs in sent and ours in known and ours not in sent
+
+
+def test_a_difference_deep_in_a_long_message_is_shown():
+    from skyrl_megatron.agents.graph import Graph
+
+    graph, filler = Graph(), "word " * 5000
+    added(graph, [USER], {"role": "assistant", "content": f"{filler}left{filler}"})
+    match = graph.match([USER, {"role": "assistant", "content": f"{filler}right{filler}"}])
+    found = graph.difference(match)
+    assert "right" in found and "left" in found and len(found) < 1200
+
+
+def test_other_tools_are_named_as_the_difference():
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    added(graph, [USER], ANSWER, scope={"tools": [1]})
+    assert "its tools" in graph.difference(graph.match([USER, ANSWER], {"tools": [2]}))

@@ -446,7 +446,7 @@ def test_log_probs_that_are_not_finite():
         ({"index": ["a", "b"]}, "index names 2 sequences, token_level_rewards has 4 rows"),
         (
             {"adv_estimator": "grpoo"},
-            r"'grpoo' is not registered. Registered: distillation, gae, grpo, maxrl, rein.*, rloo",
+            r"'grpoo' is not registered. Registered: distillation, gae, gdpo, grpo, maxrl, rae, rein.*, rloo",
         ),
         ({"adv_estimator": "gae"}, "the estimator gae needs values"),
     ],

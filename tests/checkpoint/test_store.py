@@ -112,6 +112,31 @@ def test_retention_keeps_what_is_sound(tmp_path):
     store.close()
 
 
+def test_the_best_is_kept_beside_the_newest(tmp_path):
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.best() is None
+    write(store, 1)
+    store.mark_best(1, "eval/all/avg_score", 0.5)
+    for step in (2, 3, 4):
+        write(store, step)
+    assert store.steps() == [4, 3, 1]
+    store.mark_best(4, "eval/all/avg_score", 0.75)
+    write(store, 5)
+    assert store.steps() == [5, 4]  # the former best is one of the others
+    facts = CheckpointStore(tmp_path).best()
+    assert (facts["step"], facts["metric"], facts["value"]) == (4, "eval/all/avg_score", 0.75)
+    store.close()
+    # Another run saves a step of the same number: that is not the best of anything.
+    anew = CheckpointStore(tmp_path, keep=2)
+    write(anew, 4)
+    assert anew.best() is None
+    with pytest.raises(CheckpointError, match="global_step_9"):
+        anew.mark_best(9, "eval/all/avg_score", 1.0)
+    anew.close()
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 

@@ -140,7 +140,7 @@ def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16"):
     ]
     settings = types.SimpleNamespace(
         lr=1e-2, min_lr=0.0, weight_decay=0.01, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
-        num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False,
+        num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False, optimizer="adam",
     )  # fmt: skip
     optimizer = build_optimizer(
         chunks, settings, options or {}, groups, params_dtype=dtype, use_distributed_optimizer=True,

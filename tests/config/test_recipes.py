@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
-SMALL = {"tiny-moe-cpu", "embedded", "embedded-lora", "embedded-ppo", "embedded-distill", "embedded-async"}
+EMBEDDED = {f"embedded-{name}" for name in ("lora", "ppo", "distill", "async", "mlperf")}
+SMALL = {"tiny-moe-cpu", "embedded", *EMBEDDED}
 SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-2x8": QWEN3_30B_A3B,

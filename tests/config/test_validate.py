@@ -20,6 +20,7 @@ K = M + "transformer_config_kwargs."
 O = M + "optimizer_config_kwargs."  # noqa: E741
 AWARE = O + "use_precision_aware_optimizer=true"
 LORA = "trainer.policy.model.lora."
+MUON = ["trainer.policy.optimizer_config.optimizer=muon"]
 
 ADAPTERS = "trainer.policy.model.lora.adapters"
 RANK = "trainer.policy.model.lora.rank=8"
@@ -129,6 +130,25 @@ RULES = {
         "two numbers",
     ),
     "min_lr above lr": (["trainer.policy.optimizer_config.min_lr=1"], "trainer.policy.optimizer_config.min_lr", "lr="),
+    "unknown field of Muon": (
+        [*MUON, f"{O}muon_use_nesterov=true"],
+        f"{O}muon_use_nesterov",
+        "did you mean muon_nesterov",
+    ),
+    "Muon's field without Muon": ([f"{O}muon_momentum=0.9"], f"{O}muon_momentum", "optimizer=muon"),
+    "momentum of 1": ([*MUON, f"{O}muon_momentum=1"], f"{O}muon_momentum", "below 1"),
+    "Muon per shard": ([*MUON, f"{O}muon_tp_mode=blockwise"], f"{O}muon_tp_mode", "another algorithm"),
+    "Megatron's own Muon": ([f"{O}optimizer=muon"], f"{O}optimizer", "optimizer_config.optimizer=muon"),
+    "Muon with fp16 masters": (
+        [*MUON, f"{O}use_precision_aware_optimizer=true", f"{O}main_params_dtype=fp16"],
+        f"{O}use_precision_aware_optimizer",
+        "not supported with optimizer=muon",
+    ),
+    "Muon of adapters": (
+        [*MUON, "trainer.policy.model.lora.rank=8"],
+        "trainer.policy.optimizer_config.optimizer",
+        "lora.rank=0",
+    ),
     "decay inside warm-up": (
         ["trainer.policy.optimizer_config.num_decay_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"],
         "trainer.policy.optimizer_config.num_decay_steps",

@@ -23,9 +23,12 @@ def another_value(annotation, current):
     if kind is list:
         item = typing.get_args(kinds[0])[0]
         return {int: [0], float: [0.5, 0.6], str: ["other"]}[item]
+    if kind is dict and typing.get_args(kinds[0])[1] is str:
+        return {"/other": "/"}
     if kind is dict and "dict" in str(typing.get_args(kinds[0])[1]):  # sections by name
         return {"other": {}}
-    return {str: "/other", dict: {"other": 1}}[kind]
+    number = 1.0 if kind is dict and typing.get_args(kinds[0])[1:] == (float,) else 1
+    return {str: "/other", dict: {"other": number}}[kind]
 
 
 def _rules(annotation):

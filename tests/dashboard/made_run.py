@@ -91,6 +91,13 @@ def metrics(step: int, total: int, rng: random.Random, *, many: int = 0) -> dict
         "trainer/tokens_per_second": 20_000 + 5000 * done,
         "trainer/weight_sync_gb_per_second": 11.5 + noise,
         "trainer/weight_sync_probe_max_abs_diff": 1e-6 * math.exp(noise),
+        "agents/token_in_rate": 1.0 - 0.01 * (step % 7 == 0),
+        "agents/calls": 300.0,
+        "agents/unmatched": 3.0 * (step % 7 == 0),
+        "agents/unattributed": 0.0,
+        "environment/outcome_solved": 0.3 + 0.5 * done,
+        "environment/outcome_failed": 0.6 - 0.5 * done,
+        "environment/forks": 1.2 + noise,
         "async/staleness_max": float(rng.choice((1, 2))),
         "async/staleness_mean": 0.8 + abs(noise),
         "async/staleness_min": 0.0,
@@ -124,6 +131,7 @@ def write_run(folder: Path, steps: int = 40, *, name: str = "run", tokens: int =
     write_lanes(run, looked_at, rng)
     write_loads(run, looked_at, rng)
     write_samples(cfg, looked_at, tokens, rng)
+    write_trajectories(run, looked_at, rng)
     return run
 
 
@@ -220,3 +228,52 @@ def write_samples(cfg, steps, tokens, rng):
         log.note({"stop_reasons": ["stop"] * len(batch), "loss_masks": masks, "rollout_versions": spans})
         rows = log.chosen(batch)
         log.write(step, batch, rows, trainer[rows].numpy())
+
+
+def write_trajectories(run, steps, rng):
+    """Agents that continue, edit their history, compact it, and fail."""
+    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
+    from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
+    from skyrl_megatron.inference.protocol import Generation
+    from skyrl_megatron.rollout.interface import TrajectoryID
+
+    tokenizer = byte_tokenizer()
+    records = TrajectoryRecords(run / "trajectories", _Decoder(tokenizer), 4, 1)
+    outcomes = (
+        Outcome(OutcomeKind.SOLVED, 1.0, "tests pass"),
+        Outcome(OutcomeKind.FAILED, 0.0, "the tests ended with exit code 1"),
+        Outcome(OutcomeKind.CONTEXT_FULL, why="the prompt has 40,000 tokens"),
+    )
+    for step in steps:
+        for sample, outcome in enumerate(outcomes):
+            graph, difference = Graph(), ""
+            messages = [{"role": "user", "content": "How many rows has the table orders?"}]
+            for number in range(6 + sample):
+                if number == 2:  # another question after the first answer
+                    messages = [*messages[:2], {"role": "user", "content": "And of customers?"}]
+                if number == 3:  # another answer of the client's than the sampled one
+                    messages[1] = {"role": "assistant", "content": "I looked it up."}
+                if number == 4:
+                    messages = [{"role": "user", "content": "Summary: the table has 1042 rows. Go on."}]
+                match = graph.match(messages)
+                if match.unmatched is not None:
+                    difference = difference or graph.difference(match)
+                text = messages[-1]["content"] if match.parent else str(messages)
+                words = tokenizer.encode(CHAT.partition("<|assistant|>")[2] if number < 5 else END).ids
+                generation = Generation(words, [-rng.random() for _ in words], "stop", [("7", 0, len(words))], None)
+                answer = {"role": "assistant", "content": tokenizer.decode(words)}
+                graph.add(match, tokenizer.encode(text).ids, generation, answer)
+                messages = [*messages, answer, {"role": "user", "content": f"{ANSWER} {number}"}]
+            [id] = records.chosen(step, [TrajectoryID(str(11 + sample), 0)])
+            records.write(step, id, graph, outcome, "all", difference)
+
+
+class _Decoder:
+    """The call that transformers' tokenizers have."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, tokens: Any) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))

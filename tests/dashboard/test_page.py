@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.process
 
-VIEWS = ["overview", "time", "experts", "weights", "samples", "all metrics", "settings"]
+VIEWS = ["overview", "time", "experts", "weights", "samples", "agents", "all metrics", "settings"]
 PLOTS = {
     "overview": [
         "reward",
@@ -42,6 +42,7 @@ PLOTS = {
         "log-prob difference after a sync",
         "groups waiting and in flight",
     ],
+    "agents": ["token-in rate", "calls of agents", "unmatched, unattributed, refused", "outcomes"],
     "all metrics": ["async/buffer_size", "policy/grad_norm", "trainer/tokens_per_second"],
 }
 MARKS = "document.querySelector({}).querySelectorAll('path.curve[d^=M], path.layer[d^=M], rect.span').length"
@@ -201,6 +202,35 @@ def test_samples_say_what_their_file_says(quiet, report, made):
         quiet.run("document.querySelector('.tool').textContent")
         == "<tool_call>SELECT count(*) FROM orders</tool_call>"
     )
+
+
+def test_a_trajectory_is_drawn_as_its_graph(quiet, report, made):
+    """Boxes and lines for calls and their parents, colours by row, the first unmatched message, and a path's text."""
+    quiet.open(report)
+    choose(quiet, "agents")
+    quiet.wait("document.querySelector('svg.calls rect')")
+    last = max(made.glob("trajectories/*.jsonl"), key=lambda path: int(path.stem[5:]))
+    kept = [json.loads(line) for line in last.read_text().splitlines()]
+    shown = quiet.run("[...document.querySelectorAll('.samplelist tbody tr')].map(row => row.textContent)")
+    assert len(shown) == len(kept) == 3 and "context full" in shown[2]
+    for number, found in enumerate(kept):
+        quiet.run(f"document.querySelectorAll('.samplelist tbody tr')[{number}].click()")
+        boxes = "[...document.querySelectorAll('svg.calls g')]"
+        assert quiet.run(f"{boxes}.length") == len(found["calls"]) == found["count"]
+        lines = quiet.run("document.querySelectorAll('svg.calls path.edge').length")
+        assert lines == sum(call["parent"] is not None for call in found["calls"]) > 1
+        known = {"trained": lambda call: call["row"] is not None, "unmatched": lambda call: call["unmatched"]}
+        for name, is_so in known.items():
+            drawn = quiet.run(f"{boxes}.map(g => g.querySelector('rect').classList.contains('{name}'))")
+            assert drawn == [is_so(call) for call in found["calls"]]
+        assert found["outcome"] in quiet.run("document.querySelector('.samples .card:last-child h3').textContent")
+        assert "I looked it up." in quiet.run("document.querySelector('.differs').textContent")
+    quiet.run("document.querySelector('svg.calls g').dispatchEvent(new MouseEvent('click'))")
+    quiet.run("document.querySelector('svg.calls g').focus()")
+    quiet.press("ArrowRight")
+    assert quiet.run("document.activeElement.getAttribute('aria-label')").startswith("call 1: ")
+    turns = quiet.run("[...document.querySelectorAll('.messages .turn')].map(turn => turn.textContent)")
+    assert len(turns) == 4 and "not trained on" in turns[1] and "SELECT count(*) FROM orders" in turns[3]
 
 
 def test_a_long_sample_scrolls(quiet, tmp_path):

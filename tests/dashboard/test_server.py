@@ -31,7 +31,9 @@ def get(server, path, token=None):
     return urllib.request.urlopen(request, timeout=30)
 
 
-@pytest.mark.parametrize("path", ["/", "/data", "/samples?run=0&step=1", "/?token=", "/?token=wrong"])
+@pytest.mark.parametrize(
+    "path", ["/", "/data", "/samples?run=0&step=1", "/trajectories?run=0&step=1", "/?token=", "/?token=wrong"]
+)
 def test_nothing_is_told_without_the_token(server, path):
     with pytest.raises(urllib.error.HTTPError) as error:
         get(server, path)
@@ -56,6 +58,7 @@ def test_what_is_new_is_given(server, tmp_path):
     ("path", "code"),
     [
         ("/samples?run=0&step=7", 404),
+        ("/trajectories?run=0&step=7", 404),
         ("/samples?run=5&step=1", 400),
         ("/samples?run=0", 400),
         ("/../config.yaml", 404),

@@ -75,7 +75,22 @@ def test_multiply_multi_turn():
 
 def test_addition():
     assert env("addition", "101").step(" 101\n")["reward"] == 1.0
-    assert env("addition", "101").step("1011")["reward"] == 0.0
+    wrong = env("addition", "101").step("1011")
+    assert (wrong["reward"], wrong["done"], wrong["observations"]) == (0.0, True, [])
+
+
+def test_addition_in_several_turns():
+    episode = env("addition", "57", max_turns=4)
+    steps = [episode.step(answer) for answer in ("60", " 9 ", "5x", "57")]
+    assert [step["observations"] for step in steps] == [
+        [{"role": "user", "content": "lower"}],
+        [{"role": "user", "content": "higher"}],
+        [{"role": "user", "content": "number"}],
+        [],
+    ]
+    assert [(step["reward"], step["done"]) for step in steps] == [(0.0, False)] * 3 + [(1.0, True)]
+    last = env("addition", "57", max_turns=2)
+    assert not last.step("1")["done"] and last.step("1")["done"]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def gpu(request):
     if failed and failed[0].path != request.node.path:
         pytest.skip(f"{failed[0].path.stem} failed")
     needed = {name for marker in request.node.iter_markers("needs") for name in marker.args}
-    if installed.GPU in installed.missing() and (installed.GPU in needed or not installed.is_rehearsal()):
-        pytest.skip("no GPU")
-    if absent := sorted(needed & installed.missing()):
-        pytest.skip(f"without {', '.join(absent)}")
+    if not installed.is_rehearsal():
+        needed.add(installed.GPU)
+    if lacking := installed.lacking(needed):
+        pytest.skip(lacking)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +26,22 @@ def missing() -> frozenset[str]:
     if unknown := without - NEEDS.keys():
         raise ValueError(f"SKYRL_WITHOUT={os.environ['SKYRL_WITHOUT']}: {sorted(unknown)} are none of {sorted(NEEDS)}")
     found = {name for name, package in NEEDS.items() if name in without or find_spec(package) is None}
-    return frozenset(found if device.driver_gpu_count() else found | {GPU})
+    if device.driver_gpu_count():
+        return frozenset(found)
+    return frozenset(found | {GPU} | ({"vllm"} if _vllm_is_for_gpus() else set()))
+
+
+def _vllm_is_for_gpus() -> bool:
+    """Return whether the installed vLLM starts no engine without a GPU; the build for CPUs has another name."""
+    with suppress(metadata.PackageNotFoundError):
+        return "cpu" not in metadata.version("vllm")
+    return False
+
+
+def lacking(needs: Iterable[str]) -> str:
+    """Return what of ``needs`` this machine lacks, in words; "" where nothing is."""
+    absent = sorted(missing().intersection(needs))
+    return "no GPU" if GPU in absent else f"without {', '.join(absent)}" if absent else ""
 
 
 def is_rehearsal() -> bool:

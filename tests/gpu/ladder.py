@@ -4,8 +4,9 @@
 
 A rung that fails stops only the rungs that need it. ``DIR`` (default ``gpu_hour``) is described in ``report.py``. A
 second call runs the rungs that have not passed, and of those the tests that have not; ``--again`` repeats them all.
-``--smoke``: tiny sizes, and without a GPU what a CPU can run of each rung. Where this process is killed, so is the
-rung. The exit code is 0 when no rung failed.
+``--smoke``: tiny sizes, and without a GPU what a CPU can run of each rung. A rung is "not runnable" where this machine
+lacks something, which follows, and "out of time" where the end of ``--minutes`` stops it: the next call resumes it.
+Where this process is killed, so is the rung. The exit code is 0 when no rung failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.gpu import installed
-from tests.gpu.report import FAILED, Report
+from tests.gpu.report import FAILED, NOT_RUNNABLE, OUT_OF_TIME, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S, GRACE_S = 0.2, 10.0
@@ -33,8 +35,9 @@ CPU_FACTOR = 3
 SLICE = ("benchmarks/gpu_run.py", "--layers", "4", "--folder", "{work}/run")
 MEGATRON = "trainer.policy.megatron_config."
 LOCAL = f"{MEGATRON}transformer_config_kwargs.transformer_impl=local"
+TRAIN, EXCHANGE = "benchmarks/gpu_train.py", "benchmarks/gpu_exchange.py"
 PROFILE = (
-    *("benchmarks/gpu_train.py", "--layers", "1", "--steps", "1", "--sequences", "4"),
+    *(TRAIN, "--layers", "1", "--steps", "1", "--sequences", "4"),
     *(f"{MEGATRON}torch_profiler_config.{key}" for key in ("enable=true", "save_path={work}/profile")),
     *("trainer.policy.record_memory=true", "trainer.ckpt_path={work}"),
 )
@@ -42,7 +45,7 @@ PROFILE = (
 
 @dataclass(frozen=True)
 class Rung:
-    """A command with a time limit. ``needs``: packages. ``after``: rungs without which it can only fail."""
+    """A command with a time limit. ``needs``: packages, and a GPU. ``after``: rungs without which it can only fail."""
 
     name: str
     command: tuple[str, ...]
@@ -64,8 +67,18 @@ class Rung:
 
 def tests(*chosen: str) -> tuple[str, ...]:
     """A rung of tests of ``tests/gpu``."""
-    options = ("-p", "no:cacheprovider", "--durations=8", "--basetemp={work}/tests")
+    options = ("-rfEs", "-p", "no:cacheprovider", "--durations=8", "--basetemp={work}/tests")
     return ("-m", "pytest", "-v", *options, *chosen)
+
+
+def pair(name: str, seconds: int, proves: str, needs: tuple[str, ...], after: tuple[str, ...] = ()) -> Rung:
+    """A rung of ``benchmarks/gpu_pairs.py``."""
+    return Rung(name, ("benchmarks/gpu_pairs.py", name), seconds, proves, needs, after)
+
+
+def cost(name: str, proves: str, *needs: str) -> Rung:
+    """A rung of ``benchmarks/gpu_costs.py``: two runs of ``gpu_train.py``."""
+    return Rung(name, ("benchmarks/gpu_costs.py", "--only", name), 180, proves, needs)
 
 
 TESTS = "tests/gpu/test_"
@@ -74,23 +87,37 @@ RUNGS = (
     Rung("step", tests(f"{TESTS}20_training_step.py"), 240, "a training step equals transformers"),
     Rung("transports", tests(f"{TESTS}50_transports.py"), 120, "weights travel over NCCL and CUDA IPC"),
     Rung("kernels", ("benchmarks/gpu_kernels.py",), 90, "log-prob kernels against the bandwidth of memory"),
-    Rung("train_local", ("benchmarks/gpu_train.py", "--layers", "2", LOCAL), 150, "tokens/s and MFU, own layers"),
+    Rung("train_local", (TRAIN, "--layers", "2", LOCAL), 150, "tokens/s and MFU, own layers"),
     Rung("sync", ("benchmarks/gpu_weight_sync.py", "--layers", "4"), 90, "GB/s of a weight sync within the GPU"),
     Rung("engines", tests(f"{TESTS}60_engines.py"), 420, "weights change under load, graphs, sleep"),
     Rung("run", tests(f"{TESTS}90_run.py"), 300, "two colocated steps", ("ray",), ("step",)),
     Rung("offload", tests(f"{TESTS}30_offload.py"), 240, "state leaves the GPU and returns whole", (), ("step",)),
     Rung("checkpoint", tests(f"{TESTS}40_checkpoint.py"), 240, "checkpoints, bit for bit", (), ("step",)),
-    Rung("layers", tests(f"{TESTS}10_layers.py"), 240, "Transformer Engine's layers compute what ours do", ("te",)),
-    Rung("sinks", tests(f"{TESTS}16_sinks.py"), 90, "flash attention with sinks is that of all scores"),
-    Rung("delta", tests(f"{TESTS}15_delta_net.py"), 120, "gated delta nets by kernels are ours", ("fla",)),
+    Rung(
+        "layers", tests(f"{TESTS}10_layers.py"), 240, "Transformer Engine's layers compute what ours do", ("te", "gpu")
+    ),
+    Rung("sinks", tests(f"{TESTS}16_sinks.py"), 90, "flash attention with sinks is that of all scores", ("gpu",)),
+    Rung("delta", tests(f"{TESTS}15_delta_net.py"), 120, "gated delta nets by kernels are ours", ("fla", "gpu")),
     Rung("adapters", tests(f"{TESTS}25_adapters.py"), 180, "adapters are PEFT's", (), ("step",)),
-    Rung("train_te", ("benchmarks/gpu_train.py", "--layers", "2"), 150, "tokens/s and MFU, TE's layers", ("te",)),
+    Rung("train_te", (TRAIN, "--layers", "2"), 150, "tokens/s and MFU, TE's layers", ("te", "gpu")),
     Rung("profile", (*PROFILE, LOCAL), 120, "a torch profile and a memory snapshot of a step"),
-    Rung("slice", SLICE, 540, "seconds by phase of a colocated step", ("ray", "te")),
+    Rung("slice", SLICE, 540, "seconds by phase of a colocated step", ("ray", "te", "gpu")),
     Rung("slice_local", (*SLICE, LOCAL), 540, "the same on own layers", ("ray",)),
-    Rung("costs", ("benchmarks/gpu_costs.py",), 420, "what each setting is worth against the one it replaces"),
+    pair("graphs", 300, "a decoded token with CUDA graphs, and without", ("vllm", "gpu")),
+    pair("moves", 150, "offload and onload beside other work, and alone", (), ("offload",)),
+    pair("attention", 90, "attention with sinks by the kernel, and with all scores", ("gpu",), ("sinks",)),
+    pair("delta_net", 120, "gated delta nets by kernels, and by our loop", ("fla", "gpu"), ("delta",)),
+    cost("caches", "caches emptied for others only, and after each update"),
+    cost("recompute", "activations kept, and computed again"),
+    cost("gradients", "gradients added in their product, and after it", "te", "gpu"),
+    cost("allocator", "memory in expandable segments, and in fixed ones", "gpu"),
+    cost("host_threads", "Adam on the host with all cores, and with one", "gpu"),
+    cost("host_copies", "Adam on the host beside its copies, and after them", "gpu"),
+    Rung("exchange", (EXCHANGE,), 300, "experts' exchange beside another micro-batch, and by DeepEP", (), ("step",)),
 )
 
+SKIPPED = re.compile(r"^SKIPPED \[\d+\] \S+?: (.*)", re.MULTILINE)
+"""Reasons in pytest's summary."""
 UNTIL_KILLED = 'trap "kill -KILL -$$" USR1; "$@" & trap "" TERM; wait $!'
 """Runs a command; kills it, with its process group, at the signal that the kernel sends when the ladder ends."""
 
@@ -103,8 +130,8 @@ def end_with(ladder: int) -> None:
 
 
 def run(arguments: Sequence[str], seconds: float, report: Report) -> int | None:
-    """Run Python for at most ``seconds``, its output in ``report.running``; return the exit code, None if it was too
-    slow. Nothing that it started is left."""
+    """Run Python for at most ``seconds``, its output in ``report.running``; return the exit code, None if it did not
+    end. Nothing that it started is left."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}".rstrip(":")
     with report.running.open("ab") as output:
@@ -137,21 +164,25 @@ def run(arguments: Sequence[str], seconds: float, report: Report) -> int | None:
         process.wait(10)
 
 
-def outcome_of(code: int | None, output: str, passed: Sequence[str]) -> str:
-    """Return what an exit code and the output mean. ``passed``: tests that had passed before and were left out."""
+def outcome_of(code: int | None, output: str, passed: Sequence[str], *, cut_off: bool) -> str:
+    """Return what an exit code and the output mean. ``passed``: tests that had passed before and were left out;
+    ``cut_off``: the limit was the end of the climb, not the rung's own."""
     if code is None:
-        return "too slow"
-    if code == 5:  # pytest: no test was left to run
-        return "passed" if passed else "skipped"
-    if code:
+        return OUT_OF_TIME if cut_off else "too slow"
+    if code and code != 5:  # pytest's 5: no test was left to run
         return "failed"
-    return "skipped" if ran_nothing(output) and not passed else "passed"
+    reasons = why_nothing_ran(output, code)
+    return "passed" if reasons is None or passed else f"{NOT_RUNNABLE}: {reasons}"
 
 
-def ran_nothing(output: str) -> bool:
-    """Tell whether a rung that ended well proved nothing: its tests were skipped, or it says "nothing measured"."""
+def why_nothing_ran(output: str, code: int) -> str | None:
+    """Return why a rung that ended well proved nothing, as its skipped tests or its last line say; None if it did."""
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-    return "nothing measured" in last or (" skipped" in last and " passed" not in last)
+    if "nothing measured" in last:
+        return last.partition(": nothing measured")[0]
+    if code == 5 or (" skipped" in last and " passed" not in last):
+        return ", ".join(dict.fromkeys(SKIPPED.findall(output))) or "no test is left"
+    return None
 
 
 def environment() -> str:
@@ -166,14 +197,16 @@ def environment() -> str:
     return "\n".join(found)
 
 
-def climb(report: Report, rung: Rung, seconds: float, again: bool) -> tuple[str, str]:
-    """Run a rung and record it. Return its outcome and its last line."""
+def climb(report: Report, rung: Rung, left: float, again: bool) -> tuple[str, str]:
+    """Run a rung and record it. ``left``: seconds of the climb. Return its outcome and its last line."""
+    limit = rung.seconds * (CPU_FACTOR if installed.is_rehearsal() else 1)
     passed = [] if again else list(report.rungs.get(rung.name, {}).get("tests", []))
     report.begin(rung.name, passed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_hour_", ignore_cleanup_errors=True) as name:
-        code = run(rung.arguments(Path(name), passed), seconds, report)
-        outcome = outcome_of(code, report.running.read_text(errors="replace"), passed)
+        code = run(rung.arguments(Path(name), passed), min(limit, left), report)
+        output = report.running.read_text(errors="replace")
+        outcome = outcome_of(code, output, passed, cut_off=left < limit)
         return outcome, report.add(rung, outcome, time.monotonic() - started, Path(name))
 
 
@@ -192,7 +225,7 @@ def main() -> int:
     if args.smoke:
         os.environ["SKYRL_SMOKE"] = "1"
     try:
-        missing = installed.missing()
+        installed.missing()
     except ValueError as error:
         parser.error(f"--without: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the end of the rung, which leaves no process
@@ -211,17 +244,17 @@ def main() -> int:
             continue
         if not args.again and report.outcome(rung.name) == "passed":
             continue
-        lacking = [name for name in rung.needs if name in missing]
+        lacking = installed.lacking(rung.needs)
         broken = [name for name in rung.after if report.outcome(name) in FAILED]
         if lacking or broken:
-            reason = f"without {', '.join(lacking)}" if lacking else f"{', '.join(broken)} failed"
-            report.set(rung.name, f"skipped: {reason}")
-            print(f"{rung.name:12s} skipped: {reason}", flush=True)
+            reason = f"skipped: {broken[0]} {report.outcome(broken[0])}" if broken else ""
+            reason = f"{NOT_RUNNABLE}: {lacking}" if lacking else reason
+            report.set(rung.name, reason)
+            print(f"{rung.name:13s} {reason}", flush=True)
             continue
-        limit = rung.seconds * (CPU_FACTOR if installed.is_rehearsal() else 1)
-        outcome, last = climb(report, rung, min(limit, left), args.again)
-        print(f"{rung.name:12s} {outcome:9s} {report.rungs[rung.name]['seconds']:6.1f} s  {last:.100}", flush=True)
-    print(f"results: {args.out}\nnext: {report.following()}")
+        outcome, last = climb(report, rung, left, args.again)
+        print(f"{rung.name:13s} {outcome:11s} {report.rungs[rung.name]['seconds']:6.1f} s  {last:.100}", flush=True)
+    print(f"{report.counts()}\nresults: {args.out}\nnext: {report.following()}")
     return int(any(report.outcome(rung.name) in FAILED for rung in RUNGS))
 
 

@@ -36,6 +36,10 @@ PASSED = re.compile(r"^(\S+\.py::.+?) PASSED", re.MULTILINE)
 FIGURES = 12
 """Of a rung in ``summary.md``; ``results.json`` has all."""
 FAILED = ("failed", "too slow", "interrupted")
+OUT_OF_TIME = "out of time"
+"""The climb ended before the rung: it says nothing of the rung, which the next call resumes."""
+NOT_RUNNABLE = "not runnable"
+"""Starts the outcome of a rung for which this machine lacks something; what it lacks follows."""
 
 
 class Report:
@@ -127,17 +131,22 @@ class Report:
         for rung in self._all:
             entry = self.rungs.get(rung.name, {"outcome": "not run", "seconds": ""})
             lines.append(f"| {rung.name} | {entry['outcome']} | {entry['seconds']} | {rung.proves} |")
-        lines += ["", f"Next: {self.following()}.", ""]
+        lines += ["", f"{self.counts()}. Next: {self.following()}.", ""]
         for name, entry in self.rungs.items():
             if figures := list(numbers(entry.get("figures"))):
                 lines.append(f"- {name}: {', '.join(f'{key} {value:g}' for key, value in figures[:FIGURES])}")
         self.write_text("summary.md", "\n".join([*lines, ""]))
 
+    def counts(self) -> str:
+        """Return how many rungs have which outcome."""
+        kinds = [self.outcome(rung.name).partition(":")[0] or "not run" for rung in self._all]
+        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
     def following(self) -> str:
         """Return the next thing to do."""
         started = [rung.name for rung in self._all if self.outcome(rung.name)]
         waiting = [rung.name for rung in self._all if rung.name not in started]
-        failed = [name for name in started if self.outcome(name) in FAILED]
+        failed = [name for name in started if self.outcome(name) in (*FAILED, OUT_OF_TIME)]
         if failed and self.outcome(failed[0]) == "failed":
             return (
                 f"mend {failed[0]} (its end in logs.txt: {self.rungs[failed[0]].get('last')}), then the same command"

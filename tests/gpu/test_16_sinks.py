@@ -2,6 +2,7 @@
 
 import pytest
 
+pytestmark = pytest.mark.needs("gpu")
 PROVES = "attention with sinks by the flash kernel computes, forward and backward, what all scores do"
 REPORT = "the tensor with its error; torch's version"
 LENGTHS = (700, 1, 64, 283)

@@ -55,6 +55,9 @@ COMMANDS = (
     Row(rf"{RUN} --recipe (qwen3-30b-a3b|NAME)", needs=GPUS),
     Row(rf"{RUN} --config launch/examples/", "tests/examples/test_runs.py::test_an_example_runs"),
     Row(r"python launch/examples/\S+ (--\S+ \S+ )*--config", "tests/examples/test_runs.py::test_an_example_runs"),
+    Row(
+        r"python launch/examples/tiny_repos/train\.py", "tests/examples/test_tiny_repos.py::test_the_agent_is_trained"
+    ),
     Row(r"python launch/examples/tiny\.py", "tests/examples/test_runs.py::taught"),
     Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
     Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),

@@ -350,6 +350,47 @@ def test_turns_dynamic_sampling_and_kl_in_the_reward(folder):
         assert line["generate/sampled_batches"] >= 1
 
 
+@pytest.mark.full_matrix
+def test_roles_observations_and_length_penalties(folder):
+    """The baselines of roles are in the checkpoint; observations of the second turn are a term of the loss."""
+    done = runs.run(
+        folder,
+        trainer__algorithm__advantage_estimator="rae",
+        trainer__algorithm__observation_loss_coef=0.1,
+        trainer__algorithm__length_penalty="{type: overlong, max_length: 8, buffer: 8, coef: 0.5}",
+        trainer__algorithm__off_policy_correction__sequence_error_high=2.0,
+        trainer__ckpt_interval=2,
+        generator__max_turns=2,
+        generator__max_input_length=64,
+    ).check()
+    for line in done.lines:
+        assert line["policy/observation_loss"] > 0 and 0 < line["loss/avg_length_penalty"] <= 0.5
+        assert line["policy/loss_metrics/sequence_error_masked_ratio"] == 0.0
+        total = line["policy/policy_loss"] + 0.1 * line["policy/observation_loss"]
+        assert line["policy/final_loss"] == pytest.approx(total, rel=1e-5)
+    state = json.loads((folder / "ckpts/global_step_2/trainer_state.json").read_text())
+    assert list(state["role_baselines"]) == [""]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("signal", ["reward", "loss"])
+def test_the_policy_teaches_itself_with_a_hint(folder, signal):
+    """As tokens' rewards, and as a term of the loss."""
+    rows = [json.loads(line) | {"hint": "say 7 now"} for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ways = {
+        "reward": {"trainer__algorithm__advantage_estimator": "distillation"},
+        "loss": {"trainer__algorithm__distillation__loss_coef": 0.5, "trainer__algorithm__distillation__top_k": 8},
+    }
+    done = runs.run(folder, trainer__algorithm__distillation__demonstration="hint", **ways[signal]).check()
+    for line in done.lines:
+        assert line["timing/teacher"] > 0
+        if signal == "reward":
+            assert line["distillation/reverse_kl"] != 0 and line["loss/avg_raw_advantages_abs"] > 0
+        else:
+            assert line["policy/distillation_loss"] > 0
+
+
 SKIPS_A_SYNC = """
 def sync_weights(self):
     if self.global_step != 1:

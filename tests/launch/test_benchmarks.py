@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.processes import left_behind
+from tests.support.processes import given_the_folder, left_behind
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ("load_only", "smoke")
@@ -50,13 +50,5 @@ def test_it_runs(tmp_path, name):
         assert run.returncode == 2 and RIVALS[name] in run.stderr
     else:
         assert run.returncode == 0 and run.stdout.strip(), run.stdout[-2000:] + run.stderr[-4000:]
-    left = [process for process in psutil.process_iter() if process.pid not in began and _is_of(process, tmp_path)]
+    left = [process for process in given_the_folder(tmp_path) if process.pid not in began]
     assert not left_behind(left, within_s=30)
-
-
-def _is_of(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process has the folder of this test among its variables, which its children inherit."""
-    try:
-        return process.environ().get("TMPDIR") == str(folder)
-    except psutil.Error:
-        return False

@@ -10,10 +10,12 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.gpu import ladder, report
 from tests.gpu.ladder import Rung
+from tests.support.processes import given_the_folder, left_behind
 
 ROOT = Path(__file__).parents[2]
 FILES = {"summary.md", "results.json", "environment.txt", "logs.txt", "running.log", "records.zip"}
@@ -71,8 +73,12 @@ def test_the_hour_continues_past_a_failed_rung_and_resumes(monkeypatch, tmp_path
 
 @pytest.mark.process
 def test_what_proves_nothing_has_not_passed(monkeypatch, tmp_path):
-    chosen = rungs("print('no GPU: nothing measured')", "print('3 skipped in 0.1s')", "print('1 passed, 2 skipped')")
-    assert climb(monkeypatch, tmp_path, chosen)[1] == {"rung0": "skipped", "rung1": "skipped", "rung2": "passed"}
+    """It says what this machine lacks, and is no failure."""
+    skipped = "print('SKIPPED [3] tests/gpu/conftest.py:58: without te\\n3 skipped in 0.1s')"
+    chosen = rungs("print('no GPU: nothing measured')", skipped, "print('1 passed, 2 skipped')")
+    expected = {"rung0": "not runnable: no GPU", "rung1": "not runnable: without te", "rung2": "passed"}
+    assert climb(monkeypatch, tmp_path, chosen) == (0, expected)
+    assert "2 not runnable, 1 passed. Next: nothing" in (tmp_path / "summary.md").read_text()
     with pytest.raises(SystemExit):
         climb(monkeypatch, tmp_path, chosen, "--only", "rung7")
 
@@ -80,6 +86,17 @@ def test_what_proves_nothing_has_not_passed(monkeypatch, tmp_path):
 def test_no_rung_starts_without_time(monkeypatch, tmp_path):
     assert climb(monkeypatch, tmp_path, rungs("print(1)"), "--minutes", "0") == (0, {})
     assert "Next: run the same command: rung0 is next" in (tmp_path / "summary.md").read_text()
+
+
+@pytest.mark.process
+def test_the_end_of_the_hour_is_no_fault_of_the_rung(monkeypatch, tmp_path):
+    """It is out of time, its own limit was longer; another call resumes it. What needs it is not held back."""
+    slow = rungs("import time; time.sleep(60)")
+    assert climb(monkeypatch, tmp_path, slow, "--minutes", "0.02") == (0, {"rung0": "out of time"})
+    assert "Next: run the same command: rung0 was out of time" in (tmp_path / "summary.md").read_text()
+    needing = [*slow, *rungs("", "print(1)", after=("rung0",))[1:]]
+    assert climb(monkeypatch, tmp_path, needing, "--only", "rung1")[1]["rung1"] == "passed"
+    assert climb(monkeypatch, tmp_path, rungs("print(1)"), "--minutes", "1")[1]["rung0"] == "passed"
 
 
 @pytest.mark.process
@@ -210,10 +227,28 @@ def test_the_folder_is_complete_at_every_moment(monkeypatch, tmp_path):
             climb(monkeypatch, out, chosen)
         monkeypatch.setattr(Path, "rename", rename)
         before = outcomes_in(out) if out.exists() else "the folder appears as a whole"
-        assert climb(monkeypatch, out, chosen) == (1, {"rung0": "passed", "rung1": "failed", "rung2": "skipped"}), (
-            before
-        )
+        assert climb(monkeypatch, out, chosen) == (
+            1,
+            {"rung0": "passed", "rung1": "failed", "rung2": "not runnable: no GPU"},
+        ), before
         assert not list(out.glob(".new.*"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "processes"), [("moves", 1), ("exchange", 3), ("recompute", 2)])
+def test_the_folder_is_complete_when_a_measurement_is_killed(tmp_path, name, processes):
+    """What a rung has started ends with the ladder too: its ranks, and the runs that it compares."""
+    out, variables = tmp_path / "out", os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.gpu.ladder", "--smoke", "--only", name, "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(started := psutil.Process(process.pid).children(recursive=True)) <= processes:  # and the rung's shell
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    assert outcomes_in(out) == {name: "interrupted"}
+    assert not left_behind([*started, *given_the_folder(tmp_path)], within_s=DEADLINE_S)
 
 
 @pytest.mark.process

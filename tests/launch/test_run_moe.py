@@ -185,6 +185,25 @@ def test_the_embedded_run_that_samples_ahead(folder, capsys, home):
         assert value(config, "generator.batched") is False
 
 
+def test_the_miniature_of_a_benchmark(folder, capsys, home):
+    """Held-out tasks, learning rate and clip by the batch size; the curriculum once its file exists."""
+    seed, recipe = home / "embedded" / "seed_6", ["--recipe", "embedded-mlperf", "trainer.seed=6"]
+    code, config, _, err = run(capsys, "--check", *recipe)
+    assert code == 0, err
+    assert value(config, "trainer.ckpt_path") == str(seed / "mlperf" / "ckpts")
+    assert value(config, "data.sampler") == "shuffle"
+    assert value(config, "data.eval_sets")["held_out"]["data"] == [str(seed / "sums" / "held_out.parquet")]
+    assert value(config, "trainer.policy.optimizer_config.lr") == 2.5e-4
+    assert value(config, "trainer.policy.optimizer_config.max_grad_norm") == 0.08839
+    (seed / "mlperf").mkdir(parents=True, exist_ok=True)
+    (seed / "mlperf" / "curriculum.txt").write_text("".join(f"{row}\n" for row in range(256)))
+    code, config, _, err = run(capsys, "--check", *recipe, "generator.n_samples_per_prompt=2")
+    assert code == 0, err
+    assert value(config, "data.sampler") == "list"
+    assert value(config, "trainer.policy.optimizer_config.lr") == 1.25e-4
+    assert value(config, "trainer.policy.optimizer_config.max_grad_norm") == 0.1768
+
+
 def test_a_model_alone_takes_no_recipe(folder, capsys):
     _, config, _, _ = run(capsys, "--check", "model=models/moe", *DATA, *SMALL)
     assert value(config, "environment.env_class") == "gsm8k"

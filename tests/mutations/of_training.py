@@ -38,8 +38,8 @@ MUTATIONS = (
     Mutation(
         "rows-of-other-ranks-not-counted",
         "skyrl_megatron/algorithms/reduction.py",
-        "StepTotals(self.tokens + other.tokens, self.rows + other.rows, prompts)",
-        "StepTotals(self.tokens + other.tokens, self.rows or other.rows, prompts)",
+        "StepTotals(self.tokens + other.tokens, self.rows + other.rows, prompts, observed)",
+        "StepTotals(self.tokens + other.tokens, self.rows or other.rows, prompts, observed)",
         ("tests/algorithms/test_reduction.py::test_any_cut_gives_the_same_loss_and_gradient",),
         "gradients would depend on how many ranks a batch is cut into",
     ),

@@ -155,6 +155,17 @@ def test_joining_outputs_needs_the_same_fields():
         concatenate_generator_outputs([one, {**one, "rollout_logprobs": [np.zeros(2)]}])
 
 
+def test_joined_metrics_keep_their_meaning():
+    """Shares of groups that are joined are their mean, as in an asynchronous run's steps; counts add up."""
+    from skyrl_megatron.rollout.outputs import concatenate_generator_outputs
+
+    shares = ("agents/token_in_rate", "agents/own_ms_median", "generate/truncated_ratio", "environment/solved")
+    each = [{**dict.fromkeys(shares, share), "agents/calls": 3.0} for share in (1.0, 0.5)]
+    joined = concatenate_generator_outputs([{**output_of([1.0], ["a"]), "rollout_metrics": some} for some in each])
+    found = joined["rollout_metrics"]
+    assert [found[name] for name in shares] == [0.75] * 4 and found["agents/calls"] == 6.0
+
+
 def test_failed_rows_enter_no_baseline_and_no_mean():
     from skyrl_megatron.rollout.outputs import to_training_batch
 

@@ -117,7 +117,7 @@ def test_files_of_a_run(tmp_path):
 
 FILES = {
     "run": "config.yaml metrics.jsonl report.html console.log tensorboard",
-    "checkpoint": "latest_ckpt_global_step.txt global_step_ data.json trainer_state.json MANIFEST.json",
+    "checkpoint": "latest_ckpt_global_step.txt global_step_ data.json trainer_state.json rollouts.bin MANIFEST.json",
 }
 
 

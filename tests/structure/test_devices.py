@@ -22,6 +22,7 @@ TABLE = {
     "skyrl_megatron.weight_sync.vllm_backend": (1, VLLM),
     "skyrl_megatron.weight_sync.transport": (4, CARRIES),
     "skyrl_megatron.runtime.model.description": (1, KERNELS),
+    "skyrl_megatron.runtime.muon": (1, KERNELS),
     "skyrl_megatron.runtime.model.attention": (1, KERNELS),
     "skyrl_megatron.runtime.model.delta_net": (1, KERNELS),
     "skyrl_megatron.runtime.model.build": (1, MEMORY),

@@ -27,6 +27,16 @@ def left_behind(processes: Iterable[psutil.Process], within_s: float = 300.0) ->
     return alive
 
 
+def given_the_folder(folder: Path) -> list[psutil.Process]:
+    """Processes that have ``TMPDIR=folder`` among their variables, which children inherit."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
+
+
 def shared_memory() -> set[str]:
     """Names of the files of shared memory of this machine."""
     return set(os.listdir("/dev/shm"))

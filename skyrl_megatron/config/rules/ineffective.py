@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.roles import active_roles, has_teacher, needs_reference
 from skyrl_megatron.config.rules.rollout_rules import truncations
@@ -92,6 +92,14 @@ _OF_LOCAL_ENGINES = """
 """
 
 INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
+    # ------------------------------------------------------------ supervised training
+    IneffectiveSetting(
+        "supervised training samples nothing",
+        f"{_T}max_prompt_length {_T}fully_async. {_A}dynamic_sampling. {_A}advantage_estimator "
+        f"{_G}eval_sampling_params. environment. "
+        + _in_all(_G, "max_turns max_input_length batched eval_n_samples_per_prompt step_wise_trajectories"),
+        lambda cfg, hardware: supervised(cfg) is not None,
+    ),
     # ------------------------------------------------------------ keys of SkyRL that have no use here
     IneffectiveSetting("megatron_config.context_parallel_size splits sequences", f"{_T}sequence_parallel_backend"),
     *(
@@ -109,6 +117,15 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("an existing update group is always replaced", f"{_E}override_existing_update_group"),
     IneffectiveSetting("transformers has only fast tokenizers", f"{_T}disable_fast_tokenizer"),
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
+    # ------------------------------------------------------------ rollouts
+    IneffectiveSetting(
+        "generator.name=skyrl_gym runs no agents",
+        f"{_G}min_token_in_rate",
+        lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
+    ),
+    IneffectiveSetting(
+        "generator.name is not agent", f"{_G}agent.", lambda cfg, hardware: cfg.generator.name != "agent"
+    ),
     # ------------------------------------------------------------ fully asynchronous rollouts
     IneffectiveSetting(
         "trainer.fully_async.enabled is false",
@@ -123,6 +140,21 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
             " replay_from adaptive_concurrency",
         ),
         lambda cfg, hardware: not generates_ahead(cfg),
+    ),
+    IneffectiveSetting(
+        "trainer.oversampling.ratio is 0",
+        _in_all(f"{_T}oversampling.", "unfinished max_staleness_steps"),
+        lambda cfg, hardware: not cfg.trainer.oversampling.ratio,
+    ),
+    IneffectiveSetting(
+        "trainer.oversampling.unfinished=drop trains on new responses only",
+        f"{_T}oversampling.max_staleness_steps",
+        lambda cfg, hardware: cfg.trainer.oversampling.unfinished == "drop",
+    ),
+    IneffectiveSetting(
+        "asynchronous rollouts start more prompts anyway",
+        f"{_T}oversampling.ratio",
+        lambda cfg, hardware: generates_ahead(cfg),
     ),
     IneffectiveSetting(
         "trainer.healing.enabled is false",
@@ -150,8 +182,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting(
         "the run has no teacher: set trainer.teacher.model.path or trainer.teacher.models",
-        f"{_A}distillation.",
-        lambda cfg, hardware: not has_teacher(cfg),
+        _in_all(f"{_A}distillation.", "reward_coef loss_coef top_k beta renormalize divergence_alone"),
+        lambda cfg, hardware: not has_teacher(cfg) and cfg.trainer.algorithm.distillation.demonstration is None,
     ),
     IneffectiveSetting(
         "distillation.loss_coef is 0",
@@ -217,6 +249,8 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
     IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
+    IneffectiveSetting("advantage_estimator is not gdpo", f"{_A}gdpo_weights", _estimator_is_not("gdpo")),
+    IneffectiveSetting("advantage_estimator is not rae", f"{_A}rae_decay", _estimator_is_not("rae")),
     *(
         IneffectiveSetting(f"policy_loss_type is not {name}", f"{_A}{name}.", _loss_is_not(name))
         for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")
@@ -294,6 +328,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         "the learning-rate schedule does not decay",
         _in_all(f"{_P}optimizer_config.", "min_lr num_decay_steps"),
         lambda cfg, hardware: cfg.trainer.policy.optimizer_config.scheduler.startswith("constant"),
+    ),
+    IneffectiveSetting(
+        "AdamW trains all parameters at optimizer_config.lr: optimizer_config.optimizer=adam",
+        f"{_P}optimizer_config.adam_lr",
+        lambda cfg, hardware: cfg.trainer.policy.optimizer_config.optimizer == "adam",
     ),
     IneffectiveSetting(
         "training and engines do not share GPUs: placement.colocate_all=false",

@@ -6,8 +6,9 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.roles import role_world_size
+from skyrl_megatron.config.roles import is_frozen, role_world_size
 from skyrl_megatron.config.rules.exchange_rules import exchange_problems
+from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.config.schema.models import AUTO, DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.errors import Problem
@@ -126,6 +127,11 @@ def megatron_problems(
     if role != "ref":
         options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
         yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16)
+    if not is_frozen(role):
+        optimizer = getattr(cfg.trainer, role).optimizer_config.optimizer
+        adapted = role == "policy" and cfg.trainer.policy.model.lora.rank > 0
+        options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
+        yield from muon_problems(optimizer, options, key, adapted=adapted)
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
     yield from _indexer(megatron.transformer_config_kwargs, section, hf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hf_model import model_dimensions
@@ -11,7 +12,7 @@ from skyrl_megatron.config.roles import adapter_problems, ranks_exchange_weights
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.errors import Problem
-from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, TRANSPORTS
+from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, SANDBOXES, TRANSPORTS
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.generator import SamplingParams
@@ -79,6 +80,7 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
     """Yield every problem of generation. ``hf``: the policy's ``config.json``, empty if it is not available."""
     yield from GENERATORS.problems(cfg.generator.name)
     yield from SAMPLERS.problems(cfg.data.sampler)
+    yield from _agent(cfg)
     yield from _turns(cfg)
     yield from _engines(cfg, model_dimensions(hf))
     yield from _routed_experts(cfg, model_dimensions(hf))
@@ -88,14 +90,44 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
     yield from support_problems(cfg)
 
 
+def _agent(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield the problems of the command that drives trajectories."""
+    if cfg.generator.name != "agent":
+        return
+    agent = cfg.generator.agent
+    if not agent.command:
+        yield Problem("generator.agent.command", [], "set it to the words of the agent's command, e.g. [python3,a.py]")
+    yield from SANDBOXES.problems(agent.sandbox)
+    for inside, outside in agent.mounts.items():
+        if not inside.startswith("/"):
+            yield Problem(
+                "generator.agent.mounts", inside, "write the path in the sandbox from its root on: /opt/agent"
+            )
+        if not Path(outside).exists():
+            yield Problem(f"generator.agent.mounts.{inside}", outside, "no such file or folder here")
+    if cfg.generator.batched:
+        yield Problem("generator.batched", True, "agents call one by one: set it to false")
+
+
 def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
     context = generator.max_input_length or prompt
-    if generator.max_turns == 1 and context != prompt:
+    if generator.max_turns == 1 and generator.name != "agent" and context != prompt:
         fix = f"the context of a single turn is the prompt: set it to trainer.max_prompt_length={prompt}, or remove it"
         yield Problem("generator.max_input_length", context, fix)
     elif context < prompt:
         yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
+    if coef := cfg.trainer.algorithm.observation_loss_coef:
+        key, cut = "trainer.algorithm.observation_loss_coef", truncations(generator.sampling_params)
+        if generator.max_turns == 1 and generator.name == "skyrl_gym":
+            yield Problem(
+                key, coef, "with generator.max_turns=1 there are no observations: allow more, or set it to 0"
+            )
+        if cut:
+            fix = (
+                f"needs log-probs over the whole vocabulary: remove generator.sampling_params.{cut[0]}, or set it to 0"
+            )
+            yield Problem(key, coef, fix)
     if generator.merge_stepwise_output:
         if not generator.step_wise_trajectories:
             fix = "needs step-wise trajectories: set generator.step_wise_trajectories=true"

@@ -37,6 +37,7 @@ def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterato
     if len(adapters) > 1:
         yield Problem(ADAPTERS_KEY, ", ".join(adapters), "supervised training trains one adapter per run: name one")
     for key, value, unwanted in (
+        ("data.eval_sets", ", ".join(cfg.data.eval_sets), bool(cfg.data.eval_sets)),
         ("trainer.critic.model.path", trainer.critic.model.path, trainer.critic.model.path is not None),
         ("trainer.teacher.model.path", trainer.teacher.model.path, has_teacher(cfg)),
         ("trainer.algorithm.use_kl_in_reward", True, algorithm.use_kl_in_reward),

@@ -103,8 +103,16 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         fix = "use_kl_in_reward and use_kl_loss would count the KL term twice: set one of them to false"
         yield Problem(f"{_A}use_kl_in_reward", True, fix)
-    if generator.step_wise_trajectories and estimator in ("gae", "reinforce++"):
+    if generator.step_wise_trajectories and estimator in ("gae", "reinforce++", "rae"):
         fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
+        yield Problem(f"{_A}advantage_estimator", estimator, fix)
+    if estimator == "gdpo" and not algorithm.gdpo_weights:
+        fix = (
+            "advantage_estimator=gdpo needs rewards: set metrics of the environment, such as {correct: 1, short: 0.5}"
+        )
+        yield Problem(f"{_A}gdpo_weights", {}, fix)
+    if estimator == "rae" and cfg.trainer.policy.model.lora.adapters:
+        fix = "rae has one baseline for each role, not for each adapter: use grpo or rloo"
         yield Problem(f"{_A}advantage_estimator", estimator, fix)
     sampling = algorithm.dynamic_sampling.type
     if sampling is not None and generator.n_samples_per_prompt == 1:
@@ -182,6 +190,9 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Check that each lower limit is below its upper limit."""
     correction, covariance = algorithm.off_policy_correction, algorithm.clip_cov
+    if correction.sequence_error_high is not None and correction.sequence_error_high <= 1:
+        fix = "the mean of exp(|log r|) is never below 1: set it above 1, such as 2"
+        yield Problem(f"{_A}off_policy_correction.sequence_error_high", correction.sequence_error_high, fix)
     pairs = [("off_policy_correction.geo_mask", correction.geo_mask_low, correction.geo_mask_high)]
     pairs.append(("off_policy_correction.product_mask", correction.product_mask_low, correction.product_mask_high))
     for name in ("outlier_token_is_threshold", "token_mask_is_threshold"):
@@ -272,19 +283,40 @@ def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if is_address(folder):
         fix = f"{KEY}: sampled groups are stored on a file system: set {_FOLDER}rollouts_path to a folder"
         yield Problem(setting, cfg.trainer.fully_async.rollouts_path or cfg.trainer.ckpt_path, fix)
+    yield from _uncorrected(cfg, KEY, "max_staleness_steps=0")
+
+
+def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield the settings that contradict oversampling."""
+    given, key = cfg.trainer.oversampling, "trainer.oversampling.unfinished=keep"
+    if not given.ratio or generates_ahead(cfg) or given.unfinished == "drop":
+        return
+    if given.ratio > given.max_staleness_steps:
+        fix = (
+            f"so many kept prompts cannot be trained in time: at most max_staleness_steps={given.max_staleness_steps}"
+        )
+        yield Problem("trainer.oversampling.ratio", given.ratio, fix)
+    if cfg.generator.sampling_params.logprobs is None:
+        fix = "continued responses are stale, and only their log-probabilities show by how much: set it to 1"
+        yield Problem("generator.sampling_params.logprobs", None, f"{key}: {fix}")
+    yield from _uncorrected(cfg, key, "trainer.oversampling.unfinished=drop")
+
+
+def _uncorrected(cfg: SkyRLTrainConfig, key: str, otherwise: str) -> Iterator[Problem]:
+    """Yield the loss if it does not correct for the stale responses that ``key`` brings."""
     if not _corrects_for_staleness(cfg):
         loss = cfg.trainer.algorithm.policy_loss_type
         fix = (
             "this loss assumes on-policy responses, but they are stale: set "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token (or another part of off_policy_correction), "
-            f"or a loss that reads the engine's log-probabilities ({_ANCHORED}), or max_staleness_steps=0"
+            f"or a loss that reads the engine's log-probabilities ({_ANCHORED}), or {otherwise}"
         )
         if loss in UNCORRECTED:
             fix = (
                 "this loss assumes on-policy responses and has no off-policy correction, but responses are stale: "
                 f"set {_ANCHORED}, or policy_loss_type=regular with off_policy_correction.tis_ratio_type=token"
             )
-        yield Problem("trainer.algorithm.policy_loss_type", loss, f"{KEY}: {fix}")
+        yield Problem("trainer.algorithm.policy_loss_type", loss, f"{key}: {fix}")
 
 
 def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:

@@ -131,6 +131,8 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Drop single tokens with r below this. None: off."""
     token_mask_is_threshold_high: Positive | None = None
     """Drop single tokens with r above this. None: off."""
+    sequence_error_high: Positive | None = None
+    """Drop sequences with a larger mean of e^|log r|. MLPerf Training 6.1 drops those above 2. None: off."""
 
 
 def correction_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
@@ -142,6 +144,7 @@ def masks_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
     """Return whether the correction can drop tokens, in addition to those that the loss mask drops."""
     return correction is not None and (
         correction.sequence_mask_metric is not None
+        or correction.sequence_error_high is not None
         or correction.outlier_token_is_threshold_low is not None
         or correction.outlier_token_is_threshold_high is not None
         or correction.token_mask_is_threshold_low is not None
@@ -179,6 +182,9 @@ class DistillationConfig(BaseConfig):
     """0: KL(teacher ‖ student). 1: KL(student ‖ teacher). In between: the generalised Jensen-Shannon divergence."""
     renormalize: bool = False
     """Scale the probabilities of the `top_k` tokens to a sum of 1, without a token for all others."""
+    demonstration: str | None = None
+    """Column with the teacher's hint. The teacher is then the policy itself, which reads the hint, such as a worked
+    solution, as a system message before the prompt (OPSD, arXiv:2601.18734)."""
     divergence_alone: bool = False
     """The divergence is the whole policy loss, without a policy gradient."""
 
@@ -188,8 +194,10 @@ class AlgorithmConfig(BaseConfig):
     """The policy-gradient objective. Subclass it to add keys for a custom loss or estimator."""
 
     advantage_estimator: str = "grpo"
-    """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, `distillation` (needs a teacher), or a name
-    registered with `register_advantage_estimator`. `maxrl` divides by the mean absolute reward of the group."""
+    """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, `gdpo`, `rae`, `distillation` (needs a
+    teacher), or a name registered with `register_advantage_estimator`. `maxrl` divides by the mean absolute reward of
+    the group.
+    `gdpo` normalises each reward of `gdpo_weights` separately. `rae` subtracts a running mean of each role."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Schedule of the KL coefficient with `use_kl_in_reward`."""
     kl_estimator_type: Annotated[str, OneOf("k1", "k2", "k3", "abs")] = "k3"
@@ -258,6 +266,16 @@ class AlgorithmConfig(BaseConfig):
     several turns."""
     dppo: DPPOConfig = field(default_factory=DPPOConfig)
     """Settings of the loss `dppo`."""
+    gdpo_weights: dict[str, float] = field(default_factory=dict)
+    """Metric → weight in `gdpo`. The metrics are those of the environment."""
+    rae_decay: Fraction = 0.95
+    """Decay of `rae`."""
+    length_penalty: dict[str, Any] = field(default_factory=dict)
+    """Of long responses. `{type: overlong, max_length: 4096, buffer: 1024}` or `{type: relative}`, with `coef`
+    (docs/guides/algorithms.md). It is subtracted from the rewards."""
+    observation_loss_coef: NonNegative = 0.0
+    """Weight of the cross-entropy of observations. It is the mean over all tokens of the environment in an optimizer
+    step (ECHO, arXiv:2605.24517). Rows whose rewards teach nothing count too."""
     m2po_threshold: Positive = 0.04
     """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
@@ -266,7 +284,7 @@ class AlgorithmConfig(BaseConfig):
     gae: GAEConfig = field(default_factory=GAEConfig)
     """Settings of the estimator `gae`."""
     skip_untrained_tokens: bool = True
-    """`gae` and `reinforce++` skip untrained tokens (tool outputs, user turns, masked responses): the next step of a
+    """`gae` and `reinforce++` skip untrained tokens (tool outputs, user turns, masked responses). The next step of a
     trained token is the next trained token, a reward in between is added to the first, and only trained tokens are
     whitened. False: values and rewards pass through all tokens, as in SkyRL, although the critic is not trained on
     all of them."""
@@ -282,6 +300,8 @@ class AdvantageEstimator(StrEnum):
     REINFORCE_PP = "reinforce++"
     GAE = "gae"
     MAXRL = "maxrl"
+    GDPO = "gdpo"
+    RAE = "rae"
     DISTILLATION = "distillation"
 
 

@@ -20,11 +20,26 @@ class DataConfig(BaseConfig):
     `org/name[@revision][:subset][:split]` (one part after the name is the split; default `train`)."""
     val_data: list[str] = field(default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")])
     """Evaluation prompts, in the same forms. An empty list turns evaluation off."""
+    eval_sets: dict[str, Any] = field(default_factory=dict)
+    """More evaluation sets (docs/guides/data.md). `{hard: {data: [FILE], n: 4, temperature: 0.7}}`: four
+    responses to each prompt of a file, scored as `eval/hard/…`."""
     sampler: str = "shuffle"
     """Order of the prompts: `shuffle` (anew each epoch), `in_order`, `mixture` (data sets by weight), `list`,
     `easy_to_hard`, `pools` (by success rate), or a plugin's (docs/guides/data.md)."""
     sampler_options: dict[str, Any] = field(default_factory=dict)
     """Options of the sampler (docs/guides/data.md)."""
+
+
+@dataclass
+class SFTConfig(BaseConfig):
+    """Conversations of supervised training (`skyrl-megatron sft`)."""
+
+    max_length: Count = 4096
+    """Maximum length of a training sequence in tokens. A longer row is invalid."""
+    turns: Annotated[str, OneOf("all", "last")] = "all"
+    """Messages of the assistant that are trained."""
+    invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
+    """Handling of a row that cannot be trained: end the run with its file and row, or skip and count it."""
 
 
 @dataclass
@@ -231,6 +246,20 @@ class ChatTemplateConfig(BaseConfig):
 
 
 @dataclass
+class AgentConfig(BaseConfig):
+    """`generator.name=agent`: commands in sandboxes (docs/guides/agents.md)."""
+
+    command: list[str] = field(default_factory=list)
+    """Command of the agent. `{text}` in a word is the text of the task."""
+    sandbox: str = "namespaces"
+    """Where it runs: `namespaces`, `docker`, or a plugin's."""
+    mounts: dict[str, str] = field(default_factory=dict)
+    """Folders in the sandbox, read-only: path there → path here."""
+    at_once: Count | None = None
+    """Sandboxes at the same time. None: by cores and memory."""
+
+
+@dataclass
 class GeneratorConfig(BaseConfig):
     """Generation of trajectories from prompts."""
 
@@ -273,4 +302,8 @@ class GeneratorConfig(BaseConfig):
     """Merge consecutive turns of `step_wise_trajectories` if the prompt of the later turn begins with prompt and
     response of the earlier one."""
     name: str = "skyrl_gym"
-    """The generator: `skyrl_gym`, or one that a plugin registered."""
+    """The generator: `skyrl_gym`, `agent`, or one that a plugin registered."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """The agent."""
+    min_token_in_rate: Annotated[float, Bounds(0, 1)] = 0.9
+    """Of agents. Below it, the run stops."""

@@ -66,7 +66,7 @@ class ModelConfig(BaseConfig):
 
 @dataclass
 class OptimizerConfig(BaseConfig):
-    """Adam with decoupled weight decay (AdamW). One optimizer step is one mini-batch."""
+    """AdamW or Muon. One optimizer step is one mini-batch."""
 
     lr: NonNegative = 1e-6
     """Peak learning rate."""
@@ -91,6 +91,10 @@ class OptimizerConfig(BaseConfig):
     """Optimizer step at which `min_lr` is reached, including the warm-up. None: the last step of the run."""
     decay_norms_and_biases: bool = False
     """Apply weight decay to one-dimensional parameters too, like SkyRL's FSDP backend."""
+    optimizer: Annotated[str, OneOf("adam", "muon")] = "adam"
+    """`muon`: linear weights by Muon, without clipping; the rest by AdamW (`optimizer_config_kwargs.muon_*`)."""
+    adam_lr: NonNegative | None = None
+    """With `optimizer=muon`, peak rate of what AdamW trains. None: `lr`."""
 
 
 @dataclass

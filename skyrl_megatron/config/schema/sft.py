@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
 from skyrl_megatron.config.derive import fill
-from skyrl_megatron.config.fields import Count, OneOf
-from skyrl_megatron.config.load import BaseConfig
-from skyrl_megatron.config.schema.generator import DataConfig, GeneratorConfig
+from skyrl_megatron.config.schema.generator import DataConfig, GeneratorConfig, SFTConfig
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
-
-
-@dataclass
-class SFTConfig(BaseConfig):
-    """Supervised training on conversations."""
-
-    max_length: Count = 4096
-    """Maximum length of a training sequence in tokens. A longer row is invalid."""
-    turns: Annotated[str, OneOf("all", "last")] = "all"
-    """Messages of the assistant that are trained."""
-    invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
-    """Handling of a row that cannot be trained: end the run with its file and row, or skip and count it."""
 
 
 def _data() -> DataConfig:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegative, NonNegativeInt, OneOf, Positive
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
@@ -45,6 +45,19 @@ class FullyAsyncConfig(BaseConfig):
     replay_from: str | None = None
     """Folder of the sampled groups of another run (its `rollouts_path`). The same groups are trained in the same steps
     and nothing is sampled. With the same configuration the results are bitwise equal."""
+
+
+@dataclass
+class OversamplingConfig(BaseConfig):
+    """More prompts than a synchronous step trains (docs/guides/data.md)."""
+
+    ratio: NonNegative = 0.0
+    """Share of prompts sampled beyond `train_batch_size`. The step trains on the first complete ones. 0: it waits for
+    all."""
+    unfinished: Annotated[str, OneOf("keep", "drop")] = "keep"
+    """The rest: the next step continues it, or not."""
+    max_staleness_steps: Count = 4
+    """Steps until a kept prompt is waited for."""
 
 
 @dataclass
@@ -163,6 +176,12 @@ class TrainerConfig(BaseConfig):
     """Base of the rotary frequencies. None: that of the model."""
     max_training_steps: Count | None = None
     """Number of steps after which the run ends. None: after `epochs`."""
+    stop_when: str | None = None
+    """Ends the run: `eval/all/avg_score >= 0.8`. The metrics are those of evaluations (`eval/…`) and
+    rewards (`reward/…`); the initial policy does not count."""
+    best_metric: str | None = None
+    """`eval/…` whose best checkpoint is kept too. It has the largest value, does not count in
+    `max_ckpts_to_keep`, and is named by `ckpt_path/best_ckpt.json`."""
     max_tokens_per_microbatch: Annotated[int, Bounds(1, also=(-1,))] = -1
     """Maximum number of tokens of packed sequences in a micro-batch. -1: use `micro_*_batch_size_per_gpu`."""
     logprobs_chunk_size: Count | None = 1024
@@ -202,5 +221,7 @@ class TrainerConfig(BaseConfig):
     opentelemetry_endpoint: str | None = None
     """OTLP/HTTP address of a collector, such as `http://127.0.0.1:4318`. It receives each step as a trace with a span
     for each phase of trainer, ranks and engines."""
+    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
+    """Oversampling."""
     healing: HealingConfig = field(default_factory=HealingConfig)
     """Recovery of lost ranks."""

@@ -215,7 +215,7 @@ class _SplicingRenderer(OnlineRenderer):
                 skip_mm_cache=skip_mm_cache,
             )
         except VLLMValidationError as error:
-            if exchange is not None and error.parameter == "input_tokens":
+            if exchange is not None and error.parameter in ("input_tokens", "input_text"):  # the latter by its length
                 exchange.too_long(str(error))
             raise
         self._require_room(exchange, inputs)
@@ -243,7 +243,7 @@ class _SplicingRenderer(OnlineRenderer):
                 request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache
             )
         except VLLMValidationError as error:
-            if exchange is not None and error.parameter == "input_tokens":
+            if exchange is not None and error.parameter in ("input_tokens", "input_text"):  # the latter by its length
                 exchange.too_long(str(error))
             raise
         self._require_room(exchange, inputs)

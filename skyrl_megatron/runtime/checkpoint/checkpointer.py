@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.storage import BackgroundTask
-from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, json_bytes, resume_candidates
+from skyrl_megatron.runtime.checkpoint.store import (
+    DATA,
+    ROLLOUTS,
+    TRAINER_STATE,
+    CheckpointStore,
+    json_bytes,
+    resume_candidates,
+)
 
 
 class RoleRanks(Protocol):
@@ -41,6 +48,8 @@ class ResumePoint:
     folder: str
     data: dict[str, Any]
     trainer_state: dict[str, Any]
+    rollouts: bytes | None = None
+    """The unfinished rollouts, if the run keeps some from step to step."""
 
 
 class Checkpointer:
@@ -72,19 +81,27 @@ class Checkpointer:
         self._commit = BackgroundTask("an asynchronous save")
 
     def save(
-        self, step: int, data: Mapping[str, Any], trainer_state: Mapping[str, Any], *, last_step_finite: bool = True
+        self,
+        step: int,
+        data: Mapping[str, Any],
+        trainer_state: Mapping[str, Any],
+        *,
+        rollouts: bytes | None = None,
+        last_step_finite: bool = True,
     ) -> str | None:
         """Save step ``step`` and return its folder; None, with a warning, if the step was not finite.
 
-        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values, copied now. Waits for a
-        save that is still in progress. Raises CheckpointError if a rank or this process cannot write; for an
-        asynchronous save, the next call or :meth:`finish` raises it.
+        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values, copied now; ``rollouts``:
+        the unfinished rollouts. Waits for a save that is still in progress. Raises CheckpointError if a rank or this
+        process cannot write; for an asynchronous save, the next call or :meth:`finish` raises it.
         """
         self.finish()
         extras = {  # as bytes: later changes do not reach them
             DATA: json_bytes(data, DATA),
             TRAINER_STATE: json_bytes(trainer_state, TRAINER_STATE),
         } | self._model_files
+        if rollouts is not None:
+            extras[ROLLOUTS] = rollouts
         sizes = {name: ranks.world_size for name, ranks in self.roles.items()}
         folder = self.store.begin(step, sizes, last_step_finite=last_step_finite)
         if folder is None:
@@ -120,12 +137,13 @@ class Checkpointer:
                 for ranks in self.roles.values():
                     ranks.load_checkpoint(found.folder)
                 data, state = (self.store.read_json(found, name) for name in (DATA, TRAINER_STATE))
+                rollouts = self.store.read_rollouts(found)
             except CheckpointError as error:
                 candidates.reject(str(error))
                 continue
             self.saved_step = found.step
             self.store.continue_from(found)
-            return ResumePoint(found.step, found.folder, data, state)
+            return ResumePoint(found.step, found.folder, data, state, rollouts)
         return None
 
     def finish(self) -> None:
@@ -138,6 +156,12 @@ class Checkpointer:
             self._commit.wait(self._timeout_s)  # it fails for the same reason and removes the folder
             raise
         self._commit.wait(self._timeout_s)
+
+    def mark_best(self, metric: str, value: float) -> None:
+        """Name the checkpoint of :attr:`saved_step` as the best by ``metric``, once it is complete."""
+        self.finish()
+        if self.saved_step is not None:
+            self.store.mark_best(self.saved_step, metric, value)
 
     def drop_lost_ranks(self, lost: Mapping[str, Collection[int]]) -> None:
         """End an asynchronous save that waits for the ``lost`` ranks (by role).

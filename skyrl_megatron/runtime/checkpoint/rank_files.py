@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from skyrl_megatron.runtime.checkpoint.manifest import (
 )
 from skyrl_megatron.runtime.checkpoint.rank_state import (
     CONTENT,
+    MOMENTUM,
     OPTIMIZER_PREFIX,
     Block,
     blocks_to_load,
@@ -278,17 +280,54 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
         return {block.key for block in blocks}, set(reader.tensors)
 
     keys = run_on_all_ranks(prepare)
-    _refuse_unread(set().union(*(wanted for wanted, _ in keys)), keys[0][1], folder, state)
+    wanted, stored = set().union(*(mine for mine, _ in keys)), keys[0][1]
+    fresh, replaced = fresh_moments(wanted, stored)
+    _refuse_unread(wanted, stored - replaced, folder, state)
+    if fresh:
+        _warn_once(
+            f"{folder} was saved with another optimizer: master weights and schedule are loaded, and the moments of "
+            f"{len(fresh)} tensors start at zero ({', '.join(sorted({key.split('.')[2] for key in fresh}))})"
+        )
 
     def fill() -> int:
         with torch.no_grad():
-            reader.load(blocks)
+            for block in blocks:
+                if block.key in fresh:
+                    block.data.zero_()
+            reader.load([block for block in blocks if block.key not in fresh])
             for each in ranges:
                 if each.write_back is not None:
                     each.write_back(each.tensors)
-        return _restore_counters(storage, storage.root, role, state, seed)
+        restart = any(key.startswith(f"{OPTIMIZER_PREFIX}exp_avg.") for key in fresh)
+        return _restore_counters(storage, storage.root, role, state, seed, restart)
 
     return run_on_all_ranks(fill)[0]
+
+
+def fresh_moments(wanted: set[str], stored: set[str]) -> tuple[set[str], set[str]]:
+    """Return the wanted moments that start at zero because Adam or Muon saved others for a weight, and those others.
+
+    Adam's bias correction counts the steps of all its parameters together. If it takes over matrices from Muon, all of
+    its moments start at zero.
+    """
+    moments: defaultdict[str, set[str]] = defaultdict(set)
+    weights: defaultdict[str, set[str]] = defaultdict(set)
+    for keys, found in ((wanted, moments), (stored, weights)):
+        for key in keys:
+            if key.startswith(OPTIMIZER_PREFIX):
+                name, weight = key.removeprefix(OPTIMIZER_PREFIX).split(".", 1)
+                found[weight].add(name)
+    changed = {
+        weight
+        for weight, names in moments.items()
+        if "param" in weights[weight] and MOMENTUM in names ^ weights[weight]
+    }
+    fresh = {f"{OPTIMIZER_PREFIX}{name}.{weight}" for weight in changed for name in moments[weight] - {"param"}}
+    replaced = {f"{OPTIMIZER_PREFIX}{name}.{weight}" for weight in changed for name in weights[weight] - {"param"}}
+    if any("exp_avg" in moments[weight] for weight in changed):
+        adams = (f"{OPTIMIZER_PREFIX}exp_avg.", f"{OPTIMIZER_PREFIX}exp_avg_sq.")
+        fresh |= {key for key in wanted if key.startswith(adams)}
+    return fresh, replaced
 
 
 def _refuse_other_base(folder: str, saved: str | None, ours: str | None) -> None:
@@ -314,13 +353,15 @@ def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankS
         raise CheckpointError(f"{folder} has {len(unread)} tensors that the model does not have ({some}, …)")
 
 
-def _restore_counters(storage: Storage, folder: str, role: str, state: RankState, seed: int) -> int:
+def _restore_counters(
+    storage: Storage, folder: str, role: str, state: RankState, seed: int, restart: bool = False
+) -> int:
     manifest = read_manifest(storage, folder)
     saved = json.loads(read_verified(storage, folder, manifest, f"{role}/{STATE}"))
     if state.optimizer is not None:
         if saved["optimizer_step"] is None:
             raise CheckpointError(f"{folder}/{role} was saved without an optimizer")
-        set_step_count(state.optimizer, saved["optimizer_step"])
+        set_step_count(state.optimizer, 0 if restart else saved["optimizer_step"])
         finish_load(state.optimizer)
     if state.lr_schedule is not None and saved["lr_schedule"] is not None:
         _restore_schedule(state.lr_schedule, saved["lr_schedule"])

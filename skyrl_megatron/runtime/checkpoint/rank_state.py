@@ -181,6 +181,43 @@ class OwnedRange:
     write_back: Callable[[dict[str, torch.Tensor]], None] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldRange:
+    """Elements ``[start, stop)`` of a flattened parameter that this rank updates, and the tensor ``main`` that its
+    optimizer updates: the master weights, or a view of the parameter."""
+
+    parameter: Tensor
+    main: Tensor
+    start: int
+    stop: int
+
+
+def is_distributed(part: Any) -> bool:
+    """Return whether the ranks of the data-parallel group own different ranges of this optimizer's parameters."""
+    return hasattr(part, "gbuf_ranges")
+
+
+def held_ranges(part: Any) -> Iterator[HeldRange]:
+    """Yield every range of this rank, in any order, without its state."""
+    if not is_distributed(part):
+        for parameter, main in _main_parameters(part):
+            yield HeldRange(parameter, main, 0, parameter.numel())
+        return
+    for parameter, (group, order) in part.model_param_group_index_map.items():
+        main = part.optimizer.param_groups[group]["params"][order]
+        place = part._get_model_param_range_map(parameter)["param"]
+        yield HeldRange(parameter, main, place.start, place.end)
+
+
+def parameters_of(part: Any) -> Iterator[Tensor]:
+    """Yield the parameters that the data-parallel ranks update together by this optimizer."""
+    if is_distributed(part):
+        for buffer in part.buffers:
+            yield from buffer.param_index_map
+    else:
+        yield from (parameter for parameter, _ in _main_parameters(part))
+
+
 def inner_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
     """Return the optimizers of a rank: one for dense and one for expert parameters, if both exist."""
     if optimizer is None:
@@ -195,7 +232,7 @@ def owned_ranges(optimizer: MegatronOptimizer | None) -> Iterator[OwnedRange]:
         if part.config.fp16:
             raise CheckpointError("checkpoints do not support fp16 with a loss scaler; train in bf16 or fp32")
         _make_state(part)
-        if hasattr(part, "gbuf_ranges"):
+        if is_distributed(part):
             yield from _distributed(part)
         else:
             yield from _replicated(part)
@@ -272,6 +309,9 @@ def _make_state(part: Any) -> None:
         part.optimizer._sync_sub_optimizers_state_to_hdo()
     elif _is_fused(part):
         make_fused_state(part.optimizer)
+    elif (make_own := getattr(part.optimizer, "make_state", None)) is not None:  # Muon, which has an Adam
+        make_own()
+        part.init_state_fn(part.optimizer.adam, part.config)
     else:
         part.init_state_fn(part.optimizer, part.config)
     for inner in _stepping(part):
@@ -302,8 +342,10 @@ def _is_fused(part: Any) -> bool:
 
 
 def _stepping(part: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that count steps: for a hybrid optimizer its inner ones."""
-    return list(part.optimizer.sub_optimizers) if _is_hybrid(part) else [part.optimizer]
+    """Return the optimizers that count steps: the inner ones of a hybrid optimizer, Adam within Muon."""
+    if _is_hybrid(part):
+        return list(part.optimizer.sub_optimizers)
+    return [getattr(part.optimizer, "adam", part.optimizer)]
 
 
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
@@ -356,6 +398,8 @@ CONTENT = {
 }
 """Megatron's ``content_metadata`` of such a checkpoint."""
 OPTIMIZER_PREFIX = "optimizer.state."
+MOMENTUM = "momentum_buffer"
+"""Name of Muon's only moment."""
 BUCKET_BYTES = 64 * 2**20
 """Maximum size of a stored block. It limits host memory during a save from a GPU and during a load."""
 

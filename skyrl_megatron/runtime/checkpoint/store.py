@@ -1,8 +1,9 @@
 """The folder of a run's checkpoints: which are complete, which is the newest, and which one a run resumes from.
 
     <root>/latest_ckpt_global_step.txt           the pointer: the newest complete step, for people and tools
+    <root>/best_ckpt.json                        the checkpoint of the best evaluation (trainer.best_metric), if marked
     <root>/global_step_<N>/MANIFEST.json         written last: a folder without it is not a checkpoint
-    <root>/global_step_<N>/{data,trainer_state}.json
+    <root>/global_step_<N>/{data,trainer_state}.json, rollouts.bin if unfinished rollouts are kept
     <root>/global_step_<N>/{policy,critic}/      torch_dist: .metadata, metadata.json, __<rank>_0.distcp,
                                                  state.json, rng_<rank>.safetensors
     <root>/global_step_<N>/<role>/adapter/       LoRA adapters, independent of the layout (safetensors)
@@ -50,8 +51,10 @@ from skyrl_megatron.runtime.checkpoint.storage import LocalStorage, open_storage
 logger = logging.getLogger(__name__)
 
 POINTER = "latest_ckpt_global_step.txt"
+BEST = "best_ckpt.json"
 DATA = "data.json"
 TRAINER_STATE = "trainer_state.json"
+ROLLOUTS = "rollouts.bin"
 _STEP = re.compile(r"global_step_(\d+)")
 _TMP, _REPLACED, _REMOVED = ".tmp", ".replaced", ".removed"
 
@@ -329,9 +332,36 @@ class CheckpointStore:
         """Return the verified content of ``data.json`` or ``trainer_state.json`` of a checkpoint."""
         return dict(json.loads(read_verified(self.storage, checkpoint.folder, checkpoint.manifest, name)))
 
+    def read_rollouts(self, checkpoint: SavedCheckpoint) -> bytes | None:
+        """Return the verified content of ``rollouts.bin``, None if the checkpoint has none."""
+        if ROLLOUTS not in checkpoint.manifest.files:
+            return None
+        return read_verified(self.storage, checkpoint.folder, checkpoint.manifest, ROLLOUTS)
+
     # ------------------------------------------------------------------------------------------ retention
+    def mark_best(self, step: int, metric: str, value: float) -> None:
+        """Name the complete checkpoint of ``step`` as the best by ``metric``. :meth:`prune` keeps it."""
+        manifest = self.open(step).manifest
+        facts = {"step": step, "metric": metric, "value": value, "branch": manifest.branch}
+        try:
+            self.storage.write(self.storage.path(BEST), json_bytes(facts, BEST))
+        except OSError as error:
+            raise CheckpointError(f"{self.root}/{BEST} cannot be written ({error.strerror})") from error
+
+    def best(self) -> dict[str, Any] | None:
+        """Return ``step``, ``metric`` and ``value`` of the best checkpoint of the pointer's line; None if none is
+        marked, or another run has replaced it."""
+        try:
+            facts = dict(json.loads(self.storage.read(self.storage.path(BEST))))
+            step, branch = int(facts["step"]), str(facts["branch"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        manifest = self._manifest(step) if step in self._line(self.steps())[0] else None
+        return facts if manifest is not None and manifest.branch == branch else None
+
     def prune(self, keep: int, *, intact: int | None = None) -> list[int]:
-        """Remove all but the newest ``keep`` complete checkpoints of the pointer's line; return the removed steps.
+        """Remove all but the newest ``keep`` complete checkpoints of the pointer's line, and the best; return the
+        removed steps.
 
         Incomplete ones do not count. Before it removes anything, it verifies checkpoints, newest first, until one is
         intact. That one is kept. ``intact``: a step that was just written and need not be verified.
@@ -345,7 +375,8 @@ class CheckpointStore:
             return []
         if intact not in complete:
             intact = next((step for step in complete if self._is_intact(step)), None)
-        removed = [step for step in surplus if step != intact and intact is not None]
+        best = (self.best() or {}).get("step")
+        removed = [step for step in surplus if step not in (intact, best) and intact is not None]
         for step in removed:
             folder = self.folder(step)
             if self.storage.renames:

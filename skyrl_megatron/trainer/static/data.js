@@ -27,7 +27,7 @@ function take(buffer) {
       whole.set(added, before);
       columns.set(name, whole);
     }
-    if (known) run.samples = { ...state.runs[number].samples, ...run.samples };
+    if (known) for (const kind of ["samples", "trajectories"]) run[kind] = { ...state.runs[number][kind], ...run[kind] };
     return { ...run, columns, number };
   });
   Object.assign(state, { runs, live: header.live, metrics: header.metrics });
@@ -47,10 +47,10 @@ async function served(path) {
   return answer;
 }
 
-/** The samples of a step, from the file or the server; null if neither has them. */
-async function samplesOf(run, step) {
-  if (!run.samples[step] && state.live) run.samples[step] = await (await served(`samples?run=${run.number}&step=${step}`)).json();
-  return run.samples[step] || null;
+/** The `samples` or `trajectories` of a step, from the file or the server; null if neither has them. */
+async function keptOf(run, kind, step) {
+  if (!run[kind][step] && state.live) run[kind][step] = await (await served(`${kind}?run=${run.number}&step=${step}`)).json();
+  return run[kind][step] || null;
 }
 
 function decoded(text, kind) {

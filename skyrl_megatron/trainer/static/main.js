@@ -1,5 +1,5 @@
 // The page: views, keys, and updates from a server.
-const VIEWS = [["overview", overview], ["time", times], ["experts", experts], ["weights", weights], ["samples", samples], ["all metrics", everything], ["settings", settings]];
+const VIEWS = [["overview", overview], ["time", times], ["experts", experts], ["weights", weights], ["samples", samples], ["agents", agents], ["all metrics", everything], ["settings", settings]];
 const EVERY_MS = 2000;
 let seen = null;
 
@@ -50,7 +50,7 @@ async function follow() {
   try {
     const news = await ask();
     state.lost = false;
-    if (news && state.tab !== "samples" && !document.querySelector("select:focus, input[type=search]:focus")) show(); else head();
+    if (news && !["samples", "agents"].includes(state.tab) && !document.querySelector("select:focus, input[type=search]:focus")) show(); else head();
   } catch { state.lost = true; head(); }
   setTimeout(follow, EVERY_MS);
 }

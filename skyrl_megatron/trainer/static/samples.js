@@ -22,7 +22,7 @@ function samples() {
 
 async function fill(run, below) {
   let step;
-  try { step = await samplesOf(run, look.step); } catch (error) { below.replaceChildren(el("p", { class: "note" }, String(error.message))); return; }
+  try { step = await keptOf(run, "samples", look.step); } catch (error) { below.replaceChildren(el("p", { class: "note" }, String(error.message))); return; }
   if (!step) { below.replaceChildren(el("p", { class: "note" }, "The samples of this step are not in the file.")); return; }
   const list = step.samples.map(unpacked), detail = el("div", { class: "card" }), table = el("div", {});
   look.sample = Math.min(look.sample, list.length - 1);

@@ -15,6 +15,9 @@ class Prompts:
     def __getitem__(self, item):
         return item
 
+    def roles_of(self, uids):
+        return ["first" if int(uid) % 2 else "second" for uid in uids]
+
     def collate_fn(self, items):
         row = {
             "prompt": [{"role": "user", "content": "1+2"}],
@@ -77,14 +80,17 @@ def plan(cfg):
             prompts = next(self.rollouts.prompts)
             generator_input, uids = self.prepare_generator_input(prompts, "train")
             notes.append(("generate", uids, generator_input["env_classes"][0]))
+            self.metrics["reward/avg_raw_reward"] = 0.5
             return _batch_of(uids)
 
         def eval(self):
             notes.append(("eval", self.global_step))
+            self.metrics |= {"eval/all/avg_score": 0.1 * self.global_step}
             return {}
 
         def save_checkpoints(self):
             notes.append(("checkpoint", self.global_step))
+            self.checkpoints.saved_step = self.global_step
 
         def log_step(self):
             notes.append(("step", self.global_step))
@@ -96,6 +102,7 @@ def plan(cfg):
         begin_training = sync_weights = lambda self: None
 
     trainer = trainer_of(cfg, Noting)
+    trainer.checkpoints = SimpleNamespace(saved_step=None, mark_best=lambda *best: notes.append(("best", *best)))
     trainer.roles["policy"] = SimpleNamespace(
         name="policy",
         ranks=[],
@@ -187,6 +194,12 @@ def _batch_of(uids):
     batch = collate([[1, 2]] * len(uids), [[3, 4]] * len(uids), uids=list(uids), rewards=[1.0] * len(uids))
     batch.metadata[PROMPT_UIDS] = list(uids)
     return batch
+
+
+def oversampling(cfg):
+    """How many prompts a step starts, and how long they stay open."""
+    groups = getattr(trainer_of(cfg).rollouts, "groups", None)
+    return groups and (groups.most, groups.bound)
 
 
 def stream(cfg):

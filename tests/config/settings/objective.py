@@ -22,6 +22,7 @@ def loss(cfg):
     mask = torch.ones(4, 6)
     mask[0, 4:] = mask[2, 2:] = 0
     inputs = {"old_log_probs": old, "rollout_log_probs": rollout, "uids": ["a", "a", "b", "b"]}
+    inputs["observation_mask"] = 1 - mask
     seed_random_picks(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,6 +58,7 @@ def _batch(values=False):
     shape = batch.response_mask.shape
     batch.old_logprobs, batch.ref_logprobs = _tokens(5, 1.0, *shape), _tokens(6, 1.0, *shape)
     batch.values = _tokens(7, 1.0, *shape) if values else None
+    batch.metadata["prompt_uids"] = [str(row) for row in range(6)]
     return batch
 
 
@@ -64,7 +66,11 @@ def advantages(cfg):
     """Advantages and loss mask of two prompts, one of which has the same reward throughout."""
     from tests.config.settings.loop import trainer_of
 
-    batch = trainer_of(cfg).compute_advantages_and_returns(_batch(cfg.trainer.algorithm.advantage_estimator == "gae"))
+    trainer, batch = trainer_of(cfg), _batch(cfg.trainer.algorithm.advantage_estimator == "gae")
+    if weights := cfg.trainer.algorithm.gdpo_weights:
+        batch.reward_parts = _tokens(8, 1.0, 6, len(weights))
+    trainer.apply_length_penalty(batch)
+    batch = trainer.compute_advantages_and_returns(batch)
     return batch.advantages.tolist(), batch.loss_mask.tolist()
 
 

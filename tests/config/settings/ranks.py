@@ -127,6 +127,15 @@ def _adapters(engine):
     return trained, engine.optim_step().grad_norm
 
 
+def _moments(engine):
+    """Names of the optimizer's moments, and the groups' rates after a step."""
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
+
+    _trained(engine)
+    rates = sorted(group["lr"] for group in engine.optimizer.param_groups)
+    return sorted({name for each in owned_ranges(engine.optimizer) for name in each.tensors}), rates
+
+
 PARTS = {
     "adapters": _adapters,
     "transformer": lambda engine: _fields(engine.model.config),
@@ -137,6 +146,7 @@ PARTS = {
     "trainable": lambda engine: sum(each.requires_grad for chunk in engine.chunks for each in chunk.parameters()),
     "optimizer": lambda engine: _fields(engine.optimizer.config),
     "decay": lambda engine: sorted(group["wd_mult"] for group in engine.optimizer.param_groups),
+    "moments": _moments,
     "buffers": lambda engine: _fields(engine.chunks[0].ddp_config),
     "logprobs": lambda engine: engine.compute_logprobs(_batch()).tolist(),
     "schedule": _schedule,

@@ -34,6 +34,21 @@ def samples(cfg):
     return plain, sorted(engine.prompts.items()), engine.sampling, sorted(map(len, engine.calls))
 
 
+def judgement(cfg):
+    """What the run says of agents of which one call in 25 has an answer that was not sampled."""
+    from skyrl_megatron.agents.call_counts import CallCounts
+    from skyrl_megatron.errors import DataError
+
+    counts = CallCounts()
+    for number in range(50):
+        counts.sampled(0.0, unmatched=number % 25 == 0)
+    try:
+        counts.judge(cfg.generator.min_token_in_rate)
+    except DataError as error:
+        return str(error)
+    return "goes on"
+
+
 def workers(cfg):
     """How many environments work at a time, and for how long."""
     from skyrl_megatron.envs.env_pool import EnvPool
@@ -77,7 +92,7 @@ def experiment(cfg):
         return str(error)
     prompts = [
         each and [row[0] for row in map(each.__getitem__, range(len(each)))]
-        for each in (made.train_dataset, made.eval_dataset)
+        for each in (made.train_dataset, made.eval_dataset, *made.eval_sets.values())
     ]
     return prompts, type(made.get_generator(cfg, made.tokenizer, None)).__name__
 
@@ -100,3 +115,34 @@ def refusal(cfg):
 
     group = {"rewards": [1.0], "response_ids": [[1, 2, 3]], "loss_masks": [[1, 1, 1]], "rollout_logprobs": None}
     return Gates(cfg.trainer.algorithm.dynamic_sampling.gates).refusal(group, 0)
+
+
+def agent(cfg):
+    """Command and provider of a sandboxed agent, and how many run at a time; the error where there is none."""
+    import asyncio
+
+    from skyrl_megatron.agents.command_agent import AgentTask
+    from skyrl_megatron.agents.gateway import Access
+    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
+    from skyrl_megatron.errors import SkyRLMegatronError
+    from skyrl_megatron.plugins import SANDBOXES
+    from skyrl_megatron.rollout.interface import TrajectoryID
+    from tests.rollout.scripted import tokenizer_of
+
+    class Nowhere:
+        def problem(self):
+            return None
+
+        def reap(self):
+            return 0
+
+    if SANDBOXES.find("tests_sandbox") is None:
+        SANDBOXES.register("tests_sandbox")(Nowhere)
+    made = SandboxAgentGenerator(cfg.generator, cfg.environment.skyrl_gym, None, tokenizer_of("chatml"))
+    access = Access("http://127.0.0.1:1/a", "key", "policy")
+    task = AgentTask(QUESTION, {}, "gsm8k", TrajectoryID("a", 0), access, 1.0, float)
+    try:
+        asyncio.run(made.begin())
+    except SkyRLMegatronError as error:
+        return str(error)
+    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once

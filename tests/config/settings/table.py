@@ -49,6 +49,8 @@ AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
 ROUTED = {f"{E}enable_return_routed_experts": True}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
+TWO_REWARDS = {f"{A}advantage_estimator": "gdpo", f"{A}gdpo_weights": {"right": 1.0, "short": 1.0}}
+AGENT = {f"{G}name": "agent", f"{G}agent.command": ["agent"], f"{G}agent.sandbox": "tests_sandbox"}
 FILTER = {f"{A}dynamic_sampling.type": "filter"}
 
 OBJECTIVE = {
@@ -99,6 +101,11 @@ OBJECTIVE = {
     f"{A}grpo_norm_by_std": Row(False, objective.advantages),
     f"{A}advantage_batch_normalize": Row(True, objective.advantages),
     f"{A}zero_variance_filter": Row(True, objective.advantages),
+    f"{A}gdpo_weights": Row({"right": 2.0, "short": 0.5}, objective.advantages, TWO_REWARDS),
+    f"{A}rae_decay": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "rae"}),
+    f"{A}observation_loss_coef": Row(0.5, objective.loss),
+    f"{A}length_penalty": Row({"type": "relative"}, objective.advantages),
+    f"{C}sequence_error_high": Row(1.1, objective.loss),
     f"{A}gamma": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "reinforce++"}),
     f"{A}lambd": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "gae"}),
     f"{A}gae.critic_lambd": Row(0.5, objective.returns, {f"{A}advantage_estimator": "gae"}),
@@ -117,6 +124,7 @@ OBJECTIVE = {
     f"{A}temperature": Row(2.0, "logprobs"),
 }
 
+OVERSAMPLED = TIS | {f"{T}oversampling.ratio": 0.5}
 ASYNC = APART | TIS | {f"{T}fully_async.enabled": True}
 HEALED = {f"{T}healing.enabled": True}
 LOOP = {
@@ -127,6 +135,9 @@ LOOP = {
     f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
     f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
+    f"{T}oversampling.ratio": Row(0.5, loop.oversampling, TIS),
+    f"{T}oversampling.unfinished": Row("drop", loop.oversampling, OVERSAMPLED),
+    f"{T}oversampling.max_staleness_steps": Row(2, loop.oversampling, OVERSAMPLED),
     f"{T}fully_async.replay_from": Row("/no/such", loop.replays, ASYNC),
     f"{T}healing.enabled": Row(True, loop.heals),
     f"{T}healing.copies": Row("none", loop.heals, HEALED),
@@ -149,6 +160,8 @@ LOOP = {
     f"{T}resume_mode": Row("none", loop.resumes),
     f"{T}resume_path": Row("/a/global_step_1", loop.resumes, {f"{T}resume_mode": "from_path"}),
     f"{T}ckpt_path": Row("/elsewhere", loop.checkpointer),
+    f"{T}stop_when": Row("reward/avg_raw_reward >= 0.5", loop.plan),
+    f"{T}best_metric": Row("eval/all/avg_score", loop.plan),
     f"{T}max_ckpts_to_keep": Row(3, loop.checkpointer),
     f"{T}hub_commits": Row({"model org/name": "0123456789"}, loop.checkpointer),
     f"{M}async_dist_ckpt_save": Row(True, loop.checkpointer),
@@ -220,10 +233,16 @@ ROLLOUT = {
     f"{R}search.timeout": Row(9.0, rollout.environments),
     "data.train_data": Row(["more.parquet"], rollout.experiment),
     "data.val_data": Row([], rollout.experiment),
+    "data.eval_sets": Row({"more": {"data": ["train.parquet"]}}, rollout.experiment),
     "data.sampler": Row("in_order", rollout.order),
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
+    f"{G}min_token_in_rate": Row(0.99, rollout.judgement, {f"{G}name": "tests_generator"}),
+    f"{G}agent.command": Row(["other"], rollout.agent, AGENT),
+    f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
+    f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
+    f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
 }
 
 ENGINES = {
@@ -340,6 +359,8 @@ MODELS = {
     f"{M}optimizer_config_kwargs": Row({"adam_eps": 0.5}, "optimizer"),
     f"{M}empty_cuda_cache": Row(True, "emptied"),
     f"{OPT}lr": Row(0.5, "schedule"),
+    f"{OPT}optimizer": Row("muon", "moments"),
+    f"{OPT}adam_lr": Row(0.5, "moments", {f"{OPT}optimizer": "muon"}),
     f"{OPT}adam_betas": Row([0.5, 0.6], "optimizer"),
     f"{OPT}weight_decay": Row(0.5, "optimizer"),
     f"{OPT}decay_norms_and_biases": Row(True, "decay"),
@@ -395,6 +416,7 @@ REFUSED_BY_RANKS = {
 REFUSED = {
     f"{P}model.lora.adapter_path": "/no/such",
     f"{T}ref.model.lora.rank": 8,
+    f"{A}distillation.demonstration": "hint",
     f"{T}teacher.model.path": "/model",
     f"{T}teacher.models": {"a": "/model"},
     f"{M}moe_token_dispatcher_type": "allgather",

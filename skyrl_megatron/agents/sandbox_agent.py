@@ -1,0 +1,85 @@
+"""Generator ``agent``: a command drives each trajectory, in a sandbox whose only way out is the run's gateway.
+
+The environment of a row says what it works on. An environment with a ``task`` (``envs/task_folder.py``) has files and
+hidden tests, which decide (:mod:`skyrl_megatron.agents.attempt`). Any other one scores what the command prints, as it
+does for a :class:`~skyrl_megatron.agents.command_agent.CommandAgent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from skyrl_megatron.agents.agent_generator import AgentGenerator
+from skyrl_megatron.agents.attempt import AgentCommand, Task, attempt, run_agent
+from skyrl_megatron.agents.command_agent import AgentTask, outcome_of, why_it_failed
+from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule
+from skyrl_megatron.envs import base_text_env as registry
+from skyrl_megatron.sandboxes.sandbox import Limits
+from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, default_at_once, make_provider
+
+DAY_S = 86400.0
+
+
+class SandboxAgentGenerator(AgentGenerator):
+    """Runs ``generator.agent.command`` in a sandbox for each trajectory.
+
+    Without ``generator.step_wise_trajectories`` the path of the last call is the row of a trajectory; with it, every
+    path is.
+    """
+
+    timeout_s = DAY_S  # the task and the queue of sandboxes have limits of their own
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.settings = self.generator_cfg.agent
+        self.tool_call_parser = self.generator_cfg.inference_engine.tool_call_parser or type(self).tool_call_parser
+        self.queue: SandboxQueue | None = None
+
+    def rule_of_rows(self) -> str | Rule:
+        """Return the rule by which a trajectory has as many rows as it may."""
+        return "all" if self.generator_cfg.step_wise_trajectories else "final"
+
+    async def begin(self) -> None:
+        """Make the provider of sandboxes, and remove what an earlier run left. Raises SandboxError if it cannot run on
+        this machine."""
+        provider = await asyncio.to_thread(make_provider, self.settings.sandbox)
+        self.queue = SandboxQueue(provider, at_once=self.settings.at_once or default_at_once(Limits()))
+
+    async def end(self) -> None:
+        """Stop all sandboxes."""
+        if self.queue is not None:
+            await self.queue.provider.close()
+
+    async def agent(self, task: AgentTask) -> Outcome | float:
+        """Run the command for a trajectory."""
+        assert self.queue is not None
+        command, address = self.command_of(task), urlsplit(task.access.url)
+        server, group = (address.hostname or "", address.port or 0), task.trajectory_id.instance_id
+        work = await self.pool.run(self._task_of, task)
+        if not work.command:
+            ended = await run_agent(work, command, self.queue, server, group, {})
+            return await outcome_of(replace(task, timeout_s=work.agent_timeout_s), ended)
+        made = await attempt(work, command, self.queue, server=server, group=group, context_full=task.context_full)
+        reward = {OutcomeKind.SOLVED: 1.0, OutcomeKind.FAILED: 0.0}.get(made.outcome)
+        failed = made.outcome is OutcomeKind.FAILED and made.agent is not None and why_it_failed(made.agent)
+        return Outcome(made.outcome, reward, f"{made.reason}; {failed}" if failed else made.reason)
+
+    def command_of(self, task: AgentTask) -> AgentCommand:
+        """Return the command for a trajectory, which finds the gateway at the sandbox's end of the relay."""
+        variables = replace(task.access, url="{url}" + urlsplit(task.access.url).path).environment()
+        mounts = {inside: Path(outside) for inside, outside in self.settings.mounts.items()}
+        return AgentCommand(self.settings.command, variables, mounts, task.as_json())
+
+    def _task_of(self, task: AgentTask) -> Task:
+        """Return the task of a row; one without files and tests if its environment has none."""
+        config = registry.config_of(task.env_class, self.skyrl_gym_cfg)
+        env = registry.make(task.env_class, env_config=config, extras={**task.extras, "max_turns": 1})
+        try:
+            found: Task | None = getattr(env, "task", None)
+        finally:
+            env.close()
+        return found or Task(task.env_class, str(task.prompt[-1].get("content")), {}, {}, [])

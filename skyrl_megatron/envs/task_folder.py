@@ -1,0 +1,28 @@
+"""Tasks that an agent works on in a sandbox: a folder with a text, files and hidden tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.agents.attempt import read_task
+from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class TaskFolder(BaseTextEnv):
+    """The task in the folder that the row's column ``task`` names. Its tests give 1 or 0.
+
+    Raises ValueError for a row without a folder, and DataError for a folder that is no task
+    (:func:`~skyrl_megatron.agents.attempt.read_task`).
+    """
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        if not self.extras.get("task"):
+            raise ValueError("TaskFolder needs a folder, but the row has no column task")
+        self.task = read_task(Path(self.extras["task"]))
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Raise ValueError: text solves no task."""
+        raise ValueError("a task is worked on by an agent: set generator.name=agent and generator.agent.command")

@@ -1,0 +1,364 @@
+"""Muon (arXiv:2502.16982): linear weights move along their orthogonalised momentum, all other parameters by AdamW.
+
+Each update is that of the whole matrix, in every layout: :class:`Muon` takes the place of Adam inside of Megatron's
+optimizers, whose shards, gathers of parameters, masters and checkpoints stay as they are. A distributed optimizer has
+flat ranges of weights. The momentum is updated in these ranges. Then the ranges of a matrix travel to one of
+the ranks that hold it, which gathers the shards of tensor parallelism, orthogonalises the matrices of the weight
+(:mod:`bridges.matrices`: q, k, v, gate and up are separate), and sends each range of the update back. Matrices are
+processed in windows that limit memory, matrices of one shape in one batched product.
+
+Megatron's own module (``optimizer/emerging_optimizers.py``) is not used: it orthogonalises gate and up as one matrix,
+routers too, and q, k, v by one size for the model, and it cannot shard a matrix over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bridges.errors import BridgeError
+from bridges.matrices import Blocks, matrix_blocks
+from bridges.rules import Entry, shard, unshard
+from skyrl_megatron import device
+from skyrl_megatron.config.rules.muon_rules import WINDOW, MuonSettings
+from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.runtime.checkpoint.rank_state import (
+    MOMENTUM,
+    HeldRange,
+    held_ranges,
+    inner_optimizers,
+    is_distributed,
+    parameters_of,
+)
+from skyrl_megatron.runtime.model.local_weights import weight_locations
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.model.build import ModelChunks
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+GROUP = "muon"
+"""Key of the parameter groups of matrices."""
+_EPSILON = 1e-7
+
+
+@torch.no_grad()
+def newton_schulz(
+    matrices: Tensor, coefficients: Sequence[tuple[float, float, float]], precision: str = "highest"
+) -> Tensor:
+    """Orthogonalise ``matrices`` ``[…, m, n]``: the singular values become about 1, the singular vectors stay.
+
+    Each step is X ← aX + (bA + cA²)X with A = XXᵀ, after division by the Frobenius norm. ``precision``: ``medium``
+    computes in bf16, ``high`` may use TF32, ``highest`` computes in the dtype of ``matrices``.
+    """
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    x = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp_min(_EPSILON)
+    x = x.bfloat16() if precision == "medium" else x
+    with _products(precision):
+        for a, b, c in coefficients:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+    found: Tensor = x.to(matrices.dtype)
+    return found.mT if wide is not matrices else found
+
+
+@contextlib.contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Let fp32 products use TF32, or not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def update_scale(rows: int, columns: int, mode: str) -> float:
+    """Return the factor of an orthogonal update of ``[rows, columns]``, by Megatron's name (``muon_scale_mode``)."""
+    if mode == "spectral":
+        return math.sqrt(max(rows, columns))
+    if mode == "unit_rms_norm":
+        return math.sqrt(rows / columns)
+    assert mode == "shape_scaling", mode
+    return math.sqrt(max(1.0, rows / columns))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """This rank's shard of a linear weight: a parameter, or one expert's slice of it."""
+
+    entry: Entry
+    blocks: Blocks
+    parameter: torch.nn.Parameter
+    first: int
+    """Its first element within the flattened parameter."""
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the shard."""
+        return math.prod(self.shape)
+
+
+def matrices_of(model: ModelChunks, groups: ProcessGroups, key: str) -> list[Matrix]:
+    """Return the trained linear weights of this rank, in the order that all ranks with shards of them have.
+
+    Raises ConfigError, which names ``key``, for a weight whose matrices the family's table does not tell.
+    """
+    found = []
+    for place in weight_locations(model, groups):
+        parameter, entries = place.parameter, list(place.weights.values())
+        if not parameter.requires_grad:
+            continue
+        for number, entry in enumerate(entries):
+            try:
+                blocks = matrix_blocks(entry)
+            except BridgeError as error:
+                raise ConfigError([Problem(key, "muon", str(error))]) from error
+            if blocks is not None:
+                shape = tuple(parameter.shape[-2:])
+                found.append(Matrix(entry, blocks, parameter, number * math.prod(shape), shape))
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A matrix with the ranks that hold ranges of its shard, and the rank that orthogonalises it."""
+
+    matrix: Matrix
+    holders: Mapping[int, tuple[int, int]]
+    """Rank of the data-parallel group → range (start, stop) of the shard."""
+    owner: int
+    mine: HeldRange | None
+    shard: Tensor = field(default_factory=lambda: torch.empty(0))
+    """On the owner: first the momentum, then the update, flat."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates matrices, and all other parameters by the Adam that it replaces in a Megatron optimizer.
+
+    ``param_groups`` are those of ``adam``, whose state it shares; those of matrices have the key ``muon``. ``ranges``:
+    what this rank updates. ``matrices``: all of this optimizer's, also those of which this rank holds nothing.
+    ``group``: the ranks that share the matrices' elements, None if each holds all of them.
+    """
+
+    def __init__(
+        self,
+        adam: torch.optim.Optimizer,
+        settings: MuonSettings,
+        matrices: Sequence[Matrix],
+        ranges: Sequence[HeldRange],
+        groups: ProcessGroups,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__([{"params": []}], {})
+        self.param_groups, self.state = adam.param_groups, adam.state
+        self.adam, self.settings = adam, settings
+        self.own_groups = [each for each in self.param_groups if each.get(GROUP)]
+        adam.param_groups = [each for each in self.param_groups if not each.get(GROUP)]
+        self._group_of = {id(main): each for each in self.own_groups for main in each["params"]}
+        self._groups, self._group = groups, group
+        self._precision = settings.fp32_matmul_prec or ("medium" if device.has_cuda() else "highest")
+        self._windows = list(_windows(self._jobs(matrices, ranges)))
+
+    def _jobs(self, matrices: Sequence[Matrix], ranges: Sequence[HeldRange]) -> list[_Job]:
+        """Agree with the group on who holds and who orthogonalises which matrix. Work is balanced over its ranks."""
+        held = {id(each.parameter): each for each in ranges if id(each.main) in self._group_of}
+        mine: dict[int, tuple[int, int]] = {}
+        for index, matrix in enumerate(matrices):
+            if (found := held.get(id(matrix.parameter))) is not None:
+                start, stop = (min(max(at - matrix.first, 0), matrix.numel) for at in (found.start, found.stop))
+                if start < stop:
+                    mine[index] = (start, stop)
+        everyone: list[Any] = [mine]
+        if self._group is not None:
+            everyone = [None] * self._group.size()
+            dist.all_gather_object(everyone, mine, group=self._group)
+        work: dict[int, float] = defaultdict(float)
+        jobs = []
+        for index, matrix in enumerate(matrices):
+            holders = {rank: each[index] for rank, each in enumerate(everyone) if index in each}
+            owner = min(holders, key=lambda rank: (work[rank], rank))
+            work[owner] += math.prod(matrix.entry.shape) * min(matrix.entry.shape)
+            jobs.append(_Job(matrix, holders, owner, held.get(id(matrix.parameter))))
+        return jobs
+
+    @property
+    def scale_invariant(self) -> set[int]:
+        """``id`` of every tensor whose update does not depend on the scale of its gradient."""
+        return set(self._group_of)
+
+    def make_state(self) -> None:
+        """Create missing momentum as zeros."""
+        for group in self.own_groups:
+            for main in group["params"]:
+                if not self.state[main]:
+                    self.state[main][MOMENTUM] = torch.zeros_like(main)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters. Collective over the ranks that share matrices, and over tensor parallelism."""
+        assert closure is None
+        if any(group["params"] for group in self.adam.param_groups):
+            self.adam.step()
+        self.make_state()
+        for group in self.own_groups:
+            for main in group["params"]:
+                self.state[main][MOMENTUM].lerp_(main.grad, 1 - self.settings.momentum)
+        for window in self._windows:
+            self._to_owners(window)
+            self._orthogonalise([job for job in window if job.owner == self._rank])
+            self._apply(window)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else self._group.rank()
+
+    def _to_owners(self, window: Sequence[_Job]) -> None:
+        """Bring the directions (the momentum, with Nesterov's step) of each matrix to its owner."""
+        outgoing: dict[int, list[Tensor]] = defaultdict(list)
+        incoming: dict[int, list[Tensor]] = defaultdict(list)
+        for job in window:
+            if job.owner == self._rank:
+                job.shard = torch.empty(job.matrix.numel, dtype=torch.float32, device=device.device())
+                for rank, (start, stop) in job.holders.items():
+                    if rank == self._rank:
+                        job.shard[start:stop] = self._direction(job)
+                    else:
+                        incoming[rank].append(job.shard[start:stop])
+            elif self._rank in job.holders:
+                outgoing[job.owner].append(self._direction(job))
+        self._exchange(outgoing, incoming)
+
+    def _direction(self, job: _Job) -> Tensor:
+        assert job.mine is not None and job.mine.main.grad is not None
+        momentum = self._range(job, self.state[job.mine.main][MOMENTUM])
+        if not self.settings.nesterov:
+            return momentum
+        return self._range(job, job.mine.main.grad).lerp(momentum, self.settings.momentum)
+
+    def _range(self, job: _Job, tensor: Tensor) -> Tensor:
+        """Return this rank's range of a matrix out of a tensor of the held range, flat."""
+        assert job.mine is not None
+        start, stop = (job.matrix.first + at - job.mine.start for at in job.holders[self._rank])
+        return tensor.view(-1)[start:stop]
+
+    def _exchange(self, outgoing: Mapping[int, list[Tensor]], incoming: Mapping[int, list[Tensor]]) -> None:
+        """Send lists of flat tensors to ranks of the group, and fill those that come from them."""
+        buffers = {rank: torch.cat([torch.empty_like(each) for each in parts]) for rank, parts in incoming.items()}
+        operations = [
+            dist.P2POp(dist.isend, torch.cat(parts), group=self._group, group_peer=rank)
+            for rank, parts in sorted(outgoing.items())
+        ] + [
+            dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=rank)
+            for rank, buffer in sorted(buffers.items())
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for rank, buffer in buffers.items():
+            for part, arrived in zip(
+                incoming[rank], buffer.split([len(part) for part in incoming[rank]]), strict=True
+            ):
+                part.copy_(arrived)
+
+    def _orthogonalise(self, jobs: Sequence[_Job]) -> None:
+        """Replace the directions of matrices by their updates. Collective over tensor parallelism."""
+        wholes = self._gathered(jobs)
+        blocks = [job.matrix.blocks.split(whole) for job, whole in zip(jobs, wholes, strict=True)]
+        same: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for index, parts in enumerate(blocks):
+            for number, part in enumerate(parts):
+                same[tuple(part.shape)].append((index, number))
+        for (rows, columns), places in same.items():
+            factor = update_scale(rows, columns, self.settings.scale_mode) * self.settings.extra_scale_factor
+            stacked = torch.stack([blocks[index][number] for index, number in places])
+            updates = newton_schulz(stacked, self.settings.coefficients(), self._precision) * factor
+            for (index, number), update in zip(places, updates, strict=True):
+                blocks[index][number] = update
+        for job, parts in zip(jobs, blocks, strict=True):
+            over = self._over(job.matrix)
+            whole = job.matrix.blocks.join(parts)
+            job.shard = shard(whole, job.matrix.entry, over.size(), over.rank()).reshape(-1)
+
+    def _over(self, matrix: Matrix) -> dist.ProcessGroup:
+        return self._groups.etp if matrix.entry.is_expert else self._groups.tp
+
+    def _gathered(self, jobs: Sequence[_Job]) -> list[Tensor]:
+        """Return the whole weights ``[entry.shape]`` of shards, by one gather for each group."""
+        shares: dict[int, list[Tensor]] = {}
+        for expert in (False, True):
+            over = self._groups.etp if expert else self._groups.tp
+            split = [
+                (index, job)
+                for index, job in enumerate(jobs)
+                if job.matrix.entry.is_expert == expert and job.matrix.entry.split.dim is not None and over.size() > 1
+            ]
+            if not split:
+                continue
+            flat = torch.cat([job.shard for _, job in split])
+            everyone = [torch.empty_like(flat) for _ in range(over.size())]
+            dist.all_gather(everyone, flat, group=over)
+            parts = [each.split([job.matrix.numel for _, job in split]) for each in everyone]
+            for number, (index, _) in enumerate(split):
+                shares[index] = [each[number] for each in parts]
+        found = []
+        for index, job in enumerate(jobs):
+            own = shares.get(index, [job.shard])
+            found.append(unshard([each.view(job.matrix.shape) for each in own], job.matrix.entry))
+        return found
+
+    def _apply(self, window: Sequence[_Job]) -> None:
+        """Send each range of the updates to the rank that holds it, decay the weights and subtract the updates."""
+        outgoing: dict[int, list[Tensor]] = defaultdict(list)
+        incoming: dict[int, list[Tensor]] = defaultdict(list)
+        updates: list[tuple[_Job, Tensor]] = []
+        for job in window:
+            if job.owner == self._rank:
+                for rank, (start, stop) in job.holders.items():
+                    if rank != self._rank:
+                        outgoing[rank].append(job.shard[start:stop])
+            if self._rank in job.holders:
+                start, stop = job.holders[self._rank]
+                if job.owner == self._rank:
+                    updates.append((job, job.shard[start:stop]))
+                else:
+                    updates.append((job, torch.empty(stop - start, dtype=torch.float32, device=device.device())))
+                    incoming[job.owner].append(updates[-1][1])
+        self._exchange(outgoing, incoming)
+        for job, update in updates:
+            assert job.mine is not None
+            group, weight = self._group_of[id(job.mine.main)], self._range(job, job.mine.main)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+            job.shard = torch.empty(0)
+
+
+def install(optimizer: Any, matrices: Sequence[Matrix], settings: MuonSettings, groups: ProcessGroups) -> None:
+    """Replace Adam inside of each of Megatron's optimizers of this rank by :class:`Muon`."""
+    for part in inner_optimizers(optimizer):
+        ranges = list(held_ranges(part))
+        group = getattr(part, "data_parallel_group", None) if is_distributed(part) else None
+        own = {id(parameter) for parameter in parameters_of(part)}
+        mine = [each for each in matrices if id(each.parameter) in own]
+        part.optimizer = Muon(part.optimizer, settings, mine, ranges, groups, group)
+
+
+def _windows(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Cut the list of matrices into runs of at most ``WINDOW`` elements, equal on all ranks."""
+    window: list[_Job] = []
+    size = 0
+    for job in jobs:
+        numel = math.prod(job.matrix.entry.shape)
+        if window and size + numel > WINDOW:
+            yield window
+            window, size = [], 0
+        window.append(job)
+        size += numel
+    if window:
+        yield window
