@@ -93,7 +93,7 @@ BAD = {
         "messages": [USER, {"role": "system", "content": "?"}, ANSWER]
     },
     "the roles are out of order: 'bot' comes after 'user'": {"messages": [USER, {"role": "bot", "content": "?"}]},
-    "tools is '{1': {}', it must be a list": {"messages": [USER, ANSWER], "tools": "{1': {}"},
+    "tools is '{1: ', it must be a list": {"messages": [USER, ANSWER], "tools": "{1: "},
     "longer than sft.max_length=64": {"messages": [USER, ANSWER | {"content": "2" * 70}]},
 }
 
