@@ -17,7 +17,7 @@ from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
-from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
+from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams, SFTConfig
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
@@ -31,6 +31,12 @@ def is_address(path: str) -> bool:
 def is_data_file(name: str) -> bool:
     """Return whether a data set is given as a path, and not as a name on the Hugging Face hub."""
     return not is_address(name) and (name.startswith(("/", "./", "../", "~")) or name.endswith(FILE_SUFFIXES))
+
+
+def supervised(cfg: Section) -> SFTConfig | None:
+    """Return the section ``sft`` of supervised training (``skyrl-megatron sft``), which samples nothing and starts no
+    engines; None for other runs."""
+    return getattr(cfg, "sft", None)
 
 
 def absolute(path: str) -> str:
@@ -109,7 +115,8 @@ def derive(cfg: Section) -> None:
     fill(cfg, "generator.eval_sampling_params.max_generate_length", sampling.max_generate_length)
 
     fill(cfg, "trainer.algorithm.temperature", sampling.temperature)
-    fill(cfg, "trainer.algorithm.max_seq_len", generator.max_input_length + sampling.max_generate_length)
+    rows, sampled = supervised(cfg), generator.max_input_length + sampling.max_generate_length
+    fill(cfg, "trainer.algorithm.max_seq_len", sampled if rows is None else rows.max_length)
     if correction_enabled(algorithm.off_policy_correction) and sampling.logprobs is None:
         sampling.logprobs = 1
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
@@ -16,6 +16,7 @@ from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
+from skyrl_megatron.config.rules.supervised_rules import supervised_problems
 from skyrl_megatron.config.rules.training_rules import fully_async_problems, oversampling_problems, training_problems
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
@@ -29,7 +30,9 @@ FAMILIES_WITHOUT_ENGINE = {
 
 
 def require_available(cfg: SkyRLTrainConfig) -> None:
-    """Raise ConfigError if no engine can run the policy's model."""
+    """Raise ConfigError if the run samples and no engine can run the policy's model."""
+    if supervised(cfg) is not None:
+        return
     key = "trainer.policy.model.path"
     path = get_path(cfg, key)
     family = ((read_hf_config(cfg) if path else None) or {}).get("model_type")
@@ -75,8 +78,12 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     configs, unreadable = _hf_configs(cfg)
     problems += unreadable
     problems += training_problems(cfg)
-    problems += evaluation_problems(cfg)
-    problems += rollout_problems(cfg, configs.get("policy", {}))
+    policy = configs.get("policy", {})
+    if supervised(cfg) is None:
+        problems += evaluation_problems(cfg)
+        problems += rollout_problems(cfg, policy)
+    else:
+        problems += supervised_problems(cfg, policy)
     problems += adapter_problems(cfg)
     problems += fully_async_problems(cfg)
     problems += oversampling_problems(cfg)

@@ -102,7 +102,7 @@ class PromptDataset:
         messages, env_class = extras.pop(self.prompt_key), extras.pop(self.env_class_key, None)
         if self.adapters:
             extras[ADAPTER_KEY] = extras.get(ADAPTER_KEY) or self.adapters[0]
-        return [_as_rendered(message) for message in messages], env_class, extras, str(number)
+        return [as_rendered(message) for message in messages], env_class, extras, str(number)
 
     def adapters_of(self, uids: Sequence[str]) -> list[str]:
         """Return the name of the adapter for each uid; [] if adapters have no names."""
@@ -188,7 +188,7 @@ class PromptDataset:
         try:
             text: Any = render(
                 self.tokenizer,
-                [_as_rendered(message) for message in messages],
+                [as_rendered(message) for message in messages],
                 add_generation_prompt=True,
                 tokenize=False,
                 **self._render,
@@ -236,7 +236,7 @@ def require_known(rows: Rows, name: str, column: str, known: Sequence[str], key:
 
 def row_problem(row: Mapping[str, Any], prompt_key: str = "prompt", env_class_key: str = "env_class") -> str | None:
     """Return the problem of a row that every environment would have with it; None if it is valid."""
-    if problem := _problem(row.get(prompt_key)):
+    if problem := messages_problem(row.get(prompt_key)):
         return f"{prompt_key} {problem}"
     if not isinstance(row.get(env_class_key), str | None):
         return f"{env_class_key} is {row[env_class_key]!r:.80}, it must be the id of an environment"
@@ -245,8 +245,8 @@ def row_problem(row: Mapping[str, Any], prompt_key: str = "prompt", env_class_ke
     return None
 
 
-def _problem(messages: Any) -> str | None:
-    """Return the problem of a prompt; None if it is valid."""
+def messages_problem(messages: Any) -> str | None:
+    """Return the problem of a list of chat messages; None if it is valid."""
     if messages is None or (isinstance(messages, list) and not messages):
         return "is empty"
     if not isinstance(messages, list):
@@ -266,7 +266,7 @@ def _says_something(message: Mapping[str, Any]) -> bool:
     return message.get("content") is not None or bool(message.get("tool_calls"))
 
 
-def _as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
+def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without null fields, which Arrow adds for fields of other messages.
 
     ``content`` stays null for a message that only calls tools, as in OpenAI's format, which templates expect.

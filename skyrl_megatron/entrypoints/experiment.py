@@ -72,7 +72,7 @@ class BasePPOExp:
             self.eval_sets = self.get_eval_sets()
         held_out = sum(map(len, (self.eval_dataset or (), *self.eval_sets.values())))
         sizes = [0 if self.train_dataset is None else len(self.train_dataset), held_out]
-        self.start_up.done(f"data: {sizes[0]} prompts to train on, {sizes[1]} to evaluate on")
+        self.start_up.done(f"data: {sizes[0]} rows to train on, {sizes[1]} to evaluate on")
         self.colocate_pg: Placement | None = None
         self.engines: InferenceEngineClient | None = None
         self.trainer: RayPPOTrainer | None = None

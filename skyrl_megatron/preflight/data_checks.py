@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.files import read_json
-from skyrl_megatron.config.derive import is_data_file
+from skyrl_megatron.config.derive import is_data_file, supervised
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
@@ -23,6 +23,7 @@ from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.generator import SFTConfig
     from skyrl_megatron.data.row_files import Rows
     from skyrl_megatron.rollout.templates import ChatFormat
 
@@ -144,6 +145,10 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     """Yield every problem of tokenizer, chat template, data sets and environments."""
     chat, problems = chat_format(run)
     yield from problems
+    if (settings := supervised(run.cfg)) is not None:
+        with _quiet():
+            yield from _conversations(run, chat, settings)
+        return
     named: set[str | None] = set()
     with _quiet():
         for key, names, needed in _sources(run):
@@ -164,6 +169,37 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
                 yield _too_few(needed, f"{count} prompts")
     yield from _environments(run, named)
+
+
+def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig) -> Iterator[Problem | NotChecked]:
+    """Check every row of supervised training, and tokenize enough of them for a step."""
+    from skyrl_megatron.rollout.chat_rows import ChatRows, conversation_problem
+
+    for key, names, needed in _sources(run):
+        if not names:
+            yield Problem(key, [], "set at least one data set")
+        opened = [(name, *_open(run, key, name)) for name in names]
+        for _, _, found in opened:
+            yield from found
+        rows = {name: rows for name, rows, _ in opened if rows is not None}
+        if not names or len(rows) < len(names):
+            continue
+        if key == "data.train_data":
+            yield from _sampler(run, rows)
+        for name, dataset in rows.items() if settings.invalid_rows == "error" else ():
+            for number, row in enumerate(dataset):
+                if problem := conversation_problem(row):
+                    yield Problem(key, name, f"row {number}: {problem}; or set sft.invalid_rows=skip")
+                    return
+        if chat is None:
+            continue
+        try:
+            count = len(ChatRows(names, chat, settings, enough=needed))
+        except DataError as error:
+            yield Problem(key, names, str(error))
+        else:
+            if count < needed:
+                yield _too_few(needed, f"{count} rows")
 
 
 def _sampler(run: PlannedRun, rows: Mapping[str, Rows]) -> Iterator[Problem]:

@@ -139,7 +139,42 @@ class ChatFormat:
             )
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+    def taught(
+        self, messages: ConversationType, *, last: bool = False, tools: Sequence[Any] | None = None
+    ) -> list[tuple[list[int], list[int], list[int]]]:
+        """Return (prompt, response, mask) of each sequence that teaches the assistant's messages, or only the ``last``
+        message. The mask is 1 on the tokens of an answer and on its end token.
+
+        The tokens are those of a rollout: the prompt of an answer is tokenized with its generation prompt, and the
+        answer alone. An answer continues the sequence of the answers before it, unless the template renders these
+        differently in its prompt, for example without their thinking. Then it begins a new sequence.
+        """
+        ending = self.tokenizer.decode([self.end_token])
+        sequences: list[list[tuple[list[int], int]]] = []
+        known = ""  # the text of the current sequence
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant" or (last and place < len(messages) - 1):
+                continue
+            before = self._render(messages[:place], True, tools)
+            through = self._render(messages[: place + 1], False, tools)
+            if not through.startswith(before):
+                raise DataError(
+                    "the chat template renders an answer differently from what follows its generation prompt: set"
+                    " generator.chat_template, or chat_template_kwargs"
+                )
+            if not sequences or not before.startswith(known):
+                sequences.append([])
+                known = ""
+            answer, ended, rest = through[len(before) :].rpartition(ending)
+            pieces = [(before[len(known) :], 0), (answer if ended else rest, 1)]
+            sequences[-1] += [(self.tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in pieces]
+            sequences[-1].append(([self.end_token], 1))
+            known = through[: len(through) - len(rest)] if ended else through
+        return [_joined(pieces) for pieces in sequences]
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, tools: Sequence[Any] | None = None
+    ) -> str:
         try:
             text: str = render(
                 self.tokenizer,
@@ -147,6 +182,7 @@ class ChatFormat:
                 template=self.template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                **({"tools": list(tools)} if tools else {}),
                 **self.kwargs,
             )
             return text
@@ -174,6 +210,13 @@ class ChatFormat:
             )
         ids: list[int] = self.tokenizer.encode(after, add_special_tokens=False)
         return ids
+
+
+def _joined(pieces: Sequence[tuple[list[int], int]]) -> tuple[list[int], list[int], list[int]]:
+    """Return (prompt, response, mask) of (tokens, whether they are trained) in order; the first are the prompt."""
+    (prompt, _), *rest = pieces
+    response = [token for tokens, _ in rest for token in tokens]
+    return prompt, response, [trained for tokens, trained in rest for _ in tokens]
 
 
 type _Pairs = tuple[tuple[str, str], ...]

@@ -17,6 +17,7 @@ from skyrl_megatron.progress import current_task, note_output
 
 SHOWN = (
     ("reward/avg_raw_reward", "reward {:.3f}"),
+    ("sft/loss", "loss {:.4f}"),
     ("policy/policy_kl", "kl {:.4f}"),
     ("policy/grad_norm", "grad {:.3g}"),
     ("trainer/tokens_per_second", "{:,.0f} tok/s"),
@@ -62,6 +63,8 @@ class ConsoleSink:
             self._write(f"step {step}/{self._total} · " + " · ".join(parts), shown=self._progress is None)
         if "eval/all/avg_score" in metrics:
             self.say(f"eval at step {step} · score {metrics['eval/all/avg_score']:.3f}")
+        if "eval/all/loss" in metrics:
+            self.say(f"eval at step {step} · loss {metrics['eval/all/loss']:.4f}")
 
     def say(self, text: str) -> None:
         """Write a line."""

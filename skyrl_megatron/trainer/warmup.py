@@ -1,4 +1,4 @@
-"""A warm-up before the RL steps: supervised steps on known answers, until some samples are right.
+"""A warm-up before the RL steps: the steps of ``skyrl-megatron sft`` on known answers, until some samples are right.
 
 Group-relative advantages are 0 while every sample of a prompt is wrong. The warm-up uses the same ranks and the same
 objective as training, with the policy loss ``cross_entropy``. It is logged as ``warmup/…``, at step 0.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from skyrl_megatron.data.batch import collate
 from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.rollout.chat_rows import taught_batch
 from skyrl_megatron.trainer.ppo import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
 
@@ -95,15 +92,13 @@ class WarmedUpTrainer(RayPPOTrainer):
     def answer_batch(self, rng: random.Random, rows: int) -> TrainingBatch:
         """Return a batch of random training prompts with their known answers as responses."""
         drawn = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
-        picked = self.train_dataset.collate_fn(drawn)
-        chat: Any = self.generator.chat
-        prompts = [chat.prompt(row["prompt"]) for row in picked]
-        truths = [str(row["env_extras"]["reward_spec"]["ground_truth"]) for row in picked]
-        encoded = self.tokenizer(truths, add_special_tokens=False)["input_ids"]
-        responses = [[*ids, self.tokenizer.eos_token_id] for ids in encoded]
-        batch = collate(prompts, responses, uids=[str(row["uid"]) for row in picked], rewards=[0.0] * rows)
-        batch.adapters = self.train_dataset.adapters_of([row["uid"] for row in picked])
-        batch.advantages = batch.returns = torch.zeros_like(batch.response_mask)
+        picked, sequences = self.train_dataset.collate_fn(drawn), []
+        for row in picked:
+            answer = {"role": "assistant", "content": str(row["env_extras"]["reward_spec"]["ground_truth"])}
+            sequences += self.generator.chat.taught([*row["prompt"], answer], last=True)
+        uids = [str(row["uid"]) for row in picked]
+        batch = taught_batch(sequences, uids)
+        batch.adapters = self.train_dataset.adapters_of(uids)
         return batch
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.roles import active_roles, has_teacher, needs_reference
 from skyrl_megatron.config.rules.rollout_rules import truncations
@@ -92,6 +92,14 @@ _OF_LOCAL_ENGINES = """
 """
 
 INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
+    # ------------------------------------------------------------ supervised training
+    IneffectiveSetting(
+        "supervised training samples nothing",
+        f"{_T}max_prompt_length {_T}fully_async. {_A}dynamic_sampling. {_A}advantage_estimator "
+        f"{_G}eval_sampling_params. environment. "
+        + _in_all(_G, "max_turns max_input_length batched eval_n_samples_per_prompt step_wise_trajectories"),
+        lambda cfg, hardware: supervised(cfg) is not None,
+    ),
     # ------------------------------------------------------------ keys of SkyRL that have no use here
     IneffectiveSetting("megatron_config.context_parallel_size splits sequences", f"{_T}sequence_parallel_backend"),
     *(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from skyrl_megatron.config.derive import is_address
+from skyrl_megatron.config.derive import is_address, supervised
 from skyrl_megatron.config.roles import active_roles, is_frozen, needs_reference, role_layout, teacher_problems
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType, correction_enabled
 from skyrl_megatron.errors import Problem
@@ -68,12 +68,15 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("trainer.train_batch_size", train, fix)
     budget, longest = trainer.max_tokens_per_microbatch, longest_sequence(cfg)
     if 0 < budget < longest:
-        fix = f"must be at least {longest} tokens, the longest sequence (max_input_length + max_generate_length)"
+        parts = "sft.max_length" if supervised(cfg) else "max_input_length + max_generate_length"
+        fix = f"must be at least {longest} tokens, the longest sequence ({parts})"
         yield Problem("trainer.max_tokens_per_microbatch", budget, fix)
 
 
 def longest_sequence(cfg: SkyRLTrainConfig) -> int:
     """Return the tokens of the longest possible training sequence: the context of the last turn and its response."""
+    if (rows := supervised(cfg)) is not None:
+        return rows.max_length
     return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
 
 

@@ -31,6 +31,18 @@ class DataConfig(BaseConfig):
 
 
 @dataclass
+class SFTConfig(BaseConfig):
+    """Conversations of supervised training (`skyrl-megatron sft`)."""
+
+    max_length: Count = 4096
+    """Maximum length of a training sequence in tokens. A longer row is invalid."""
+    turns: Annotated[str, OneOf("all", "last")] = "all"
+    """Messages of the assistant that are trained."""
+    invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
+    """Handling of a row that cannot be trained: end the run with its file and row, or skip and count it."""
+
+
+@dataclass
 class Text2SQLEnvConfig(BaseConfig):
     """Environment `text2sql`."""
 

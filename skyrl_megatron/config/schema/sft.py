@@ -1,0 +1,54 @@
+"""The configuration of supervised training (``skyrl-megatron sft``): that of every run, with the section ``sft``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from skyrl_megatron.config.derive import fill
+from skyrl_megatron.config.schema.generator import DataConfig, GeneratorConfig, SFTConfig
+from skyrl_megatron.config.schema.run import SkyRLTrainConfig
+from skyrl_megatron.config.schema.training import TrainerConfig
+
+
+def _data() -> DataConfig:
+    """Return the section ``data`` without data sets: those of other runs have prompts, not conversations."""
+    data = DataConfig()
+    data.train_data, data.val_data = [], []
+    return data
+
+
+def _trainer() -> TrainerConfig:
+    """Return the section ``trainer`` with one model, whose ranks share their GPUs with nothing, and one loss."""
+    trainer = TrainerConfig()
+    trainer.placement.colocate_all = False
+    trainer.algorithm.policy_loss_type = "cross_entropy"
+    trainer.algorithm.use_kl_loss = False
+    trainer.train_batch_size = 64
+    return trainer
+
+
+def _generator() -> GeneratorConfig:
+    """Return the section ``generator`` without engines. One sequence per row of the data stands for its samples."""
+    generator = GeneratorConfig()
+    generator.inference_engine.run_engines_locally = False
+    generator.n_samples_per_prompt = 1
+    return generator
+
+
+@dataclass
+class SFTTrainConfig(SkyRLTrainConfig):
+    """Everything that supervised training needs."""
+
+    data: DataConfig = field(default_factory=_data)
+    """Data sets of conversations."""
+    trainer: TrainerConfig = field(default_factory=_trainer)
+    """Training. Batch sizes count rows."""
+    generator: GeneratorConfig = field(default_factory=_generator)
+    """The chat template. Nothing is sampled."""
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    """Conversations and their trained tokens."""
+
+    def __post_init__(self) -> None:
+        """Take one optimizer step per training step by default, and fill in the fields of every run."""
+        fill(self, "trainer.policy_mini_batch_size", self.trainer.train_batch_size)
+        super().__post_init__()

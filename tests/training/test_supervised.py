@@ -1,0 +1,80 @@
+"""The step of supervised training: its loss and gradients are transformers' own, in every layout."""
+
+import numpy as np
+import pytest
+
+LAYOUTS = {"dp2": dict(world=2), "tp2": dict(world=2, tp=2)}
+MORE = {"cp2": dict(world=2, cp=2), "pp2": dict(world=2, pp=2), "dp2·ep2": dict(world=2, ep=2)}
+
+
+def rows():
+    """(prompt, response, mask) of five rows with very different shares of trained tokens."""
+    rng = np.random.default_rng(5)
+    made = []
+    for prompt, response, trained in ((4, 20, 19), (7, 3, 1), (3, 12, 5), (9, 6, 6), (2, 9, 2)):
+        mask = np.zeros(response, int)
+        mask[rng.permutation(response)[:trained]] = 1
+        made.append(([*rng.integers(0, 1003, prompt)], [*rng.integers(0, 1003, response)], mask.tolist()))
+    return made
+
+
+def step(folder, taught, layout):
+    """(loss, {HF name: gradient}) of this rank's share."""
+    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.rollout.chat_rows import taught_batch
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.hf_weights import stream_hf
+    from tests.training.bodies import NO_DISTRIBUTED, config
+
+    algorithm = {f"trainer.algorithm.{name}": False for name in ("use_kl_loss", "use_entropy_loss")}
+    algorithm |= {"trainer.algorithm.policy_loss_type": "cross_entropy", "trainer.algorithm.temperature": 1.0}
+    engine = MegatronEngine(config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm))
+    batch = taught_batch(taught, [str(row) for row in range(len(taught))])
+    part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
+    loss = engine.forward_backward(part)["policy_loss"]
+    engine.reduce_gradients()
+    pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
+    return loss, {f"{piece.name}[{piece.index}]": piece.tensor.detach().float().cpu().numpy() for piece in pieces}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, folder):
+    return ranks(1, step, folder, rows(), dict(world=1))[0]
+
+
+@pytest.fixture(scope="module")
+def transformers_loss(folder):
+    """The loss that transformers computes from ``labels``, summed over rows and divided by all trained tokens."""
+    import torch
+
+    from tests.training.reference import load_model
+
+    model, total, tokens = load_model(folder), 0.0, 0
+    for prompt, response, mask in rows():
+        labels = [-100] * len(prompt) + [token if one else -100 for token, one in zip(response, mask, strict=True)]
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits
+        labels = torch.tensor([labels])
+        total += model.loss_function(logits, labels, vocab_size=logits.shape[-1]).item() * sum(mask)
+        tokens += sum(mask)
+    return total / tokens
+
+
+def test_the_loss_is_that_of_transformers(alone, transformers_loss):
+    assert alone[0] == pytest.approx(transformers_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])
+def test_every_layout_has_the_same_loss_and_gradients(ranks, folder, alone, name):
+    """The mean is over all trained tokens of the step, whatever share of them a replica has."""
+    layout = (LAYOUTS | MORE)[name]
+    outcomes = ranks(layout["world"], step, folder, rows(), layout)
+    seen = set()
+    for loss, gradients in outcomes:
+        assert loss == pytest.approx(alone[0], rel=1e-6)
+        for tensor, found in gradients.items():
+            want = alone[1][tensor]
+            assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max(), tensor
+        seen |= gradients.keys()
+    assert seen == alone[1].keys()
