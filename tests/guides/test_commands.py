@@ -56,6 +56,7 @@ QUICK = {
     "skyrl-megatron --help": (0, "replay-batch"),
     "skyrl-megatron evaluate --help": (0, "--check"),
     "skyrl-megatron convert --help": (0, "convert"),
+    "skyrl-megatron sft --help": (0, "sft.max_length"),
     "python -m bridges": (2, "inspect"),
     "python -m bridges list": (0, "qwen3_moe"),
     "docker/build.sh --help": (0, "docker/build.sh"),
