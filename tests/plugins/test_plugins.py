@@ -176,7 +176,7 @@ def test_unknown_names_are_refused_with_what_is_known(folder):
     known = {
         "trainer.algorithm.policy_loss_type": "regular, dual_clip,",
         "trainer.algorithm.advantage_estimator": "grpo, rloo,",
-        "generator.name": "skyrl_gym\n",
+        "generator.name": "skyrl_gym, agent\n",
         "generator.inference_engine.backend": "vllm\n",
         "generator.inference_engine.weight_sync_backend": "nccl, gloo\n",
     }
