@@ -152,12 +152,8 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     named: set[str | None] = set()
     with _quiet():
         for key, names, needed in _sources(run):
-            if not names:
-                yield Problem(key, [], "set at least one data set")
-            opened = [(name, *_open(run, key, name)) for name in names]
-            for _, _, found in opened:
-                yield from found
-            rows = {name: rows for name, rows, _ in opened if rows is not None}
+            rows, found = _open_all(run, key, names)
+            yield from found
             wrong = [problem for name, dataset in rows.items() for problem in _rows(run, key, name, dataset, named)]
             yield from wrong
             if not names or len(rows) < len(names):
@@ -176,12 +172,8 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
     from skyrl_megatron.rollout.chat_rows import ChatRows, conversation_problem
 
     for key, names, needed in _sources(run):
-        if not names:
-            yield Problem(key, [], "set at least one data set")
-        opened = [(name, *_open(run, key, name)) for name in names]
-        for _, _, found in opened:
-            yield from found
-        rows = {name: rows for name, rows, _ in opened if rows is not None}
+        rows, found = _open_all(run, key, names)
+        yield from found
         if not names or len(rows) < len(names):
             continue
         if key == "data.train_data":
@@ -237,6 +229,18 @@ def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
         yield "data.val_data", cfg.data.val_data, 1
     for name, one in read_eval_sets(cfg.data.eval_sets)[0].items():
         yield f"{SETS}.{name}.data", one.data, 1
+
+
+def _open_all(run: PlannedRun, key: str, names: Sequence[str]) -> tuple[dict[str, Rows], list[Problem | NotChecked]]:
+    """Open the data files of a key. Returns name → rows of those that were opened, and the problems."""
+    rows: dict[str, Rows] = {}
+    problems: list[Problem | NotChecked] = [] if names else [Problem(key, [], "set at least one data set")]
+    for name in names:
+        opened, found = _open(run, key, name)
+        problems += found
+        if opened is not None:
+            rows[name] = opened
+    return rows, problems
 
 
 def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Problem | NotChecked]]:

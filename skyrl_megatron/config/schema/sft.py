@@ -28,7 +28,7 @@ def _trainer() -> TrainerConfig:
 
 
 def _generator() -> GeneratorConfig:
-    """Return the section ``generator`` without engines. One sequence per row of the data stands for its samples."""
+    """Return the section ``generator`` without engines. Each row of the data is one sample."""
     generator = GeneratorConfig()
     generator.inference_engine.run_engines_locally = False
     generator.n_samples_per_prompt = 1
