@@ -5,7 +5,8 @@ import enum
 import pickle
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union
 
 import pytest
 from hypothesis import given, settings
@@ -360,6 +361,8 @@ def values_of(annotation):
         if type(None) in members_of(annotation) and len(inner) == 1:
             return st.none() | values_of(inner[0])
         origin = getattr(annotation, "__origin__", annotation)
+        if origin in (Union, UnionType):
+            return st.one_of(*(st.none() if arg is type(None) else values_of(arg) for arg in annotation.__args__))
         if origin is list:
             return st.lists(values_of(annotation.__args__[0]), max_size=3)
         if origin is dict:
