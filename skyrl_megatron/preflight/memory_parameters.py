@@ -18,10 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridges.matrices import is_matrix
 from bridges.plan import Plan
 from bridges.quantisation import Quantisation
-from bridges.rules import Entry, local_shape, padded_rows
+from bridges.rules import Entry, is_matrix, local_shape, padded_rows
 from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.muon_rules import WINDOW

@@ -4,8 +4,8 @@ Each update is that of the whole matrix, in every layout: :class:`Muon` takes th
 optimizers, whose shards, gathers of parameters, masters and checkpoints stay as they are. A distributed optimizer has
 flat ranges of weights. The momentum is updated in these ranges. Then the ranges of a matrix travel to one of
 the ranks that hold it, which gathers the shards of tensor parallelism, orthogonalises the matrices of the weight
-(:mod:`bridges.matrices`: q, k, v, gate and up are separate), and sends each range of the update back. Matrices are
-processed in windows that limit memory, matrices of one shape in one batched product.
+(:class:`bridges.conversions.Blocks`: q, k, v, gate and up are separate), and sends each range of the update back.
+Matrices are processed in windows that limit memory, matrices of one shape in one batched product.
 
 Megatron's own module (``optimizer/emerging_optimizers.py``) is not used: it orthogonalises gate and up as one matrix,
 routers too, and q, k, v by one size for the model, and it cannot shard a matrix over data-parallel ranks.
@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bridges.conversions import Blocks
 from bridges.errors import BridgeError
-from bridges.matrices import Blocks, matrix_blocks
-from bridges.rules import Entry, shard, unshard
+from bridges.rules import Entry, matrix_blocks, shard, unshard
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.muon_rules import WINDOW, MuonSettings
 from skyrl_megatron.errors import ConfigError, Problem
