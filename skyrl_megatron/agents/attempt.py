@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.agents.harbor_task import reward_of
-from skyrl_megatron.agents.task import Task
+from skyrl_megatron.agents.task import Task, reward_of
 from skyrl_megatron.errors import SandboxError, SandboxLimitError
 from skyrl_megatron.sandboxes.relay import Relay
 from skyrl_megatron.sandboxes.sandbox import TESTS, CommandResult, Sandbox, SandboxSpec, pack, unpack

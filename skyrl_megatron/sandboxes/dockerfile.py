@@ -38,7 +38,7 @@ _PATH = re.compile(r"(?<![\w$.}:/-])/[\w.@+-]+(?:/[\w.@+-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BuildStep:
     """A line that makes files: ``copied`` (path in the context → path in the sandbox), or a shell command."""
 
     where: str
@@ -51,12 +51,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """What a Dockerfile asks for. ``folders``: those that the agent has to own, without one below another."""
 
     folder: str
     environment: Mapping[str, str]
-    steps: tuple[Step, ...]
+    steps: tuple[BuildStep, ...]
     folders: tuple[str, ...]
 
 
@@ -94,7 +94,7 @@ def working_folder(file: Path) -> tuple[str, dict[str, str]]:
     return folder, environment
 
 
-def read_dockerfile(context: Path) -> Plan:
+def read_dockerfile(context: Path) -> BuildPlan:
     """Return the plan of ``context/Dockerfile``. Raises SandboxError that names the first line that needs a container
     engine, and why."""
     file = context / NAME
@@ -115,7 +115,7 @@ def read_dockerfile(context: Path) -> Plan:
                 raise _unsupported(where, f"nothing here stands in for image {image}")
         elif word == "WORKDIR":
             folder = _absolute(_filled(rest, known), folder)
-            steps.append(Step(where, command=f"mkdir -p {shlex.quote(folder)}"))
+            steps.append(BuildStep(where, command=f"mkdir -p {shlex.quote(folder)}"))
             paths.append(folder)
         elif word == "ENV":
             environment |= _pairs(rest, known)
@@ -127,13 +127,13 @@ def read_dockerfile(context: Path) -> Plan:
             paths += [os.path.dirname(path) for path in step.copied.values()]
         elif word == "RUN":
             command = _shell(rest)
-            steps.append(Step(where, command=command, folder=folder, environment=dict(known)))
+            steps.append(BuildStep(where, command=command, folder=folder, environment=dict(known)))
             paths += _PATH.findall(_filled(command, known))
         elif word not in WITHOUT_EFFECT:
             raise _unsupported(where, "it is not supported")
     if not stages:
         raise SandboxError(f"{file} has no FROM: add it")
-    return Plan(folder, environment, tuple(steps), tuple(_owned(paths)))
+    return BuildPlan(folder, environment, tuple(steps), tuple(_owned(paths)))
 
 
 def is_context(image: str) -> bool:
@@ -184,7 +184,7 @@ def _shell(rest: str) -> str:
     return rest
 
 
-def _copy(context: Path, where: str, word: str, rest: str, folder: str) -> Step:
+def _copy(context: Path, where: str, word: str, rest: str, folder: str) -> BuildStep:
     """Return the files that a COPY or ADD copies."""
     flags = [each for each in rest.split() if each.startswith("--")]
     words = json.loads(rest) if rest.startswith("[") else [each for each in shlex.split(rest) if each not in flags]
@@ -213,7 +213,7 @@ def _copy(context: Path, where: str, word: str, rest: str, folder: str) -> Step:
     copied = {source: os.path.normpath(path) for source, path in copied.items() if not ignored(source)}
     if blocked := next((path for path in copied.values() if _owner(path) is None), None):
         raise _unsupported(where, f"{blocked} belongs to the system")
-    return Step(where, copied=copied, mode=mode)
+    return BuildStep(where, copied=copied, mode=mode)
 
 
 def _ignored(context: Path) -> _Ignored:
