@@ -87,7 +87,9 @@ def test_every_layout(ranks, folder, name):  # noqa: F811
 
 
 def moments_body(folder, keys):  # noqa: F811
-    """Name of each factor → its moments after a step."""
+    """Name of each factor → its moments after a step; bytes of all moments, and as ``--check`` counts them."""
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable, rank_bytes
     from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.optimizer import step_if_finite
 
@@ -96,12 +98,20 @@ def moments_body(folder, keys):  # noqa: F811
         factor.tensor.main_grad.fill_(1.0)
     step_if_finite(engine.optimizer, engine.lr_schedule, engine.chunks)
     names = {id(factor.tensor): factor.name for factor in engine.adapters.factors()}
-    held = owned_ranges(engine.optimizer)
-    return {names[id(each.parameter)]: sorted(set(each.tensors) - {"param"}) for each in held}
+    held = list(owned_ranges(engine.optimizer))
+    moments = {names[id(each.parameter)]: sorted(set(each.tensors) - {"param"}) for each in held}
+    size = sum(tensor.nbytes for each in held for name, tensor in each.tensors.items() if name != "param")
+    table, one = ParameterTable(engine.model.hf.plan), ParallelConfig(1)
+    factors = AdapterTable.of(engine.cfg, table.plan, table.top_k).stage(one, 0, te=False)
+    megatron = engine.cfg.trainer.policy.megatron_config
+    how = dict(bf16=False, trained=True, adapters=factors, muon=True)
+    return moments, size, rank_bytes(table.stage(one, 0, frozen=True), one, megatron, **how).optimizer
 
 
 def test_embedding_and_output_layer_are_trained_by_adamw(ranks, folder):  # noqa: F811
-    (found,) = ranks(1, moments_body, folder, {f"{bodies.LORA}target_modules": "lm_head,embed_tokens,o_proj"})
+    targets = {f"{bodies.LORA}target_modules": "lm_head,embed_tokens,o_proj"}
+    ((found, size, counted),) = ranks(1, moments_body, folder, targets)
     assert len(found) == 2 * 2 + 2 * 4
     for name, moments in found.items():
         assert moments == (["momentum_buffer"] if "linear_proj" in name else ["exp_avg", "exp_avg_sq"]), name
+    assert size == pytest.approx(counted, rel=1e-3)
