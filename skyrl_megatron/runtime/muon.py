@@ -17,7 +17,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bridges.conversions import Blocks
 from bridges.errors import BridgeError
+from bridges.rows import Split
 from bridges.rules import Entry, matrix_blocks, shard, unshard
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.muon_rules import WINDOW, MuonSettings
@@ -38,9 +39,12 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
     is_distributed,
     parameters_of,
 )
+from skyrl_megatron.runtime.lora.attach import adapter_modules
+from skyrl_megatron.runtime.lora.folder import entry_of
 from skyrl_megatron.runtime.model.local_weights import weight_locations
 
 if TYPE_CHECKING:
+    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -125,6 +129,31 @@ def matrices_of(model: ModelChunks, groups: ProcessGroups, key: str) -> list[Mat
             if blocks is not None:
                 shape = tuple(parameter.shape[-2:])
                 found.append(Matrix(entry, blocks, parameter, number * math.prod(shape), shape))
+    return found
+
+
+def factors_of(adapters: Adapters) -> list[Matrix]:
+    """Return the trained factors of linear weights' adapters, as :func:`matrices_of` returns weights.
+
+    Each factor, A ``[rank, in]`` or B ``[out, rank]``, is a matrix of its own, as in published runs of Muon with LoRA
+    (Qu et al. 2026, "Can Muon Fine-tune Adam-Pretrained Models?"). The rows of a B that serves several projections are
+    separate matrices, as those of the weight are. Adapters of embedding and output layer are trained by AdamW.
+    """
+    found = []
+    for adapter in (each for chunk in adapters.by_chunk for each in adapter_modules(chunk)):
+        weight = entry_of(adapters, adapter, None if adapter.experts is None else adapter.experts[0])
+        if (blocks := matrix_blocks(weight)) is None:
+            continue
+        for factor in adapter.factors():
+            over = adapters.groups.etp if factor.experts is not None else adapters.groups.tp
+            for number, (expert, matrix) in enumerate(factor.matrices()):
+                whole = [*matrix.shape]
+                if factor.split is not None:
+                    whole[factor.split] *= over.size()
+                own = blocks if adapter.is_joined and factor.name.endswith(".B") else Blocks(1, (whole[0],))
+                bound = replace(weight.bound, shape=tuple(whole), split=Split(factor.split, factor.parts))
+                entry = replace(weight, name=factor.name, expert=expert, bound=bound)
+                found.append(Matrix(entry, own, factor.tensor, number * matrix.numel(), tuple(matrix.shape)))
     return found
 
 
