@@ -109,4 +109,4 @@ def test_a_supervised_recipe_runs_as_typed(tmp_path, recipe):
     own |= {"sft.max_length": 64, "trainer.policy.optimizer_config.num_warmup_steps": 0}
     lines = run(tmp_path, recipe, "qwen3_moe", tmp_path / "rows.jsonl", own)
     assert lines[2]["sft/loss"] < lines[1]["sft/loss"], "the rows are all equal"
-    assert (tmp_path / "export/global_step_2/policy/model.safetensors").exists()
+    assert (tmp_path / "ckpt/global_step_2/MANIFEST.json").exists()
