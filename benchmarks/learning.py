@@ -52,7 +52,7 @@ ANSWER, SAMPLES, UPDATES, PASSES = 4, 4, 4, 3
 CORRECTED = {"off_policy_correction": {"tis_ratio_type": "token"}}
 LOSSES: dict[str, dict[str, Any]] = {
     "dual_clip": {"policy_loss_type": "dual_clip"} | CORRECTED,
-    "regular": {"policy_loss_type": "regular"} | CORRECTED,
+    "anchored": {"policy_loss_type": "dual_clip", "ratio_anchor": "rollout"},
     "gspo": {"policy_loss_type": "gspo"} | CORRECTED,
     "cispo": {"policy_loss_type": "cispo", "cispo": {"anchor": "rollout"}},
     "rollout_is": {"policy_loss_type": "rollout_is"},
@@ -133,7 +133,8 @@ class Policy:
         out = self.model(input_ids=prompts, use_cache=True)
         cache, scores = out.past_key_values, out.logits[:, -1].repeat_interleave(samples, 0).log_softmax(-1)
         cache.batch_repeat_interleave(samples)
-        tokens, found = [], []
+        tokens: list[Tensor] = []
+        found: list[Tensor] = []
         for place in range(ANSWER):
             if place:
                 scores = self.model(input_ids=tokens[-1], past_key_values=cache).logits[:, -1].log_softmax(-1)
@@ -274,7 +275,10 @@ def update(
     found: dict[str, list[float]] = collections.defaultdict(list)
     for rows in [each for _ in range(PASSES) for each in kept.tensor_split(UPDATES) if len(each)]:
         log_probs, entropy = (each.flatten(0, 1) for each in policy.log_probs(prompts[rows], answers[rows]))
-        known = {"old_log_probs": old[rows].flatten(0, 1), "rollout_log_probs": rollout[rows].flatten(0, 1)}
+        known: dict[str, Any] = {
+            "old_log_probs": old[rows].flatten(0, 1),
+            "rollout_log_probs": rollout[rows].flatten(0, 1),
+        }
         tokens = mask[rows].flatten(0, 1)
         loss, metrics = objective(
             objective.totals(tokens, **known),
