@@ -94,6 +94,7 @@ OBJECTIVE = {
     f"{A}cispo.cispo_eps_clip_high": Row(0.1, objective.loss, loss_is("cispo")),
     f"{A}cispo.anchor": Row("rollout", objective.loss, loss_is("cispo")),
     f"{A}dppo.dppo_type": Row("binary_kl", objective.loss, loss_is("dppo")),
+    f"{A}ratio_anchor": Row("rollout", objective.loss, loss_is("regular")),
     f"{A}m2po_threshold": Row(1e-6, objective.loss, loss_is("m2po")),
     f"{A}dppo.delta_low": Row(0.001, objective.loss, loss_is("dppo")),
     f"{A}dppo.delta_high": Row(0.001, objective.loss, loss_is("dppo")),
