@@ -225,3 +225,5 @@ class TrainerConfig(BaseConfig):
     """Oversampling."""
     healing: HealingConfig = field(default_factory=HealingConfig)
     """Recovery of lost ranks."""
+    exact_rollouts: bool = False
+    """Engine and trainer give each token the same log-prob, bit for bit (on CPU; docs/guides/exact-rollouts.md)."""
