@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
@@ -117,7 +117,7 @@ _sample = TopKTopPSampler.forward_cpu
 layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
 RMSNorm.forward_native = _norm
 SiluAndMul.forward_native = staticmethod(_silu_and_mul)
-RotaryEmbeddingBase.forward_cpu = RotaryEmbeddingBase.forward_native = _rotate
+RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native = _rotate
 CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward = _store, _attend
 TopKTopPSampler.forward_cpu = _sample_top
 Sampler.compute_logprobs = staticmethod(lambda logits: exact_ops.log_softmax(logits.float()))
