@@ -1,16 +1,16 @@
 """Operations whose result for a token has the same bits in any batch, for ``trainer.exact_rollouts`` on CPU.
 
-Engine and trainer call these functions in place of their own (``inference/vllm/exact.py``, ``runtime/``), in fp32. Then
-a token's log-prob does not depend on the other tokens of a batch, on how they are packed, or on how a prompt is cut.
-Three rules make it so:
+Engine and trainer call these functions in place of their own (``inference/vllm/exact.py``, ``runtime/``), in fp32.
+Then a token's log-prob does not depend on the other tokens of a batch, on how they are packed, or on how a prompt is
+cut. Three rules make it so:
 
 - A matrix product multiplies tiles of :data:`TILE` rows. BLAS is always called with the same number of rows, and adds
   the products of one row and one column in one order. :func:`check` tests this on the machine.
 - Sums are elementwise additions of halves or of pairs, in an order that only the length determines. Sums over the keys
   of a sequence add pairs, so that zeros after the last key change nothing.
 - All else is elementwise, and each multiplication and addition is an operation of its own: a compiler fuses them in
-  some elements of a tensor and not in others. For the same reason the sigmoid is computed from ``exp``. (torch computes
-  a sigmoid's last elements differently from the others.)
+  some elements of a tensor and not in others. The sigmoid is computed from ``exp``, because torch computes a sigmoid's
+  last elements differently from the others.
 
 Equal scores of experts are ordered by the index of the expert.
 """
@@ -58,7 +58,9 @@ def check() -> None:
     equal = torch.equal(product(x[some], w), whole[some]) and torch.equal(halves, whole)
     for function in (torch.exp, torch.log):
         values = x.abs().flatten() + 0.1
-        equal = equal and all(torch.equal(function(values[i : i + 77]), function(values)[i : i + 77]) for i in range(77))
+        equal = equal and all(
+            torch.equal(function(values[i : i + 77]), function(values)[i : i + 77]) for i in range(77)
+        )
     if not equal:
         fix = "this machine's matrix products depend on the batch: set it to false"
         raise ConfigError([Problem("trainer.exact_rollouts", True, fix)])
@@ -95,7 +97,11 @@ def fixed_sum(x: Tensor) -> Tensor:
     while (n := x.shape[-1]) > 1:
         half = (n + 1) // 2
         first = x[..., :half]
-        x = first + x[..., half:] if n == 2 * half else torch.cat([first[..., :-1] + x[..., half:], first[..., -1:]], -1)
+        x = (
+            first + x[..., half:]
+            if n == 2 * half
+            else torch.cat([first[..., :-1] + x[..., half:], first[..., -1:]], -1)
+        )
     return x[..., 0]
 
 
