@@ -181,6 +181,29 @@ def log_softmax(logits: Tensor) -> Tensor:
     return shifted - fixed_sum(torch.exp(shifted)).log().unsqueeze(-1)
 
 
+# ------------------------------------------------------------------ experts
+def expert_scores(logits: Tensor, *, softmax: bool) -> Tensor:
+    """Return the softmax or the sigmoid of a router's logits, [n, E]."""
+    if not softmax:
+        return with_gradient(sigmoid, torch.sigmoid, logits)
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True).detach())
+    return weights / fixed_sum(weights).unsqueeze(-1)
+
+
+def best_experts(scores: Tensor, k: int) -> Tensor:
+    """Return the experts with the ``k`` largest scores, [n, E] → [n, k]; of equal scores, the lower index."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def expert_weights(scores: Tensor, experts: Tensor, *, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the weights of the chosen experts, and these in ascending order, [n, k] each."""
+    experts = experts.sort(dim=-1).values
+    weights = scores.gather(1, experts)
+    if normalise:
+        weights = weights / (serial_sum(weights) + 1e-20).unsqueeze(-1)
+    return (weights * scale if scale else weights), experts
+
+
 # ------------------------------------------------------------------ attention
 def attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Sequence[int], keys: Sequence[int], scale: float

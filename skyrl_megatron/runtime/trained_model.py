@@ -53,7 +53,7 @@ class TrainedModel:
         megatron_patches.install()
         if cfg.trainer.deterministic:
             device.use_deterministic_kernels()
-        exact_ops.use(cfg.trainer.exact_rollouts and not device.has_cuda())
+        exact_ops.use(cfg.trainer.exact_rollouts)
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config

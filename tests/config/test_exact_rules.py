@@ -63,7 +63,8 @@ def test_tokens_of_older_weights(tmp_path):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"model_type": "gpt_oss"}, "gpt_oss has no exact operations (they exist for llama, qwen2, qwen3"),
+        ({"model_type": "gpt_oss"}, "gpt_oss has no exact operations (they exist for llama, qwen2, qwen3, qwen3_moe"),
+        ({"n_group": 4}, "n_group"),
         ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_scaling"),
     ],

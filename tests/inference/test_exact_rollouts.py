@@ -64,7 +64,10 @@ PACKED = {"trainer.max_tokens_per_microbatch": 700}
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", *(pytest.param(each, marks=pytest.mark.full_matrix) for each in ("llama", "qwen2"))],
+    [
+        *("qwen3", "qwen3_moe", "glm4_moe"),
+        *(pytest.param(each, marks=pytest.mark.full_matrix) for each in ("llama", "qwen2", "mixtral", "hy_v3")),
+    ],
 )
 def test_log_probs_have_the_same_bits(ranks, tmp_path, family):
     """In any batch of the engine and in any packs of the trainer; without the setting they differ."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 KEY = "trainer.exact_rollouts"
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "hy_v3")
 """Families whose layers all have exact operations on both sides (``tests/inference/test_exact_rollouts.py``)."""
 _M = "trainer.policy.megatron_config."
 _E = "generator.inference_engine."
@@ -22,6 +22,7 @@ _MODEL = {
     "sliding_window": "attention in a window has no exact operation",
     "rope_scaling": "scaled rotary angles are computed in two ways",
     "quantization_config": "quantised weights are multiplied by other kernels",
+    "n_group": "experts chosen in groups have no exact operation",
 }
 _ENGINE_KWARGS = {
     "speculative_config": "drafted tokens are scored in another way",
@@ -58,6 +59,7 @@ def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Pr
         "sliding_window": hf.get("sliding_window") if hf.get("use_sliding_window", True) else None,
         "rope_scaling": scaled or rope_parameters(dict(hf)).get("rope_type", "default") != "default",
         "quantization_config": hf.get("quantization_config"),
+        "n_group": (hf.get("n_group") or 1) > 1,
     }
     for name, why in _MODEL.items():
         if given[name]:

@@ -258,7 +258,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "rope": rope,
         "logprobs_at_temperature": bool(truncations(generator.sampling_params)) and not returns_sampling_support(cfg),
         "return_support": returns_sampling_support(cfg),
-        "exact": cfg.trainer.exact_rollouts and not device.has_cuda(),
+        "exact": cfg.trainer.exact_rollouts,
         "clear_kv_cache": cfg.trainer.fully_async.clear_kv_cache_on_weight_sync,
         "extra": extra,
         "adapters": adapters,
