@@ -178,7 +178,7 @@ __all__ = [
 ]
 
 WORKER_EXTENSION = "skyrl_megatron.inference.vllm.compat.WorkerExtension"
-EXACT_EXTENSION = "skyrl_megatron.inference.vllm.exact.WorkerExtension"
+EXACT_EXTENSION = "skyrl_megatron.inference.vllm.exact.ExactExtension"
 
 
 # ------------------------------------------------------------------ starting an engine

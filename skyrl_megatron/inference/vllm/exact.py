@@ -29,7 +29,7 @@ from skyrl_megatron.inference.vllm import compat
 from skyrl_megatron.inference.vllm.cpu import experts_with_tokens
 
 
-class WorkerExtension(compat.WorkerExtension):
+class ExactExtension(compat.WorkerExtension):
     """The worker's methods; a class of this module, so that workers import it."""
 
 

@@ -222,7 +222,7 @@ def exact_routing(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
     router_replay: Any = None,
-    **_: Any,
+    **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """Route as the engine does (``trainer.exact_rollouts``): [n, E] → (weights [n, E], map [n, E] bool)."""
     assert (num_groups or 1) == 1 and score_function in ("softmax", "sigmoid")
@@ -235,9 +235,9 @@ def exact_routing(
         return values.gather(1, best), best
 
     if router_replay is None:
-        _, experts = choose(compared, topk)
+        experts = exact_ops.best_experts(compared, topk)
     else:
-        _, experts = router_replay.get_replay_topk(compared, topk, None, None, choose)
+        experts = router_replay.get_replay_topk(compared, topk, None, None, choose)[1]
     normalise = not use_pre_softmax if softmax else topk > 1
     weights, experts = exact_ops.expert_weights(scores, experts, normalise=normalise, scale=scaling_factor)
     zeros = torch.zeros_like(logits)
