@@ -225,3 +225,7 @@ class TrainerConfig(BaseConfig):
     """Oversampling."""
     healing: HealingConfig = field(default_factory=HealingConfig)
     """Recovery of lost ranks."""
+    exact_rollouts: bool = False
+    """Engine and trainer give each token the same log-prob, bit for bit (docs/guides/routing-replay.md)."""
+    max_rollout_gap: NonNegative | None = None
+    """Largest log-prob mismatch, in nats, above which a step fails. None: 0 with `exact_rollouts`."""
