@@ -17,7 +17,7 @@ from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
-from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams, SFTConfig
+from skyrl_megatron.config.schema.generator import DPOConfig, GeneratorConfig, SamplingParams, SFTConfig
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
@@ -34,9 +34,14 @@ def is_data_file(name: str) -> bool:
 
 
 def supervised(cfg: Section) -> SFTConfig | None:
-    """Return the section ``sft`` of supervised training (``skyrl-megatron sft``), which samples nothing and starts no
+    """Return the section of a run that trains on rows of data (``sft``, ``dpo``), samples nothing and starts no
     engines; None for other runs."""
-    return getattr(cfg, "sft", None)
+    return getattr(cfg, "sft", None) or preferences(cfg)
+
+
+def preferences(cfg: Section) -> DPOConfig | None:
+    """Return the section ``dpo`` of a run that trains on preferences; None for other runs."""
+    return getattr(cfg, "dpo", None)
 
 
 def absolute(path: str) -> str:

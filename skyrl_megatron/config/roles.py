@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import is_address
+from skyrl_megatron.config.derive import is_address, preferences
 from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.parse import Mismatch, convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -69,9 +69,9 @@ def has_teacher(cfg: SkyRLTrainConfig) -> bool:
 
 
 def needs_reference(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether a KL term compares the policy with a reference."""
+    """Return whether a KL term, or a loss of preferences, compares the policy with a reference."""
     algorithm = cfg.trainer.algorithm
-    return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+    return preferences(cfg) is not None or algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
 
 def policy_is_reference(cfg: SkyRLTrainConfig) -> bool:

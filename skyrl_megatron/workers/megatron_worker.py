@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron import progress as spans
+from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.roles import role_part
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
@@ -92,6 +93,7 @@ class RankProcess:
         from skyrl_megatron.runtime import parallel_state as waits
         from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
+        from skyrl_megatron.runtime.preference import PreferenceEngine
         from skyrl_megatron.workers.dispatch import RankInfo
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -105,10 +107,11 @@ class RankProcess:
         )
         waits.start_wait_timer()
         self.cfg, self.role = cfg, role
+        kind = PreferenceEngine if role == "policy" and preferences(cfg) is not None else MegatronEngine
         self.engine: MegatronEngine = (
             CriticEngine(cfg, total_steps=total_steps)
             if role == "critic"
-            else MegatronEngine(cfg, role, total_steps=total_steps)
+            else kind(cfg, role, total_steps=total_steps)
         )
         return RankInfo(
             self.engine.dp_rank,

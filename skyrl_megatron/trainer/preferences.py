@@ -1,0 +1,112 @@
+"""Training on preferences: rows with a better and a worse answer → optimizer steps that compare policy and reference.
+
+:class:`PreferenceTrainer` is supervised training (``sft.py``) with another batch and another loss
+(``algorithms/preferences.py``). The reference is a model of its own (``trainer.ref``, by default the initial policy),
+or the policy without its adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
+from skyrl_megatron.algorithms.preferences import REFERENCE, Answers, preference_loss, preference_metrics, summed
+from skyrl_megatron.config.derive import preferences
+from skyrl_megatron.rollout.preference_rows import other_answers, preference_batch
+from skyrl_megatron.trainer.callbacks import notify
+from skyrl_megatron.trainer.sft import SFTTrainer
+from skyrl_megatron.trainer.step_batch import optimizer_metrics
+from skyrl_megatron.types import TrainingBatch
+
+KL = "kto_kl"
+"""Metadata key of a batch (``runtime/preference.py``)."""
+MEASURED = ("rewards/", "logps/")
+
+
+class PreferenceTrainer(SFTTrainer):
+    """The loop over policy and reference. ``train_dataset``, ``eval_dataset``: ``PairRows`` or ``LabelledRows``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = preferences(self.cfg)
+        assert settings is not None
+        self.settings = settings
+        self.rows: Sequence[Mapping[str, Any]] = ()
+        """The rows of the step."""
+
+    # ------------------------------------------------------------------ a step
+    def collect_experience(self) -> TrainingBatch:
+        """Return the answers of the step's rows."""
+        with self.phases("read_rows"):
+            self.rows = next(self.rollouts.prompts)
+            return preference_batch(self.rows)
+
+    def update_on(self, batch: TrainingBatch) -> None:
+        """Take the optimizer steps of a training step."""
+        with self.phases("fwd_logprobs_values_reward"):
+            self.add_reference(batch, self.rows)
+        with self.phases("policy_train"):
+            results = self._train(self.policy, batch)
+        found = optimizer_metrics("policy", results)
+        self.metrics |= {name.removeprefix("policy/") if _is_measured(name) else name: found[name] for name in found}
+        self.metrics["dpo/loss"] = self.metrics["policy/policy_loss"]
+        if KL in batch.metadata:
+            self.metrics["dpo/kl"] = batch.metadata[KL]
+        self.metrics["trainer/tokens"] = float(batch.lengths.sum())
+
+    def add_reference(self, batch: TrainingBatch, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add to the batch of ``rows``, items of the data, what the loss reads of the reference."""
+        assert batch.preferences is not None
+        batch.preferences[:, REFERENCE] = summed(self.reference_logprobs(batch), batch.loss_mask)
+        if not self.settings.paired:
+            others = other_answers(rows)
+            ratios = self.policy_logprobs(others) - self.reference_logprobs(others)
+            batch.metadata[KL] = max(float(summed(ratios, others.loss_mask).sum()) / len(rows), 0.0)
+
+    def policy_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """Return the policy's log-probs [B, T]."""
+        return self.policy.compute_logprobs(batch, "policy log-probs")
+
+    # ------------------------------------------------------------------ evaluation
+    def eval(self) -> dict[str, float]:
+        """Return the loss and the rewards of held-out rows, ``eval/<data set>/…`` and of ``all``; {} without data."""
+        if self.eval_dataset is None:
+            return {}
+        found: dict[str, list[Any]] = {}
+        size = self.cfg.trainer.eval_batch_size
+        with self.phases("eval"):
+            for start in range(0, len(self.eval_dataset), size):
+                self.stop.check()
+                rows = [self.eval_dataset[row] for row in range(start, min(start + size, len(self.eval_dataset)))]
+                batch = preference_batch(rows)
+                self.add_reference(batch, rows)
+                logprobs = self.policy_logprobs(batch)
+                names = np.asarray([str(row["source"]).rsplit("/", 1)[-1] for row in rows for _ in row["sequences"]])
+                for name in dict.fromkeys(names.tolist()):
+                    own = np.flatnonzero(names == name)
+                    measured = self._measured(batch.select(own), logprobs[torch.from_numpy(own)])
+                    for key in (name, "all"):
+                        found.setdefault(key, []).append(measured)
+        metrics = {
+            f"eval/{key}/{name}": value
+            for key, parts in found.items()
+            for name, value in metric_values(merge_metrics(*parts)).items()
+        }
+        self.metrics |= metrics
+        notify(self.callbacks, "on_evaluate", self, metrics)
+        return metrics
+
+    def _measured(self, batch: TrainingBatch, logprobs: torch.Tensor) -> dict[str, Any]:
+        assert batch.preferences is not None
+        answers = Answers.of(logprobs, batch.loss_mask, batch.preferences, batch.uids)
+        losses = preference_loss(answers, self.settings, batch.metadata.get(KL, 0.0))
+        mean = Mean(losses.sum(), losses.new_tensor(len(losses)))
+        return {"loss": mean, **preference_metrics(answers, self.settings)}
+
+
+def _is_measured(name: str) -> bool:
+    return name.removeprefix("policy/").startswith(MEASURED)
