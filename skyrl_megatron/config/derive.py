@@ -111,6 +111,8 @@ def derive(cfg: Section) -> None:
     _translate_tis(algorithm)
     make_paths_absolute(cfg)
 
+    if (pairs := preferences(cfg)) is not None and pairs.reference_cache:
+        pairs.reference_cache = absolute(pairs.reference_cache)
     fill(cfg, "generator.max_input_length", trainer.max_prompt_length)
     assert generator.max_input_length is not None
     fill(cfg, "generator.rope_scaling", trainer.rope_scaling)

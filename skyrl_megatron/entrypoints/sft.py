@@ -68,10 +68,11 @@ def _trainer() -> type[Any]:
 def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
     """Return the experiment: rows instead of prompts, and no engines."""
     from skyrl_megatron import hub
-    from skyrl_megatron.config.derive import supervised
+    from skyrl_megatron.config.derive import preferences, supervised
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.rollout.preference_rows import rows_class
     from skyrl_megatron.rollout.templates import ChatFormat, load_template
+    from skyrl_megatron.trainer.reference_cache import open_caches
 
     class RowsExp(BasePPOExp):
         def _dataset(self, key: str, sources: Sequence[str]) -> Any:
@@ -88,8 +89,17 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
         def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
             return None
 
+        def start_engines(self) -> Any:
+            if (pairs := preferences(self.cfg)) is not None and pairs.reference_cache:
+                data = {"train": self.train_dataset, "eval": self.eval_dataset}
+                self.caches = open_caches(self.cfg, data, self.start_up.say)
+            return super().start_engines()
+
         def get_trainer(self, *args: Any, **kwargs: Any) -> Any:
-            return trainer(*args, **kwargs)
+            made = trainer(*args, **kwargs)
+            if caches := getattr(self, "caches", None):
+                made.caches = caches
+            return made
 
     return RowsExp
 

@@ -123,7 +123,7 @@ class ChatRows:
         return "", ""
 
     def _item(self, item: int) -> dict[str, Any]:
-        """Return what an item has beside its uid and its source."""
+        """Return what an item has in addition to uid and source."""
         return {"sequences": self._sequences(self.rows[int(self.kept[item])])}
 
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:

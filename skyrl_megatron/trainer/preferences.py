@@ -16,8 +16,10 @@ import torch
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
 from skyrl_megatron.algorithms.preferences import REFERENCE, Answers, preference_loss, preference_metrics, summed
 from skyrl_megatron.config.derive import preferences
+from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.preference_rows import other_answers, preference_batch
 from skyrl_megatron.trainer.callbacks import notify
+from skyrl_megatron.trainer.reference_cache import ReferenceCache
 from skyrl_megatron.trainer.sft import SFTTrainer
 from skyrl_megatron.trainer.step_batch import optimizer_metrics
 from skyrl_megatron.types import TrainingBatch
@@ -35,6 +37,8 @@ class PreferenceTrainer(SFTTrainer):
         settings = preferences(self.cfg)
         assert settings is not None
         self.settings = settings
+        self.caches: dict[str, ReferenceCache] = {}
+        """``train`` and ``eval``, with ``dpo.reference_cache``."""
         self.rows: Sequence[Mapping[str, Any]] = ()
         """The rows of the step."""
 
@@ -58,14 +62,40 @@ class PreferenceTrainer(SFTTrainer):
             self.metrics["dpo/kl"] = batch.metadata[KL]
         self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
-    def add_reference(self, batch: TrainingBatch, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add to the batch of ``rows``, items of the data, what the loss reads of the reference."""
+    def add_reference(self, batch: TrainingBatch, rows: Sequence[Mapping[str, Any]], data: str = "train") -> None:
+        """Add to the batch of ``rows``, items of the data set ``data``, what the loss reads of the reference."""
         assert batch.preferences is not None
-        batch.preferences[:, REFERENCE] = summed(self.reference_logprobs(batch), batch.loss_mask)
+        cache = self.caches.get(data)
+        if cache is not None and cache.is_complete:
+            sums, reference = cache.sums(rows), cache.others(rows)
+        else:
+            sums, reference = self.reference_sums(rows)
+        batch.preferences[:, REFERENCE] = torch.from_numpy(sums)
         if not self.settings.paired:
             others = other_answers(rows)
-            ratios = self.policy_logprobs(others) - self.reference_logprobs(others)
-            batch.metadata[KL] = max(float(summed(ratios, others.loss_mask).sum()) / len(rows), 0.0)
+            policy = float(summed(self.policy_logprobs(others), others.loss_mask).sum())
+            batch.metadata[KL] = max((policy - float(reference.sum())) / len(rows), 0.0)
+
+    def reference_sums(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the summed log-probs of the reference, float64: of each sequence of ``rows`` [B], and of the answers
+        in ``others`` of each row [N], zeros for pairs."""
+        batch, reference = preference_batch(rows), np.zeros(len(rows))
+        sums = summed(self.reference_logprobs(batch), batch.loss_mask).numpy()
+        if not self.settings.paired:
+            others = other_answers(rows)
+            of_each = summed(self.reference_logprobs(others), others.loss_mask).numpy()
+            np.add.at(reference, [int(uid) for uid in others.uids], of_each)
+        return sums, reference
+
+    def before_training(self) -> None:
+        """Fill the caches of the reference, which then ends, and evaluate the initial policy."""
+        for cache in self.caches.values():
+            if not cache.is_complete:
+                with current_task("log-probs of the reference"):
+                    cache.fill(self.reference_sums, self.cfg.trainer.eval_batch_size)
+        if self.caches and self.ref is not None:
+            self.roles.pop("ref").stop()
+        super().before_training()
 
     def policy_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """Return the policy's log-probs [B, T]."""
@@ -83,7 +113,7 @@ class PreferenceTrainer(SFTTrainer):
                 self.stop.check()
                 rows = [self.eval_dataset[row] for row in range(start, min(start + size, len(self.eval_dataset)))]
                 batch = preference_batch(rows)
-                self.add_reference(batch, rows)
+                self.add_reference(batch, rows, "eval")
                 logprobs = self.policy_logprobs(batch)
                 names = np.asarray([str(row["source"]).rsplit("/", 1)[-1] for row in rows for _ in row["sequences"]])
                 for name in dict.fromkeys(names.tolist()):

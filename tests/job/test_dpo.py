@@ -137,3 +137,28 @@ def test_other_losses_and_a_reference_without_adapters(folder, tmp_path, loss, d
     held_out = [line["eval/all/loss"] for line in metrics_of(tmp_path) if "eval/all/loss" in line]
     assert held_out[-1] < held_out[0]
     assert ("ref on" in out) == (not keys)
+
+
+@pytest.mark.full_matrix
+def test_log_probs_of_the_reference_are_kept(folder, tmp_path, whole):
+    """The second run starts no reference and takes the same steps. A cache of other data is not used."""
+    cache = {"dpo.reference_cache": tmp_path / "cache"}
+    first = finish(start(folder, tmp_path / "first", **cache))
+    assert "ref on 2" in first and "log-probs of 64 rows are in" in first
+    second = finish(start(folder, tmp_path / "second", **cache))
+    assert "ref on" not in second and "its log-probs are in" in second
+    assert exported(tmp_path / "first") == exported(tmp_path / "second")
+    losses = [
+        [line["dpo/loss"] for line in metrics_of(place) if "dpo/loss" in line]
+        for place in (tmp_path / "second", whole[0])
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    keys = {
+        "data.train_data": f"[{folder / 'fewer.jsonl'}]",
+        "trainer.max_training_steps": 1,
+        "trainer.hf_save_interval": -1,
+    }
+    (folder / "fewer.jsonl").write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:32]))
+    third = finish(start(folder, tmp_path / "third", **cache, **keys))
+    assert "train.safetensors is of another data: the log-probs of the reference are computed again" in third
+    assert "ref on 2" in third and "log-probs of 32 rows are in" in third

@@ -63,6 +63,18 @@ class DPOConfig(SFTConfig):
     """`kto`: weight of the answers that are labelled good."""
     undesirable_weight: NonNegative = 1.0
     """`kto`: weight of the other answers."""
+    reference_cache: str | None = None
+    """Folder for the log-probs of the reference. They are computed once, before the first step; a run that finds those
+    of its model and data there starts no reference. None: computed in each step."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the cache has all log-probs of the reference, which :meth:`found_in_cache` notes."""
+        return bool(self.__dict__.get("_is_cached"))
+
+    def found_in_cache(self) -> None:
+        """Note that the run needs no reference."""
+        self.__dict__["_is_cached"] = True
 
     @property
     def paired(self) -> bool:
