@@ -1,4 +1,4 @@
-"""Losses of preferences: which of two answers is better, or whether an answer is good.
+"""Losses of preferences: which of two answers is better, or whether an answer is good. For policies and reward models.
 
 h is the summed log-ratio of policy and reference over the trained tokens of an answer, n their number, and σ the
 logistic function. The loss is a mean over the rows of the data of an optimizer step:
@@ -7,6 +7,8 @@ logistic function. The loss is a mean over the rows of the data of an optimizer 
     ipo       (h_chosen/n_chosen − h_rejected/n_rejected − 1/(2β))²   arXiv:2310.12036, equation 17, per token
     kto       w·(1 − σ(β·(h − z))) of a good answer,
               w·(1 − σ(β·(z − h))) of another one                     arXiv:2402.01306, equation 8
+
+    reward    −log σ(s_chosen − s_rejected − margin)                  of scores s; Bradley and Terry, arXiv:2203.02155
 
 z is the KL divergence to the reference, at least 0, which the trainer estimates from answers to other prompts. It has
 no gradient.
@@ -33,6 +35,7 @@ from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.algorithms.reduction import StepTotals, step_totals
 from skyrl_megatron.config.schema.generator import DPOConfig
 
+SIDES = ("chosen", "rejected")
 SIDE, REFERENCE, MARGIN = 0, 1, 2
 """Columns of ``TrainingBatch.preferences``."""
 
@@ -47,8 +50,8 @@ class Answers:
     """The answers of some rows of data: [N, 2] float64 each, the better answer first. A row with one answer has zeros
     for the other one."""
 
-    logprobs: Tensor
-    """Summed log-probs of the policy in nats, differentiable."""
+    sums: Tensor
+    """Summed log-probs of the policy in nats, or scores; differentiable."""
     reference: Tensor
     """Those of the reference."""
     tokens: Tensor
@@ -84,7 +87,7 @@ class Answers:
 
 def preference_loss(answers: Answers, settings: DPOConfig, kl: float = 0.0) -> Tensor:
     """Return the loss of each row of data, [N] float64. ``kl``: z of ``kto``, in nats."""
-    ratios = answers.logprobs - answers.reference
+    ratios = answers.sums - answers.reference
     if settings.loss == "sigmoid":
         return -logsigmoid(settings.beta * (ratios[:, 0] - ratios[:, 1]))
     if settings.loss == "ipo":
@@ -100,12 +103,14 @@ def preference_loss(answers: Answers, settings: DPOConfig, kl: float = 0.0) -> T
 def preference_metrics(answers: Answers, settings: DPOConfig) -> ReducibleMetrics:
     """Return rewards β·h and log-probs of the better and the other answers; of pairs also accuracy and margin."""
     present = answers.tokens > 0
-    rewards = settings.beta * (answers.logprobs - answers.reference)
-    found: ReducibleMetrics = {}
-    for name, values in (("rewards", rewards), ("logps", answers.logprobs)):
-        for side, label in enumerate(("chosen", "rejected")):
-            found[f"{name}/{label}"] = _mean(values[:, side], present[:, side])
-    if settings.paired:
+    found = reward_metrics(settings.beta * (answers.sums - answers.reference), present, paired=settings.paired)
+    return found | {f"logps/{side}": _mean(answers.sums[:, n], present[:, n]) for n, side in enumerate(SIDES)}
+
+
+def reward_metrics(rewards: Tensor, present: Tensor, *, paired: bool) -> ReducibleMetrics:
+    """Return the means of ``rewards`` [N, 2] of both sides, where ``present``; of pairs also accuracy and margin."""
+    found: ReducibleMetrics = {f"rewards/{side}": _mean(rewards[:, n], present[:, n]) for n, side in enumerate(SIDES)}
+    if paired:
         margins = rewards[:, 0] - rewards[:, 1]
         found["rewards/margins"] = _mean(margins, present[:, 0])
         found["rewards/accuracies"] = _mean((margins > 0).double(), present[:, 0])
@@ -133,7 +138,31 @@ class PreferenceObjective:
     def __call__(self, totals: StepTotals, answers: Answers, kl: float = 0.0) -> tuple[Tensor, ReducibleMetrics]:
         """Return the loss of a micro-batch, a scalar to call ``backward`` on, and its metrics: ``policy_loss``, its
         share of the step's loss, and :func:`preference_metrics`."""
-        losses = preference_loss(answers, self.settings, kl)
+        losses = self.losses(answers, kl)
         loss = losses.sum() / max(self.weight(totals), 1)
         share = loss.new_tensor(len(losses) / max(self.weight(totals), 1))
-        return loss, {"policy_loss": Mean(loss.detach(), share), **preference_metrics(answers, self.settings)}
+        return loss, {"policy_loss": Mean(loss.detach(), share), **self.measured(answers)}
+
+    def losses(self, answers: Answers, kl: float = 0.0) -> Tensor:
+        """Return the loss of each row of data, [N] float64."""
+        return preference_loss(answers, self.settings, kl)
+
+    def measured(self, answers: Answers) -> ReducibleMetrics:
+        """Return the metrics of the answers."""
+        return preference_metrics(answers, self.settings)
+
+
+class RewardObjective(PreferenceObjective):
+    """The loss of a reward model. The sums of its answers are their scores."""
+
+    def __init__(self) -> None:
+        super().__init__(DPOConfig())  # it reads none of them
+
+    def losses(self, answers: Answers, kl: float = 0.0) -> Tensor:
+        """Return the loss of each pair, [N] float64."""
+        return -logsigmoid(answers.sums[:, 0] - answers.sums[:, 1] - answers.margin)
+
+    @torch.no_grad()
+    def measured(self, answers: Answers) -> ReducibleMetrics:
+        """Return scores, accuracy and margin."""
+        return reward_metrics(answers.sums, answers.tokens > 0, paired=True)

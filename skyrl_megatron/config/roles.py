@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import is_address, preferences
+from skyrl_megatron.config.derive import is_address, preferences, reward_model
 from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.parse import Mismatch, convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -61,6 +61,12 @@ def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
 def is_frozen(role: str) -> bool:
     """Return whether a role only computes log-probs and is never trained."""
     return role in ("ref", "teacher")
+
+
+def has_value_head(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether a role's model ends with a value in place of the vocabulary: a critic, and the policy of a run
+    that trains a reward model."""
+    return role == "critic" or (role == "policy" and reward_model(cfg) is not None)
 
 
 def has_teacher(cfg: SkyRLTrainConfig) -> bool:

@@ -1,31 +1,35 @@
-"""Preferences as training data of ``skyrl-megatron dpo``.
+"""Preferences as training data of ``skyrl-megatron dpo`` and ``skyrl-megatron reward``.
 
 A pair is ``{prompt: chat messages, chosen: chat messages, rejected: chat messages, tools, …}``. Without ``prompt``, or
 if it is text, ``chosen`` and ``rejected`` are whole conversations, and the messages that both begin with are the
-prompt.
-A labelled answer, for the loss ``kto``, is ``{prompt, completion, label, tools, …}``. The names are those of TRL.
+prompt. A pair for a reward model may have a ``margin``. A labelled answer, for the loss ``kto``, is ``{prompt,
+completion, label, tools, …}``. The names are those of TRL.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from skyrl_megatron.config.schema.generator import DPOConfig, SFTConfig
+from skyrl_megatron.config.schema.generator import DPOConfig, RewardConfig, SFTConfig
 from skyrl_megatron.data.packing import TOGETHER
 from skyrl_megatron.data.prompts import as_rendered, messages_problem
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.chat_rows import MESSAGES, TOOLS, ChatRows, Taught, conversation_problem, taught_batch
 from skyrl_megatron.types import TrainingBatch
 
-PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
+PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
+COMPLETION, LABEL = "completion", "label"
 
 
 def rows_class(settings: SFTConfig) -> type[ChatRows]:
     """Return the class that reads the rows of a run."""
+    if isinstance(settings, RewardConfig):
+        return ScoredRows
     if not isinstance(settings, DPOConfig):
         return ChatRows
     return PairRows if settings.paired else LabelledRows
@@ -56,6 +60,28 @@ class PairRows(ChatRows):
     def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
         prompt, *answers = split_pair(row)
         return [self._taught([*prompt, *answer], row.get(TOOLS), len(prompt)) for answer in answers]
+
+
+class ScoredRows(PairRows):
+    """Pairs for a reward model. A sequence is that of an answer's last turn with one more token, whose value is the
+    score: a value is that of the state before a token (``runtime/critic.py``), here after the token that ends the
+    answer. An item has the ``margin`` of its pair too."""
+
+    @staticmethod
+    def row_problem(row: Mapping[str, Any]) -> str:
+        """Return why a row is no pair of two different answers, or has a margin that is no number; "" if neither."""
+        margin = row.get(MARGIN)
+        if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
+            return f"{MARGIN} is {margin!r:.80}, it must be a finite number"
+        return pair_problem(row)
+
+    def _item(self, item: int) -> dict[str, Any]:
+        return {**super()._item(item), "margin": float(self.rows[int(self.kept[item])].get(MARGIN) or 0.0)}
+
+    def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
+        end = self.chat.end_token
+        last = [answer[-1] for answer in super()._answers(row)]
+        return [[(prompt, [*response, end], [*[0] * len(response), 1])] for prompt, response, _ in last]
 
 
 class LabelledRows(ChatRows):
@@ -139,17 +165,17 @@ def preference_batch(rows: Sequence[Mapping[str, Any]]) -> TrainingBatch:
     """
     seen: Counter[str] = Counter()
     sequences: list[Taught] = []
-    sides: list[float] = []
+    sides: list[tuple[float, float]] = []
     uids: list[str] = []
     for row in rows:
         uid = f"{row['uid']}#{seen[row['uid']]}" if seen[row["uid"]] else row["uid"]
         seen[row["uid"]] += 1
         sequences += row["sequences"]
-        sides += row["sides"]
+        sides += [(side, row.get("margin", 0.0)) for side in row["sides"]]
         uids += [uid] * len(row["sequences"])
     batch = taught_batch(sequences, uids)
     batch.preferences = torch.zeros(len(uids), 3, dtype=torch.float64)
-    batch.preferences[:, 0] = torch.tensor(sides, dtype=torch.float64)
+    batch.preferences[:, [0, 2]] = torch.tensor(sides, dtype=torch.float64)
     batch.metadata[TOGETHER] = True
     return batch
 

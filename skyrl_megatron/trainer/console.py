@@ -19,6 +19,7 @@ SHOWN = (
     ("reward/avg_raw_reward", "reward {:.3f}"),
     ("sft/loss", "loss {:.4f}"),
     ("dpo/loss", "loss {:.4f}"),
+    ("reward/loss", "loss {:.4f}"),
     ("rewards/accuracies", "accuracy {:.3f}"),
     ("policy/policy_kl", "kl {:.4f}"),
     ("policy/grad_norm", "grad {:.3g}"),

@@ -8,17 +8,20 @@ or the policy without its adapters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
-from skyrl_megatron.algorithms.preferences import REFERENCE, Answers, preference_loss, preference_metrics, summed
+from skyrl_megatron.algorithms.preferences import REFERENCE, Answers, PreferenceObjective, RewardObjective, summed
 from skyrl_megatron.config.derive import preferences
+from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.schema.generator import DPOConfig
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.preference_rows import other_answers, preference_batch
 from skyrl_megatron.trainer.callbacks import notify
+from skyrl_megatron.trainer.checkpoints import prepare_export
 from skyrl_megatron.trainer.reference_cache import ReferenceCache
 from skyrl_megatron.trainer.sft import SFTTrainer
 from skyrl_megatron.trainer.step_batch import optimizer_metrics
@@ -32,11 +35,13 @@ MEASURED = ("rewards/", "logps/")
 class PreferenceTrainer(SFTTrainer):
     """The loop over policy and reference. ``train_dataset``, ``eval_dataset``: ``PairRows`` or ``LabelledRows``."""
 
+    SECTION: ClassVar[str] = "dpo"
+    """Prefix of the loss in the metrics."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        settings = preferences(self.cfg)
-        assert settings is not None
-        self.settings = settings
+        self.settings = preferences(self.cfg) or DPOConfig()
+        self.objective: PreferenceObjective = PreferenceObjective(self.settings)
         self.caches: dict[str, ReferenceCache] = {}
         """``train`` and ``eval``, with ``dpo.reference_cache``."""
         self.rows: Sequence[Mapping[str, Any]] = ()
@@ -53,13 +58,17 @@ class PreferenceTrainer(SFTTrainer):
         """Take the optimizer steps of a training step."""
         with self.phases("fwd_logprobs_values_reward"):
             self.add_reference(batch, self.rows)
+        self.train_policy(batch)
+        if KL in batch.metadata:
+            self.metrics["dpo/kl"] = batch.metadata[KL]
+
+    def train_policy(self, batch: TrainingBatch) -> None:
+        """Take the optimizer steps, and add their metrics."""
         with self.phases("policy_train"):
             results = self._train(self.policy, batch)
         found = optimizer_metrics("policy", results)
         self.metrics |= {name.removeprefix("policy/") if _is_measured(name) else name: found[name] for name in found}
-        self.metrics["dpo/loss"] = self.metrics["policy/policy_loss"]
-        if KL in batch.metadata:
-            self.metrics["dpo/kl"] = batch.metadata[KL]
+        self.metrics[f"{self.SECTION}/loss"] = self.metrics["policy/policy_loss"]
         self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
     def add_reference(self, batch: TrainingBatch, rows: Sequence[Mapping[str, Any]], data: str = "train") -> None:
@@ -114,11 +123,11 @@ class PreferenceTrainer(SFTTrainer):
                 rows = [self.eval_dataset[row] for row in range(start, min(start + size, len(self.eval_dataset)))]
                 batch = preference_batch(rows)
                 self.add_reference(batch, rows, "eval")
-                logprobs = self.policy_logprobs(batch)
+                values = self.policy_values(batch)
                 names = np.asarray([str(row["source"]).rsplit("/", 1)[-1] for row in rows for _ in row["sequences"]])
                 for name in dict.fromkeys(names.tolist()):
                     own = np.flatnonzero(names == name)
-                    measured = self._measured(batch.select(own), logprobs[torch.from_numpy(own)])
+                    measured = self._measured(batch.select(own), values[torch.from_numpy(own)])
                     for key in (name, "all"):
                         found.setdefault(key, []).append(measured)
         metrics = {
@@ -130,12 +139,58 @@ class PreferenceTrainer(SFTTrainer):
         notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
 
-    def _measured(self, batch: TrainingBatch, logprobs: torch.Tensor) -> dict[str, Any]:
+    def policy_values(self, batch: TrainingBatch) -> torch.Tensor:
+        """Return what the loss reads of the policy, [B, T]."""
+        return self.policy_logprobs(batch)
+
+    def _measured(self, batch: TrainingBatch, values: torch.Tensor) -> dict[str, Any]:
         assert batch.preferences is not None
-        answers = Answers.of(logprobs, batch.loss_mask, batch.preferences, batch.uids)
-        losses = preference_loss(answers, self.settings, batch.metadata.get(KL, 0.0))
-        mean = Mean(losses.sum(), losses.new_tensor(len(losses)))
-        return {"loss": mean, **preference_metrics(answers, self.settings)}
+        answers = Answers.of(values, batch.loss_mask, batch.preferences, batch.uids)
+        losses = self.objective.losses(answers, batch.metadata.get(KL, 0.0))
+        return {"loss": Mean(losses.sum(), losses.new_tensor(len(losses))), **self.objective.measured(answers)}
+
+
+class RewardTrainer(PreferenceTrainer):
+    """The loop over a reward model, which has the policy's ranks. ``train_dataset``, ``eval_dataset``:
+    ``ScoredRows``."""
+
+    SECTION: ClassVar[str] = "reward"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.objective = RewardObjective()
+
+    def update_on(self, batch: TrainingBatch) -> None:
+        """Take the optimizer steps of a training step."""
+        self.train_policy(batch)
+
+    def add_reference(self, batch: TrainingBatch, rows: Sequence[Mapping[str, Any]], data: str = "train") -> None:
+        """Scores are compared with each other only."""
+
+    def policy_values(self, batch: TrainingBatch) -> torch.Tensor:
+        """Return the scores, [B, T]."""
+        return self.policy.start_values(batch)()
+
+    def save_models(self) -> None:
+        """Export the model for ``AutoModelForSequenceClassification``, as ``export_path/global_step_N/policy``."""
+        with self.phases("save_hf_model"):
+            folder = prepare_export(self.cfg.trainer.export_path, self.global_step, "policy")
+            self.policy.export_hf(str(folder), self.described())
+
+    def described(self) -> dict[str, Any]:
+        """Return the entries of ``config.json``. transformers reads the score at the last token that is not padding,
+        so the token for padding is none that ends an answer."""
+        ends = self.train_dataset.chat.end_token
+        tokens = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids)
+        padding = next((token for token in tokens if token not in (None, ends)), None)
+        family = read_hf_config(self.cfg) or {}
+        (architecture,) = family["architectures"]
+        return {
+            "architectures": [f"{architecture.partition('For')[0]}ForSequenceClassification"],
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+            "pad_token_id": padding,
+        }
 
 
 def _is_measured(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.derive import preferences, supervised
+from skyrl_megatron.config.derive import preferences, reward_model, supervised
 from skyrl_megatron.config.roles import ADAPTERS_KEY, adapter_problems, has_teacher
 from skyrl_megatron.config.schema.algorithm import PolicyLossType
 from skyrl_megatron.errors import Problem
@@ -41,6 +41,14 @@ def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterato
         if trainer.update_ref_every_epoch:
             fix = "the reference of preferences is fixed: remove this key"
             yield Problem("trainer.update_ref_every_epoch", True, fix)
+    if reward_model(cfg) is not None:
+        for key, value, unwanted in (
+            ("trainer.algorithm.use_kl_loss", True, algorithm.use_kl_loss),
+            ("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank, trainer.policy.model.lora.rank > 0),
+            ("trainer.policy.megatron_config.mtp.train", True, trainer.policy.megatron_config.mtp.train),
+        ):
+            if unwanted:
+                yield Problem(key, value, "a reward model trains all weights and has no log-probs: remove this key")
     if len(adapters) > 1:
         yield Problem(ADAPTERS_KEY, ", ".join(adapters), "supervised training trains one adapter per run: name one")
     for key, value, unwanted in (

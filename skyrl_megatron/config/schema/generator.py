@@ -88,6 +88,18 @@ class DPOConfig(SFTConfig):
 
 
 @dataclass
+class RewardConfig(SFTConfig):
+    """Pairs that a reward model learns from (`skyrl-megatron reward`)."""
+
+    SECTION: ClassVar[str] = "reward"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences that one micro-batch must hold: a pair is not split."""
+        return 2 * self.max_length
+
+
+@dataclass
 class Text2SQLEnvConfig(BaseConfig):
     """Environment `text2sql`."""
 
