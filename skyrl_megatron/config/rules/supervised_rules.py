@@ -42,13 +42,13 @@ def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterato
             fix = "the reference of preferences is fixed: remove this key"
             yield Problem("trainer.update_ref_every_epoch", True, fix)
     if reward_model(cfg) is not None:
-        for key, value, unwanted in (
-            ("trainer.algorithm.use_kl_loss", True, algorithm.use_kl_loss),
-            ("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank, trainer.policy.model.lora.rank > 0),
-            ("trainer.policy.megatron_config.mtp.train", True, trainer.policy.megatron_config.mtp.train),
+        for option, given in (
+            ("trainer.algorithm.use_kl_loss", algorithm.use_kl_loss),
+            ("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank),
+            ("trainer.policy.megatron_config.mtp.train", trainer.policy.megatron_config.mtp.train),
         ):
-            if unwanted:
-                yield Problem(key, value, "a reward model trains all weights and has no log-probs: remove this key")
+            if given:
+                yield Problem(option, given, "a reward model trains all weights and has no log-probs: remove this key")
     if len(adapters) > 1:
         yield Problem(ADAPTERS_KEY, ", ".join(adapters), "supervised training trains one adapter per run: name one")
     for key, value, unwanted in (
