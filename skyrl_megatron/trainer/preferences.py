@@ -24,12 +24,12 @@ from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import prepare_export
 from skyrl_megatron.trainer.reference_cache import ReferenceCache
 from skyrl_megatron.trainer.sft import SFTTrainer
-from skyrl_megatron.trainer.step_batch import optimizer_metrics
 from skyrl_megatron.types import TrainingBatch
 
 KL = "kto_kl"
 """Metadata key of a batch (``runtime/preference.py``)."""
-MEASURED = ("rewards/", "logps/")
+MEASURED = ("policy/rewards/", "policy/logps/")
+"""Metrics of the ranks that have no prefix in the log."""
 
 
 class PreferenceTrainer(SFTTrainer):
@@ -64,12 +64,11 @@ class PreferenceTrainer(SFTTrainer):
 
     def train_policy(self, batch: TrainingBatch) -> None:
         """Take the optimizer steps, and add their metrics."""
-        with self.phases("policy_train"):
-            results = self._train(self.policy, batch)
-        found = optimizer_metrics("policy", results)
-        self.metrics |= {name.removeprefix("policy/") if _is_measured(name) else name: found[name] for name in found}
+        with self.phases("train_critic_and_policy"):
+            self.train_critic_and_policy(batch)
+        for name in [name for name in self.metrics if name.startswith(MEASURED)]:
+            self.metrics[name.removeprefix("policy/")] = self.metrics.pop(name)
         self.metrics[f"{self.SECTION}/loss"] = self.metrics["policy/policy_loss"]
-        self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
     def add_reference(self, batch: TrainingBatch, rows: Sequence[Mapping[str, Any]], data: str = "train") -> None:
         """Add to the batch of ``rows``, items of the data set ``data``, what the loss reads of the reference."""
@@ -191,7 +190,3 @@ class RewardTrainer(PreferenceTrainer):
             "label2id": {"score": 0},
             "pad_token_id": padding,
         }
-
-
-def _is_measured(name: str) -> bool:
-    return name.removeprefix("policy/").startswith(MEASURED)
