@@ -96,7 +96,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting(
         "supervised training samples nothing",
         f"{_T}max_prompt_length {_T}fully_async. {_A}dynamic_sampling. {_A}advantage_estimator "
-        f"{_G}eval_sampling_params. environment. "
+        f"{_G}sampling_params. {_G}eval_sampling_params. environment. "
         + _in_all(_G, "max_turns max_input_length batched eval_n_samples_per_prompt step_wise_trajectories"),
         lambda cfg, hardware: supervised(cfg) is not None,
     ),

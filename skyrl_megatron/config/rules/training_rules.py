@@ -129,7 +129,7 @@ def _critic(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Check that there is a critic if, and only if, the advantage estimator reads its values."""
     trainer, path = cfg.trainer, cfg.trainer.critic.model.path
     estimator = trainer.algorithm.advantage_estimator
-    if estimator == "gae" and path is None:
+    if estimator == "gae" and path is None and supervised(cfg) is None:
         yield Problem("trainer.critic.model.path", None, "advantage_estimator=gae needs a critic: set its model")
     if path is None:
         return

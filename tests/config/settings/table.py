@@ -152,6 +152,7 @@ LOOP = {
     f"{T}policy_mini_batch_size": Row(4, loop.plan),
     f"{T}update_epochs_per_batch": Row(2, loop.plan),
     f"{T}seed": Row(7, loop.plan),
+    f"{T}max_rollout_gap": Row(0.1, loop.gap),
     f"{T}ckpt_interval": Row(1, loop.plan),
     f"{T}hf_save_interval": Row(1, loop.plan),
     f"{T}export_path": Row("out/elsewhere", loop.evaluation),
@@ -249,6 +250,7 @@ ROLLOUT = {
 
 ENGINES = {
     f"{T}fully_async.clear_kv_cache_on_weight_sync": Row(True, engines.settings, ASYNC),
+    f"{T}exact_rollouts": Row(True, engines.settings),
     f"{E}model_dtype": Row("float16", engines.arguments),
     f"{E}tensor_parallel_size": Row(2, engines.arguments),
     f"{E}pipeline_parallel_size": Row(2, engines.arguments),
