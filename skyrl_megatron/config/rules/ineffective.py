@@ -62,6 +62,15 @@ def _no_role(role: str) -> Condition:
     return lambda cfg, hardware: role not in active_roles(cfg)
 
 
+def _balances_no_experts(role: str) -> Condition:
+    def condition(cfg: SkyRLTrainConfig, hardware: Hardware) -> bool:
+        megatron = getattr(cfg.trainer, role).megatron_config
+        replays = megatron.moe_enable_routing_replay and cfg.trainer.use_sample_packing
+        return not replays or megatron.expert_model_parallel_size == 1
+
+    return condition
+
+
 def _model_is_a_folder(role: str) -> Condition:
     return lambda cfg, hardware: not is_hub_name(getattr(cfg.trainer, role).model.path or "")
 
@@ -219,6 +228,16 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         "moe_enable_routing_replay=false",
         f"{_M}moe_routing_replay_missing {_M}moe_routing_replay_source",
         lambda cfg, hardware: not cfg.trainer.policy.megatron_config.moe_enable_routing_replay,
+    ),
+    *(
+        IneffectiveSetting(
+            f"only passes with replayed experts on several EP ranks, in packed micro-batches, are balanced: set "
+            f"{role}.megatron_config.moe_enable_routing_replay=true and {role}.megatron_config."
+            "expert_model_parallel_size, and keep use_sample_packing",
+            f"{_T}{role}.megatron_config.moe_balance_experts",
+            _balances_no_experts(role),
+        )
+        for role in ("policy", "ref", "critic", "teacher")
     ),
     IneffectiveSetting(
         "moe_routing_replay_source=trainer: every token has recorded experts",
