@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
-from skyrl_megatron.config.roles import adapter_configs, adapter_names, is_frozen, parallel_config
+from skyrl_megatron.config.roles import (
+    adapter_configs,
+    adapter_names,
+    balances_experts,
+    is_frozen,
+    parallel_config,
+)
 from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -99,11 +105,9 @@ class TrainedModel:
         return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
 
     def _balance_experts(self) -> ExpertBalance | None:
-        megatron, trainer = self.megatron, self.cfg.trainer
-        wanted = megatron.moe_balance_experts and megatron.moe_enable_routing_replay and trainer.use_sample_packing
-        if not wanted or not self.model.config.num_moe_experts or self.groups.parallel.ep == 1:
+        if not balances_experts(self.cfg, self.role) or not self.model.config.num_moe_experts:
             return None
-        return ExpertBalance(self.model, self.groups, self.flops, trainer.max_tokens_per_microbatch)
+        return ExpertBalance(self.model, self.groups, self.flops, self.cfg.trainer.max_tokens_per_microbatch)
 
     @property
     def is_adapted(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
-from skyrl_megatron.config.roles import active_roles, has_teacher, needs_reference
+from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
 from skyrl_megatron.config.rules.rollout_rules import truncations
 from skyrl_megatron.config.rules.training_rules import UNCORRECTED, generates_ahead
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
@@ -63,12 +63,7 @@ def _no_role(role: str) -> Condition:
 
 
 def _balances_no_experts(role: str) -> Condition:
-    def condition(cfg: SkyRLTrainConfig, hardware: Hardware) -> bool:
-        megatron = getattr(cfg.trainer, role).megatron_config
-        replays = megatron.moe_enable_routing_replay and cfg.trainer.use_sample_packing
-        return not replays or megatron.expert_model_parallel_size == 1
-
-    return condition
+    return lambda cfg, hardware: not balances_experts(cfg, role)
 
 
 def _model_is_a_folder(role: str) -> Condition:
