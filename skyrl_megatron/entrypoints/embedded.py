@@ -143,8 +143,8 @@ NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
 """Folder of the model after the warm-up, next to the folder of the initial model. Runs with adapters, a critic or a
 teacher start from it."""
-ADAPTERS, CRITIC, TEACHER, ASYNC, MLPERF = "adapters", "critic", "teacher", "async", "mlperf"
-WARMUP_TRAINERS = {"": "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
+ADAPTERS, CRITIC, TEACHER, ASYNC, MLPERF, MUON = "adapters", "critic", "teacher", "async", "mlperf", "muon"
+WARMUP_TRAINERS = {"": "WarmedUpTrainer", MUON: "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
 """Variant → trainer of ``trainer/warmup.py`` that does the warm-up and continues with the same optimizer."""
 TEACHER_STEP = 64
 """Step of the embedded run whose export is the teacher of the distillation variant."""
@@ -199,7 +199,8 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     if variant == TEACHER and not names_key(given, "trainer.teacher.models"):
         defaults["trainer.teacher.model.path"] = taught
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
-    files = ["embedded", *{ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"]}.get(variant, [])]
+    own = {ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"], MUON: ["embedded-muon"]}
+    files = ["embedded", *own.get(variant, [])]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
 
 
@@ -240,7 +241,10 @@ def _variant(args: Sequence[str]) -> str:
     taught = trainer.algorithm.distillation.loss_coef or trainer.algorithm.distillation.reward_coef
     if trainer.algorithm.advantage_estimator == "gae":
         return CRITIC
-    return TEACHER if taught else ASYNC if trainer.fully_async.enabled else ""
+    if taught:
+        return TEACHER
+    muon = trainer.policy.optimizer_config.optimizer == "muon"
+    return ASYNC if trainer.fully_async.enabled else MUON if muon else ""
 
 
 def _asked(args: Sequence[str]) -> TrainerConfig:

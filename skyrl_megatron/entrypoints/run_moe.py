@@ -21,7 +21,14 @@ from skyrl_megatron.errors import ConfigError, Problem
 EMBEDDED = "embedded"
 EMBEDDED_RUNS: dict[str, list[str]] = {EMBEDDED: []} | {
     name: [f"--config={main_base.config_dir}/{name}.yaml"]
-    for name in ("embedded-lora", "embedded-ppo", "embedded-distill", "embedded-async", "embedded-mlperf")
+    for name in (
+        "embedded-lora",
+        "embedded-ppo",
+        "embedded-distill",
+        "embedded-async",
+        "embedded-mlperf",
+        "embedded-muon",
+    )
 }
 """Recipes of the embedded run → additional arguments of that run."""
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
-EMBEDDED = {f"embedded-{name}" for name in ("lora", "ppo", "distill", "async", "mlperf")}
+EMBEDDED = {f"embedded-{name}" for name in ("lora", "ppo", "distill", "async", "mlperf", "muon")}
 SMALL = {"tiny-moe-cpu", "embedded", *EMBEDDED}
 SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
@@ -35,6 +35,11 @@ SHAPES = {
     "kimi-k2": KIMI_K2,
     "gpt-oss-120b": GPT_OSS_120B,
 }
+MUON = [
+    "trainer.policy.optimizer_config.optimizer=muon",
+    "trainer.policy.megatron_config.optimizer_config_kwargs={}",
+]
+"""Keys that the recipe's first lines name for Muon."""
 ROOM_GB = 3
 
 
@@ -61,17 +66,18 @@ def test_every_recipe_is_checked_here_and_named_in_the_documents():
     assert [name for name in sorted(names) if f"`{name}`" not in guide] == []
 
 
-@pytest.mark.parametrize("recipe", SHAPES)
-def test_recipe_fits_with_room(models, recipe, capsys):
+@pytest.mark.parametrize(("recipe", "keys"), [*((recipe, []) for recipe in SHAPES), ("kimi-k2", MUON)])
+def test_recipe_fits_with_room(models, recipe, keys, capsys):
     from skyrl_megatron.entrypoints import run_moe
 
     rows, folder = models
     text = (FOLDER / f"{recipe}.yaml").read_text()
     machine = re.search(r"--check=(\S+) --gpu h100 --host-memory (\w+)\. Only that was checked; no run", text)
     assert machine, "the first lines name the machines, and what was done"
+    assert all(key in text for key in keys)
     files = [f"model={folder(SHAPES[recipe])}", f"data.train_data=['{rows}']", "data.val_data=[]"]
     sizes = [f"--check={machine[1]}", "--gpu", "80GB", "--host-memory", machine[2], "trainer.logger=console"]
-    assert run_moe.main(["--recipe", recipe, *files, *sizes]) == 0, capsys.readouterr().err
+    assert run_moe.main(["--recipe", recipe, *files, *sizes, *keys]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     rooms = re.findall(r"^(.+): .* of .*, (\S+) ([GT])B free$", out.partition("# memory")[2], re.MULTILINE)
     assert len(rooms) >= 6, out

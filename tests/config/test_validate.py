@@ -149,11 +149,6 @@ RULES = {
         f"{O}use_precision_aware_optimizer",
         "not supported with optimizer=muon",
     ),
-    "Muon of adapters": (
-        [*MUON, "trainer.policy.model.lora.rank=8"],
-        "trainer.policy.optimizer_config.optimizer",
-        "lora.rank=0",
-    ),
     "decay inside warm-up": (
         ["trainer.policy.optimizer_config.num_decay_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"],
         "trainer.policy.optimizer_config.num_decay_steps",

@@ -36,6 +36,7 @@ from skyrl_megatron.runtime.model.description import (
     read_hf_model,
     use_transformer_engine,
 )
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement, give_placement
 from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
 from skyrl_megatron.runtime.model.moe import router_class
 from skyrl_megatron.runtime.model.mtp import DraftHead
@@ -252,6 +253,8 @@ class ModelChunks:
     hf: HfModel
     parallel: ParallelConfig
     head: Head
+    experts: ExpertPlacement
+    """Which rank holds which experts."""
 
     @property
     def vocab_size(self) -> int:
@@ -327,7 +330,10 @@ def build_model(
     if not on_meta:
         target = device or devices.device()
         chunks = [chunk.to(target) for chunk in chunks]
-    return ModelChunks(chunks, config, model, parallel, head)
+    experts = ExpertPlacement(config.num_moe_experts or 0, parallel.ep)
+    for chunk in chunks:
+        give_placement(chunk, experts)
+    return ModelChunks(chunks, config, model, parallel, head, experts)
 
 
 def _chunk(

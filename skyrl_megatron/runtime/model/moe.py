@@ -25,6 +25,7 @@ from torch import Tensor
 from bridges.family import MegatronModelConfig
 from skyrl_megatron import device
 from skyrl_megatron.runtime.cpu_patches import grouped_gemm
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
 from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -209,6 +210,9 @@ class TokenWeightedRouter(TopKRouter):
     """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
     Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
 
+    placement: ExpertPlacement | None = None
+    """The slots of the experts (``give_placement``)."""
+
     planned_padding: Tensor | None = None
     """The mask of the next training pass by a schedule plan, which does not give it to routers."""
 
@@ -225,7 +229,10 @@ class TokenWeightedRouter(TopKRouter):
         return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route as ``TopKRouter`` does and update ``load``. ``padding_mask``: [sequence, batch], True on padding."""
+        """Route as ``TopKRouter`` does, update ``load``, and order the columns of both results by slot.
+
+        ``padding_mask``: [sequence, batch], True on padding.
+        """
         if (
             self.config.overlap_moe_expert_parallel_comm
             and torch.is_grad_enabled()
@@ -239,7 +246,10 @@ class TokenWeightedRouter(TopKRouter):
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
-        return probs, routing_map
+        if self.placement is None or self.is_mtp_layer:
+            return probs, routing_map
+        columns = self.placement.columns(self.layer_number - 1, probs.device)
+        return (probs, routing_map) if columns is None else (probs[:, columns], routing_map[:, columns])
 
     def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
