@@ -73,10 +73,10 @@ def rank_loads(
 
     ``routes``: [n] of [t, all layers, K], as ``TrainingBatch.rollout_routes``; tokens beyond the first t count as the
     row's others, and rows without routes as the mean of all rows. ``layers``: L of the model's layers.
-    ``rank_of_expert``: [all layers, experts] int, the EP rank of each expert, from 0 to E − 1.
+    ``rank_of_expert``: [L, experts] int, the EP rank of each expert, from 0 to E − 1.
     """
     ranks, topk = int(rank_of_expert.max()) + 1, next((r.shape[2] for r in routes if r is not None), 1)
-    table = rank_of_expert[list(layers)] + ranks * np.arange(len(layers))[:, None]
+    table = rank_of_expert + ranks * np.arange(len(layers))[:, None]
     known = sum(0 if each is None else len(each) for each in routes)
     stride = max(-(-known * len(layers) * topk // ROUTES), 1)
     offsets = np.arange(len(layers))[None, :, None]

@@ -37,9 +37,6 @@ class ExpertBalance:
         config, parallel = model.config, groups.parallel
         experts = [layer for layer, is_moe in enumerate(model.hf.plan.shape.moe) if is_moe]
         self.layers = planned_layers(experts, parallel.ep)
-        owner = np.repeat(np.arange(parallel.ep), config.num_moe_experts // parallel.ep)
-        self.rank_of_expert = np.tile(owner, (len(model.hf.plan.shape.moe), 1))
-        """[all layers, experts] int64: EP rank of each expert."""
         self._flops, (self._unit, layers) = flops, expert_flops(config)
         self._routes = config.moe_router_topk * layers
         """Experts that a token visits."""
@@ -75,12 +72,13 @@ class ExpertBalance:
 
     def _rows(self, batch: TrainingBatch, plain: list[np.ndarray]) -> ReplicaRows:
         lengths = batch.lengths
+        ranks = np.array([self.model.experts.ranks_of(layer) for layer in self.layers])
         other = self._flops.forward(lengths) / self._unit - lengths * self._routes
         return ReplicaRows(
             plan=plain,
             tokens=aligned(lengths, self.groups.parallel.alignment),
             work=np.rint(np.maximum(other, 0.0) * self._scale).astype(np.int64),
-            loads=rank_loads(batch.rollout_routes or [None] * len(batch), lengths, self.layers, self.rank_of_expert),
+            loads=rank_loads(batch.rollout_routes or [None] * len(batch), lengths, self.layers, ranks),
         )
 
     def forget(self) -> None:
@@ -94,5 +92,5 @@ class ExpertBalance:
         self._found.clear()
         dist.all_reduce(sums)
         count, *values = sums.tolist()
-        names = ("moe_rank_imbalance_plain", "moe_rank_imbalance", "moe_rank_imbalance_bound", "moe_balance_seconds")
+        names = ("moe_microbatch_imbalance_plain", "moe_microbatch_imbalance", "moe_microbatch_imbalance_bound", "moe_balance_s")
         return {name: value / count for name, value in zip(names, values, strict=True)} if count else {}

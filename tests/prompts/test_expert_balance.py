@@ -125,14 +125,14 @@ def test_loads_count_every_route_on_the_rank_of_its_expert():
     table = np.array([[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
     routes = [rng.permuted(np.tile(np.arange(4), (n, 3, 1)), axis=-1)[..., :2].astype(np.uint8) for n in (5, 0, 8)]
     lengths = np.array([5, 3, 16])
-    loads = rank_loads([routes[0], None, routes[2]], lengths, [0, 2], table)
+    loads = rank_loads([routes[0], None, routes[2]], lengths, [0, 2], table[[0, 2]])
     for row, scale in ((0, 1), (2, 2)):  # half of the tokens of row 2 have routes
         for index, layer in enumerate((0, 2)):
             experts = routes[row][:, layer].ravel()
             assert loads[row, index].tolist() == [scale * int((table[layer][experts] == r).sum()) for r in (0, 1)]
     known = loads[[0, 2]].sum(0)
     assert loads[1].tolist() == (3 * known // 21).tolist()
-    assert not rank_loads([None] * 3, lengths, [0, 2], table).any()
+    assert not rank_loads([None] * 3, lengths, [0, 2], table[[0, 2]]).any()
 
 
 def test_large_batches_are_sampled(monkeypatch):
