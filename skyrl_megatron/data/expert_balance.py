@@ -157,7 +157,7 @@ def _deviations(replicas: Sequence[ReplicaRows]) -> tuple[np.ndarray, np.ndarray
     layers, flat = loads.shape[1], loads.reshape(len(loads), -1)
     vectors = flat - tokens[:, None] * flat.sum(0) // max(int(tokens.sum()), 1)
     expert = math.sqrt(float(np.square(vectors).sum()) / max(layers, 1))
-    other = math.sqrt(float(np.square(work).sum()))
+    other = max(math.sqrt(float(np.square(work).sum())), 1.0)
     scale = math.sqrt(expert / other) if len(replicas) > 1 else expert * math.sqrt(layers) / 2 / other
     scaled = np.rint(work * scale)
     return np.append(vectors, np.zeros((1, vectors.shape[1])), 0).astype(np.float64), np.append(scaled, 0.0)

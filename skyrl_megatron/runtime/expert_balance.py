@@ -32,8 +32,8 @@ class ExpertBalance:
     """Regroups the rows of micro-batches for ``moe_balance_experts``. All ranks call the same methods."""
 
     def __init__(self, model: ModelChunks, groups: ProcessGroups, flops: ModelFlops, max_tokens: int) -> None:
-        """``flops``: of the whole model. ``max_tokens``: of a micro-batch; 0: its number of rows is fixed."""
-        self.model, self.groups, self.max_tokens = model, groups, max_tokens
+        """``flops``: of the whole model. ``max_tokens``: of a micro-batch; -1: its number of rows is fixed."""
+        self.model, self.groups, self.max_tokens = model, groups, max(max_tokens, 0)
         config, parallel = model.config, groups.parallel
         experts = [layer for layer, is_moe in enumerate(model.hf.plan.shape.moe) if is_moe]
         self.layers = planned_layers(experts, parallel.ep)
@@ -92,5 +92,10 @@ class ExpertBalance:
         self._found.clear()
         dist.all_reduce(sums)
         count, *values = sums.tolist()
-        names = ("moe_microbatch_imbalance_plain", "moe_microbatch_imbalance", "moe_microbatch_imbalance_bound", "moe_balance_s")
+        names = (
+            "moe_microbatch_imbalance_plain",
+            "moe_microbatch_imbalance",
+            "moe_microbatch_imbalance_bound",
+            "moe_balance_s",
+        )
         return {name: value / count for name, value in zip(names, values, strict=True)} if count else {}
