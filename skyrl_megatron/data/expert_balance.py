@@ -105,11 +105,12 @@ def balance_experts(
     """
     plain = [each.plan for each in replicas]
     dealt = _deal(replicas, max_tokens, max_rows or max(len(each.tokens) for each in replicas))
-    best = min((plain, dealt), key=lambda plans: _time(replicas, plans))
-    before, after = (_loads(replicas, plans) for plans in (plain, best))
+    before, after = (_loads(replicas, plans) for plans in (plain, dealt))
+    if _time(replicas, plain, before) <= _time(replicas, dealt, after):
+        dealt, after = plain, before
     mean = max(float(before.sum()) / before.shape[-1], 1.0)
     maxima = (before.max(-1).sum(), after.max(-1).sum(), before.sum(0).max(-1).sum())
-    return best, Imbalance(*(float(each) / mean for each in maxima))
+    return dealt, Imbalance(*(float(each) / mean for each in maxima))
 
 
 def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> list[list[np.ndarray]]:
@@ -125,7 +126,7 @@ def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> li
     everyone = np.arange(len(replicas))
     far = np.zeros((count, vectors.shape[1]))
     done, used, rows = (np.zeros((len(replicas), count)) for _ in range(3))
-    joined, chosen = np.zeros((len(replicas), count)), np.full((steps, len(replicas)), -1)
+    chosen = np.full((steps, len(replicas)), -1)
     for step, now in enumerate(order):
         new = vectors[now]
         score = new @ far.T + done * work[now][:, None]
@@ -133,9 +134,8 @@ def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> li
         place = score.argmin(1)
         fits = np.isfinite(score[everyone, place])
         chosen[step] = np.where(fits, place, -1)
-        joined[everyone, place] = fits
-        far += joined.T @ new
-        joined[everyone, place] = 0
+        for number in np.flatnonzero(fits):
+            far[place[number]] += new[number]
         used[everyone, place] += tokens[now] * fits
         done[everyone, place] += work[now] * fits
         rows[everyone, place] += fits
@@ -148,17 +148,17 @@ def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> li
 def _deviations(replicas: Sequence[ReplicaRows]) -> tuple[np.ndarray, np.ndarray]:
     """Return (v [n + 1, L · E], c [n + 1]) of all replicas' rows and of one without tokens: whole float64.
 
-    Times add up, so the squares of both count in proportion to the inverse of their sizes: the work and the load of a
-    layer. A single replica waits for no other; there c, at half the size of v, only keeps micro-batches evenly full.
+    Times add up, so squares count by the inverse of a size: of the work, and of the load of one layer, the mean of all
+    layers. A single replica waits for no other; there c, at half the size of v, only keeps micro-batches evenly full.
     """
     loads = np.concatenate([each.loads for each in replicas])
     tokens = np.concatenate([each.tokens for each in replicas])
     work = np.concatenate([each.work for each in replicas])
     layers, flat = loads.shape[1], loads.reshape(len(loads), -1)
     vectors = flat - tokens[:, None] * flat.sum(0) // max(int(tokens.sum()), 1)
-    expert = math.sqrt(float(np.square(vectors).sum()) / max(layers, 1))
+    expert = math.sqrt(float(np.square(vectors).sum()))
     other = max(math.sqrt(float(np.square(work).sum())), 1.0)
-    scale = math.sqrt(expert / other) if len(replicas) > 1 else expert * math.sqrt(layers) / 2 / other
+    scale = math.sqrt(expert / layers / other) if len(replicas) > 1 else expert / 2 / other
     scaled = np.rint(work * scale)
     return np.append(vectors, np.zeros((1, vectors.shape[1])), 0).astype(np.float64), np.append(scaled, 0.0)
 
@@ -217,8 +217,8 @@ def _loads(replicas: Sequence[ReplicaRows], plans: Sequence[Sequence[np.ndarray]
     return found
 
 
-def _time(replicas: Sequence[ReplicaRows], plans: Sequence[Sequence[np.ndarray]]) -> int:
+def _time(replicas: Sequence[ReplicaRows], plans: Sequence[Sequence[np.ndarray]], loads: np.ndarray) -> int:
     """Return the time of a pass in units of a token in one expert: layers wait for the slowest replica and EP rank."""
     work = [[int(replica.work[rows].sum()) for rows in plan] for replica, plan in zip(replicas, plans, strict=True)]
     slowest = sum(max(each) for each in zip(*work, strict=True))
-    return slowest + int(_loads(replicas, plans).max(-1).sum())
+    return slowest + int(loads.max(-1).sum())
