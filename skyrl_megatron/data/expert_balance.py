@@ -134,8 +134,8 @@ def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> li
         place = score.argmin(1)
         fits = np.isfinite(score[everyone, place])
         chosen[step] = np.where(fits, place, -1)
-        for number in np.flatnonzero(fits):
-            far[place[number]] += new[number]
+        for replica in np.flatnonzero(fits):
+            far[place[replica]] += new[replica]
         used[everyone, place] += tokens[now] * fits
         done[everyone, place] += work[now] * fits
         rows[everyone, place] += fits
@@ -220,5 +220,5 @@ def _loads(replicas: Sequence[ReplicaRows], plans: Sequence[Sequence[np.ndarray]
 def _time(replicas: Sequence[ReplicaRows], plans: Sequence[Sequence[np.ndarray]], loads: np.ndarray) -> int:
     """Return the time of a pass in units of a token in one expert: layers wait for the slowest replica and EP rank."""
     work = [[int(replica.work[rows].sum()) for rows in plan] for replica, plan in zip(replicas, plans, strict=True)]
-    slowest = sum(max(each) for each in zip(*work, strict=True))
+    slowest: int = sum(max(each) for each in zip(*work, strict=True))
     return slowest + int(loads.max(-1).sum())
