@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.roles import (
     adapter_configs,
     adapter_names,
     balances_experts,
+    has_value_head,
     is_frozen,
     parallel_config,
 )
@@ -59,6 +61,7 @@ class TrainedModel:
         megatron_patches.install()
         if cfg.trainer.deterministic:
             device.use_deterministic_kernels()
+        exact_ops.use(cfg.trainer.exact_rollouts)
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config
@@ -71,7 +74,7 @@ class TrainedModel:
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
             frozen=self.is_adapted,
-            head="value" if role == "critic" else "lm",
+            head="value" if has_value_head(cfg, role) else "lm",
             seed=cfg.trainer.seed,
         )
         if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):

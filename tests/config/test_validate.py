@@ -112,6 +112,11 @@ RULES = {
         f"{A}off_policy_correction.tis_ratio_type",
         "already",
     ),
+    "two corrections of a clipped loss": (
+        [f"{A}ratio_anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
+        f"{A}off_policy_correction.tis_ratio_type",
+        "ratio_anchor=rollout already",
+    ),
     "loss without rollout log-probs": (
         [f"{A}policy_loss_type=dppo", "generator.sampling_params.logprobs=null"],
         "generator.sampling_params.logprobs",
