@@ -90,6 +90,8 @@ class MegatronEngine(TrainedModel):
         self.onload("weights", "gradients")
         self._memory.onload(("optimizer",))  # is copied while the model computes
         objective = objective or self.objective()
+        if self._expert_balance is not None:
+            self._expert_balance.forget()
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
@@ -109,6 +111,8 @@ class MegatronEngine(TrainedModel):
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
         metrics |= routing
+        if self._expert_balance is not None:
+            metrics |= self._expert_balance.take_metrics()
         if self.model.config.dsa_indexer_loss_coeff:
             metrics |= indexer_metrics(self.chunks)
         for layer, load in loads.items():
@@ -351,6 +355,8 @@ class MegatronEngine(TrainedModel):
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
+        if self._expert_balance is not None:
+            plan = self._expert_balance.plan(batch, plan, rows)
         target = device.device()
         micro_batches = []
         for own in (joined(parts, share) for share in plan):
