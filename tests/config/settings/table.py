@@ -47,6 +47,11 @@ DECAYS = {f"{OPT}scheduler": "linear", f"{OPT}num_warmup_steps": 2}
 DRAFTED = {f"{P}model.path": "drafted"}
 AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
 ROUTED = {f"{E}enable_return_routed_experts": True}
+SPREAD = ROUTED | {
+    f"{T}{role}.megatron_config.{name}": value
+    for role in ("policy", "ref")
+    for name, value in {"moe_enable_routing_replay": True, "expert_model_parallel_size": 2}.items()
+}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
 TWO_REWARDS = {f"{A}advantage_estimator": "gdpo", f"{A}gdpo_weights": {"right": 1.0, "short": 1.0}}
@@ -353,6 +358,8 @@ MODELS = {
     f"{M}moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{T}ref.megatron_config.moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{M}moe_routing_replay_source": Row("trainer", loop.scores, ROUTED | {f"{M}moe_enable_routing_replay": True}),
+    f"{M}moe_balance_experts": Row(True, ranks.balanced, SPREAD),
+    f"{T}ref.megatron_config.moe_balance_experts": Row(True, ranks.balanced, SPREAD),
     f"{M}moe_routing_replay_missing": Row("error", "routes", ROUTED | {f"{M}moe_enable_routing_replay": True}),
     f"{M}ddp_config.grad_reduce_in_fp32": Row(False, "buffers"),
     f"{M}ddp_config.overlap_grad_reduce": Row(True, ranks.buffers),
