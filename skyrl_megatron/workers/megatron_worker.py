@@ -147,7 +147,7 @@ class RankProcess:
         if not more_follow:
             self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
-        return {
+        return dict(result.expert_moves) | {
             f"{prefix}{metric}": value
             for prefix, own in {"": result, **named}.items()
             for metric, value in (("grad_norm", own.grad_norm), ("lr", own.learning_rate), ("skipped", own.skipped))

@@ -328,6 +328,10 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[RankNote
         "optimizer_step": counts.pop() if counts else None,
         "lr_schedule": notes[0]["lr_schedule"],
     }
+    if any(note["experts"] != notes[0]["experts"] for note in notes):
+        raise CheckpointError(f"{target}: the ranks place experts differently; this is a bug in the training loop")
+    if notes[0]["experts"]:
+        state["experts"] = notes[0]["experts"]
     files = {name: FileEntry(**entry) for note in notes for name, entry in note["files"].items()}
     for name, data in {
         ".metadata": pickle.dumps(metadata),
