@@ -36,6 +36,11 @@ class MoveCosts:
     move: float
     """Receiving weights and optimizer state of one expert."""
 
+    @property
+    def tokens(self) -> float:
+        """Tokens per step that a rank must have less for the move of an expert to pay back."""
+        return self.move / (self.row * HORIZON)
+
     @classmethod
     def of(
         cls,
