@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skyrl_megatron.config.hardware import GPU_TYPES
+
 HORIZON = 10
 """Steps in which a move must pay back: loads of later steps differ."""
 OF_PEAK = 0.33
@@ -50,14 +52,18 @@ class MoveCosts:
         weight_bytes: int,
         edp: int,
         etp: int,
-        flops: float = CPU_FLOPS,
-        bandwidth: float = CPU_BYTES,
+        gpu: str | None = None,
+        flops: float | None = None,
     ) -> MoveCosts:
         """Return the costs of gated experts from ``hidden`` to ``width`` elements and back.
 
         Each of ``edp`` ranks holds the weights, and an equal part of fp32 masters and two moments; ``etp`` ranks share
-        a matrix. ``flops``, ``bandwidth``: peaks of a rank, in FLOP/s and bytes/s.
+        a matrix. ``gpu``: a key of ``GPU_TYPES``, any other text for one of Hopper, None for a CPU. ``flops``: its
+        peak, if it is known better.
         """
+        known = None if gpu is None else GPU_TYPES.get(gpu, GPU_TYPES["H100"])
+        flops = flops or (known.flops if known else CPU_FLOPS)
+        bandwidth = known.network if known else CPU_BYTES
         elements = 3 * hidden * width / etp
         nbytes = elements * (weight_bytes + 12 / edp)
         return cls(3 * 2 * elements / edp / (OF_PEAK * flops), nbytes / (OF_LINK * bandwidth))

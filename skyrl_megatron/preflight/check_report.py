@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from bridges.plan import Plan
-from skyrl_megatron.algorithms.expert_plan import CPU_BYTES, CPU_FLOPS, HORIZON, MoveCosts
+from skyrl_megatron.algorithms.expert_plan import HORIZON, MoveCosts
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
-from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
+from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
@@ -89,27 +89,26 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     yield from _memory(own)
     if own.trained:
         yield f"  {recomputation(own)}"
-        if section.megatron_config.moe_expert_moves != "off":
+        if section.megatron_config.moe_expert_moves != "none":
             yield _moves(cfg, plan, parallel, hardware)
     yield ""
 
 
 def _moves(cfg: SkyRLTrainConfig, plan: Plan, parallel: ParallelConfig, hardware: Hardware) -> str:
     """Return what a move of an expert between ranks takes, and when it pays back."""
-    dims, gpu = plan.shape.dims, GPU_TYPES.get(hardware.gpu or "")
-    flops, bandwidth = (gpu.flops, gpu.network) if gpu else (CPU_FLOPS, CPU_BYTES)
+    dims, width = plan.shape.dims, 2 if cfg.trainer.bf16 else 4
     costs = MoveCosts.of(
         dims["H"],
         dims["M"],
-        weight_bytes=2 if cfg.trainer.bf16 else 4,
+        weight_bytes=width,
         edp=parallel.edp,
         etp=parallel.etp,
-        flops=flops,
-        bandwidth=bandwidth,
+        gpu=None if hardware.is_cpu else hardware.gpu or "",
+        flops=cfg.trainer.peak_flops_per_rank,
     )
     return (
-        f"  moving an expert of a layer takes {1e3 * costs.move:.2f} ms; it pays back in {HORIZON} steps if the busiest "
-        f"rank gets {costs.tokens:,.0f} tokens less in each"
+        f"  moving an expert of a layer takes {1e3 * costs.move:.2f} ms; it pays back in {HORIZON} steps if the "
+        f"busiest rank gets {costs.tokens:,.0f} tokens less in each"
     )
 
 

@@ -25,11 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
-from skyrl_megatron.algorithms.expert_plan import CPU_BYTES, CPU_FLOPS, Freedom, LayerPlan, MoveCosts, plan_moves
-from skyrl_megatron.config.hardware import GPU_TYPES
+from skyrl_megatron.algorithms.expert_plan import Freedom, LayerPlan, MoveCosts, plan_moves
 from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.runtime.checkpoint.rank_state import OwnedRange, owned_ranges
-from skyrl_megatron.runtime.flops import device_type, peak_flops
+from skyrl_megatron.runtime.flops import device_type
 from skyrl_megatron.runtime.model.local_weights import weight_locations
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class ExpertMoves:
         self.model, self.groups, self.shuffle = model, groups, shuffle
         self.placement = model.experts
         self.placement.movable = True
-        config, kind = model.config, device_type()
+        config = model.config
         grouped = config.moe_router_num_groups if config.moe_router_group_topk else None
         self.freedom = Freedom.of(self.placement.experts, self.placement.ranks, grouped)
         self.costs = MoveCosts.of(
@@ -91,8 +90,8 @@ class ExpertMoves:
             weight_bytes=config.params_dtype.itemsize,
             edp=groups.edp.size(),
             etp=groups.etp.size(),
-            flops=peak_flops(peak) or CPU_FLOPS,
-            bandwidth=GPU_TYPES[kind].network if kind else CPU_BYTES,
+            gpu=device_type(),
+            flops=peak,
         )
         self._loads: dict[int, Tensor] = {}
         self._places: list[list[int]] | None = None

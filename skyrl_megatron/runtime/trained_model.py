@@ -95,7 +95,7 @@ class TrainedModel:
     def _expert_moves(self) -> ExpertMoves | None:
         """Return what moves experts between steps; None if they stay."""
         setting = self.megatron.moe_expert_moves
-        if setting == "off" or is_frozen(self.role) or self.groups.ep.size() == 1:
+        if setting == "none" or is_frozen(self.role) or self.groups.ep.size() == 1:
             return None
         if self.is_adapted or not self.model.config.num_moe_experts:
             return None

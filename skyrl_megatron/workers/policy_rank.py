@@ -53,7 +53,7 @@ def weight_synchronizer(
         reshard=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
-        experts_move=cfg.trainer.policy.megatron_config.moe_expert_moves != "off",
+        experts_move=cfg.trainer.policy.megatron_config.moe_expert_moves != "none",
         look=lambda: policy.group.look(),
         end_waiting=lambda error: policy.group.end_waiting(error),
     )

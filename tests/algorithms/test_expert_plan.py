@@ -100,7 +100,7 @@ def test_a_shuffle_depends_on_step_and_layer_only():
 
 def test_costs():
     """Of an expert of Qwen3-30B-A3B by hand: 3 · 2048 · 768 elements, 2 bytes of weights and 12 of state."""
-    costs = MoveCosts.of(2048, 768, weight_bytes=2, edp=2, etp=1, flops=1e15, bandwidth=50e9)
+    costs = MoveCosts.of(2048, 768, weight_bytes=2, edp=2, etp=1, gpu="H200", flops=1e15)
     elements = 3 * 2048 * 768
     assert costs.move == pytest.approx(elements * (2 + 6) / 50e9 / 0.65)
     assert costs.row == pytest.approx(6 * elements / 2 / 0.33e15)

@@ -39,9 +39,9 @@ def exchange_problems(
         yield Problem(key, dispatcher, fix)
     if dispatcher == "flex":
         yield from _flex(megatron, key, section, hardware)
-    if megatron.moe_expert_moves != "off" and not is_frozen(role):
+    if megatron.moe_expert_moves != "none" and not is_frozen(role):
         if reason := _against_moves(cfg, role, megatron, section):
-            yield Problem(f"{section}moe_expert_moves", megatron.moe_expert_moves, f"{reason}, or set it to off")
+            yield Problem(f"{section}moe_expert_moves", megatron.moe_expert_moves, f"{reason}, or set it to none")
     if megatron.transformer_config_kwargs.get(OVERLAP):
         reason = _against_overlap(cfg, role, megatron, section, hardware)
         if reason is not None:

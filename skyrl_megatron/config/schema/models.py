@@ -285,7 +285,7 @@ class MegatronConfig(BaseConfig):
     """Log load balance and entropy of the router of each layer, in addition to their means."""
     async_dist_ckpt_save: bool = False
     """Write checkpoints in the background. Training waits only until its state is copied."""
-    moe_expert_moves: Annotated[str, OneOf("off", "auto", "shuffle")] = "off"
+    moe_expert_moves: Annotated[str, OneOf("none", "auto", "shuffle")] = "none"
     """Move experts between ranks after a batch. `auto`: where the balance gained pays for it. `shuffle`: at random, a
     test."""
 
