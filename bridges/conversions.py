@@ -17,6 +17,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """The linear maps of a weight ``[groups · sum(rows), columns]``: in each group, ``rows[i]`` rows of map i.
+
+    A fused weight holds several: q, k and v; gate and up; the sections of a delta net's input projection. The order of
+    rows within a map does not matter to an optimizer: an orthogonalised matrix permutes with its rows.
+    """
+
+    groups: int
+    rows: tuple[int, ...]
+
+    def split(self, weight: Tensor) -> list[Tensor]:
+        """Return the matrices ``[groups · rows[i], columns]`` of a whole weight; views where possible."""
+        by_group = weight.unflatten(0, (self.groups, sum(self.rows)))
+        return [part.flatten(0, 1) for part in by_group.split(self.rows, dim=1)]
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Invert :meth:`split`."""
+        if len(matrices) == 1:
+            return matrices[0]
+        return torch.cat([each.unflatten(0, (self.groups, -1)) for each in matrices], dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Conversion:
     """One HF tensor is the unchanged Megatron tensor. Base of all conversions."""
 
@@ -46,6 +69,10 @@ class Conversion:
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
         """Convert the whole (unsharded) Megatron tensor to HF tensors in the order of the row."""
         return self.from_parts(megatron.chunk(self.parts))
+
+    def blocks(self, rows: int) -> Blocks:
+        """Return the linear maps of a weight of ``rows`` rows: one for each part. Each class says so for itself."""
+        return Blocks(1, (rows // self.parts,) * self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +106,9 @@ class InterleaveQkv(Conversion):
         q, k, v = torch.tensor_split(by_group, (self.queries * self.dim, (self.queries + 1) * self.dim), dim=1)
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
+    def blocks(self, rows: int) -> Blocks:
+        return Blocks(self.groups, (self.queries * self.dim, self.dim, self.value or self.dim))
+
 
 @dataclass(frozen=True, slots=True)
 class InterleaveGatedQkv(InterleaveQkv):
@@ -109,6 +139,9 @@ class InterleaveGatedQkv(InterleaveQkv):
         q, k, v = torch.tensor_split(by_group, (rows, rows + self.dim), dim=1)
         q = q.reshape(self.groups, 2, self.queries, self.dim, *rest).transpose(1, 2)
         return q.flatten(0, 3), k.flatten(0, 1), v.flatten(0, 1)
+
+    def blocks(self, rows: int) -> Blocks:
+        return Blocks(self.groups, (self.queries * self.dim, self.queries * self.dim, self.dim, self.dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +174,17 @@ class JoinByGroup(Conversion):
         pieces = iter(by_group.split([count for rows in self.sections for count in rows], dim=1))
         return tuple(torch.cat([next(pieces).flatten(0, 1) for _ in rows]) for rows in self.sections)
 
+    def blocks(self, rows: int) -> Blocks:
+        return Blocks(self.groups, self.matrices or tuple(count for each in self.sections for count in each))
+
 
 @dataclass(frozen=True, slots=True)
 class Transpose(Conversion):
     """``[a, b]`` ↔ ``[b, a]``."""
 
     keeps_rows: ClassVar[bool] = False
+
+    blocks = Conversion.blocks
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (hf[0].t(),)
@@ -161,6 +199,8 @@ class Squeeze(Conversion):
 
     keeps_rows: ClassVar[bool] = False
 
+    blocks = Conversion.blocks
+
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (hf[0].squeeze(0),)
 
@@ -174,6 +214,8 @@ class DeinterleaveGateUp(Conversion):
 
     keeps_rows: ClassVar[bool] = False
     parts: int = 2
+
+    blocks = Conversion.blocks
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows = hf[0].t() if hf[0].dim() == 2 else hf[0]
@@ -195,6 +237,8 @@ class InterleaveRope(Conversion):
     heads: int = 1
     plain: int = 0
     rope: int = 2
+
+    blocks = Conversion.blocks
 
     def _permute(self, rows: Tensor, shape: tuple[int, int]) -> Tensor:
         blocks = rows.reshape(self.heads, self.plain + self.rope, *rows.shape[1:])

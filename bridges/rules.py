@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bridges.conversions import Conversion
+from bridges.conversions import Blocks, Conversion
 from bridges.errors import BridgeError
 from bridges.rows import DELTA_NET, ModelShape, Row, Shape, Split
 from bridges.tensor_names import EXPERTS, local_spelling, te_spelling
 
 if TYPE_CHECKING:
     from bridges.family import Family
+
+NOT_LINEAR = ("mlp.router.weight", "mlp.shared_experts.gate_weight")
+"""Two-dimensional weights that score (experts, the shared expert) and are not linear maps of the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,3 +306,36 @@ def unshard(shares: Sequence[Tensor], entry: Entry) -> Tensor:
     by_part = zip(*(share.chunk(split.parts) for share in shares), strict=True)
     whole_parts = [torch.cat(pieces, dim=split.dim) for pieces in by_part]
     return whole_parts[0] if len(whole_parts) == 1 else torch.cat(whole_parts)
+
+
+def is_matrix(entry: Entry) -> bool:
+    """Return whether a weight consists of matrices: it is none of embedding, output layer, router, norm, bias and
+    convolution."""
+    flat = len(entry.shape) != 2 or entry.split.vocab or entry.is_buffer
+    return not (flat or entry.name.endswith(NOT_LINEAR))
+
+
+def matrix_blocks(entry: Entry) -> Blocks | None:
+    """Return the matrices of a weight; None if it has none (:func:`is_matrix`).
+
+    A weight that HF stores as one linear layer is one matrix (also MLA's projections), unless HF fuses several in it.
+    Raises :class:`BridgeError` for a conversion without a known split, for example a plugin's.
+    """
+    if not is_matrix(entry):
+        return None
+    kind = type(entry.bound.conversion)
+    if "blocks" in vars(kind):
+        return entry.bound.conversion.blocks(entry.shape[0])
+    raise BridgeError(
+        f"{entry.name}: the table does not say which matrices {kind.__name__} fuses: give it a method `blocks`, "
+        "or train with optimizer=adam"
+    )
+
+
+def without_split(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield a message for each kind of weight that :func:`matrix_blocks` cannot split."""
+    for entry in {each.bound.row.megatron: each for each in entries}.values():
+        try:
+            matrix_blocks(entry)
+        except BridgeError as error:
+            yield str(error)

@@ -114,8 +114,8 @@ def derive(cfg: Section) -> None:
     fill(cfg, "generator.eval_sampling_params", greedy)
     fill(cfg, "generator.eval_sampling_params.max_generate_length", sampling.max_generate_length)
 
-    fill(cfg, "trainer.algorithm.temperature", sampling.temperature)
     rows, sampled = supervised(cfg), generator.max_input_length + sampling.max_generate_length
+    fill(cfg, "trainer.algorithm.temperature", sampling.temperature if rows is None else 1.0)
     fill(cfg, "trainer.algorithm.max_seq_len", sampled if rows is None else rows.max_length)
     if correction_enabled(algorithm.off_policy_correction) and sampling.logprobs is None:
         sampling.logprobs = 1

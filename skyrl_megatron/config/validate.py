@@ -13,6 +13,7 @@ from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
+from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
@@ -82,6 +83,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     if supervised(cfg) is None:
         problems += evaluation_problems(cfg)
         problems += rollout_problems(cfg, policy)
+        problems += exact_problems(cfg, hardware, policy)
     else:
         problems += supervised_problems(cfg, policy)
     problems += adapter_problems(cfg)

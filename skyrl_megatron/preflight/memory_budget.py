@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
-from bridges.matrices import without_split
 from bridges.plan import Plan
+from bridges.rules import without_split
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import get_path, owner_of
 from skyrl_megatron.config.hf_model import read_hf_config

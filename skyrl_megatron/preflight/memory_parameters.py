@@ -18,10 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridges.matrices import is_matrix
 from bridges.plan import Plan
 from bridges.quantisation import Quantisation
-from bridges.rules import Entry, local_shape, padded_rows
+from bridges.rules import Entry, is_matrix, local_shape, padded_rows
 from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.muon_rules import WINDOW
@@ -293,8 +292,9 @@ def rank_bytes(
     saved = 0
     if muon:
         over = (parallel.dp_cp, parallel.edp) if options.get("use_distributed_optimizer", True) else (1, 1)
-        saved = sum(_FP32 * (part // ranks) for part, ranks in zip(count.matrices, over, strict=True))
-        copied += max(count.largest, min(WINDOW, parallel.tp * sum(count.matrices))) * _WORK_BYTES
+        updated = count if adapters is None else adapters
+        saved = sum(_FP32 * (part // ranks) for part, ranks in zip(updated.matrices, over, strict=True))
+        copied += max(updated.largest, min(WINDOW, parallel.tp * sum(updated.matrices))) * _WORK_BYTES
     on_host = round(shard * state.offloaded)
     return RankBytes(
         weights,
@@ -398,6 +398,10 @@ class Factors:
     """Elements whose gradients are summed over edp."""
     gathered: int
     """Elements that a merged weight sync gathers: the unsharded A and B of every projection."""
+    matrices: tuple[int, int] = (0, 0)
+    """Factors of linear weights, which Muon updates: parts of ``dense`` and of ``expert``."""
+    largest: int = 0
+    """Elements of the largest of them, whole."""
 
     @property
     def parameters(self) -> int:
@@ -405,7 +409,14 @@ class Factors:
         return self.dense + self.expert
 
     def __add__(self, other: Factors) -> Factors:
-        return Factors(self.dense + other.dense, self.expert + other.expert, self.gathered + other.gathered)
+        dense, expert = (mine + its for mine, its in zip(self.matrices, other.matrices, strict=True))
+        return Factors(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.gathered + other.gathered,
+            (dense, expert),
+            max(self.largest, other.largest),
+        )
 
 
 @dataclass(frozen=True)
@@ -451,7 +462,8 @@ class AdapterTable:
         count = len(self.plan.shape.moe)
         layers = {layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, count, stage, chunk)}
         experts = self.plan.shape.dims.get("E", 0)
-        dense = expert = gathered = 0
+        gathered = largest = 0
+        elements, matrices = [0, 0], [0, 0]
         for each in self.maps:
             entry, over = each.entry, parallel.etp if each.entry.is_expert else parallel.tp
             if each.layers:
@@ -461,13 +473,13 @@ class AdapterTable:
             local = experts // parallel.ep if entry.is_expert else 1
             sizes = dict(zip("AB", _sizes(each, over, te), strict=True))
             for letter, size in sizes.items():
-                if entry.is_expert and letter != each.shared:
-                    expert += times * local * size
-                else:
-                    dense += times * size
+                alone = entry.is_expert and letter != each.shared
+                elements[alone] += times * size * (local if alone else 1)
+                matrices[alone] += times * size * (local if alone else 1) if is_matrix(entry) else 0
             a, b = _sizes(each, 1, te)
             gathered += times * local * (a // each.pairs * each.projections + b)
-        return Factors(dense, expert, gathered)
+            largest = max(largest, max(a, b) if times and is_matrix(entry) else 0)
+        return Factors(elements[0], elements[1], gathered, (matrices[0], matrices[1]), largest)
 
     def in_layer(self, kind: tuple[bool, str]) -> Iterator[AdaptedMap]:
         """Yield the adapted linear layers of a layer of this kind (``ModelShape.kinds``)."""

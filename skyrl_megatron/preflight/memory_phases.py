@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridges.quantized import BAND
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
 from skyrl_megatron.config.roles import (
     active_roles,
@@ -354,7 +355,7 @@ class _Gpu:
             yield self._phase(f"{role} {LOGPROBS}", [*self._states(LOGPROBS, role), self._forward(role)])
             if model.trained:
                 yield self._phase(f"{role} {TRAINING}", [*self._states(TRAINING, role), self._training(role)])
-        if "policy" in self.models:
+        if "policy" in self.models and supervised(self.cfg) is None:
             yield self._phase(SYNC, self._states(SYNC, "policy") + self._sync())
         if self.engine is not None:
             yield from _start(self.cfg, self.engine, self.gpu, f"rank {self.rank}")

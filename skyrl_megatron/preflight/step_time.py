@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.roles import (
     is_frozen,
     needs_reference,
@@ -91,10 +92,11 @@ class StepEstimate:
 
 def longest_work(cfg: SkyRLTrainConfig, share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Return (prompts, responses) of a step, [B] tokens each: prompts of the maximum length, and responses of
-    ``share`` of theirs."""
-    rows = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
-    response = max(int(cfg.generator.sampling_params.max_generate_length * share), 1)
-    return np.full(rows, cfg.trainer.max_prompt_length), np.full(rows, response)
+    ``share`` of theirs. Rows of supervised training count as responses."""
+    rows, taught = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt, supervised(cfg)
+    longest = cfg.generator.sampling_params.max_generate_length if taught is None else taught.max_length
+    prompt = cfg.trainer.max_prompt_length if taught is None else 0
+    return np.full(rows, prompt), np.full(rows, max(int(longest * share), 1))
 
 
 def estimate_step(

@@ -85,7 +85,7 @@ class ChatRows:
     @property
     def sampled_rows(self) -> SampledRows:
         """What a sampler knows of the rows."""
-        return SampledRows(self.rows, self.names, self.kept)
+        return SampledRows(self.rows, self.names, self.kept, limit="sft.invalid_rows=skip")
 
     @property
     def fingerprint(self) -> list[dict[str, Any]]:

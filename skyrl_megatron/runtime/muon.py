@@ -4,8 +4,8 @@ Each update is that of the whole matrix, in every layout: :class:`Muon` takes th
 optimizers, whose shards, gathers of parameters, masters and checkpoints stay as they are. A distributed optimizer has
 flat ranges of weights. The momentum is updated in these ranges. Then the ranges of a matrix travel to one of
 the ranks that hold it, which gathers the shards of tensor parallelism, orthogonalises the matrices of the weight
-(:mod:`bridges.matrices`: q, k, v, gate and up are separate), and sends each range of the update back. Matrices are
-processed in windows that limit memory, matrices of one shape in one batched product.
+(:class:`bridges.conversions.Blocks`: q, k, v, gate and up are separate), and sends each range of the update back.
+Matrices are processed in windows that limit memory, matrices of one shape in one batched product.
 
 Megatron's own module (``optimizer/emerging_optimizers.py``) is not used: it orthogonalises gate and up as one matrix,
 routers too, and q, k, v by one size for the model, and it cannot shard a matrix over data-parallel ranks.
@@ -17,16 +17,17 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bridges.conversions import Blocks
 from bridges.errors import BridgeError
-from bridges.matrices import Blocks, matrix_blocks
-from bridges.rules import Entry, shard, unshard
+from bridges.rows import Split
+from bridges.rules import Entry, matrix_blocks, shard, unshard
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.muon_rules import WINDOW, MuonSettings
 from skyrl_megatron.errors import ConfigError, Problem
@@ -38,9 +39,12 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
     is_distributed,
     parameters_of,
 )
+from skyrl_megatron.runtime.lora.attach import adapter_modules
+from skyrl_megatron.runtime.lora.folder import entry_of
 from skyrl_megatron.runtime.model.local_weights import weight_locations
 
 if TYPE_CHECKING:
+    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -125,6 +129,31 @@ def matrices_of(model: ModelChunks, groups: ProcessGroups, key: str) -> list[Mat
             if blocks is not None:
                 shape = tuple(parameter.shape[-2:])
                 found.append(Matrix(entry, blocks, parameter, number * math.prod(shape), shape))
+    return found
+
+
+def factors_of(adapters: Adapters) -> list[Matrix]:
+    """Return the trained factors of linear weights' adapters, as :func:`matrices_of` returns weights.
+
+    Each factor, A ``[rank, in]`` or B ``[out, rank]``, is a matrix of its own, as in published runs of Muon with LoRA
+    (Qu et al. 2026, "Can Muon Fine-tune Adam-Pretrained Models?"). The rows of a B that serves several projections are
+    separate matrices, as those of the weight are. Adapters of embedding and output layer are trained by AdamW.
+    """
+    found = []
+    for adapter in (each for chunk in adapters.by_chunk for each in adapter_modules(chunk)):
+        weight = entry_of(adapters, adapter, None if adapter.experts is None else adapter.experts[0])
+        if (blocks := matrix_blocks(weight)) is None:
+            continue
+        for factor in adapter.factors():
+            over = adapters.groups.etp if factor.experts is not None else adapters.groups.tp
+            for number, (expert, matrix) in enumerate(factor.matrices()):
+                whole = [*matrix.shape]
+                if factor.split is not None:
+                    whole[factor.split] *= over.size()
+                own = blocks if adapter.is_joined and factor.name.endswith(".B") else Blocks(1, (whole[0],))
+                bound = replace(weight.bound, shape=tuple(whole), split=Split(factor.split, factor.parts))
+                entry = replace(weight, name=factor.name, expert=expert, bound=bound)
+                found.append(Matrix(entry, own, factor.tensor, number * matrix.numel(), tuple(matrix.shape)))
     return found
 
 

@@ -126,7 +126,7 @@ def build_optimizer(
         raise ConfigError(
             [Problem(f"{key}.{name}", extra[name], "megatron's OptimizerConfig has no such field") for name in unknown]
         )
-    if problems := list(muon_problems(settings.optimizer, extra, f"{key}.", adapted=False)):
+    if problems := list(muon_problems(settings.optimizer, extra, f"{key}.")):
         raise ConfigError(problems)
     fields |= extra | _dtypes(extra, key)
     _require_hardware(fields, key)
@@ -404,10 +404,9 @@ def prepare_training(
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".router." not in name)
     key = f"trainer.{role}.optimizer_config.optimizer"
-    use_muon = settings.optimizer_config.optimizer == "muon"
-    if use_muon and adapted:
-        raise ConfigError([Problem(key, "muon", "does not train LoRA's factors: set it to adam")])
-    matrices = muon.matrices_of(model, groups, key) if use_muon else []
+    matrices: list[Matrix] = []
+    if settings.optimizer_config.optimizer == "muon":
+        matrices = muon.matrices_of(model, groups, key) if adapters is None else muon.factors_of(adapters)
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:
         del last.draft  # keeps the draft head out of the chunk's gradient buffers; restored below

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.roles import adapter_configs, adapter_names, is_frozen, parallel_config
 from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
@@ -53,6 +54,7 @@ class TrainedModel:
         megatron_patches.install()
         if cfg.trainer.deterministic:
             device.use_deterministic_kernels()
+        exact_ops.use(cfg.trainer.exact_rollouts)
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config

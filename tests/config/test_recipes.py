@@ -22,12 +22,14 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
-EMBEDDED = {f"embedded-{name}" for name in ("lora", "ppo", "distill", "async", "mlperf")}
+EMBEDDED = {f"embedded-{name}" for name in ("lora", "ppo", "distill", "async", "mlperf", "muon")}
 SMALL = {"tiny-moe-cpu", "embedded", *EMBEDDED}
 SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-2x8": QWEN3_30B_A3B,
     "qwen3-30b-a3b-lora": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-sft": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-sft-lora": QWEN3_30B_A3B,
     "qwen3-235b-a22b": QWEN3_235B_A22B,
     "qwen3-235b-a22b-lora": QWEN3_235B_A22B,
     "glm-4.5-air": GLM_4_5_AIR,
@@ -35,6 +37,11 @@ SHAPES = {
     "kimi-k2": KIMI_K2,
     "gpt-oss-120b": GPT_OSS_120B,
 }
+MUON = [
+    "trainer.policy.optimizer_config.optimizer=muon",
+    "trainer.policy.megatron_config.optimizer_config_kwargs={}",
+]
+"""Keys that the recipe's first lines name for Muon."""
 ROOM_GB = 3
 
 
@@ -42,7 +49,8 @@ ROOM_GB = 3
 def models(tmp_path_factory):
     """Rows enough for every recipe's batch, and a folder for each released model, made once."""
     root = tmp_path_factory.mktemp("models")
-    write_sums(root / "rows.parquet", rows=256)
+    talk = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
+    write_sums(root / "rows.parquet", rows=256, messages=[talk] * 256)
     made = {}
 
     def folder(config):
@@ -61,22 +69,25 @@ def test_every_recipe_is_checked_here_and_named_in_the_documents():
     assert [name for name in sorted(names) if f"`{name}`" not in guide] == []
 
 
-@pytest.mark.parametrize("recipe", SHAPES)
-def test_recipe_fits_with_room(models, recipe, capsys):
+@pytest.mark.parametrize(("recipe", "keys"), [*((recipe, []) for recipe in SHAPES), ("kimi-k2", MUON)])
+def test_recipe_fits_with_room(models, recipe, keys, capsys):
     from skyrl_megatron.entrypoints import run_moe
 
     rows, folder = models
     text = (FOLDER / f"{recipe}.yaml").read_text()
     machine = re.search(r"--check=(\S+) --gpu h100 --host-memory (\w+)\. Only that was checked; no run", text)
     assert machine, "the first lines name the machines, and what was done"
+    assert all(key in text for key in keys)
     files = [f"model={folder(SHAPES[recipe])}", f"data.train_data=['{rows}']", "data.val_data=[]"]
     sizes = [f"--check={machine[1]}", "--gpu", "80GB", "--host-memory", machine[2], "trainer.logger=console"]
-    assert run_moe.main(["--recipe", recipe, *files, *sizes]) == 0, capsys.readouterr().err
+    assert run_moe.main(["--recipe", recipe, *files, *sizes, *keys]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     rooms = re.findall(r"^(.+): .* of .*, (\S+) ([GT])B free$", out.partition("# memory")[2], re.MULTILINE)
-    assert len(rooms) >= 6, out
+    config = yaml.safe_load(text)
+    phases = 3 if "sft" in config else 6  # nothing is sampled, scored or synchronized
+    assert len(rooms) >= phases, out
     assert {name: room for name, room, unit in rooms if unit == "G" and float(room) <= ROOM_GB} == {}
-    check_batch(yaml.safe_load(text), machine[1], out)
+    check_batch(config, machine[1], out)
 
 
 def test_a_tiny_moe_on_this_machine(tmp_path, capsys):
@@ -92,12 +103,18 @@ def test_a_tiny_moe_on_this_machine(tmp_path, capsys):
 
 def check_batch(config, nodes, out):
     """Sequences of an optimizer step, over replicas, as the recipe's own numbers have them."""
-    trainer, generator = config["trainer"], config["generator"]
+    trainer, generator = config["trainer"], config.get("generator")
     placement, degrees = trainer["placement"], trainer["policy"]["megatron_config"]
     hosts, gpus = (int(number) for number in nodes.split("x"))
     assert placement.get("policy_num_nodes", 1) == hosts and placement["policy_num_gpus_per_node"] == gpus
     split = degrees.get("tensor_model_parallel_size", 1) * degrees.get("pipeline_model_parallel_size", 1)
     replicas = hosts * gpus // split
+    if "sft" in config:
+        batch, longest = trainer["train_batch_size"], config["sft"]["max_length"]
+        assert f"{batch} rows of at most {longest} tokens" in out and "engines" not in out
+        step = f"each on {batch} sequences = dp {replicas} · {batch // replicas}"
+        assert f"policy: 1 optimizer steps ({batch}/{batch} · 1 epochs), {step}" in out
+        return
     batch, mini, samples = (
         trainer["train_batch_size"],
         trainer["policy_mini_batch_size"],

@@ -113,6 +113,11 @@ RULES = {
         f"{A}off_policy_correction.tis_ratio_type",
         "already",
     ),
+    "two corrections of a clipped loss": (
+        [f"{A}ratio_anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
+        f"{A}off_policy_correction.tis_ratio_type",
+        "ratio_anchor=rollout already",
+    ),
     "loss without rollout log-probs": (
         [f"{A}policy_loss_type=dppo", "generator.sampling_params.logprobs=null"],
         "generator.sampling_params.logprobs",
@@ -149,11 +154,6 @@ RULES = {
         [*MUON, f"{O}use_precision_aware_optimizer=true", f"{O}main_params_dtype=fp16"],
         f"{O}use_precision_aware_optimizer",
         "not supported with optimizer=muon",
-    ),
-    "Muon of adapters": (
-        [*MUON, "trainer.policy.model.lora.rank=8"],
-        "trainer.policy.optimizer_config.optimizer",
-        "lora.rank=0",
     ),
     "decay inside warm-up": (
         ["trainer.policy.optimizer_config.num_decay_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"],

@@ -185,6 +185,18 @@ def test_the_embedded_run_that_samples_ahead(folder, capsys, home):
         assert value(config, "generator.batched") is False
 
 
+def test_the_embedded_run_with_muon(folder, capsys, home):
+    """By its recipe or by the key alone, in a folder of its own; it warms up itself, with Muon."""
+    (home / "embedded" / "seed_5" / "warmed_up_model").mkdir(parents=True)
+    for args in (["--recipe", "embedded-muon"], ["trainer.policy.optimizer_config.optimizer=muon"]):
+        code, config, _, err = run(capsys, "--check", *args, "trainer.seed=5")
+        assert code == 0, err
+        assert value(config, "trainer.ckpt_path") == str(home / "embedded" / "seed_5" / "muon" / "ckpts")
+        assert value(config, "trainer.policy.model.path") == str(home / "embedded" / "seed_5" / "model")
+        assert value(config, "trainer.policy.optimizer_config.adam_lr") == 4e-4
+        assert value(config, "trainer.run_name") == "addition-muon"
+
+
 def test_the_miniature_of_a_benchmark(folder, capsys, home):
     """Held-out tasks, learning rate and clip by the batch size; the curriculum once its file exists."""
     seed, recipe = home / "embedded" / "seed_6", ["--recipe", "embedded-mlperf", "trainer.seed=6"]

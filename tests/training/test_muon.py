@@ -160,8 +160,8 @@ def test_every_table_tells_its_matrices():
 
     from bridges.conversions import Conversion
     from bridges.errors import BridgeError
-    from bridges.matrices import matrix_blocks, without_split
     from bridges.plan import Plan
+    from bridges.rules import matrix_blocks, without_split
     from tests.bridges.tiny_models import TINY, tiny_config
 
     class Folded(Conversion):
@@ -402,8 +402,8 @@ def test_what_megatron_would_take_for_a_matrix(tmp_path):
     import torch
     from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes, _is_nonlinear_or_embedding
 
-    from bridges.matrices import matrix_blocks
     from bridges.plan import Plan
+    from bridges.rules import matrix_blocks
     from tests.bridges.tiny_models import tiny_config
 
     hf = tiny_config("mimo_v2_flash")

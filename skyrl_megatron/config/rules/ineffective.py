@@ -16,7 +16,7 @@ from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.roles import active_roles, has_teacher, needs_reference
 from skyrl_megatron.config.rules.rollout_rules import truncations
-from skyrl_megatron.config.rules.training_rules import UNCORRECTED, generates_ahead
+from skyrl_megatron.config.rules.training_rules import RATIO_ANCHORED, UNCORRECTED, generates_ahead
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
 from skyrl_megatron.hub.repo_names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
@@ -96,7 +96,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting(
         "supervised training samples nothing",
         f"{_T}max_prompt_length {_T}fully_async. {_A}dynamic_sampling. {_A}advantage_estimator "
-        f"{_G}eval_sampling_params. environment. "
+        f"{_G}sampling_params. {_G}eval_sampling_params. environment. "
         + _in_all(_G, "max_turns max_input_length batched eval_n_samples_per_prompt step_wise_trajectories"),
         lambda cfg, hardware: supervised(cfg) is not None,
     ),
@@ -248,6 +248,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _loss_is_not("regular", "dual_clip", "gspo", "clip_cov", "rollout_is"),
     ),
     IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
+    IneffectiveSetting(
+        f"policy_loss_type is not {', '.join(RATIO_ANCHORED[:-1])} or {RATIO_ANCHORED[-1]}",
+        f"{_A}ratio_anchor",
+        _loss_is_not(*RATIO_ANCHORED),
+    ),
     IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
     IneffectiveSetting("advantage_estimator is not gdpo", f"{_A}gdpo_weights", _estimator_is_not("gdpo")),
     IneffectiveSetting("advantage_estimator is not rae", f"{_A}rae_decay", _estimator_is_not("rae")),

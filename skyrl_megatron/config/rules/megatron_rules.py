@@ -129,9 +129,8 @@ def megatron_problems(
         yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16)
     if not is_frozen(role):
         optimizer = getattr(cfg.trainer, role).optimizer_config.optimizer
-        adapted = role == "policy" and cfg.trainer.policy.model.lora.rank > 0
         options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
-        yield from muon_problems(optimizer, options, key, adapted=adapted)
+        yield from muon_problems(optimizer, options, key)
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
     yield from _indexer(megatron.transformer_config_kwargs, section, hf)

@@ -87,10 +87,10 @@ def muon_settings(options: Mapping[str, Any]) -> MuonSettings:
     return MuonSettings(**{name: options[PREFIX + name] for name in _NAMES if PREFIX + name in options})
 
 
-def muon_problems(optimizer: str, options: Mapping[str, Any], section: str, *, adapted: bool) -> Iterator[Problem]:
+def muon_problems(optimizer: str, options: Mapping[str, Any], section: str) -> Iterator[Problem]:
     """Yield what is wrong with the ``muon_*`` fields of ``optimizer_config_kwargs``, and what excludes them.
 
-    ``optimizer``: ``optimizer_config.optimizer``. ``section``: the key's prefix. ``adapted``: only LoRA is trained.
+    ``optimizer``: ``optimizer_config.optimizer``. ``section``: the key's prefix.
     """
     if "muon" in str(options.get("optimizer")):
         yield Problem(
@@ -107,9 +107,6 @@ def muon_problems(optimizer: str, options: Mapping[str, Any], section: str, *, a
     for name in _NO_EFFECT_ON:
         if options.get(name):
             yield Problem(f"{section}{name}", options[name], "is not supported with optimizer=muon: remove this key")
-    if adapted:
-        fix = "LoRA's factors are not trained by Muon: set optimizer=adam, or lora.rank=0"
-        yield Problem("trainer.policy.optimizer_config.optimizer", optimizer, fix)
 
 
 def _wrong(name: str, value: Any) -> str | None:

@@ -129,7 +129,7 @@ def _critic(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Check that there is a critic if, and only if, the advantage estimator reads its values."""
     trainer, path = cfg.trainer, cfg.trainer.critic.model.path
     estimator = trainer.algorithm.advantage_estimator
-    if estimator == "gae" and path is None:
+    if estimator == "gae" and path is None and supervised(cfg) is None:
         yield Problem("trainer.critic.model.path", None, "advantage_estimator=gae needs a critic: set its model")
     if path is None:
         return
@@ -166,6 +166,14 @@ def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tupl
     return tuple(dict.fromkeys([*built_in, *getattr(module, registry).list_available()]))
 
 
+def _anchor(algorithm: AlgorithmConfig) -> str | None:
+    """Return the setting that makes the ratio of the loss relative to the engine's log-probs, None if none does."""
+    loss = algorithm.policy_loss_type
+    if loss == "cispo" and algorithm.cispo.anchor == "rollout":
+        return "cispo.anchor"
+    return "ratio_anchor" if loss in RATIO_ANCHORED and algorithm.ratio_anchor == "rollout" else None
+
+
 def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm = cfg.trainer.algorithm
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
@@ -178,11 +186,12 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if correction_enabled(correction) and loss in ("clip_cov", "kl_cov"):
         fix = f"this loss has no off-policy correction: use another loss, or remove {_A}off_policy_correction.*"
         yield Problem(f"{_A}policy_loss_type", loss, fix)
-    anchored = loss == "cispo" and algorithm.cispo.anchor == "rollout"
+    anchored = _anchor(algorithm)
     if anchored and correction.tis_ratio_type is not None:
-        fix = "cispo.anchor=rollout already corrects for the engine: set one of the two back to its default"
+        fix = f"{anchored}=rollout already corrects for the engine: set one of the two back to its default"
         yield Problem(f"{_A}off_policy_correction.tis_ratio_type", correction.tis_ratio_type, fix)
-    if cfg.generator.sampling_params.logprobs is None and (anchored or loss in ("rollout_is", "dppo", "m2po")):
+    needs_them = anchored is not None or loss in ("rollout_is", "dppo", "m2po")
+    if cfg.generator.sampling_params.logprobs is None and needs_them:
         fix = f"policy_loss_type={loss} needs the engine's log-probabilities: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, fix)
 
@@ -245,7 +254,9 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 _FOLDER = "trainer.fully_async."
 KEY = f"{_FOLDER}enabled"
-_ANCHORED = "policy_loss_type=rollout_is, dppo or m2po, cispo with cispo.anchor=rollout"
+_ANCHORED = "ratio_anchor=rollout with regular or dual_clip, or policy_loss_type=rollout_is, dppo or m2po"
+RATIO_ANCHORED = ("regular", "dual_clip", "gspo", "sapo")
+"""Built-in losses that read ``ratio_anchor``."""
 
 UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy", "m2po")
 """Built-in losses without an off-policy correction."""
@@ -328,6 +339,6 @@ def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:
     loss = algorithm.policy_loss_type
     if loss not in set(PolicyLossType) or loss in ("rollout_is", "dppo", "m2po"):
         return True
-    if loss == "cispo" and algorithm.cispo.anchor == "rollout":
+    if _anchor(algorithm) is not None:
         return True
     return loss not in UNCORRECTED and correction_enabled(algorithm.off_policy_correction)

@@ -173,9 +173,9 @@ class InferenceEngineConfig(BaseConfig):
     """Engines return the experts of each token, for `moe_enable_routing_replay`. Needs engines that this run starts,
     prefix caching, and no pipeline parallelism."""
     return_sampling_support: bool | None = None
-    """Engines return the tokens that top-p, top-k and min-p left to sample from, and the trainer computes its softmax
-    over the same tokens, so that ratios and KL use the sampling distribution. None: true if top-p, top-k or min-p is
-    set, no penalty changes the distribution, and the run starts its engines without an HTTP endpoint."""
+    """Engines return the tokens that top-p, top-k and min-p left to sample from. The trainer computes its softmax over
+    the same tokens, so that ratios and KL use the sampling distribution. None: true if top-p, top-k or min-p is set,
+    no penalty changes the distribution, and the run starts its engines without an HTTP endpoint."""
     http_token_path: str | None = None
     """File with the endpoint's bearer token (mode 0600). None: a new file in the run's log folder."""
     enable_registry: bool = False
@@ -201,8 +201,8 @@ class InferenceEngineConfig(BaseConfig):
     Otherwise every worker receives all weights, and the log says why. Must be true with `colocate_all` if there are
     several nodes or `data_parallel_size` is above 1."""
     weight_sync_probe_interval: NonNegativeInt = 20
-    """Number of weight syncs between two probes, in which trainer and engines compute log-probs of the same tokens and
-    must agree. 0: only after the first sync."""
+    """Weight syncs between two probes. In a probe trainer and engines compute log-probs of the same tokens, which must
+    agree. 0: only after the first sync."""
     weight_sync_probe_limit: Positive | None = None
     """Maximum mean log-prob mismatch between trainer and engines in a probe, in nats. None: the limit that rounding
     explains. Set it for a model with larger rounding errors, after verifying that its weights are correct."""

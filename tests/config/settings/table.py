@@ -95,6 +95,7 @@ OBJECTIVE = {
     f"{A}cispo.cispo_eps_clip_high": Row(0.1, objective.loss, loss_is("cispo")),
     f"{A}cispo.anchor": Row("rollout", objective.loss, loss_is("cispo")),
     f"{A}dppo.dppo_type": Row("binary_kl", objective.loss, loss_is("dppo")),
+    f"{A}ratio_anchor": Row("rollout", objective.loss, loss_is("regular")),
     f"{A}m2po_threshold": Row(1e-6, objective.loss, loss_is("m2po")),
     f"{A}dppo.delta_low": Row(0.001, objective.loss, loss_is("dppo")),
     f"{A}dppo.delta_high": Row(0.001, objective.loss, loss_is("dppo")),
@@ -151,6 +152,7 @@ LOOP = {
     f"{T}policy_mini_batch_size": Row(4, loop.plan),
     f"{T}update_epochs_per_batch": Row(2, loop.plan),
     f"{T}seed": Row(7, loop.plan),
+    f"{T}max_rollout_gap": Row(0.1, loop.gap),
     f"{T}ckpt_interval": Row(1, loop.plan),
     f"{T}hf_save_interval": Row(1, loop.plan),
     f"{T}export_path": Row("out/elsewhere", loop.evaluation),
@@ -248,6 +250,7 @@ ROLLOUT = {
 
 ENGINES = {
     f"{T}fully_async.clear_kv_cache_on_weight_sync": Row(True, engines.settings, ASYNC),
+    f"{T}exact_rollouts": Row(True, engines.settings),
     f"{E}model_dtype": Row("float16", engines.arguments),
     f"{E}tensor_parallel_size": Row(2, engines.arguments),
     f"{E}pipeline_parallel_size": Row(2, engines.arguments),
