@@ -1,6 +1,6 @@
 """Experts moved between steps against experts that stay: balance on paper, and a step of two EP ranks on CPU.
 
-    python benchmarks/expert_moves.py [--only paper step] [--smoke]
+    python benchmarks/expert_moves.py [--only paper step] [--zipf 0.2 0.4 0.8] [--rounds 4]
 
 ``paper``: made loads of three released models, in which all sequences prefer the same experts, with shares 1 / rank^s
 (Zipf) in a random order of each layer. Printed per step of 16 million trained tokens on H100s: tokens of the busiest
@@ -71,7 +71,7 @@ def paper(exponents: list[float], smoke: bool) -> None:
             moves = float(np.mean([plan.incoming for plan, _ in found])) * costs.move * sizes["layers"]
             print(
                 f"    Zipf {exponent}: max/mean {before:.2f} stay, {after:.2f} moved ({np.mean(free):.2f} if free): "
-                f"expert time {before / after:.2f}x, {(before - after) * mean:.2f} s less per step for {moves:.2f} s once; "
+                f"expert time {before / after:.2f}x, {(before - after) * mean:.2f} s less per step for {moves:.2f} s; "
                 f"plan {1e3 * planned:.1f} ms per layer"
             )
 
@@ -186,15 +186,17 @@ def step(rounds: int, smoke: bool) -> None:
 
 def main() -> None:
     """Run the chosen parts."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("paper", "step"), default=("paper", "step"))
+    parser.add_argument("--only", nargs="+", choices=["paper", "step"], default=["paper", "step"])
     parser.add_argument("--zipf", nargs="+", type=float, default=[0.2, 0.4, 0.8])
-    parser.add_argument("--smoke", action="store_true")
-    options = parser.parse_args()
-    if "paper" in options.only:
-        paper(options.zipf, options.smoke)
-    if "step" in options.only:
-        step(1 if options.smoke else 4, options.smoke)
+    parser.add_argument("--rounds", type=int, default=4)
+    args = parse(parser, zipf=[0.4], rounds=1)
+    if "paper" in args.only:
+        paper(args.zipf, args.smoke)
+    if "step" in args.only:
+        step(args.rounds, args.smoke)
 
 
 if __name__ == "__main__":
