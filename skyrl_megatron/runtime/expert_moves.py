@@ -140,7 +140,8 @@ class ExpertMoves:
             mine = [owned.get(id(slot.parameter)) for slot in each.slots]
             for name in sorted({name for own in mine if own is not None for name in own.tensors}):
                 states = [_state(name, slot, own) for slot, own in zip(each.slots, mine, strict=True)]
-                if any(state is not None and state.is_view_of(each.slots[0].parameter) for state in states):
+                pairs = zip(states, each.slots, strict=True)
+                if any(state is not None and state.is_view_of(slot.parameter) for state, slot in pairs):
                     continue  # fp32 weights are their own masters
                 sharded = any(own is not None and own.sharded for own in mine)
                 spans = held[number] if sharded else whole
