@@ -52,23 +52,17 @@ def paper(exponents: list[float], smoke: bool) -> None:
         print(f"{name}: an expert of a layer moves in {1e3 * costs.move:.1f} ms, worth {costs.tokens:,.0f} tokens")
         for exponent in exponents:
             rng = np.random.default_rng(0)
-            found = []
+            plans, free = [], []
             began = time.process_time()
             for _ in range(layers):
                 shares = rng.permutation(1 / np.arange(1, experts + 1) ** exponent)
-                found.append(
-                    (
-                        plan_layer(
-                            TOKENS * sizes["topk"] * shares / shares.sum(), range(experts), ranks, freedom, costs
-                        ),
-                        shares,
-                    )
-                )
-            planned = (time.process_time() - began) / layers
-            free = [plan_layer(shares, range(experts), ranks, freedom, FREE).after for _, shares in found]
-            before, after = (float(np.mean([getattr(plan, key) for plan, _ in found])) for key in ("before", "after"))
+                load = (TOKENS * sizes["topk"] * shares / shares.sum()).tolist()
+                plans.append(plan_layer(load, range(experts), ranks, freedom, costs))
+                free.append(plan_layer(load, range(experts), ranks, freedom, FREE).after)
+            planned = (time.process_time() - began) / layers / 2
+            before, after = (float(np.mean([getattr(plan, key) for plan in plans])) for key in ("before", "after"))
             mean = TOKENS * sizes["topk"] / ranks * costs.row * sizes["layers"]
-            moves = float(np.mean([plan.incoming for plan, _ in found])) * costs.move * sizes["layers"]
+            moves = float(np.mean([plan.incoming for plan in plans])) * costs.move * sizes["layers"]
             print(
                 f"    Zipf {exponent}: max/mean {before:.2f} stay, {after:.2f} moved ({np.mean(free):.2f} if free): "
                 f"expert time {before / after:.2f}x, {(before - after) * mean:.2f} s less per step for {moves:.2f} s; "
