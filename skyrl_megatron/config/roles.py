@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import is_address
+from skyrl_megatron.config.derive import is_address, preferences, reward_model
 from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.parse import Mismatch, convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -63,15 +63,21 @@ def is_frozen(role: str) -> bool:
     return role in ("ref", "teacher")
 
 
+def has_value_head(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether a role's model ends with a value in place of the vocabulary: a critic, and the policy of a run
+    that trains a reward model."""
+    return role == "critic" or (role == "policy" and reward_model(cfg) is not None)
+
+
 def has_teacher(cfg: SkyRLTrainConfig) -> bool:
     """Return whether the run has a teacher, on ranks or at an address."""
     return cfg.trainer.teacher.model.path is not None or bool(cfg.trainer.teacher.models)
 
 
 def needs_reference(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether a KL term compares the policy with a reference."""
-    algorithm = cfg.trainer.algorithm
-    return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+    """Return whether a KL term, or a loss of preferences, compares the policy with a reference."""
+    algorithm, pairs = cfg.trainer.algorithm, preferences(cfg)
+    return (pairs is not None and not pairs.is_cached) or algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
 
 def policy_is_reference(cfg: SkyRLTrainConfig) -> bool:

@@ -31,7 +31,7 @@ from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, m
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.data.packing import plan_micro_batches, rows_by_adapter
+from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
     DraftLoss,
@@ -346,10 +346,11 @@ class MegatronEngine(TrainedModel):
 
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
         """Split the replica's rows into packed micro-batches on the device; every replica gets the same number."""
-        trainer = self.cfg.trainer
+        trainer, alignment, parts = self.cfg.trainer, self.groups.parallel.alignment, units(batch)
+        lengths = aligned(batch.lengths, alignment)
         plan = plan_micro_batches(
-            batch.lengths,
-            alignment=self.groups.parallel.alignment,
+            np.array([lengths[part].sum() for part in parts]),
+            alignment=alignment,
             max_tokens=trainer.max_tokens_per_microbatch,
             rows=rows,
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
@@ -357,7 +358,7 @@ class MegatronEngine(TrainedModel):
         )
         target = device.device()
         micro_batches = []
-        for own in plan:
+        for own in (joined(parts, share) for share in plan):
             part = batch.select(own) if len(own) else batch.blank_row()
             padded = not trainer.use_sample_packing
             packed = pack(part, self.groups, target, padded=padded, replayed=self._replayed)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms import exact_ops
-from skyrl_megatron.config.roles import adapter_configs, adapter_names, is_frozen, parallel_config
+from skyrl_megatron.config.roles import adapter_configs, adapter_names, has_value_head, is_frozen, parallel_config
 from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -67,7 +67,7 @@ class TrainedModel:
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
             frozen=self.is_adapted,
-            head="value" if role == "critic" else "lm",
+            head="value" if has_value_head(cfg, role) else "lm",
             seed=cfg.trainer.seed,
         )
         if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):

@@ -137,7 +137,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _in_all(
             f"{_T}fully_async.",
             "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path keep_rollouts"
-            " replay_from adaptive_concurrency",
+            " replay_from adaptive_concurrency batches_ahead",
         ),
         lambda cfg, hardware: not generates_ahead(cfg),
     ),

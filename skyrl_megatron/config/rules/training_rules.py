@@ -68,15 +68,18 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("trainer.train_batch_size", train, fix)
     budget, longest = trainer.max_tokens_per_microbatch, longest_sequence(cfg)
     if 0 < budget < longest:
-        parts = "sft.max_length" if supervised(cfg) else "max_input_length + max_generate_length"
-        fix = f"must be at least {longest} tokens, the longest sequence ({parts})"
+        rows = supervised(cfg)
+        parts = "max_input_length + max_generate_length" if rows is None else f"{rows.SECTION}.max_length"
+        what = "sequence" if rows is None or rows.longest == rows.max_length else "pair"
+        fix = f"must be at least {longest} tokens, the longest {what} ({parts})"
         yield Problem("trainer.max_tokens_per_microbatch", budget, fix)
 
 
 def longest_sequence(cfg: SkyRLTrainConfig) -> int:
-    """Return the tokens of the longest possible training sequence: the context of the last turn and its response."""
+    """Return the tokens of the longest possible training sequence: the context of the last turn and its response. Of
+    preferences: of the longest pair."""
     if (rows := supervised(cfg)) is not None:
-        return rows.max_length
+        return rows.longest
     return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
 
 

@@ -136,6 +136,7 @@ LOOP = {
     f"{T}fully_async.stale_policy": Row("drop", loop.stream, ASYNC),
     f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
     f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
+    f"{T}fully_async.batches_ahead": Row(1.5, loop.stream, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
     f"{T}oversampling.ratio": Row(0.5, loop.oversampling, TIS),
     f"{T}oversampling.unfinished": Row("drop", loop.oversampling, OVERSAMPLED),
