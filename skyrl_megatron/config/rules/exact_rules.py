@@ -29,7 +29,6 @@ _ENGINE_KWARGS = {
     "quantization": "quantised weights are multiplied by other kernels",
     "kv_cache_dtype": "the trainer does not round keys and values",
     "dtype": "the trainer computes in float32",
-    "worker_extension_cls": "it replaces the engine's operations",
 }
 _TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "transformer_impl", "fp8")
 
