@@ -12,6 +12,7 @@ from itertools import groupby
 
 from bridges.plan import Plan
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
@@ -58,7 +59,8 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
     tables = parameter_tables(cfg)
     for role in active_roles(cfg):
         yield from _role(cfg, role, tables.get(role), hardware)
-    yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
+    if supervised(cfg) is None:
+        yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
     if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
         yield "# memory: the fullest GPU of each phase, and a node"
         yield from report_lines(Budget.of(cfg, tables, hardware))
@@ -166,7 +168,8 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
     trainer, n = cfg.trainer, cfg.generator.n_samples_per_prompt
     train = trainer.train_batch_size
     yield "# one step"
-    yield f"{train} prompts · {n} samples = {train * n} sequences of at most {longest_sequence(cfg)} tokens"
+    rows = f"{train} rows" if supervised(cfg) else f"{train} prompts · {n} samples = {train * n} sequences"
+    yield f"{rows} of at most {longest_sequence(cfg)} tokens"
     if cfg.generator.name == "agent":
         agent = cfg.generator.agent
         at_once = agent.at_once or default_at_once(Limits())
