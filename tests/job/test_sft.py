@@ -116,7 +116,11 @@ M = "trainer.policy.megatron_config."
 LAYOUTS = {"dp2·ep2": {}, "tp2": {f"{M}expert_model_parallel_size": 1, f"{M}tensor_model_parallel_size": 2}}
 KINDS = {
     "adapters": {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alpha": 16},
-    "router frozen": {f"{M}freeze_moe_router": "true"},
+    "router frozen, near the initial model": {
+        f"{M}freeze_moe_router": "true",
+        "trainer.algorithm.use_kl_loss": "true",
+        "trainer.algorithm.kl_loss_coef": 0.5,
+    },
 }
 
 
@@ -141,6 +145,8 @@ def test_layouts_learn_the_same(folder, tmp_path, kind):
             out = finish(start(folder, place, variables, **(short | mixed | layout | KINDS[kind])))
             assert "hub: datasets/acme/talks@main is commit" in out
             losses[name] = [line["sft/loss"] for line in metrics(place) if "sft/loss" in line]
+            kl = [line["policy/policy_kl"] for line in metrics(place) if "policy/policy_kl" in line]
+            assert kl == [] if kind == "adapters" else kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-6
             weights[name] = load_file(place / "exports/global_step_2/policy/model.safetensors")
             adapter = place / "exports/global_step_2/adapter/adapter_config.json"
             assert adapter.exists() == (kind == "adapters")
