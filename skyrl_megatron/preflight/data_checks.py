@@ -169,8 +169,9 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig) -> Iterator[Problem | NotChecked]:
     """Check every row of supervised training, and tokenize enough of them for a step."""
-    from skyrl_megatron.rollout.chat_rows import ChatRows, conversation_problem
+    from skyrl_megatron.rollout.preference_rows import rows_class
 
+    kind = rows_class(settings)
     for key, names, needed in _sources(run):
         rows, found = _open_all(run, key, names)
         yield from found
@@ -180,13 +181,14 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
             yield from _sampler(run, [rows[name] for name in names])
         for name, dataset in rows.items() if settings.invalid_rows == "error" else ():
             for number, row in enumerate(dataset):
-                if problem := conversation_problem(row):
-                    yield Problem(key, name, f"row {number}: {problem}; or set sft.invalid_rows=skip")
+                if problem := kind.row_problem(row):
+                    skip = f"{settings.SECTION}.invalid_rows=skip"
+                    yield Problem(key, name, f"row {number}: {problem}; or set {skip}")
                     return
         if chat is None:
             continue
         try:
-            count = len(ChatRows(names, chat, settings, enough=needed))
+            count = len(kind(names, chat, settings, enough=needed))
         except DataError as error:
             yield Problem(key, names, str(error))
         else:

@@ -17,6 +17,7 @@ import numpy as np
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.roles import (
+    has_value_head,
     is_frozen,
     needs_reference,
     policy_is_reference,
@@ -171,7 +172,9 @@ class _Role:
     def head(self) -> ModelFlops:
         """FLOPs of the output layer."""
         dims = self.model.table.plan.shape.dims
-        return ModelFlops(2.0 * dims["H"] * (1 if self.model.role == "critic" else dims["V"]), 0.0, 0.0, 0)
+        return ModelFlops(
+            2.0 * dims["H"] * (1 if has_value_head(self.model.cfg, self.model.role) else dims["V"]), 0.0, 0.0, 0
+        )
 
     @functools.cached_property
     def flops(self) -> ModelFlops:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron import progress as spans
+from skyrl_megatron.config.derive import preferences, reward_model
 from skyrl_megatron.config.roles import role_part
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
@@ -92,6 +93,7 @@ class RankProcess:
         from skyrl_megatron.runtime import parallel_state as waits
         from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
+        from skyrl_megatron.runtime.preference import PreferenceEngine, RewardEngine
         from skyrl_megatron.workers.dispatch import RankInfo
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -105,11 +107,13 @@ class RankProcess:
         )
         waits.start_wait_timer()
         self.cfg, self.role = cfg, role
-        self.engine: MegatronEngine = (
-            CriticEngine(cfg, total_steps=total_steps)
-            if role == "critic"
-            else MegatronEngine(cfg, role, total_steps=total_steps)
-        )
+        if role == "critic":
+            self.engine: MegatronEngine = CriticEngine(cfg, total_steps=total_steps)
+        elif role == "policy" and reward_model(cfg) is not None:
+            self.engine = RewardEngine(cfg, total_steps=total_steps)
+        else:
+            kind = PreferenceEngine if role == "policy" and preferences(cfg) is not None else MegatronEngine
+            self.engine = kind(cfg, role, total_steps=total_steps)
         return RankInfo(
             self.engine.dp_rank,
             self.engine.dp_size,
@@ -340,16 +344,17 @@ class RankProcess:
         return read_rank(folder, part, self._state(adapter), seed=self.cfg.trainer.seed)
 
     @timed
-    def export_hf(self, folder: str) -> None:
-        """Write the model as a HF folder. An unnamed adapter is merged into the weights, and also saved in ``adapter``
-        next to the folder. Named adapters are only saved in ``adapters/<name>`` next to it."""
+    def export_hf(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
+        """Write the model as a HF folder, with the entries ``described`` in its ``config.json``. An unnamed adapter is
+        merged into the weights, and also saved in ``adapter`` next to the folder. Named adapters are only saved in
+        ``adapters/<name>`` next to it."""
         from skyrl_megatron.runtime.hf_weights import save_hf
         from skyrl_megatron.runtime.lora.folder import save_adapter
 
         engine, card = self.engine, model_card(self.cfg)
         engine.onload("weights")
         if engine.adapters is None:
-            save_hf(engine.model, engine.groups, folder, card=card)
+            save_hf(engine.model, engine.groups, folder, card=card, described=described)
         elif engine.adapter_names != ("",):
             for name in engine.adapter_names:
                 engine.set_adapter(name)

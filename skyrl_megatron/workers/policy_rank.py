@@ -43,7 +43,7 @@ def weight_synchronizer(
         hf_config=hf,
         dtype=QUANTISED if engines_quantise(cfg, hf) else dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval,
-        probe_limit=cfg.generator.inference_engine.weight_sync_probe_limit,
+        probe_limit=0.0 if cfg.trainer.exact_rollouts else cfg.generator.inference_engine.weight_sync_probe_limit,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,

@@ -421,7 +421,8 @@ class WeightSynchronizer:
 
         trainer = await score(perturbation=0.0)
         perturbed = await score(perturbation=EPSILON[self.dtype])
-        return trainer, self.probe_limit or limit_of(self.dtype, logprob_diff(trainer, perturbed))
+        explained = limit_of(self.dtype, logprob_diff(trainer, perturbed))
+        return trainer, explained if self.probe_limit is None else self.probe_limit
 
     async def _offload(self, *parts: Part) -> None:
         """Offload parts of the trainer from shared GPUs."""

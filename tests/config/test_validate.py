@@ -1,6 +1,8 @@
 """Validation: each rule with its key, all problems at once, and what only warns."""
 
 import json
+import re
+import warnings
 
 import pytest
 
@@ -111,6 +113,11 @@ RULES = {
         [f"{A}policy_loss_type=cispo", f"{A}cispo.anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
         f"{A}off_policy_correction.tis_ratio_type",
         "already",
+    ),
+    "two corrections of a clipped loss": (
+        [f"{A}ratio_anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
+        f"{A}off_policy_correction.tis_ratio_type",
+        "ratio_anchor=rollout already",
     ),
     "loss without rollout log-probs": (
         [f"{A}policy_loss_type=dppo", "generator.sampling_params.logprobs=null"],
@@ -843,6 +850,28 @@ def test_warnings_that_do_not_stop_a_run(monkeypatch):
     args += ["generator.append_eos_token_after_stop_str_in_multi_turn=false"]
     with pytest.warns(SkyRLMegatronWarning, match="end-of-sequence"):
         find_problems(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
+
+
+def test_a_loss_that_learns_worse_from_old_samples():
+    """With the figure for the age of the run's samples; none for the anchored clip, or in a synchronous run."""
+    ahead = ["trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false", "generator.batched=false"]
+    weighted = [f"{A}policy_loss_type=dual_clip", f"{A}off_policy_correction.tis_ratio_type=token"]
+
+    def said(*args):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            find_problems(SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *args]), GPUS)
+        return [str(one.message) for one in caught if "benchmarks/learning.py" in str(one.message)]
+
+    one_step = "trainer.fully_async.max_staleness_steps=1"
+    (found,) = said(*ahead, *weighted, one_step)
+    assert re.search(r"=dual_clip: from samples one step old it .* by \d+ points .* ratio_anchor=rollout: ", found)
+    (found,) = said(*ahead, *weighted)
+    assert "four steps old" in found and "batches_ahead=1" in found
+    (found,) = said(*ahead, *weighted, "trainer.fully_async.batches_ahead=1")
+    assert "one step old" in found
+    assert said(*ahead, f"{A}policy_loss_type=dual_clip", f"{A}ratio_anchor=rollout", one_step) == []
+    assert said(*weighted) == []
 
 
 def test_all_problems_at_once():

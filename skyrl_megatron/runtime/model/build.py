@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from bridges.family import MegatronModelConfig
 from bridges.rules import padded_rows
 from skyrl_megatron import device as devices
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
@@ -44,7 +46,7 @@ from skyrl_megatron.runtime.model.rotary import PackedRotary
 from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
-_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 
 def transformer_config(
@@ -94,7 +96,7 @@ def transformer_config(
         **_common_fields(dtype, use_te, on_meta),
         "apply_rope_fusion": use_te and _has_fused_rotary(model.megatron),
         **model.megatron.transformer,
-        "activation_func": _ACTIVATIONS[model.megatron.activation],
+        "activation_func": _activation(model.megatron.activation),
         **layout,
         **overrides,
     }
@@ -105,6 +107,13 @@ def transformer_config(
     for name, value in model.megatron.attributes.items():
         setattr(config, name, value)
     return config
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return an activation function, with ``trainer.exact_rollouts`` the engine's."""
+    if exact_ops.active() and name == "silu":
+        return partial(exact_ops.with_gradient, exact_ops.silu, F.silu)
+    return _ACTIVATIONS[name]
 
 
 def _has_fused_rotary(megatron: MegatronModelConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from bridges.family import MegatronModelConfig
 from skyrl_megatron import device
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.cpu_patches import grouped_gemm
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
 from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
@@ -197,6 +199,52 @@ class GroupedExperts(torch.nn.Module):
         return state
 
 
+_choose_experts = megatron_router.topk_routing_with_score_function
+
+
+def _route(logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Replace ``topk_routing_with_score_function`` of Megatron's routers (transformer/moe/moe_utils.py)."""
+    if not exact_ops.active():
+        chosen: tuple[Tensor, Tensor] = _choose_experts(logits, topk, **options)
+        return chosen
+    return exact_routing(logits, topk, **options)
+
+
+megatron_router.topk_routing_with_score_function = _route
+
+
+def exact_routing(
+    logits: Tensor,
+    topk: int,
+    *,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    router_replay: Any = None,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """Route as the engine does (``trainer.exact_rollouts``): [n, E] → (weights [n, E], map [n, E] bool)."""
+    assert (num_groups or 1) == 1 and score_function in ("softmax", "sigmoid")
+    softmax = score_function == "softmax"
+    scores = exact_ops.expert_scores(logits, softmax=softmax)
+    compared = scores if expert_bias is None else scores + expert_bias
+
+    def choose(values: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor]:
+        best = exact_ops.best_experts(values, k)
+        return values.gather(1, best), best
+
+    if router_replay is None:
+        experts = exact_ops.best_experts(compared, topk)
+    else:
+        experts = router_replay.get_replay_topk(compared, topk, None, None, choose)[1]
+    normalise = not use_pre_softmax if softmax else topk > 1
+    weights, experts = exact_ops.expert_weights(scores, experts, normalise=normalise, scale=scaling_factor)
+    zeros = torch.zeros_like(logits)
+    return zeros.scatter(1, experts, weights), zeros.scatter(1, experts, 1.0).bool()
+
+
 class TokenWeightedRouter(TopKRouter):
     """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
 
@@ -225,6 +273,8 @@ class TokenWeightedRouter(TopKRouter):
         both_fp32 = input.dtype == self.weight.dtype == torch.float32
         if te_general_gemm is not None and both_fp32 and self.config.moe_router_dtype != "fp64":
             return torch.nn.functional.linear(input, self.weight, self.bias)
+        if exact_ops.active() and self.bias is None:
+            return exact_ops.with_gradient(exact_ops.linear, torch.nn.functional.linear, input, self.weight)
         logits: Tensor = super().gating(input)
         return logits
 
