@@ -215,8 +215,8 @@ class TrainerConfig(BaseConfig):
     peak_flops_per_rank: Annotated[float | None, Bounds(0, open_low=True)] = None
     """Peak FLOP/s of a rank's device, for MFU. None: the published bf16 value of known GPUs; no MFU on others."""
     prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
-    """Loopback port of the trainer's host that serves the latest metrics to Prometheus, at `/metrics`. The bearer token is
-    in `prometheus_token` in the run's folder (Prometheus: `authorization.credentials_file`)."""
+    """Loopback port of the trainer's host that serves the latest metrics to Prometheus, at `/metrics`. The bearer
+    token is in `prometheus_token` in the run's folder (Prometheus: `authorization.credentials_file`)."""
     opentelemetry_endpoint: str | None = None
     """OTLP/HTTP address of a collector, such as `http://127.0.0.1:4318`. It receives each step as a trace with a span
     for each phase of trainer, ranks and engines."""
