@@ -9,8 +9,8 @@ TRL has an environment of its own, which shares this one's packages (the last li
     echo $PWD/.venv/lib/python3.12/site-packages > RIVALS/lib/python3.12/site-packages/project.pth
 
 Each loss is that of the first step of ``skyrl-megatron dpo`` or ``reward`` on two ranks (expert parallel), and that
-of ``compute_loss`` of TRL's trainer. Exit code 1 if a difference exceeds 1e-6 of the loss. ``--smoke``: eight rows and the
-first loss only.
+of ``compute_loss`` of TRL's trainer. Exit code 1 if a difference exceeds 1e-6 of the loss. ``--smoke``: eight rows and
+the first loss only.
 """
 
 from __future__ import annotations
@@ -142,22 +142,25 @@ def theirs(folder: Path, loss: str) -> float:
 
 
 def main() -> int:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rivals-python", help="interpreter of the rivals' environment")
-    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "LOSS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, rows=8, losses=["sigmoid"])
     if arguments.serve:
         print(json.dumps(theirs(Path(arguments.serve[0]), arguments.serve[1])))
         return 0
     if not arguments.rivals_python:
         parser.error("--rivals-python is needed: see --help for how to make the environment")
-    rows, wrong = 8 if arguments.smoke else 64, 0
+    rows, wrong = arguments.rows, 0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_data(folder, rows)
         write_scorer(folder)
-        for loss in ["sigmoid"] if arguments.smoke else LOSSES:
+        for loss in arguments.losses:
             command = [arguments.rivals_python, __file__, "--serve", str(folder), loss]
             environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
