@@ -69,7 +69,7 @@ class Teachers:
         step-wise trajectories only to that of the last turn. Returns the metrics.
 
         A response without a finite score, or longer than the reward model's context, is no sample: it is masked and
-        leaves the group of its prompt.
+        leaves the group of its prompt. Raises DataError if no response gets a score.
         """
         assert batch.rewards is not None
         role, settings = self.roles[role_key(self.names[0])], self.cfg.trainer.algorithm.distillation
@@ -84,6 +84,11 @@ class Teachers:
         if self.cfg.trainer.placement.colocate_all:
             role.offload()
         scored, failed = rows & scores.isfinite(), rows & ~scores.isfinite()
+        if failed.any() and not scored.any():
+            raise DataError(
+                f"trainer.teacher.model.path={self.cfg.trainer.teacher.model.path}: none of {int(failed.sum())} "
+                f"responses has a finite score within the {limit} positions of this reward model: use another one"
+            )
         batch.rewards[scored, -1] += (settings.reward_coef or 0.0) * scores[scored]
         batch.loss_mask[failed] = 0
         for row in failed.nonzero().flatten().tolist():
