@@ -91,6 +91,7 @@ def ours(folder: Path, loss: str, rows: int) -> float:
             "dpo.undesirable_weight": WEIGHT,
         }
     verb = "reward" if reward else "dpo"
+    keys[f"{verb}.max_length"] = 512
     command = [sys.executable, "-m", "skyrl_megatron", verb, *(f"{key}={value}" for key, value in keys.items())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (line,) = (place / "logs/skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1:]
@@ -123,7 +124,7 @@ def theirs(folder: Path, loss: str) -> float:
         source = folder / "model"
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         models["ref_model"] = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float32)
-        options["beta"] = BETA
+        options |= {"beta": BETA, "router_aux_loss_coef": 0.0}  # else the load-balancing loss is part of the number
         options |= {"undesirable_weight": WEIGHT} if kind == "KTO" else {"loss_type": loss}
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(

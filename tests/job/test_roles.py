@@ -213,7 +213,7 @@ def rewarded(folder):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("positions", [None, 18], ids=["whole", "short"])
+@pytest.mark.parametrize("positions", [None, 17], ids=["whole", "short"])
 def test_a_reward_model_scores_the_samples(folder, positions):
     """Its scores, by plain transformers, are added to the rewards. Longer samples than its context are masked."""
     import torch
