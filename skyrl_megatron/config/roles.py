@@ -49,6 +49,13 @@ def trains_draft(cfg: SkyRLTrainConfig, role: str) -> bool:
     return role == "policy" and cfg.trainer.policy.megatron_config.mtp.train
 
 
+def balances_experts(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether the role chooses its micro-batches by the experts of their tokens, if its model has experts."""
+    megatron = getattr(cfg.trainer, role).megatron_config
+    replays = megatron.moe_enable_routing_replay and cfg.trainer.use_sample_packing
+    return bool(megatron.moe_balance_experts and replays and megatron.expert_model_parallel_size > 1)
+
+
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
     """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs a separate reference model, and
     ``critic`` and ``teacher`` if they have a model."""

@@ -192,7 +192,25 @@ TABLE = (
         "Replayed tokens that the trainer's router would have sent to other experts",
         "grows: engine and trainer disagree; explain-mismatch finds the cause",
     ),
+    Metric(
+        "policy/moe_microbatch_imbalance",
+        "ratio",
+        "Tokens of the busiest EP rank over the mean, of each micro-batch and layer (`moe_balance_experts`)",
+        "well above its bound: larger micro-batches, or more of them, leave more choice",
+    ),
+    Metric("policy/moe_microbatch_imbalance_plain", "ratio", "The same without `moe_balance_experts`"),
+    Metric(
+        "policy/moe_microbatch_imbalance_bound",
+        "ratio",
+        "The lowest that any choice of micro-batches has for these rows",
+        "well above 1: all rows prefer the experts of some ranks",
+    ),
+    Metric("policy/moe_balance_s", "s", "Time to plan the micro-batches by experts"),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
+    Metric("*/moe_rank_imbalance", "ratio", "Tokens of the most loaded expert-parallel rank over the mean"),
+    Metric("*/moe_rank_imbalance_moved", "ratio", "The same tokens with the experts where they moved"),
+    Metric("*/moe_moved_experts", "experts", "Experts of all layers that changed their rank"),
+    Metric("*/moe_move_s", "s", "Planning and moving them"),
     # speed
     Metric("policy/flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the training pass"),
     Metric(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
-from skyrl_megatron.config.roles import active_roles, has_teacher, needs_reference
+from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
 from skyrl_megatron.config.rules.rollout_rules import truncations
 from skyrl_megatron.config.rules.training_rules import RATIO_ANCHORED, UNCORRECTED, generates_ahead
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
@@ -60,6 +60,10 @@ def _estimator_is_not(*names: str) -> Condition:
 
 def _no_role(role: str) -> Condition:
     return lambda cfg, hardware: role not in active_roles(cfg)
+
+
+def _balances_no_experts(role: str) -> Condition:
+    return lambda cfg, hardware: not balances_experts(cfg, role)
 
 
 def _model_is_a_folder(role: str) -> Condition:
@@ -137,7 +141,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _in_all(
             f"{_T}fully_async.",
             "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path keep_rollouts"
-            " replay_from adaptive_concurrency",
+            " replay_from adaptive_concurrency batches_ahead",
         ),
         lambda cfg, hardware: not generates_ahead(cfg),
     ),
@@ -202,7 +206,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
             f"{_T}ref.megatron_config.",
             "ddp_config. torch_profiler_config. lora_config. optimizer_config_kwargs empty_cuda_cache "
             "moe_aux_loss_coeff moe_z_loss_coeff dist_ckpt_optim_fully_reshardable freeze_moe_router "
-            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save",
+            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save moe_expert_moves",
         )
         + f" {_T}ref.model.lora.",
     ),
@@ -219,6 +223,16 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         "moe_enable_routing_replay=false",
         f"{_M}moe_routing_replay_missing {_M}moe_routing_replay_source",
         lambda cfg, hardware: not cfg.trainer.policy.megatron_config.moe_enable_routing_replay,
+    ),
+    *(
+        IneffectiveSetting(
+            f"only passes with replayed experts on several EP ranks, in packed micro-batches, are balanced: set "
+            f"{role}.megatron_config.moe_enable_routing_replay=true and {role}.megatron_config."
+            "expert_model_parallel_size, and keep use_sample_packing",
+            f"{_T}{role}.megatron_config.moe_balance_experts",
+            _balances_no_experts(role),
+        )
+        for role in ("policy", "ref", "critic", "teacher")
     ),
     IneffectiveSetting(
         "moe_routing_replay_source=trainer: every token has recorded experts",

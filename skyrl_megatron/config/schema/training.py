@@ -45,6 +45,9 @@ class FullyAsyncConfig(BaseConfig):
     replay_from: str | None = None
     """Folder of the sampled groups of another run (its `rollouts_path`). The same groups are trained in the same steps
     and nothing is sampled. With the same configuration the results are bitwise equal."""
+    batches_ahead: Annotated[float | None, Bounds(1)] = None
+    """Start no prompt while so many batches are finished or were begun in the last two steps. None: as many as
+    `max_staleness_steps` allows. 1: samples are one step old if engines are fast enough."""
 
 
 @dataclass
