@@ -17,6 +17,7 @@ import numpy as np
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.roles import (
+    distils_in_reward,
     has_value_head,
     is_frozen,
     needs_reference,
@@ -298,7 +299,7 @@ def policy_passes(cfg: SkyRLTrainConfig) -> int:
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
     megatron = trainer.policy.megatron_config
     replays = megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "trainer"
-    in_reward = algorithm.use_kl_in_reward or bool(algorithm.distillation.reward_coef)
+    in_reward = algorithm.use_kl_in_reward or distils_in_reward(cfg)
     read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
     once = trainer.train_batch_size == trainer.policy_mini_batch_size
     own = (read and not (once and training_pass_scores(cfg))) or replays

@@ -41,6 +41,8 @@ TABLE = (
     Metric("sft/trained_tokens", "tokens", "Trained tokens of the step"),
     Metric("dpo/loss", "nats", "Loss of preferences of the step, before its updates"),
     Metric("reward/loss", "nats", "Loss of pairs of a reward model, before the updates of the step"),
+    Metric("reward/avg_model_score", "score", "Mean score of the reward model"),
+    Metric("reward/unscored_samples", "samples", "Samples without a score, which are masked"),
     Metric("dpo/kl", "nats", "`kto`: KL divergence of policy and reference"),
     Metric("rewards/accuracies", "share", "Pairs whose better answer has the higher reward"),
     Metric("rewards/*", "nats", "β · log-ratio of policy and reference, or score, of each side"),

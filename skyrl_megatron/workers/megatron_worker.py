@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron import progress as spans
-from skyrl_megatron.config.derive import preferences, reward_model
-from skyrl_megatron.config.roles import role_part
+from skyrl_megatron.config.derive import preferences
+from skyrl_megatron.config.roles import has_value_head, role_part
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
@@ -109,8 +109,8 @@ class RankProcess:
         self.cfg, self.role = cfg, role
         if role == "critic":
             self.engine: MegatronEngine = CriticEngine(cfg, total_steps=total_steps)
-        elif role == "policy" and reward_model(cfg) is not None:
-            self.engine = RewardEngine(cfg, total_steps=total_steps)
+        elif has_value_head(cfg, role):
+            self.engine = RewardEngine(cfg, role, total_steps=total_steps)
         else:
             kind = PreferenceEngine if role == "policy" and preferences(cfg) is not None else MegatronEngine
             self.engine = kind(cfg, role, total_steps=total_steps)
