@@ -158,8 +158,9 @@ class Policy:
         return float(self.right(task, self.sample(task.prompts, 1, None)[0]).mean())
 
 
-def warm_up(policy: Policy, task: Sums, held_out: Sums, seed: int) -> dict[str, Any]:
-    """Train on known answers until a quarter of the held-out sums is right, by the plan of ``trainer/warmup.py``.
+def warm_up(policy: Policy, task: Sums, held_out: Sums, seed: int, most: int) -> dict[str, Any]:
+    """Train on known answers until a quarter of the held-out sums is right, by the plan of ``trainer/warmup.py``,
+    for ``most`` steps.
 
     Return the optimizer's state: with new moments the first steps are too large.
     """
@@ -167,7 +168,7 @@ def warm_up(policy: Policy, task: Sums, held_out: Sums, seed: int) -> dict[str, 
 
     plan, draw = WarmUp(), torch.Generator().manual_seed(seed)
     adam = torch.optim.Adam(policy.model.parameters(), lr=plan.lr)
-    for step in range(1, plan.max_steps + 1):
+    for step in range(1, most + 1):
         some = task.take(torch.randint(len(task), [plan.rows], generator=draw))
         mask = policy.mask(some.answers[:, None])
         loss = -(policy.log_probs(some.prompts, some.answers[:, None])[0] * mask).sum() / mask.sum()
@@ -300,8 +301,8 @@ def update(
 class Seeds:
     """Warmed-up policies by seed, kept in ``folder``; runs start from them."""
 
-    def __init__(self, folder: Path, out: Path | None) -> None:
-        self.folder, self.out = folder, out
+    def __init__(self, folder: Path, out: Path | None, warm_up_steps: int) -> None:
+        self.folder, self.out, self.warm_up_steps = folder, out, warm_up_steps
 
     def run(self, plan: Plan) -> list[dict[str, Any]]:
         """Run a plan; return its measured steps."""
@@ -309,7 +310,7 @@ class Seeds:
         task, held_out = sums(policy.tokenizer, plan.seed)
         warm = self.folder / f"seed_{plan.seed}_warm.pt"
         if not warm.exists():
-            moments = warm_up(policy, task, held_out, plan.seed)
+            moments = warm_up(policy, task, held_out, plan.seed, self.warm_up_steps)
             torch.save((policy.model.state_dict(), moments), warm)
         weights, moments = torch.load(warm)
         policy.model.load_state_dict(weights)
@@ -368,11 +369,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--folder", type=Path, help="keeps the warmed-up models")
     parser.add_argument("--out", type=Path)
-    args = parse(parser)
+    parser.add_argument("--warm-up-steps", type=int, default=1000, help="at most")
+    args = parse(parser, steps=2, prompts=16, every=1, warm_up_steps=2, losses=["dual_clip", "anchored"], to=0.0)
     torch.set_num_threads(1)
     base = Plan(steps=args.steps, prompts=args.prompts, lr=args.lr, every=args.every)
     with tempfile.TemporaryDirectory() as temporary:
-        seeds = Seeds(args.folder or Path(temporary), args.out)
+        seeds = Seeds(args.folder or Path(temporary), args.out, args.warm_up_steps)
         (compare_losses if args.what == "losses" else compare_samplers)(seeds, args, base)
 
 

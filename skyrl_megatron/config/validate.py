@@ -18,7 +18,12 @@ from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffecti
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
 from skyrl_megatron.config.rules.supervised_rules import supervised_problems
-from skyrl_megatron.config.rules.training_rules import fully_async_problems, oversampling_problems, training_problems
+from skyrl_megatron.config.rules.training_rules import (
+    fully_async_problems,
+    oversampling_problems,
+    stale_loss,
+    training_problems,
+)
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.plugins import load_plugins
@@ -134,6 +139,8 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
     if "wandb" in loggers and "wandb" not in trackers(cfg):
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
+    if said := stale_loss(cfg):
+        yield said
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
         yield (
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "

@@ -292,7 +292,7 @@ def _benchmark(args: Sequence[str], data: Path, folder: Path) -> dict[str, objec
     settings: dict[str, object] = {
         "data.val_data": "[]",
         "data.eval_sets": sets,
-        "trainer.policy.optimizer_config.lr": f"{2.5e-4 * (sequences / 512) ** 0.5:.4g}",
+        "trainer.policy.optimizer_config.lr": f"{3e-4 * (sequences / 512) ** 0.5:.4g}",
         "trainer.policy.optimizer_config.max_grad_norm": f"{2 / sequences**0.5:.4g}",
     }
     return settings | ({"data.sampler": "list", "data.sampler_options.path": order} if order.exists() else {})

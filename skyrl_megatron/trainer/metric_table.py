@@ -205,6 +205,10 @@ TABLE = (
     ),
     Metric("policy/moe_balance_s", "s", "Time to plan the micro-batches by experts"),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
+    Metric("*/moe_rank_imbalance", "ratio", "Tokens of the most loaded expert-parallel rank over the mean"),
+    Metric("*/moe_rank_imbalance_moved", "ratio", "The same tokens with the experts where they moved"),
+    Metric("*/moe_moved_experts", "experts", "Experts of all layers that changed their rank"),
+    Metric("*/moe_move_s", "s", "Planning and moving them"),
     # speed
     Metric("policy/flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the training pass"),
     Metric(

@@ -151,7 +151,7 @@ class RankProcess:
         if not more_follow:
             self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
-        return {
+        return dict(result.expert_moves) | {
             f"{prefix}{metric}": value
             for prefix, own in {"": result, **named}.items()
             for metric, value in (("grad_norm", own.grad_norm), ("lr", own.learning_rate), ("skipped", own.skipped))
@@ -241,6 +241,7 @@ class RankProcess:
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
+        self._listed_slots = dict(engine.model.experts.moved)
         engine.onload("weights")  # they are offloaded if an engine starts on this GPU, and are read here
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
         adapters = engine.every_adapter()
@@ -248,6 +249,10 @@ class RankProcess:
         bucket_bytes = weight_bucket_sizes(self.cfg)[-1]
         self.sender = WeightSender(self.source, bucket_bytes=bucket_bytes, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
+
+    def weights_moved(self) -> bool:
+        """Return whether experts changed their ranks since :meth:`weight_metadata`."""
+        return self._listed_slots != self.engine.model.experts.moved
 
     def listen_for_engines(self) -> tuple[str, int]:
         """Return an address for this rank's process group with the engine workers."""
@@ -276,8 +281,11 @@ class RankProcess:
     @timed
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send this rank's tensors, or those of ``adapters``; return the checksum of each bucket."""
+        from skyrl_megatron.errors import WeightSyncError
         from skyrl_megatron.weight_sync.adapter_source import AdapterSource
 
+        if self.weights_moved():
+            raise WeightSyncError("experts moved after the engines were connected, which would get those of others")
         self.engine.onload("weights")
         if adapters is not None:
             assert isinstance(self.source, AdapterSource)

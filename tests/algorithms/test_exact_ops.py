@@ -127,3 +127,47 @@ def test_a_machine_whose_products_depend_on_the_batch_is_refused(monkeypatch):
     monkeypatch.setattr(exact_ops, "product", depends)
     with pytest.raises(ConfigError, match=r"trainer.exact_rollouts=True.*depend on the batch"):
         exact_ops.check()
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_equal_scores_go_to_the_lower_index(softmax):
+    """In the trainer's routing too, whose values and gradients are Megatron's."""
+    import torch
+
+    from skyrl_megatron.algorithms import exact_ops
+
+    logits = draw(0, 50, 16).round()
+    scores = exact_ops.expert_scores(logits, softmax=softmax)
+    torch.testing.assert_close(scores, logits.softmax(-1) if softmax else logits.sigmoid())
+    for row, experts in zip(scores.tolist(), exact_ops.best_experts(scores, 4).tolist(), strict=True):
+        assert experts == sorted(range(16), key=lambda e: (-row[e], e))[:4]
+    weights, experts = exact_ops.expert_weights(scores, torch.tensor([[9, 2]] * 50), normalise=True, scale=2.5)
+    assert experts.tolist() == [[2, 9]] * 50
+    torch.testing.assert_close(weights.sum(-1), torch.full((50,), 2.5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_pre_softmax": True, "scaling_factor": 2.5},
+        {"score_function": "sigmoid", "scaling_factor": 2.5},
+        {"score_function": "sigmoid", "bias": True},
+    ],
+)
+def test_routing_is_megatrons(options):
+    import torch
+
+    from skyrl_megatron.runtime.model import moe
+
+    bias = {"expert_bias": draw(1, 16) / 4} if options.get("bias") else {}
+    chosen = {name: value for name, value in options.items() if name != "bias"} | bias
+    found = []
+    for route in (moe.exact_routing, moe._choose_experts):
+        logits = draw(0, 50, 16).requires_grad_()
+        weights, routes = route(logits, 4, **chosen)
+        weights.square().sum().backward()
+        found.append((weights.detach(), routes, logits.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    assert torch.equal(found[0][1].sum(1), torch.full((50,), 4))

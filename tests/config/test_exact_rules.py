@@ -43,6 +43,7 @@ def test_a_dense_model_on_cpu_may_be_exact(tmp_path):
         ([f"{W}quantization=fp8"], f"{W}quantization", "other kernels"),
         ([f"{W}kv_cache_dtype=fp8"], f"{W}kv_cache_dtype", "round keys"),
         ([f"{M}moe_router_dtype=fp64"], f"{M}moe_router_dtype", "float32"),
+        (["trainer.use_sample_packing=false"], "trainer.use_sample_packing", "padded"),
         (["generator.sampling_params.logprobs=null"], "generator.sampling_params.logprobs", "log-probs"),
         (["trainer.rope_scaling={rope_type: yarn, factor: 2.0}"], EXACT, "rope_scaling"),
     ],

@@ -29,7 +29,6 @@ _ENGINE_KWARGS = {
     "quantization": "quantised weights are multiplied by other kernels",
     "kv_cache_dtype": "the trainer does not round keys and values",
     "dtype": "the trainer computes in float32",
-    "worker_extension_cls": "it replaces the engine's operations",
 }
 _TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "transformer_impl", "fp8")
 
@@ -71,6 +70,9 @@ def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Pr
         if value := cfg.trainer.policy.megatron_config.transformer_config_kwargs.get(name):
             fix = f"the engine has no such option: remove it, or set {KEY} to false"
             yield Problem(f"{_M}transformer_config_kwargs.{name}", value, fix)
+    if not cfg.trainer.use_sample_packing:
+        fix = f"padded sequences have no exact operations: set it to true, or {KEY} to false"
+        yield Problem("trainer.use_sample_packing", False, fix)
     if cfg.trainer.policy.megatron_config.moe_router_dtype == "fp64":
         fix = f"the engine's routers compute in float32: set it to fp32, or {KEY} to false"
         yield Problem(f"{_M}moe_router_dtype", "fp64", fix)

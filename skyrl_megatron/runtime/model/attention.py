@@ -330,15 +330,10 @@ class PackedAttention(torch.nn.Module):
         """
         choose = self.key_selector(packed_seq_params, **more)
         if packed_seq_params is None:
-            if exact_ops.active():
-                lengths = (query.shape[0],) * query.shape[1]
-                rows = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
-                out = self._attend_exactly(rows[0], rows[1], rows[2], lengths)
-                return out.view(query.shape[1], query.shape[0], -1).transpose(0, 1)
             mask = self._window_mask(query) if choose is None else choose(None)
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.padded_lengths
+        lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
         if exact_ops.active():
