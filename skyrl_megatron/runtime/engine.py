@@ -361,7 +361,7 @@ class MegatronEngine(TrainedModel):
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
         if self._expert_balance is not None:
-            plan = self._expert_balance.plan(batch, plan, rows)
+            plan = self._expert_balance.plan(batch, parts, plan, rows)
         target = device.device()
         micro_batches = []
         for own in (joined(parts, share) for share in plan):
