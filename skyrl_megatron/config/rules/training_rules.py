@@ -307,7 +307,7 @@ ANCHORED = "dual_clip with ratio_anchor=rollout"
 STALE_POINTS = {
     ANCHORED: {1: 1, 4: -7},
     "dual_clip": {1: -9, 4: -5},
-    "m2po": {4: -15},
+    "m2po": {1: -8, 4: -15},
     "cispo with cispo.anchor=rollout": {4: -28},
 }
 """Loss → age of the samples in steps → how many points the held-out score is above that of the synchronous run, as far
