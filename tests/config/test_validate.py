@@ -414,7 +414,22 @@ RULES = {
     ),
     "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "remove this key"),
     "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "vLLM runs inference here"),
-    "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "remove this key"),
+    "clipped queries of AdamW": ([f"{K}qk_clip=true"], f"{K}qk_clip", "optimizer=muon"),
+    "clipped queries of adapters": (
+        [*MUON, f"{K}qk_clip=true", "trainer.policy.model.lora.rank=8"],
+        f"{K}qk_clip",
+        "this role does not have",
+    ),
+    "clipped queries of padded rows": (
+        [*MUON, f"{K}qk_clip=true", "trainer.use_sample_packing=false"],
+        f"{K}qk_clip",
+        "needs packed sequences",
+    ),
+    "clipping in one place": (
+        [*MUON, f"{K}qk_clip=true", f"{K}qk_clip_alpha=1"],
+        f"{K}qk_clip_alpha",
+        "must be above 0 and below 1",
+    ),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
     "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
     "narrow moments on the host": (
