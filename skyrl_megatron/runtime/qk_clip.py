@@ -44,14 +44,15 @@ class MaxLogits:
 @torch.no_grad()
 def take_max_logits(chunks: Sequence[torch.nn.Module]) -> MaxLogits | None:
     """Return the largest logits since the last call, None without ``qk_clip``. Collective over all ranks."""
+    config: Any = chunks[0].config
+    if not config.qk_clip:
+        return None
     layers: list[tuple[Any, PackedAttention]] = []
     for chunk in chunks:
         for module in chunk.modules():
             core = getattr(module, "core_attention", None)
-            if isinstance(core, PackedAttention) and core.config.qk_clip:
+            if isinstance(core, PackedAttention):
                 layers.append((module, core))
-    if not chunks[0].config.qk_clip:
-        return None
     found = [_taken(core, module.num_attention_heads_per_partition) for module, core in layers]
     largest = torch.stack([each.max() for each in found]).max() if found else None
     if layers:

@@ -142,7 +142,7 @@ RULES = {
     ),
     "Muon's field without Muon": ([f"{O}muon_momentum=0.9"], f"{O}muon_momentum", "optimizer=muon"),
     "momentum of 1": ([*MUON, f"{O}muon_momentum=1"], f"{O}muon_momentum", "below 1"),
-    "Muon per shard": ([*MUON, f"{O}muon_tp_mode=blockwise"], f"{O}muon_tp_mode", "another algorithm"),
+    "Muon summed over ranks": ([*MUON, f"{O}muon_tp_mode=distributed"], f"{O}muon_tp_mode", "or blockwise"),
     "Megatron's own Muon": ([f"{O}optimizer=muon"], f"{O}optimizer", "optimizer_config.optimizer=muon"),
     "Muon with fp16 masters": (
         [*MUON, f"{O}use_precision_aware_optimizer=true", f"{O}main_params_dtype=fp16"],
@@ -858,6 +858,8 @@ def test_warnings_that_do_not_stop_a_run(monkeypatch):
     args += ["generator.append_eos_token_after_stop_str_in_multi_turn=false"]
     with pytest.warns(SkyRLMegatronWarning, match="end-of-sequence"):
         find_problems(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
+    with pytest.warns(SkyRLMegatronWarning, match="muon_tp_mode=blockwise is another algorithm"):
+        find_problems(SkyRLTrainConfig.from_cli_overrides([*MUON, f"{O}muon_tp_mode=blockwise"]), GPUS)
 
 
 def test_all_problems_at_once():

@@ -83,7 +83,7 @@ def engine_of(folder, layout, overrides):
     return MegatronEngine(bodies.config(folder, **layout, overrides=KEYS | overrides))
 
 
-def muon_body(folder, layout, overrides):
+def muon_body(folder, layout, overrides, shards=1):
     """(HF name, expert) → relative error of its update after two steps."""
     engine = engine_of(folder, layout, overrides)
     before = weights_of(engine)
@@ -94,7 +94,7 @@ def muon_body(folder, layout, overrides):
         if key[0].endswith(("e_score_correction_bias", ".expert_bias")) or ".indexer." in key[0]:
             assert after.equal(before[key])  # is not trained
             continue
-        expected = muon_reference.steps(*key, before[key], hf)
+        expected = muon_reference.steps(*key, before[key], hf, shards)
         errors[key] = float((after.double() - expected).norm() / (expected - before[key].double()).norm())
     return errors
 
@@ -119,6 +119,12 @@ def test_every_layout(ranks, folder, name):
 def test_optimizer_that_is_not_distributed(ranks, folder, name):
     layout = (LAYOUTS | MORE)[name]
     check(ranks(layout["world"], muon_body, folder, layout, NO_DISTRIBUTED))
+
+
+def test_blockwise(ranks, folder):
+    """Each shard of tensor parallelism is a matrix of its own, q, k, v, gate and up within it separate."""
+    keys = {f"{KWARGS}muon_tp_mode": "blockwise"}
+    check(ranks(2, muon_body, folder, LAYOUTS["tp2·etp2"], keys, 2))
 
 
 FAMILIES = ["qwen3_next", "gpt_oss", "deepseek_v3", "mimo_v2_flash"]
