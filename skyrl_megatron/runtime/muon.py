@@ -190,6 +190,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups, self.state = adam.param_groups, adam.state
+        for main in (each for group in self.param_groups for each in group["params"]):
+            self.state[main] = {}  # in this order, whoever fills it first: peer checkpoints copy state by its order
         self.adam, self.settings = adam, settings
         self.own_groups = [each for each in self.param_groups if each.get(GROUP)]
         adam.param_groups = [each for each in self.param_groups if not each.get(GROUP)]

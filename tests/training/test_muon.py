@@ -279,6 +279,44 @@ def test_saved_in_one_layout_and_loaded_in_another(ranks, tmp_path, source, targ
         assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
 
 
+def background_body(folder, root):
+    """What a rank held when a save in the background began, and what another engine loads, after a step meanwhile."""
+    from tests.checkpoint import training
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    engine = training.engine(folder, "dp2·ep2", **CHECKPOINT)
+    training.train(engine, [1, 2])
+    held = ranges_of(engine)
+    checkpointer = RankCheckpointer(root, training.state_of(engine), asynchronous=True)
+    checkpointer.save(2)
+    training.train(engine, [3])
+    checkpointer.finish()
+    moved = ranges_of(engine)
+    checkpointer.close()
+    RankCheckpointer(root, training.state_of(engine)).load()
+    return held, moved, ranges_of(engine)
+
+
+def test_saved_in_the_background(ranks, tmp_path):
+    """A checkpoint is that of the step at which it began."""
+    from tests.checkpoint import training
+
+    folder = training.save_model(tmp_path / "model")
+    for held, moved, loaded in ranks(2, background_body, folder, str(tmp_path / "run")):
+        assert loaded.keys() == held.keys() and all(loaded[key].equal(held[key]) for key in held)
+        assert not any(moved[key].equal(held[key]) for key in held if key[1] == "momentum_buffer")
+
+
+def test_a_draft_head(ranks, tmp_path):
+    """The layer of multi-token prediction has the same rule: its projection is a matrix, its norms are not."""
+    from tests.training import draft_reference
+
+    model = draft_reference.save_with_draft("deepseek_v3", tmp_path / "model")
+    outcomes = ranks(2, muon_body, model, dict(world=2, tp=2), {f"{MEGATRON}mtp.train": True})
+    assert any("eh_proj" in name for outcome in outcomes for name, _ in outcome)
+    check(outcomes)
+
+
 @pytest.mark.parametrize("muon", ["saved", "loaded"])
 def test_from_and_to_adam(ranks, tmp_path, muon):
     """Masters are those of the checkpoint. What the other optimizer did not save is zero, and a message says so."""
