@@ -3,8 +3,8 @@
     python benchmarks/muon.py [--rounds 5]
 
 Model, batch and process are those of ``benchmarks/lora.py``: a Qwen3-MoE of hidden size 1024 with 32 experts top-4
-(2 layers, 124 million parameters) in fp32, 8 sequences of 1024 tokens, one thread. Both sides train all weights. Rounds
-alternate; the fewest processor seconds of each side are compared. The last line is what Newton-Schulz takes of a step.
+(2 layers, 124 million parameters) in fp32, 8 sequences of 1024 tokens, one thread. Both sides train all weights.
+Rounds alternate; the fewest processor seconds of each side are compared. The last line is what Newton-Schulz takes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
         inside[0] += time.process_time() - began
         return found
 
-    muon.newton_schulz = counted
+    muon.newton_schulz = counted  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         model = lora.write_model(Path(folder) / "model")
         key = "trainer__policy__optimizer_config__optimizer"
