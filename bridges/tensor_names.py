@@ -17,6 +17,7 @@ use no regular expressions; a name costs about a microsecond.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 LAYERS = "decoder.layers."
@@ -37,10 +38,11 @@ _ALIASES = {
 _WRAPPERS = ("module.", "model.")  # Megatron's DDP and Float16Module
 
 
-def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
+def canonical(name: str, *, layer_offset: int = 0, expert: Callable[[int, int], int] = lambda layer, own: own) -> str:
     """Return the canonical global name of a module's parameter or buffer, for any layer spec.
 
-    ``layer_offset``: number of the chunk's first layer; ``expert_offset``: number of the rank's first expert.
+    ``layer_offset``: number of the chunk's first layer; ``expert``: maps a layer and the position of an expert within
+    the rank to the expert's number.
     """
     if not name.startswith(LAYERS):
         while name.startswith(_WRAPPERS):
@@ -50,21 +52,22 @@ def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> st
     layer, _, tail = name[len(LAYERS) :].partition(".")
     if layer_offset:
         layer = str(int(layer) + layer_offset)
-    return f"{LAYERS}{layer}.{_canonical_tail(tail, expert_offset)}"
+    if not tail.startswith(EXPERTS):
+        return f"{LAYERS}{layer}.{_ALIASES.get(tail, tail)}"
+    own, leaf = _expert(tail)
+    return f"{LAYERS}{layer}.{EXPERTS}{expert(int(layer), own)}.{leaf}"
 
 
 @lru_cache(maxsize=8192)  # every layer has the same names
-def _canonical_tail(tail: str, expert_offset: int) -> str:
-    """Translate ``local_experts.3.linear_fc1.weight``, ``linear_fc1.weight3`` or ``3.linear_fc1.weight``."""
-    if not tail.startswith(EXPERTS):
-        return _ALIASES.get(tail, tail)
+def _expert(tail: str) -> tuple[int, str]:
+    """Split ``local_experts.3.linear_fc1.weight``, ``linear_fc1.weight3`` or ``3.linear_fc1.weight`` into the position
+    of the expert and the rest."""
     tail = tail[len(EXPERTS) :]
     if tail[-1].isdigit():
         leaf = tail.rstrip("0123456789")
-        number = tail[len(leaf) :]
-    else:
-        number, _, leaf = tail.removeprefix("local_experts.").partition(".")
-    return f"{EXPERTS}{int(number) + expert_offset}.{leaf}"
+        return int(tail[len(leaf) :]), leaf
+    number, _, leaf = tail.removeprefix("local_experts.").partition(".")
+    return int(number), leaf
 
 
 def fused_norms(*, mla: bool, moe: bool, delta_net: bool = False) -> dict[str, str]:

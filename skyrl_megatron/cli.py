@@ -11,6 +11,8 @@ VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
     "train-async": ("skyrl_megatron.entrypoints.fully_async", "train while rollouts run ahead of training; key=value"),
     "sft": ("skyrl_megatron.entrypoints.sft", "train a model on conversations; key=value"),
+    "dpo": ("skyrl_megatron.entrypoints.dpo", "train a model on preferences; key=value"),
+    "reward": ("skyrl_megatron.entrypoints.reward", "train a reward model; key=value"),
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),

@@ -128,6 +128,9 @@ class TrainingBatch:
     """[B, T] float32 in {0, 1}: response tokens of the environment, which ``observation_loss_coef`` trains on."""
     reward_parts: Tensor | None = None
     """[B, R] float32: the rewards that ``gdpo`` normalises separately."""
+    preferences: Tensor | None = None
+    """[B, 3] float64 of preferences: 1 for a row of the better answer, -1 for one of the other; the summed log-probs
+    of its trained tokens under the reference, in nats; and the margin of its pair."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Data of the whole batch, passed on unchanged."""
     adapters: list[str] = field(default_factory=list)

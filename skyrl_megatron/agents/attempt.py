@@ -7,49 +7,39 @@ ended, and it cannot change how they run except by the files that it hands in.
 
 ``expected`` output goes further: the tests print results and this process compares them, so that not even the files
 that are handed in can find out what is right.
+
+Tests that leave a reward in a folder, as Harbor's do, look at all that the agent may have changed. So they run in the
+first sandbox, when no process of the agent and no relay is left; or in one of their own, into which the files that the
+task names move.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.errors import DataError, SandboxError, SandboxLimitError
+from skyrl_megatron.agents.task import Task, reward_of
+from skyrl_megatron.errors import SandboxError, SandboxLimitError
 from skyrl_megatron.sandboxes.relay import Relay
-from skyrl_megatron.sandboxes.sandbox import TESTS, CommandResult, Limits, SandboxSpec, pack, read_folder
+from skyrl_megatron.sandboxes.sandbox import TESTS, CommandResult, Sandbox, SandboxSpec, pack, unpack
 from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue
 
 if TYPE_CHECKING:
     from skyrl_megatron.agents.rows import OutcomeKind
 
+COPY_S = 120.0
+"""Time in seconds to move files inside a sandbox."""
+HANDED = "/tmp/handed"
+"""Where the files that move from the agent's sandbox into that of the tests are packed."""
 TESTS_DISK = 64 << 20
 """Bytes that the tests may write in addition to the disk limit of the agent."""
 MOST_OVERHEAD_S = 600.0
 """Time in seconds of an attempt in addition to the limits of agent and tests, without the wait for a place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A task: a text, files, and hidden tests.
-
-    ``command``: runs the tests in the workspace; exit code 0 means solved. ``expected``: what it has to print in
-    addition, or None. ``spec``: the sandbox of agent and tests.
-    """
-
-    name: str
-    text: str
-    files: Mapping[str, bytes]
-    tests: Mapping[str, bytes]
-    command: Sequence[str]
-    expected: bytes | None = None
-    spec: SandboxSpec = field(default_factory=SandboxSpec)
-    agent_timeout_s: float = 600.0
-    tests_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +68,13 @@ class AgentCommand:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """Outcome of an attempt with its reason. ``agent``, ``tests``: how the commands ended, None if they did not run.
-    ``workspace``: what was handed in, as a tar archive. ``seconds``: duration by phase."""
+    """Outcome of an attempt with its reason. ``reward``: what the tests gave; None if they gave none. ``agent``,
+    ``tests``: how the commands ended, None if they did not run. ``workspace``: what was handed in, as a tar archive.
+    ``seconds``: duration by phase."""
 
     outcome: OutcomeKind
     reason: str
+    reward: float | None = None
     agent: CommandResult | None = None
     tests: CommandResult | None = None
     workspace: bytes = b""
@@ -108,20 +100,31 @@ async def attempt(
 
     seconds: dict[str, float] = {}
     done: dict[str, Any] = {"seconds": seconds}
+
+    async def judged(sandbox: Sandbox) -> None:
+        if done["agent"].timed_out or context_full():
+            return
+        with _timed(seconds, "tests"):
+            done.update(await _tested(task, sandbox))
+
+    in_place = task.rewards and task.place is None
     try:
         with _timed(seconds, "agent"):
-            ended = await run_agent(task, agent, queue, server, group, done)
+            ended = await run_agent(task, agent, queue, server, group, done, then=judged if in_place else None)
+        seconds["agent"] -= seconds.get("tests", 0.0)
         if ended.timed_out:
             return AttemptResult(OutcomeKind.TIMED_OUT, f"the agent took {task.agent_timeout_s:g} s", **done)
         if context_full():
             return AttemptResult(OutcomeKind.CONTEXT_FULL, "the agent's context was full", **done)
-        with _timed(seconds, "tests"):
-            tested = done["tests"] = await _run_tests(task, queue, group, done["workspace"])
+        if not in_place:
+            with _timed(seconds, "tests"):
+                done.update(await _run_tests(task, queue, group, done["workspace"]))
     except SandboxLimitError as error:
-        return AttemptResult(OutcomeKind.FAILED, str(error), **done)
+        return AttemptResult(OutcomeKind.FAILED, str(error), **{**done, "reward": 0.0})
     except SandboxError as error:
         return AttemptResult(OutcomeKind.INFRASTRUCTURE, str(error), **done)
-    reason = _why_failed(task, tested)
+    reason = _why_failed(task, done["tests"], done.get("reward"))
+    done["reward"] = done.get("reward") or float(not reason)
     return AttemptResult(OutcomeKind.FAILED if reason else OutcomeKind.SOLVED, reason or "tests pass", **done)
 
 
@@ -132,44 +135,106 @@ async def run_agent(
     server: tuple[str, int] | None,
     group: str,
     done: dict[str, Any],
+    then: Callable[[Sandbox], Awaitable[None]] | None = None,
 ) -> CommandResult:
-    """Run the agent in its sandbox, and put how it ended and its workspace into ``done``. The arguments are those of
-    :func:`attempt`. Raises SandboxError."""
+    """Run the agent in its sandbox, and put how it ended and its workspace into ``done``. With ``then``, call that
+    instead of reading the workspace. The other arguments are those of :func:`attempt`. Raises SandboxError."""
     mounts = {**task.spec.mounts, **agent.mounts}
     spec = replace(
-        _with_lifetime(task.spec, task.agent_timeout_s + MOST_OVERHEAD_S), mounts=mounts, relay=server is not None
+        _with_lifetime(task.spec, task.agent_timeout_s + task.tests_timeout_s + MOST_OVERHEAD_S),
+        mounts=mounts,
+        relay=server is not None,
     )
-    async with queue.sandbox(spec, group) as sandbox, contextlib.AsyncExitStack() as stack:
-        await sandbox.put(pack(task.files))
-        url = "" if server is None else (await stack.enter_async_context(Relay(sandbox, *server))).url
-        command, environment = agent.filled(task.text, url)
-        ended = done["agent"] = await sandbox.run(
-            command, timeout_s=task.agent_timeout_s, environment=environment, stdin=agent.stdin
-        )
-        done["workspace"] = await sandbox.get()
+    async with queue.sandbox(spec, group) as sandbox:
+        if task.files:
+            await sandbox.put(pack(task.files), task.folder or "/")
+        async with contextlib.AsyncExitStack() as stack:
+            url = "" if server is None else (await stack.enter_async_context(Relay(sandbox, *server))).url
+            command, environment = agent.filled(task.text, url)
+            ended: CommandResult
+            ended = done["agent"] = await sandbox.run(
+                command,
+                timeout_s=task.agent_timeout_s,
+                environment={**task.environment, **environment},
+                folder=task.folder,
+                stdin=agent.stdin,
+            )
+        if then is not None:
+            await then(sandbox)
+        elif task.place is not None:
+            done["workspace"] = await _handed(task.place.handed, sandbox)
+        else:
+            done["workspace"] = await sandbox.get(task.folder)
     return ended
 
 
-async def _run_tests(task: Task, queue: SandboxQueue, group: str, workspace: bytes) -> CommandResult:
-    spec = _with_lifetime(task.spec, task.tests_timeout_s + MOST_OVERHEAD_S)
+async def _handed(paths: Sequence[str], sandbox: Sandbox) -> bytes:
+    """Return files and folders of a sandbox as an archive of :data:`HANDED`, which has them at their paths."""
+    listed = "; ".join(f"[ ! -e {each} ] || find {each} -type f -o -type l" for each in map(shlex.quote, paths))
+    command = f"mkdir -p {HANDED} && cd / && {{ {listed}; }} | tar -cf {HANDED}/files.tar -T -"
+    packed = await sandbox.run(["sh", "-c", command], timeout_s=COPY_S, folder="/")
+    if packed.exit_code:
+        raise SandboxError(f"files of an agent cannot be read: {packed.stderr.decode(errors='replace')[:500]}")
+    return await sandbox.get(HANDED)
+
+
+async def _run_tests(task: Task, queue: SandboxQueue, group: str, workspace: bytes) -> dict[str, Any]:
+    spec = _with_lifetime(task.place.spec if task.place else task.spec, task.tests_timeout_s + MOST_OVERHEAD_S)
     limits = replace(spec.limits, disk=spec.limits.disk + TESTS_DISK)  # an agent that filled its disk leaves no room
     spec = replace(spec, limits=limits, relay=False)
     async with queue.sandbox(spec, group) as sandbox:
-        await sandbox.put(workspace)
-        await sandbox.put(pack(task.tests), TESTS)
-        return await sandbox.run(task.command, timeout_s=task.tests_timeout_s)
+        await sandbox.put(workspace, task.folder if task.place is None else HANDED)
+        if task.place is not None:
+            command = ["tar", "-xf", f"{HANDED}/files.tar", "-C", "/"]
+            moved = await sandbox.run(command, timeout_s=COPY_S, folder="/")
+            if moved.exit_code:
+                said = moved.stderr.decode(errors="replace")[:500]
+                raise SandboxError(f"the files of an agent cannot be put where its tests run: {said}")
+        return await _tested(task, sandbox)
+
+
+async def _tested(task: Task, sandbox: Sandbox) -> dict[str, Any]:
+    """Put the tests into a sandbox and run them. Returns how they ended, and the reward that they left."""
+    if task.rewards and task.place is None:  # the agent may have left any of these
+        command = ["sh", "-c", f"rm -rf {TESTS} {task.rewards} && mkdir -p {task.rewards}"]
+        cleared = await sandbox.run(command, timeout_s=COPY_S, folder="/")
+        if cleared.exit_code:
+            raise SandboxError(f"{task.rewards} cannot be emptied: {cleared.stderr.decode(errors='replace')[:500]}")
+    if task.tests:
+        await sandbox.put(pack(task.tests, task.executable), TESTS)
+    folder, environment = (
+        (task.place.folder, task.place.environment) if task.place else (task.folder, task.environment)
+    )
+    variables = {**environment, **task.tests_environment}
+    tested = await sandbox.run(task.command, timeout_s=task.tests_timeout_s, environment=variables, folder=folder)
+    return {"tests": tested, "reward": await _left(task, sandbox, tested) if task.rewards else None}
+
+
+async def _left(task: Task, sandbox: Sandbox, tested: CommandResult) -> float | None:
+    """Return the reward that the tests left. Raises SandboxError if there is none although they ended by
+    themselves."""
+    if tested.timed_out or tested.out_of_memory:
+        return None
+    files = unpack(await sandbox.get(task.rewards))
+    try:
+        return reward_of(files)
+    except SandboxError as error:
+        said = (tested.stdout + tested.stderr).decode(errors="replace").strip()[-300:]
+        raise SandboxError(f"{error}; the tests ended with exit code {tested.exit_code}: {said}") from error
 
 
 def _with_lifetime(spec: SandboxSpec, seconds: float) -> SandboxSpec:
     return replace(spec, limits=replace(spec.limits, lifetime_s=min(spec.limits.lifetime_s, seconds)))
 
 
-def _why_failed(task: Task, tested: CommandResult) -> str:
+def _why_failed(task: Task, tested: CommandResult, reward: float | None) -> str:
     """Return why the tests do not pass, or nothing."""
     if tested.timed_out:
         return f"the tests took more than {task.tests_timeout_s:g} s"
     if tested.out_of_memory:
         return "the tests ran out of memory"
+    if reward is not None:
+        return "" if reward > 0 else f"the tests gave reward {reward:g}"
     if tested.exit_code:
         return f"the tests ended with exit code {tested.exit_code}"
     if task.expected is not None and tested.stdout != task.expected:
@@ -185,56 +250,3 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         seconds[name] = time.monotonic() - began
-
-
-def read_task(folder: Path) -> Task:
-    """Read a task from a folder::
-
-        task.md        the text
-        task.toml      [tests] command (words), timeout_s, expected = true: expected.txt is what they print;
-                       [agent] timeout_s; [sandbox] image, setup, cpus, memory, disk, processes (each optional)
-        files/         what the agent starts with
-        tests/         put into /tests after the agent has ended
-
-    Raises DataError that names the file and what is wrong.
-    """
-    settings = _read(folder / "task.toml", lambda path: tomllib.loads(path.read_text()))
-    unknown = [
-        f"{section}.{key}"
-        for section, keys in settings.items()
-        for key in (keys if isinstance(keys, dict) else [""])
-        if key not in SETTINGS.get(section, ())
-    ]
-    if unknown:
-        raise DataError(f"{folder / 'task.toml'}: unknown {', '.join(unknown)}: remove or correct it")
-    tests, sandbox = settings.get("tests", {}), settings.get("sandbox", {})
-    limits = {f"{name}_timeout_s": part["timeout_s"] for name, part in settings.items() if "timeout_s" in part}
-    if not isinstance(tests.get("command"), list):
-        raise DataError(f"{folder / 'task.toml'}: tests.command is missing: give a list of words")
-    given = {name: sandbox[name] for name in ("cpus", "memory", "disk", "processes") if name in sandbox}
-    spec = SandboxSpec(sandbox.get("image", "host"), sandbox.get("setup", ""), limits=Limits(**given))
-    return Task(
-        name=folder.name,
-        text=_read(folder / "task.md", lambda path: path.read_text()),
-        files=read_folder(folder / "files"),
-        tests=read_folder(folder / "tests"),
-        command=tests["command"],
-        expected=_read(folder / "expected.txt", lambda path: path.read_bytes()) if tests.get("expected") else None,
-        spec=spec,
-        **limits,
-    )
-
-
-SETTINGS = {
-    "tests": ("command", "timeout_s", "expected"),
-    "agent": ("timeout_s",),
-    "sandbox": ("image", "setup", "cpus", "memory", "disk", "processes"),
-}
-"""Keys of ``task.toml`` by section."""
-
-
-def _read[T](path: Path, read: Callable[[Path], T]) -> T:
-    try:
-        return read(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} of a task cannot be read: {error}") from error

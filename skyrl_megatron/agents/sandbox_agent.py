@@ -14,9 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_megatron.agents.agent_generator import AgentGenerator
-from skyrl_megatron.agents.attempt import AgentCommand, Task, attempt, run_agent
+from skyrl_megatron.agents.attempt import AgentCommand, attempt, run_agent
 from skyrl_megatron.agents.command_agent import AgentTask, outcome_of, why_it_failed
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule
+from skyrl_megatron.agents.task import Task
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.sandboxes.sandbox import Limits
 from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, default_at_once, make_provider
@@ -64,9 +65,8 @@ class SandboxAgentGenerator(AgentGenerator):
             ended = await run_agent(work, command, self.queue, server, group, {})
             return await outcome_of(replace(task, timeout_s=work.agent_timeout_s), ended)
         made = await attempt(work, command, self.queue, server=server, group=group, context_full=task.context_full)
-        reward = {OutcomeKind.SOLVED: 1.0, OutcomeKind.FAILED: 0.0}.get(made.outcome)
         failed = made.outcome is OutcomeKind.FAILED and made.agent is not None and why_it_failed(made.agent)
-        return Outcome(made.outcome, reward, f"{made.reason}; {failed}" if failed else made.reason)
+        return Outcome(made.outcome, made.reward, f"{made.reason}; {failed}" if failed else made.reason)
 
     def command_of(self, task: AgentTask) -> AgentCommand:
         """Return the command for a trajectory, which finds the gateway at the sandbox's end of the relay."""

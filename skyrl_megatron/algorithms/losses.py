@@ -15,6 +15,10 @@ the loss mask, ``rollout`` the engine's log-probs or None, and every tensor is 0
 In all formulas r = exp(log_probs - old_log_probs), A is the advantage, and clip(r) is r limited to [1 - eps_clip_low,
 1 + eps_clip_high]. The metric ``clip_ratio`` is the share of tokens whose loss the limit changed.
 
+With ``ratio_anchor=rollout``, ``regular``, ``dual_clip``, ``gspo`` and ``sapo`` take r = exp(log_probs -
+rollout_log_probs). The clip then limits how far a token moves from the policy that sampled it, in all updates since.
+The masks of the off-policy correction stay; its weights would correct twice.
+
 ``clip_cov`` and ``kl_cov`` use the covariance of a token: (advantage - mean advantage) · (log-prob - mean log-prob),
 with means over the micro-batch. They therefore depend on how a batch is split into micro-batches.
 """
@@ -72,6 +76,11 @@ def never(config: Any) -> bool:
     return False
 
 
+def old_unless_anchored(config: Any) -> bool:
+    """Return whether the ratio of a loss with ``ratio_anchor`` is relative to the old log-probs."""
+    return bool(getattr(config, "ratio_anchor", "old") == "old")
+
+
 def nothing_clipped(mask: Tensor) -> ReducibleMetrics:
     """Return the metric ``clip_ratio`` with value 0, for losses without clipping."""
     return {"clip_ratio": token_mean(torch.zeros_like(mask, dtype=torch.bool), mask)}
@@ -82,6 +91,15 @@ def require_rollout(name: str, rollout: Tensor | None) -> Tensor:
     if rollout is None:
         raise AlgorithmError(f"{name} needs the engine's log-probs: set generator.sampling_params.logprobs=1")
     return rollout
+
+
+def require_one_weight(setting: str, correction: Any) -> None:
+    """Raise AlgorithmError if ``correction`` weights by the ratio to the engine, which ``setting`` already does."""
+    if correction is not None and correction.tis_ratio_type is not None:
+        raise AlgorithmError(
+            f"off_policy_correction.tis_ratio_type={correction.tis_ratio_type!r} with {setting} corrects twice: set "
+            f"tis_ratio_type=null or {setting.partition('=')[0]}=old"
+        )
 
 
 def builtin_loss(
@@ -113,9 +131,13 @@ def builtin_loss(
                     raise AlgorithmError(f"the policy loss {formula.__name__} needs old_log_probs with this config")
                 old_log_probs = torch.zeros_like(log_probs)  # not read
             old = keep_masked(old_log_probs, mask)
+            base = old
             rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
+            if uses_old is old_unless_anchored and not uses_old(config):
+                base = require_rollout(f"{formula.__name__} with ratio_anchor=rollout", rollout)
+                require_one_weight("ratio_anchor=rollout", cfg)
             values, metrics = formula(
-                keep_masked(log_probs, mask), old, keep_masked(advantages, mask), config, mask, rollout
+                keep_masked(log_probs, mask), base, keep_masked(advantages, mask), config, mask, rollout
             )
             correction = correct(old, rollout, mask, cfg)
             if correction.weight is not None:
@@ -138,7 +160,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: Any, mask: Tens
     return torch.maximum(free, clipped), {"clip_ratio": token_mean(clipped > free, mask)}
 
 
-@builtin_loss()
+@builtin_loss(uses_old=old_unless_anchored)
 def regular(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -146,7 +168,7 @@ def regular(
     return clipped_surrogate(clamped_ratio(log_probs - old_log_probs), advantages, config, mask)
 
 
-@builtin_loss()
+@builtin_loss(uses_old=old_unless_anchored)
 def dual_clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -156,7 +178,7 @@ def dual_clip(
     return torch.where(advantages < 0, limited, loss), metrics
 
 
-@builtin_loss()
+@builtin_loss(uses_old=old_unless_anchored)
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -170,7 +192,7 @@ def gspo(
     return clipped_surrogate(ratio, advantages, config, mask)
 
 
-@builtin_loss()
+@builtin_loss(uses_old=old_unless_anchored)
 def sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -198,14 +220,10 @@ def cispo(
     With ``cispo.anchor=rollout`` r is relative to the engine's log-probs, which already is an off-policy correction.
     Truncated importance sampling in addition would correct twice and raises AlgorithmError.
     """
-    anchor, correction = old_log_probs, getattr(config, "off_policy_correction", None)
+    anchor = old_log_probs
     if anchored_to_rollout(config):
         anchor = require_rollout("cispo with cispo.anchor=rollout", rollout)
-        if correction is not None and correction.tis_ratio_type is not None:
-            raise AlgorithmError(
-                f"off_policy_correction.tis_ratio_type={correction.tis_ratio_type!r} with cispo.anchor=rollout"
-                " corrects twice: set tis_ratio_type=null or cispo.anchor=old"
-            )
+        require_one_weight("cispo.anchor=rollout", getattr(config, "off_policy_correction", None))
     ratio = clamped_ratio(log_probs - anchor)
     weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high).detach()
     metrics: ReducibleMetrics = {

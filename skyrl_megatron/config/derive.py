@@ -17,7 +17,13 @@ from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
-from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams, SFTConfig
+from skyrl_megatron.config.schema.generator import (
+    DPOConfig,
+    GeneratorConfig,
+    RewardConfig,
+    SamplingParams,
+    SFTConfig,
+)
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
@@ -34,9 +40,19 @@ def is_data_file(name: str) -> bool:
 
 
 def supervised(cfg: Section) -> SFTConfig | None:
-    """Return the section ``sft`` of supervised training (``skyrl-megatron sft``), which samples nothing and starts no
-    engines; None for other runs."""
-    return getattr(cfg, "sft", None)
+    """Return the section of a run that trains on rows of data (``sft``, ``dpo``, ``reward``), samples nothing and
+    starts no engines; None for other runs."""
+    return getattr(cfg, "sft", None) or preferences(cfg) or reward_model(cfg)
+
+
+def preferences(cfg: Section) -> DPOConfig | None:
+    """Return the section ``dpo`` of a run that trains on preferences; None for other runs."""
+    return getattr(cfg, "dpo", None)
+
+
+def reward_model(cfg: Section) -> RewardConfig | None:
+    """Return the section ``reward`` of a run that trains a reward model; None for other runs."""
+    return getattr(cfg, "reward", None)
 
 
 def absolute(path: str) -> str:
@@ -106,6 +122,8 @@ def derive(cfg: Section) -> None:
     _translate_tis(algorithm)
     make_paths_absolute(cfg)
 
+    if (pairs := preferences(cfg)) is not None and pairs.reference_cache:
+        pairs.reference_cache = absolute(pairs.reference_cache)
     fill(cfg, "generator.max_input_length", trainer.max_prompt_length)
     assert generator.max_input_length is not None
     fill(cfg, "generator.rope_scaling", trainer.rope_scaling)
@@ -114,8 +132,8 @@ def derive(cfg: Section) -> None:
     fill(cfg, "generator.eval_sampling_params", greedy)
     fill(cfg, "generator.eval_sampling_params.max_generate_length", sampling.max_generate_length)
 
-    fill(cfg, "trainer.algorithm.temperature", sampling.temperature)
     rows, sampled = supervised(cfg), generator.max_input_length + sampling.max_generate_length
+    fill(cfg, "trainer.algorithm.temperature", sampling.temperature if rows is None else 1.0)
     fill(cfg, "trainer.algorithm.max_seq_len", sampled if rows is None else rows.max_length)
     if correction_enabled(algorithm.off_policy_correction) and sampling.logprobs is None:
         sampling.logprobs = 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import is_address
+from skyrl_megatron.config.derive import is_address, preferences, reward_model
 from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.parse import Mismatch, convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -48,6 +48,13 @@ def trains_draft(cfg: SkyRLTrainConfig, role: str) -> bool:
     return role == "policy" and cfg.trainer.policy.megatron_config.mtp.train
 
 
+def balances_experts(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether the role chooses its micro-batches by the experts of their tokens, if its model has experts."""
+    megatron = getattr(cfg.trainer, role).megatron_config
+    replays = megatron.moe_enable_routing_replay and cfg.trainer.use_sample_packing
+    return bool(megatron.moe_balance_experts and replays and megatron.expert_model_parallel_size > 1)
+
+
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
     """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs a separate reference model, and
     ``critic`` and ``teacher`` if they have a model."""
@@ -63,15 +70,21 @@ def is_frozen(role: str) -> bool:
     return role in ("ref", "teacher")
 
 
+def has_value_head(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether a role's model ends with a value in place of the vocabulary: a critic, and the policy of a run
+    that trains a reward model."""
+    return role == "critic" or (role == "policy" and reward_model(cfg) is not None)
+
+
 def has_teacher(cfg: SkyRLTrainConfig) -> bool:
     """Return whether the run has a teacher, on ranks or at an address."""
     return cfg.trainer.teacher.model.path is not None or bool(cfg.trainer.teacher.models)
 
 
 def needs_reference(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether a KL term compares the policy with a reference."""
-    algorithm = cfg.trainer.algorithm
-    return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+    """Return whether a KL term, or a loss of preferences, compares the policy with a reference."""
+    algorithm, pairs = cfg.trainer.algorithm, preferences(cfg)
+    return (pairs is not None and not pairs.is_cached) or algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
 
 def policy_is_reference(cfg: SkyRLTrainConfig) -> bool:

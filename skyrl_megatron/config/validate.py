@@ -13,12 +13,18 @@ from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
 from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
+from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
 from skyrl_megatron.config.rules.muon_rules import muon_notes
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
 from skyrl_megatron.config.rules.supervised_rules import supervised_problems
-from skyrl_megatron.config.rules.training_rules import fully_async_problems, oversampling_problems, training_problems
+from skyrl_megatron.config.rules.training_rules import (
+    fully_async_problems,
+    oversampling_problems,
+    stale_loss,
+    training_problems,
+)
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.plugins import load_plugins
@@ -83,6 +89,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     if supervised(cfg) is None:
         problems += evaluation_problems(cfg)
         problems += rollout_problems(cfg, policy)
+        problems += exact_problems(cfg, hardware, policy)
     else:
         problems += supervised_problems(cfg, policy)
     problems += adapter_problems(cfg)
@@ -133,6 +140,8 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
     if "wandb" in loggers and "wandb" not in trackers(cfg):
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
+    if said := stale_loss(cfg):
+        yield said
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
         yield (
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "

@@ -20,6 +20,35 @@ from skyrl_megatron.types import TrainingBatch
 PROMPT_UIDS = "prompt_uids"
 """Metadata key of a batch: the prompt uid of each row, also of failed rows, which have a separate uid."""
 
+TOGETHER = "together"
+"""Metadata key of a batch: the rows of a uid are not split over replicas or micro-batches, because their loss compares
+them."""
+
+
+def units(batch: TrainingBatch) -> list[np.ndarray]:
+    """Return the rows of each part of a batch that is not split: those of a uid with ``TOGETHER``, else single rows.
+
+    A row without uid is padding, and a part of its own.
+    """
+    if not batch.metadata.get(TOGETHER):
+        return [np.array([row]) for row in range(len(batch))]
+    parts: dict[str, list[int]] = {}
+    for row, uid in enumerate(batch.uids):
+        parts.setdefault(uid or f"/{row}", []).append(row)
+    return [np.asarray(rows) for rows in parts.values()]
+
+
+def joined(parts: Sequence[np.ndarray], chosen: np.ndarray) -> np.ndarray:
+    """Return the rows of the chosen ones of :func:`units`, ascending."""
+    return np.sort(np.concatenate([parts[part] for part in chosen])) if len(chosen) else np.zeros(0, np.int64)
+
+
+def split_units(batch: TrainingBatch, costs: np.ndarray, dp: int) -> list[np.ndarray]:
+    """Assign the :func:`units` of a batch to ``dp`` replicas as :func:`split_for_dp` does rows. ``costs``: [B]."""
+    parts = units(batch)
+    shares = split_for_dp(np.array([costs[part].sum() for part in parts]), dp)
+    return [joined(parts, share) for share in shares]
+
 
 def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
     """Split ``batch`` after every ``prompts`` prompts. The rows of a prompt must be adjacent."""

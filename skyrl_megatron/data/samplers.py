@@ -33,10 +33,17 @@ class SampledRows:
     """What a sampler knows of the data: the rows that the run can take, in the order of the data sets.
 
     ``kept`` [n] int64: their numbers over all data sets, ascending; None: all. ``names``: of the data sets.
+    ``limit``: the setting that left out the others.
     """
 
-    def __init__(self, rows: JoinedRows, names: Sequence[str], kept: np.ndarray | None = None) -> None:
-        self.rows, self.names = rows, list(names)
+    def __init__(
+        self,
+        rows: JoinedRows,
+        names: Sequence[str],
+        kept: np.ndarray | None = None,
+        limit: str = "trainer.max_prompt_length",
+    ) -> None:
+        self.rows, self.names, self.limit = rows, list(names), limit
         self.uids = np.arange(len(rows)) if kept is None else np.asarray(kept, np.int64)
         """[n] int64: uid of each row, its number over all data sets."""
 
@@ -137,7 +144,7 @@ class Mixture(Sampler):
         self.members = [np.flatnonzero(sources == place) for place in range(len(names))]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # data set → (pass over it, order of its rows)
         if empty := [name for name, members in zip(names, self.members, strict=True) if not len(members)]:
-            raise DataError(f"{empty[0]}: no prompt is short enough: raise trainer.max_prompt_length, or remove it")
+            raise DataError(f"{empty[0]}: {rows.limit} leaves no row: change it, or remove the data set")
 
     def epoch(self, number: int) -> np.ndarray:
         """See :class:`Sampler`."""
@@ -198,7 +205,7 @@ class FixedList(Sampler):
             fix = f"{problem}, which is no row: the rows are 0 to {last}"
             raise ConfigError([Problem(key, self.options.path, fix)])
         if (position := self.rows.position(int(line))) is None:
-            fix = f"{problem}, whose prompt is longer than trainer.max_prompt_length: remove it, or raise the limit"
+            fix = f"{problem}, which {self.rows.limit} leaves out: remove the line, or change the setting"
             raise ConfigError([Problem(key, self.options.path, fix)])
         return position
 

@@ -143,6 +143,7 @@ NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
 """Folder of the model after the warm-up, next to the folder of the initial model. Runs with adapters, a critic or a
 teacher start from it."""
+WARM_MODEL_OF_TURNS = "warmed_up_model_of_two_turns"
 ADAPTERS, CRITIC, TEACHER, ASYNC, MLPERF, MUON = "adapters", "critic", "teacher", "async", "mlperf", "muon"
 WARMUP_TRAINERS = {"": "WarmedUpTrainer", MUON: "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
 """Variant → trainer of ``trainer/warmup.py`` that does the warm-up and continues with the same optimizer."""
@@ -190,7 +191,7 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
         defaults |= _benchmark(args, data, folder)
     path = model
     if not model:
-        warm = folder / WARM_MODEL
+        warm = folder / _warm_model(variant)
         seeded = write_embedded_model(folder / "model", number)
         path = str(seeded if variant in WARMUP_TRAINERS or not warm.exists() else warm)
         defaults["trainer.policy.model.path"] = path
@@ -291,7 +292,7 @@ def _benchmark(args: Sequence[str], data: Path, folder: Path) -> dict[str, objec
     settings: dict[str, object] = {
         "data.val_data": "[]",
         "data.eval_sets": sets,
-        "trainer.policy.optimizer_config.lr": f"{2.5e-4 * (sequences / 512) ** 0.5:.4g}",
+        "trainer.policy.optimizer_config.lr": f"{3e-4 * (sequences / 512) ** 0.5:.4g}",
         "trainer.policy.optimizer_config.max_grad_norm": f"{2 / sequences**0.5:.4g}",
     }
     return settings | ({"data.sampler": "list", "data.sampler_options.path": order} if order.exists() else {})
@@ -352,10 +353,16 @@ def _train(args: Sequence[str]) -> int:
     return 0
 
 
+def _warm_model(variant: str) -> str:
+    """Return the name of the folder of the warmed-up model with which a variant starts."""
+    return WARM_MODEL_OF_TURNS if variant == MLPERF else WARM_MODEL
+
+
 def _warm_up_once(args: Sequence[str], hardware: Hardware) -> None:
     """Create the warmed-up model with which the run starts, unless it exists or ``args`` set another model."""
-    number, folder = _seed_folder(read_arguments(args)[0])
-    if _own_model(args) is not None or (folder / WARM_MODEL).exists():
+    (number, folder), variant = _seed_folder(read_arguments(args)[0]), _variant(args)
+    warm = folder / _warm_model(variant)
+    if _own_model(args) is not None or warm.exists():
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -363,13 +370,15 @@ def _warm_up_once(args: Sequence[str], hardware: Hardware) -> None:
     require_memory(NEEDED_GIB, "the embedded default")
     from skyrl_megatron.entrypoints.experiment import run_experiment
 
-    work = folder / "warm_up"
+    work = folder / f"warm_up{'_of_two_turns' if variant == MLPERF else ''}"
     places = {"ckpt": work / "ckpts", "export": work / "exports", "log": work / "logs"}
     keys = [f"trainer.seed={number}", "trainer.run_name=warm-up"]
     keys += [f"trainer.{name}_path={path}" for name, path in places.items()]
+    if variant == MLPERF:
+        keys += ["generator.max_turns=2", "generator.max_input_length=64", "generator.batched=false"]
     cfg, _ = load_config(SkyRLTrainConfig, arguments(keys, hardware), hardware)
     run_experiment(cfg, _warmup_experiment("WarmUpOnlyTrainer"))
-    (work / "exports" / "global_step_0" / "policy").rename(folder / WARM_MODEL)
+    (work / "exports" / "global_step_0" / "policy").rename(warm)
 
 
 def _warmup_experiment(trainer: str) -> type[BasePPOExp]:

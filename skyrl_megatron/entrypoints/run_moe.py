@@ -1,8 +1,9 @@
 """The program of ``launch/run_moe.sh``: ``[--recipe NAME|FILE.yaml] [--check[=NxM]] [model=PATH] [key=value …]``
 
 Without ``--recipe``, ``--config`` and ``model=`` it starts the embedded run. A recipe is the name of a file in
-``launch/recipes``, or the path of a YAML file. ``model=`` is short for ``trainer.policy.model.path=``. ``--check``
-reports whether the configuration can run, and starts nothing; ``--show-config`` adds the resolved configuration.
+``launch/recipes``, or the path of a YAML file; one with the section ``sft`` is a run of ``skyrl-megatron sft``.
+``model=`` is short for ``trainer.policy.model.path=``. ``--check`` reports whether the configuration can run, and
+starts nothing; ``--show-config`` adds the resolved configuration.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_megatron.config.parse import names_key, read_arguments
-from skyrl_megatron.entrypoints import embedded, main_base
+from skyrl_megatron.config.parse import names_key, read_arguments, read_yaml
+from skyrl_megatron.entrypoints import embedded, main_base, sft
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem
 
@@ -41,9 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe, rest = _split(args)
         if recipe in EMBEDDED_RUNS:
             return embedded.main([*EMBEDDED_RUNS[recipe], *rest])
+        if recipe is not None and _supervises(recipe):
+            return sft.main(["--config", recipe, *rest])
         return main_base.main(rest if recipe is None else ["--config", recipe, *rest])
 
     return run_command(work)
+
+
+def _supervises(recipe: str) -> bool:
+    """Return whether a recipe has the section ``sft``. The command reports what is wrong with the file."""
+    return any(item.key.partition(".")[0] == "sft" for item in read_yaml(recipe)[0])
 
 
 def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.agents.attempt import read_task
+from skyrl_megatron.agents.task import read_task
 from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 
 class TaskFolder(BaseTextEnv):
-    """The task in the folder that the row's column ``task`` names. Its tests give 1 or 0.
+    """The task in the folder that the row's column ``task`` names. Its tests give the reward, 1 or 0 as a rule.
 
     Raises ValueError for a row without a folder, and DataError for a folder that is no task
-    (:func:`~skyrl_megatron.agents.attempt.read_task`).
+    (:func:`~skyrl_megatron.agents.task.read_task`).
     """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from bridges.plan import Plan
+from skyrl_megatron.algorithms.expert_plan import HORIZON, MoveCosts
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
@@ -58,7 +60,8 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
     tables = parameter_tables(cfg)
     for role in active_roles(cfg):
         yield from _role(cfg, role, tables.get(role), hardware)
-    yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
+    if supervised(cfg) is None:
+        yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
     if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
         yield "# memory: the fullest GPU of each phase, and a node"
         yield from report_lines(Budget.of(cfg, tables, hardware))
@@ -88,7 +91,27 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     yield from _memory(own)
     if own.trained:
         yield f"  {recomputation(own)}"
+        if section.megatron_config.moe_expert_moves != "none":
+            yield _moves(cfg, plan, parallel, hardware)
     yield ""
+
+
+def _moves(cfg: SkyRLTrainConfig, plan: Plan, parallel: ParallelConfig, hardware: Hardware) -> str:
+    """Return what a move of an expert between ranks takes, and when it pays back."""
+    dims, width = plan.shape.dims, 2 if cfg.trainer.bf16 else 4
+    costs = MoveCosts.of(
+        dims["H"],
+        dims["M"],
+        weight_bytes=width,
+        edp=parallel.edp,
+        etp=parallel.etp,
+        gpu=None if hardware.is_cpu else hardware.gpu or "",
+        flops=cfg.trainer.peak_flops_per_rank,
+    )
+    return (
+        f"  moving an expert of a layer takes {1e3 * costs.move:.2f} ms; it pays back in {HORIZON} steps if the "
+        f"busiest rank gets {costs.tokens:,.0f} tokens less in each"
+    )
 
 
 def _degrees(p: ParallelConfig) -> str:
@@ -166,7 +189,8 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
     trainer, n = cfg.trainer, cfg.generator.n_samples_per_prompt
     train = trainer.train_batch_size
     yield "# one step"
-    yield f"{train} prompts · {n} samples = {train * n} sequences of at most {longest_sequence(cfg)} tokens"
+    rows = f"{train} rows" if supervised(cfg) else f"{train} prompts · {n} samples = {train * n} sequences"
+    yield f"{rows} of at most {longest_sequence(cfg)} tokens"
     if cfg.generator.name == "agent":
         agent = cfg.generator.agent
         at_once = agent.at_once or default_at_once(Limits())

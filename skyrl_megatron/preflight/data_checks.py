@@ -156,10 +156,10 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from found
             wrong = [problem for name, dataset in rows.items() for problem in _rows(run, key, name, dataset, named)]
             yield from wrong
-            if not names or len(rows) < len(names):
+            if not names or len(rows) < len(set(names)):
                 continue
             if key == "data.train_data" and not wrong:
-                yield from _sampler(run, rows)
+                yield from _sampler(run, [rows[name] for name in names])
             if chat is not None and not wrong:
                 yield from _lengths(run, key, names, chat, needed)
             elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
@@ -169,24 +169,26 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig) -> Iterator[Problem | NotChecked]:
     """Check every row of supervised training, and tokenize enough of them for a step."""
-    from skyrl_megatron.rollout.chat_rows import ChatRows, conversation_problem
+    from skyrl_megatron.rollout.preference_rows import rows_class
 
+    kind = rows_class(settings)
     for key, names, needed in _sources(run):
         rows, found = _open_all(run, key, names)
         yield from found
-        if not names or len(rows) < len(names):
+        if not names or len(rows) < len(set(names)):
             continue
         if key == "data.train_data":
-            yield from _sampler(run, rows)
+            yield from _sampler(run, [rows[name] for name in names])
         for name, dataset in rows.items() if settings.invalid_rows == "error" else ():
             for number, row in enumerate(dataset):
-                if problem := conversation_problem(row):
-                    yield Problem(key, name, f"row {number}: {problem}; or set sft.invalid_rows=skip")
+                if problem := kind.row_problem(row):
+                    skip = f"{settings.SECTION}.invalid_rows=skip"
+                    yield Problem(key, name, f"row {number}: {problem}; or set {skip}")
                     return
         if chat is None:
             continue
         try:
-            count = len(ChatRows(names, chat, settings, enough=needed))
+            count = len(kind(names, chat, settings, enough=needed))
         except DataError as error:
             yield Problem(key, names, str(error))
         else:
@@ -194,8 +196,8 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
                 yield _too_few(needed, f"{count} rows")
 
 
-def _sampler(run: PlannedRun, rows: Mapping[str, Rows]) -> Iterator[Problem]:
-    """Make the sampler of the prompts with all rows, and yield the problems of its options and of the data."""
+def _sampler(run: PlannedRun, rows: Sequence[Rows]) -> Iterator[Problem]:
+    """Make the sampler with all ``rows`` of the data sets, and yield the problems of its options and of the data."""
     from skyrl_megatron.data.row_files import JoinedRows
     from skyrl_megatron.data.samplers import KEY, SampledRows, make_sampler
     from skyrl_megatron.plugins import SAMPLERS
@@ -204,7 +206,7 @@ def _sampler(run: PlannedRun, rows: Mapping[str, Rows]) -> Iterator[Problem]:
     chosen = settings.is_set("sampler") or settings.is_set("sampler_options")
     if not chosen or list(SAMPLERS.problems(settings.sampler)):  # the name is reported already
         return
-    found = SampledRows(JoinedRows(list(rows.values())), list(rows))
+    found = SampledRows(JoinedRows(rows), run.cfg.data.train_data)
     try:
         sampler = make_sampler(
             settings.sampler, settings.sampler_options, found, trainer.train_batch_size, trainer.seed

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridges.quantized import BAND
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
 from skyrl_megatron.config.roles import (
     active_roles,
     engine_ranks,
+    has_value_head,
     is_frozen,
     rank_position,
     role_layout,
@@ -110,7 +112,7 @@ class RoleModel:
 
     def parameters(self, stage: int) -> StageParameters:
         """Count the parameters on a rank of a stage."""
-        head, frozen = self.role == "critic", self.adapters is not None
+        head, frozen = has_value_head(self.cfg, self.role), self.adapters is not None
         return self.table.stage(self.parallel, stage, value_head=head, te=self.kernels.fused, frozen=frozen)
 
     def state(self, stage: int) -> RankBytes:
@@ -184,7 +186,7 @@ class RoleModel:
         return made * self.kernels.width + 2 * 4 * min(made, BAND)
 
     def _head(self, stage: int, tokens: int, training: bool) -> float:
-        if stage != self.parallel.pp - 1 or self.role == "critic":
+        if stage != self.parallel.pp - 1 or has_value_head(self.cfg, self.role):
             return 0.0
         head = HeadMemory(self.cfg.trainer.logprobs_chunk_size, self.cfg.trainer.fused_lm_head_logprob)
         return logits(self.layers, tokens, head, training=training)
@@ -354,7 +356,7 @@ class _Gpu:
             yield self._phase(f"{role} {LOGPROBS}", [*self._states(LOGPROBS, role), self._forward(role)])
             if model.trained:
                 yield self._phase(f"{role} {TRAINING}", [*self._states(TRAINING, role), self._training(role)])
-        if "policy" in self.models:
+        if "policy" in self.models and supervised(self.cfg) is None:
             yield self._phase(SYNC, self._states(SYNC, "policy") + self._sync())
         if self.engine is not None:
             yield from _start(self.cfg, self.engine, self.gpu, f"rank {self.rank}")

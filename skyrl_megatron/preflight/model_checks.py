@@ -15,7 +15,14 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
-from skyrl_megatron.config.roles import active_roles, adapter_configs, adapter_problems, role_layout, trains_draft
+from skyrl_megatron.config.roles import (
+    active_roles,
+    adapter_configs,
+    adapter_problems,
+    has_value_head,
+    role_layout,
+    trains_draft,
+)
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
@@ -62,7 +69,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         model, why = _read(run, role, folder)
         problem = why
         if model is not None and whole is not None and problem is None:
-            head: Head = "value" if role == "critic" else "lm"
+            head: Head = "value" if has_value_head(run.cfg, role) else "lm"
             problem = _weights(model, whole, head, run.cfg.trainer.algorithm.value_head_prefix)
         if problem is not None:
             yield Problem(key, path, problem)

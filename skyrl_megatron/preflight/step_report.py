@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
 from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.preflight.machine_rates import Machine, Seconds
 from skyrl_megatron.preflight.memory_budget import parameter_tables
 from skyrl_megatron.preflight.memory_phases import RoleModel
@@ -43,12 +45,13 @@ def report_lines(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], ha
         return
     machine = Machine.of_gpu(hardware.gpu, hardware.gpus_per_node) if hardware.gpu else Machine.of_cpu()
     models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=on_cpu) for role in active_roles(cfg)}
-    longest = cfg.generator.sampling_params.max_generate_length
+    of = "sequence" if supervised(cfg) else "response"
+    longest = longest_sequence(cfg) if supervised(cfg) else cfg.generator.sampling_params.max_generate_length
     estimate = estimate_step(cfg, models, machine, *longest_work(cfg), hardware.gpu_bytes)
-    yield f"if every response has {longest} tokens, on {machine.name}: seconds, and from the best to the worst case"
+    yield f"if every {of} has {longest} tokens, on {machine.name}: seconds, and from the best to the worst case"
     yield from term_lines(estimate)
     half = estimate_step(cfg, models, machine, *longest_work(cfg, 0.5), hardware.gpu_bytes)
-    yield f"with half as long responses: {_bounds(half.step)}, {_speed(half)}"
+    yield f"with half as long {of}s: {_bounds(half.step)}, {_speed(half)}"
 
 
 def term_lines(estimate: StepEstimate) -> Iterator[str]:

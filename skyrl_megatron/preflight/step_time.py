@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.roles import (
+    has_value_head,
     is_frozen,
     needs_reference,
     policy_is_reference,
@@ -92,10 +94,11 @@ class StepEstimate:
 
 def longest_work(cfg: SkyRLTrainConfig, share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Return (prompts, responses) of a step, [B] tokens each: prompts of the maximum length, and responses of
-    ``share`` of theirs."""
-    rows = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
-    response = max(int(cfg.generator.sampling_params.max_generate_length * share), 1)
-    return np.full(rows, cfg.trainer.max_prompt_length), np.full(rows, response)
+    ``share`` of theirs. Rows of supervised training count as responses."""
+    rows, taught = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt, supervised(cfg)
+    longest = cfg.generator.sampling_params.max_generate_length if taught is None else taught.max_length
+    prompt = cfg.trainer.max_prompt_length if taught is None else 0
+    return np.full(rows, prompt), np.full(rows, max(int(longest * share), 1))
 
 
 def estimate_step(
@@ -170,7 +173,9 @@ class _Role:
     def head(self) -> ModelFlops:
         """FLOPs of the output layer."""
         dims = self.model.table.plan.shape.dims
-        return ModelFlops(2.0 * dims["H"] * (1 if self.model.role == "critic" else dims["V"]), 0.0, 0.0, 0)
+        return ModelFlops(
+            2.0 * dims["H"] * (1 if has_value_head(self.model.cfg, self.model.role) else dims["V"]), 0.0, 0.0, 0
+        )
 
     @functools.cached_property
     def flops(self) -> ModelFlops:

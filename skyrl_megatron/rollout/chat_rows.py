@@ -80,12 +80,12 @@ class ChatRows:
     def __getitem__(self, item: int) -> dict[str, Any]:
         number = int(self.kept[item])
         source = self.names[int(np.searchsorted(self.rows.ends, number, side="right"))]
-        return {"uid": str(number), "sequences": self._sequences(self.rows[number]), "source": source}
+        return {"uid": str(number), "source": source, **self._item(item)}
 
     @property
     def sampled_rows(self) -> SampledRows:
         """What a sampler knows of the rows."""
-        return SampledRows(self.rows, self.names, self.kept)
+        return SampledRows(self.rows, self.names, self.kept, limit=f"{self.settings.SECTION}.invalid_rows=skip")
 
     @property
     def fingerprint(self) -> list[dict[str, Any]]:
@@ -105,27 +105,42 @@ class ChatRows:
             else:
                 raise DataError(
                     f"{self.rows.place(number)}: {kind}{details}: correct or remove the row, or set "
-                    "sft.invalid_rows=skip"
+                    f"{self.settings.SECTION}.invalid_rows=skip"
                 )
         return np.asarray(kept, np.int64)
 
     def _problem(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """Return why a row cannot be trained, as (kind, details); ("", "") if it can."""
-        if kind := conversation_problem(row):
+        if kind := self.row_problem(row):
             return kind, ""
         try:
             longest = max(len(prompt) + len(response) for prompt, response, _ in self._sequences(row))
         except DataError as error:
             return str(error), ""
         if longest > self.settings.max_length:
-            return f"longer than sft.max_length={self.settings.max_length}", f" ({longest} tokens)"
+            kind = f"longer than {self.settings.SECTION}.max_length={self.settings.max_length}"
+            return kind, f" ({longest} tokens)"
         return "", ""
 
+    def _item(self, item: int) -> dict[str, Any]:
+        """Return what an item has in addition to uid and source."""
+        return {"sequences": self._sequences(self.rows[int(self.kept[item])])}
+
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
-        messages, tools = [as_rendered(message) for message in row[MESSAGES]], row.get(TOOLS)
+        """Return all sequences of a row."""
+        return self._taught(row[MESSAGES], row.get(TOOLS))
+
+    def _taught(self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int = 0) -> list[Taught]:
+        """Return the sequences that teach the assistant's messages from the message ``start`` on."""
         if isinstance(tools, str):
             tools = json.loads(tools)
-        return self.chat.taught(messages, last=self.settings.turns == "last", tools=tools)
+        rendered = [as_rendered(message) for message in messages]
+        return self.chat.taught(rendered, last=self.settings.turns == "last", tools=tools, start=start)
+
+    @staticmethod
+    def row_problem(row: Mapping[str, Any]) -> str:
+        """Return why a row has the wrong form; "" if it has the right one."""
+        return conversation_problem(row)
 
 
 def conversation_problem(row: Mapping[str, Any]) -> str:

@@ -140,10 +140,10 @@ class ChatFormat:
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
 
     def taught(
-        self, messages: ConversationType, *, last: bool = False, tools: Sequence[Any] | None = None
+        self, messages: ConversationType, *, last: bool = False, tools: Sequence[Any] | None = None, start: int = 0
     ) -> list[tuple[list[int], list[int], list[int]]]:
-        """Return (prompt, response, mask) of each sequence that teaches the assistant's messages, or only the ``last``
-        message. The mask is 1 on the tokens of an answer and on its end token.
+        """Return (prompt, response, mask) of each sequence that teaches the assistant's messages from the message
+        ``start`` on, or only the ``last`` message. The mask is 1 on the tokens of an answer and on its end token.
 
         The tokens are those of a rollout: the prompt of an answer is tokenized with its generation prompt, and the
         answer alone. An answer continues the sequence of the answers before it, unless the template renders these
@@ -153,7 +153,7 @@ class ChatFormat:
         sequences: list[list[tuple[list[int], int]]] = []
         known = ""  # the text of the current sequence
         for place, message in enumerate(messages):
-            if message["role"] != "assistant" or (last and place < len(messages) - 1):
+            if message["role"] != "assistant" or place < (len(messages) - 1 if last else start):
                 continue
             before = self._render(messages[:place], True, tools)
             through = self._render(messages[: place + 1], False, tools)

@@ -45,6 +45,7 @@ from torch.nn import functional as F
 from torch.utils._device import _device_constructors
 
 from skyrl_megatron import device
+from skyrl_megatron.algorithms import exact_ops
 
 _ONEDNN = (
     torch.backends.mkldnn.is_available()
@@ -73,6 +74,11 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t())
 
 
+def _forward_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute :func:`gemm` in a forward pass, as the engine does with ``trainer.exact_rollouts``."""
+    return exact_ops.product(x, weight) if exact_ops.active() else gemm(x, weight)
+
+
 class _GroupedGemm(torch.autograd.Function):
     """y[rows of expert e] = x[rows of expert e] @ w[e]ᵀ, with one autograd node for all experts."""
 
@@ -81,7 +87,8 @@ class _GroupedGemm(torch.autograd.Function):
         # With a frozen weight the backward pass does not need the input.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts = counts
-        return torch.cat([gemm(rows, matrix) for rows, matrix in zip(x.split(counts), weight, strict=True)])
+        pairs = zip(x.split(counts), weight, strict=True)
+        return torch.cat([_forward_gemm(rows, matrix) for rows, matrix in pairs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -131,7 +138,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
         ctx.shape = whole.shape
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
-        out = gemm(whole.flatten(0, -2), weight)
+        out = _forward_gemm(whole.flatten(0, -2), weight)
         if bias is not None:
             out += bias
         return out.view(*whole.shape[:-1], weight.shape[0])

@@ -31,7 +31,7 @@ from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, m
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.data.packing import plan_micro_batches, rows_by_adapter
+from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
     DraftLoss,
@@ -90,6 +90,8 @@ class MegatronEngine(TrainedModel):
         self.onload("weights", "gradients")
         self._memory.onload(("optimizer",))  # is copied while the model computes
         objective = objective or self.objective()
+        if self._expert_balance is not None:
+            self._expert_balance.forget()
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
@@ -109,10 +111,14 @@ class MegatronEngine(TrainedModel):
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
         metrics |= routing
+        if self._expert_balance is not None:
+            metrics |= self._expert_balance.take_metrics()
         if self.model.config.dsa_indexer_loss_coeff:
             metrics |= indexer_metrics(self.chunks)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
+        if self.moves is not None:
+            self.moves.count(loads)
         for name, results in measured.items() if self.adapter_names != ("",) else ():
             own = self._reduce(merge_metrics(*results))
             metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
@@ -188,9 +194,12 @@ class MegatronEngine(TrainedModel):
         for name in self._waiting():
             self.set_adapter(name)
             results[name] = self._step(more_follow and len(self._trained) == 1)
+        result = combine_results(results)
+        if self.moves is not None and not more_follow:
+            result = dataclasses.replace(result, expert_moves=self.moves.after_batch(self.optimizer, self.steps))
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
-        return combine_results(results)
+        return result
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
@@ -341,18 +350,21 @@ class MegatronEngine(TrainedModel):
 
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
         """Split the replica's rows into packed micro-batches on the device; every replica gets the same number."""
-        trainer = self.cfg.trainer
+        trainer, alignment, parts = self.cfg.trainer, self.groups.parallel.alignment, units(batch)
+        lengths = aligned(batch.lengths, alignment)
         plan = plan_micro_batches(
-            batch.lengths,
-            alignment=self.groups.parallel.alignment,
+            np.array([lengths[part].sum() for part in parts]),
+            alignment=alignment,
             max_tokens=trainer.max_tokens_per_microbatch,
             rows=rows,
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
+        if self._expert_balance is not None:
+            plan = self._expert_balance.plan(batch, plan, rows)
         target = device.device()
         micro_batches = []
-        for own in plan:
+        for own in (joined(parts, share) for share in plan):
             part = batch.select(own) if len(own) else batch.blank_row()
             padded = not trainer.use_sample_packing
             packed = pack(part, self.groups, target, padded=padded, replayed=self._replayed)

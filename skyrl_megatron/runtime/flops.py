@@ -104,6 +104,12 @@ def layer_flops(config: TransformerConfig) -> list[tuple[ModelFlops, ModelFlops]
     return found
 
 
+def expert_flops(config: TransformerConfig) -> tuple[float, int]:
+    """Return (forward FLOPs of one token in one expert, number of layers with experts)."""
+    gated = 3 if config.gated_linear_unit else 2
+    return float(2 * gated * config.hidden_size * (config.moe_ffn_hidden_size or 0)), sum(_moe_pattern(config))
+
+
 _NOTHING = ModelFlops(0.0, 0.0, 0.0, 0)
 _DEFAULTS: dict[str, Any] = dict.fromkeys(
     (

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.softmax import Support, kernel_for
 
 
@@ -125,8 +126,11 @@ class _Columns:
         """
         settings = self.settings
         found = torch.empty(4, len(self.targets), dtype=torch.float32, device=self.targets.device)
+        exact = torch.empty_like(found[0]) if exact_ops.active() else None
         for rows in self.chunks():
             logits = logits_of(rows)
+            if exact is not None:
+                exact[rows] = self._exact_logprobs(logits, rows)
             found[:, rows] = kernel_for(logits).statistics(
                 logits,
                 self.targets[rows],
@@ -140,8 +144,15 @@ class _Columns:
         total = others + weight
         mean = (moment + weight * s) / total
         likely = s > -1.0  # log1p keeps the precision of log-probs near 0
-        logprobs = torch.where(likely, -(others / weight).log1p(), s - total.log())
+        logprobs = torch.where(likely, -(others / weight).log1p(), s - total.log()) if exact is None else exact
         return logprobs, total.log() - mean, torch.stack([peak, others, mean, s])
+
+    def _exact_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
+        """Return the targets' log-probs as the engine computes them (``trainer.exact_rollouts``)."""
+        z = logits / torch.tensor(self.settings.temperature)
+        if (kept := self.kept(rows)) is not None:
+            z = z.masked_fill(~kept, -torch.inf)
+        return exact_ops.log_softmax(z).gather(1, self.targets[rows, None]).squeeze(1)
 
     def coefficients(self, softmax: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
         """Return the coefficients of :meth:`softmax.Kernel.gradient`, [4, P] fp32.
@@ -276,7 +287,8 @@ class _Maps(NamedTuple):
 
     def logits(self, rows: slice) -> Tensor:
         """Return the logits of some tokens, [rows, real]."""
-        logits = self.hidden[rows] @ self.head.t()
+        hidden = self.hidden[rows]
+        logits = exact_ops.product(hidden, self.head) if exact_ops.active() else hidden @ self.head.t()
         return logits if self.h is None or self.b is None else logits.addmm_(self.h[rows], self.b.t())
 
     def backward(self, grad: Tensor, part: slice, found: list[Tensor | None]) -> None:

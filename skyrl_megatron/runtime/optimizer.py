@@ -73,6 +73,8 @@ class StepResult:
     """True if the gradient was not finite: weights, moments and schedule are unchanged."""
     offender: str | None = None
     """If skipped: the first parameter whose gradient is not finite, with its rank."""
+    expert_moves: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the experts' moves after the step (``expert_moves.py``)."""
     adapters: Mapping[str, StepResult] = field(default_factory=dict)
     """With several adapters: the result of each, by name."""
     max_logit: float | None = None
@@ -87,7 +89,7 @@ def combine_results(results: Mapping[str, StepResult]) -> StepResult:
     norm = math.hypot(*(part.grad_norm for part in parts))
     offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.skipped), None)
     rate = max(part.learning_rate for part in parts)
-    return StepResult(norm, rate, any(part.skipped for part in parts), offender, dict(results))
+    return StepResult(norm, rate, any(part.skipped for part in parts), offender, adapters=dict(results))
 
 
 def build_optimizer(

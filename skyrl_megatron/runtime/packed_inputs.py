@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.algorithms.preferences import PreferenceObjective
 from skyrl_megatron.runtime.model.attention import gather_tokens, local_positions
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.softmax import Support
@@ -44,6 +45,11 @@ def too_long(batch: TrainingBatch, max_positions: int | None) -> Exception | Non
 
 def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None:
     """Return an error if a field that ``objective`` reads is missing or not finite, else None."""
+    if isinstance(objective, PreferenceObjective):
+        wanted = batch.preferences
+        if wanted is None or not bool(torch.isfinite(wanted).all()):
+            return ValueError("the batch has no preferences, or log-probs of the reference that are not finite")
+        return None
     read = CRITIC_READS
     if isinstance(objective, PolicyObjective):
         read = POLICY_READS

@@ -11,11 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
-from skyrl_megatron.config.roles import adapter_configs, adapter_names, is_frozen, parallel_config
+from skyrl_megatron.algorithms import exact_ops
+from skyrl_megatron.config.roles import (
+    adapter_configs,
+    adapter_names,
+    balances_experts,
+    has_value_head,
+    is_frozen,
+    parallel_config,
+)
 from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
+from skyrl_megatron.runtime.expert_balance import ExpertBalance
+from skyrl_megatron.runtime.expert_moves import ExpertMoves
 from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.lora.targets import fingerprint
@@ -52,6 +62,7 @@ class TrainedModel:
         megatron_patches.install()
         if cfg.trainer.deterministic:
             device.use_deterministic_kernels()
+        exact_ops.use(cfg.trainer.exact_rollouts)
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config
@@ -64,7 +75,7 @@ class TrainedModel:
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
             frozen=self.is_adapted,
-            head="value" if role == "critic" else "lm",
+            head="value" if has_value_head(cfg, role) else "lm",
             seed=cfg.trainer.seed,
         )
         if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):
@@ -76,6 +87,7 @@ class TrainedModel:
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self._replayed = self._replay_routes() if self.megatron.moe_enable_routing_replay else ()
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
+        self._expert_balance = self._balance_experts()
         self.memory = MemoryRecorder(
             getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
         )
@@ -89,12 +101,28 @@ class TrainedModel:
         chunks = [chunk for trained in self._trained.values() for chunk in trained.buffered]
         self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
         self._expert_load: dict[int, Tensor] = {}
+        self.moves = self._expert_moves()
+
+    def _expert_moves(self) -> ExpertMoves | None:
+        """Return what moves experts between steps; None if they stay."""
+        setting = self.megatron.moe_expert_moves
+        if setting == "none" or is_frozen(self.role) or self.groups.ep.size() == 1:
+            return None
+        if self.is_adapted or not self.model.config.num_moe_experts:
+            return None
+        peak = self.cfg.trainer.peak_flops_per_rank
+        return ExpertMoves(self.model, self.groups, shuffle=setting == "shuffle", peak=peak)
 
     def _replay_routes(self) -> tuple[int, ...]:
         """Make the routers replay the experts of the batch; return the layer numbers of this rank's routers."""
         for chunk in self.model.chunks:
             replay_routes(chunk, routers_of([chunk]))
         return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
+
+    def _balance_experts(self) -> ExpertBalance | None:
+        if not balances_experts(self.cfg, self.role) or not self.model.config.num_moe_experts:
+            return None
+        return ExpertBalance(self.model, self.groups, self.flops, self.cfg.trainer.max_tokens_per_microbatch)
 
     @property
     def is_adapted(self) -> bool:

@@ -6,7 +6,7 @@ process 1 reads from this process and ends with it, so no container outlives the
 needs ``sh``, ``tar``, ``timeout`` and ``mkdir``, as those of Debian and Alpine (BusyBox) have.
 
 Used of the API (v1.41 and later, https://docs.docker.com/reference/api/engine/): containers create, attach, start,
-kill, inspect, delete, commit; exec; images inspect, create; version.
+kill, inspect, delete, commit; exec; images inspect, create; build; version.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.sandboxes.dockerfile import fingerprint, is_context, packed
 from skyrl_megatron.sandboxes.process_one import Kept
 from skyrl_megatron.sandboxes.sandbox import (
     AGENT_HOME,
@@ -36,6 +37,7 @@ from skyrl_megatron.sandboxes.sandbox import (
     CommandResult,
     SandboxSpec,
     command_environment,
+    pack,
 )
 from skyrl_megatron.sandboxes.sandbox_store import RunRecords
 
@@ -49,9 +51,12 @@ REMOVALS = 5
 """How often a container is removed that the engine does not remove at once."""
 REMOVE_S = 0.5
 """Time in seconds between two of these."""
+ROOT = "0:0"
 USER = "1000:1000"
 """User and group of the commands."""
 OWNED = (WORKSPACE, "/tmp", AGENT_HOME)
+BUILDS = "skyrl-megatron-build"
+"""Repository of images made from build contexts."""
 SETUPS = "skyrl-megatron-setup"
 """Repository of images with installed dependencies."""
 LABEL = "skyrl-megatron.run"
@@ -102,7 +107,10 @@ class ContainerProvider:
         image = await self._image(spec.image)
         if spec.setup:
             image = await self._dependencies(spec, image)
-        return await self._start(spec, image, self._host_settings(spec), USER)
+        sandbox = await self._start(spec, image, self._host_settings(spec), ROOT if spec.folders else USER)
+        for folder in spec.folders:
+            await sandbox.put(pack({}), folder)
+        return sandbox
 
     async def _start(self, spec: SandboxSpec, image: str, host: Mapping[str, Any], user: str) -> ContainerSandbox:
         name = f"skyrl-sandbox-{secrets.token_hex(6)}"
@@ -110,7 +118,8 @@ class ContainerProvider:
         settings = {
             "Image": image,
             "Entrypoint": ["/bin/sh", "-c"],
-            "Cmd": [f"timeout {seconds} cat >/dev/null; exit 0"],
+            # Its processes are root's; if the end of a command of root kills them, it begins again.
+            "Cmd": [f"while timeout {seconds} cat >/dev/null; [ $? -eq 137 ]; do :; done; exit 0"],
             "User": "0:0",
             "Env": [],
             "WorkingDir": "/",
@@ -140,9 +149,10 @@ class ContainerProvider:
         limits = spec.limits
         memory = limits.memory + limits.disk  # files are in memory
         owned = f"rw,exec,nosuid,nodev,size={limits.disk},mode=1777"
+        files = {**dict.fromkeys(OWNED, owned), TESTS: f"rw,exec,nosuid,nodev,size={limits.disk},mode=755"}
         return {
             "NetworkMode": "none",
-            "ReadonlyRootfs": True,
+            "ReadonlyRootfs": not spec.folders,
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "Memory": memory,
@@ -150,13 +160,15 @@ class ContainerProvider:
             "NanoCpus": int(limits.cpus * 1e9),
             "PidsLimit": limits.processes + 8,
             "ShmSize": min(limits.disk, 64 << 20),
-            "Tmpfs": {**dict.fromkeys(OWNED, owned), TESTS: f"rw,exec,nosuid,nodev,size={limits.disk},mode=755"},
+            "Tmpfs": {"/tmp": owned} if spec.folders else files,
             "Binds": [f"{Path(outside).absolute()}:{inside}:ro" for inside, outside in spec.mounts.items()],
             "IpcMode": "private",
         }
 
     async def _image(self, image: str) -> str:
         """Return the id of an image, pulled if it is not here."""
+        if is_context(image):
+            return await self._build(Path(image).expanduser())
         if image == "host":
             raise SandboxError("provider docker has no image 'host': name one, such as docker.io/library/python:3.12")
         async with self._making.setdefault(image, asyncio.Lock()):
@@ -166,6 +178,18 @@ class ContainerProvider:
                 known = await self._image_id(image)
         if known is None:
             raise SandboxError(f"image {image!r} is not here and cannot be pulled: build or load it")
+        return known
+
+    async def _build(self, context: Path) -> str:
+        """Return the image of a build context, with the engine's default network. The engine keeps it."""
+        tag = f"{BUILDS}:{(await asyncio.to_thread(fingerprint, context))[:32]}"
+        async with self._making.setdefault(tag, asyncio.Lock()):
+            if (known := await self._image_id(tag)) is None:
+                archive = await asyncio.to_thread(packed, context)
+                await self.call("POST", f"/build?t={tag}&rm=true&forcerm=true", archive, timeout_s=PULL_S)
+                known = await self._image_id(tag)
+        if known is None:
+            raise SandboxError(f"the engine did not keep the image of {context} as {tag}")
         return known
 
     async def _image_id(self, image: str) -> str | None:
@@ -182,7 +206,7 @@ class ContainerProvider:
             if (known := await self._image_id(tag)) is not None:
                 return known
             host = {"Binds": self._host_settings(spec)["Binds"]}
-            sandbox = await self._start(spec, image, host, "0:0")
+            sandbox = await self._start(spec, image, host, ROOT)
             try:
                 command = ["sh", "-euc", f"mkdir -p {SETUP}; cd {SETUP}; {spec.setup}"]
                 done = await sandbox.run(command, timeout_s=PULL_S, folder="/")
@@ -202,19 +226,23 @@ class ContainerProvider:
         self,
         verb: str,
         path: str,
-        content: Mapping[str, Any] | None = None,
+        content: Mapping[str, Any] | bytes | None = None,
         *,
         timeout_s: float = CALL_S,
         missing: bool = False,
     ) -> Any:
         """Call the API and return the decoded reply, or None if it has no content or, with ``missing``, for 404.
+        ``content``: JSON, or a tar archive.
 
         Raises SandboxError with the engine's message.
         """
         try:
             transport = httpx.AsyncHTTPTransport(uds=str(self._engine))
             async with httpx.AsyncClient(transport=transport, timeout=timeout_s) as client:
-                reply = await client.request(verb, f"http://engine/v{await self._api()}{path}", json=content)
+                body: dict[str, Any] = {"json": content}
+                if isinstance(content, bytes):
+                    body = {"content": content, "headers": {"content-type": "application/x-tar"}}
+                reply = await client.request(verb, f"http://engine/v{await self._api()}{path}", **body)
         except httpx.HTTPError as error:
             raise SandboxError(f"the container engine failed: {type(error).__name__}: {error}") from error
         if missing and reply.status_code == httpx.codes.NOT_FOUND:
@@ -224,7 +252,7 @@ class ContainerProvider:
         if not reply.headers.get("content-type", "").startswith("application/json") or not reply.content:
             return None
         lines = reply.text.strip().splitlines()
-        if len(lines) > 1 or path.startswith("/images/create"):  # the progress of a pull, a line each
+        if len(lines) > 1 or path.startswith(("/images/create", "/build")):  # the progress of a pull, a line each
             failed = [json.loads(line)["error"] for line in lines if '"error"' in line]
             if failed:
                 raise SandboxError(f"the container engine failed at {path}: {failed[0]}")
@@ -326,18 +354,19 @@ class ContainerSandbox:
         """Unpack a tar archive into a folder. Raises SandboxError."""
         folder = os.path.normpath(folder)
         owned = any(Path(folder).is_relative_to(each) for each in OWNED)
-        if not owned and not Path(folder).is_relative_to(TESTS):
+        if not self._spec.folders and not owned and not Path(folder).is_relative_to(TESTS):
             raise SandboxError(f"{folder} of a container is read-only: put files into {WORKSPACE} or {TESTS}")
         command = ["sh", "-c", 'mkdir -p "$0" && tar -x -o -f - -C "$0"', folder]
         self._copied(
-            await self._execute(command, COPY_S, USER if owned else "0:0", "/", archive), f"writing to {folder}"
+            await self._execute(command, COPY_S, USER if owned and not self._spec.folders else ROOT, "/", archive),
+            f"writing to {folder}",
         )
 
     async def get(self, folder: str = WORKSPACE) -> bytes:
         """Return a folder as a tar archive. Raises SandboxError, and SandboxLimitError if it is too large."""
         limit = self._spec.limits.archive
         pack = 'cd "$0" || exit; chmod -R u+rwX . 2>/dev/null; tar -c -f - .'
-        result = await self._execute(["sh", "-c", pack, folder], COPY_S, USER, "/", kept=2 * limit)
+        result = await self._execute(["sh", "-c", pack, folder], COPY_S, self._user, "/", kept=2 * limit)
         if len(result.stdout) > limit:
             raise SandboxLimitError(f"{folder} of a sandbox has more than {limit:,} bytes: raise limits.archive")
         self._copied(result, f"reading {folder}")
@@ -393,13 +422,15 @@ class ContainerSandbox:
     ) -> tuple[str, Streams]:
         if self._stopped:
             raise SandboxError(f"sandbox {self.name} is stopped")
+        variables = command_environment(environment)
+        kept = {"PATH", "HOME", "USER", "LOGNAME"} - set(environment or {}) if self._spec.folders else ()
         asked = {
             "AttachStdin": True,
             "AttachStdout": True,
             "AttachStderr": True,
             "Tty": False,
             "Cmd": list(command),
-            "Env": [f"{name}={value}" for name, value in command_environment(environment).items()],
+            "Env": [f"{name}={value}" for name, value in variables.items() if name not in kept],
             "User": user,
             "WorkingDir": folder,
         }
@@ -410,7 +441,9 @@ class ContainerSandbox:
         """Kill what the agent's user runs. If that cannot start, kill the container."""
         try:
             async with asyncio.timeout(GRACE_S):
-                identity, streams = await self._begin(["sh", "-c", "kill -9 -1"], USER, "/", None)
+                identity, streams = await self._begin(
+                    ["sh", "-c", "kill -9 -1"], self._user if self._spec.folders else USER, "/", None
+                )
                 said = Kept(1000)
                 await _exchange(streams, b"", said, said)
                 streams[1].transport.abort()

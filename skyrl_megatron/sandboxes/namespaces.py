@@ -25,12 +25,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import SandboxError, SandboxLimitError
 from skyrl_megatron.sandboxes import confine, control_groups, process_one
 from skyrl_megatron.sandboxes.control_groups import ControlGroups
+from skyrl_megatron.sandboxes.dockerfile import FIX, fingerprint, is_context, packed, read_dockerfile
 from skyrl_megatron.sandboxes.sandbox import (
     SETUP,
     WORKSPACE,
@@ -64,7 +66,8 @@ class NamespaceProvider:
     """Starts sandboxes of namespaces on this machine.
 
     ``image`` of a sandbox is ``host`` (this machine's ``/usr`` and this Python, read-only), a folder with a root file
-    system, or a tar archive of one, which is unpacked once. ``home``: folder of records and caches. ``grouped``:
+    system, a tar archive of one, which is unpacked once, or a folder with a Dockerfile, which is followed once on
+    ``host``; each sandbox gets a copy of what it made. ``home``: folder of records and caches. ``grouped``:
     whether control groups are used; None: where possible.
     """
 
@@ -96,10 +99,53 @@ class NamespaceProvider:
 
     async def start(self, spec: SandboxSpec) -> NamespaceSandbox:
         """Start a sandbox. Raises SandboxError."""
+        made = await self._followed(spec) if is_context(spec.image) else {}
         layers = await self._image(spec)
         if spec.setup:
             layers.insert(0, await self._dependencies(spec, list(layers)))
-        return await self._start_in_thread(spec, layers)
+        sandbox = await self._start_in_thread(spec, layers)
+        try:
+            for folder in (*made, *spec.folders):
+                archive = made.get(folder)
+                await sandbox.put(archive.read_bytes() if archive else pack({}), folder)
+        except BaseException:
+            await sandbox.stop()
+            raise
+        return sandbox
+
+    async def _followed(self, spec: SandboxSpec) -> dict[str, Path]:
+        """Return what the Dockerfile of an image makes: an archive for each folder. Raises SandboxError."""
+        context = Path(spec.image).expanduser().absolute()
+        plan = await asyncio.to_thread(read_dockerfile, context)
+
+        async def make(folder: Path) -> None:
+            limits = replace(spec.limits, lifetime_s=2 * SETUP_S, archive=spec.limits.disk)
+            sandbox = await self._start_in_thread(SandboxSpec(limits=limits), [])
+            try:
+                for owned in plan.folders:
+                    await sandbox.put(pack({}), owned)
+                for step in plan.steps:
+                    if step.copied:
+                        await sandbox.put(await asyncio.to_thread(packed, context, step.copied, step.mode), "/")
+                        continue
+                    command = ["sh", "-c", step.command]
+                    done = await sandbox.run(
+                        command, timeout_s=SETUP_S, folder=step.folder, environment=step.environment
+                    )
+                    if done.exit_code:
+                        said = (done.stdout + done.stderr).decode(errors="replace").strip()[-500:]
+                        raise SandboxError(
+                            f"{step.where} ended with code {done.exit_code} in namespaces, which have no network and"
+                            f" not the rights of root: {FIX}. It said: {said}"
+                        )
+                for number, owned in enumerate(plan.folders):
+                    (folder / f"{number}.tar").write_bytes(await sandbox.get(owned))
+            finally:
+                await sandbox.stop()
+
+        key = await asyncio.to_thread(fingerprint, context)
+        found = await self._layers.get(f"Dockerfile {key} {spec.limits}", make, 2 * SETUP_S)
+        return {owned: found / f"{number}.tar" for number, owned in enumerate(plan.folders)}
 
     async def _start_in_thread(self, spec: SandboxSpec, layers: Sequence[Path]) -> NamespaceSandbox:
         starting = self._threads.submit(self._start, spec, layers)
@@ -111,7 +157,7 @@ class NamespaceProvider:
 
     async def _image(self, spec: SandboxSpec) -> list[Path]:
         """Return the layers of an image."""
-        if spec.image == "host":
+        if _on_host(spec):
             return []
         path = Path(spec.image).expanduser().absolute()
         if path.is_dir():
@@ -190,12 +236,12 @@ class NamespaceProvider:
         """Send the settings, map the users and wait for process 1. Returns the socket that listens in the sandbox."""
         limits, channel = spec.limits, sandbox.channel
         mounts = {inside: str(Path(outside).absolute()) for inside, outside in spec.mounts.items()}
-        if spec.image == "host" and not sys.base_prefix.startswith("/usr"):
+        if _on_host(spec) and not sys.base_prefix.startswith("/usr"):
             mounts.setdefault(sys.base_prefix, sys.base_prefix)
         settings = {
             "run": os.getpid(),
             "root": str(self._root),
-            "host": spec.image == "host",
+            "host": _on_host(spec),
             "layers": [str(each) for each in layers],
             "mounts": mounts,
             "mapped": self._mapped,
@@ -287,7 +333,7 @@ class NamespaceSandbox:
         stdin: bytes = b"",
     ) -> CommandResult:
         """Run a command as the unprivileged user of the sandbox. Raises SandboxError if it cannot be executed."""
-        path = f"{sys.base_prefix}/bin" if self._spec.image == "host" else ""
+        path = f"{sys.base_prefix}/bin" if _on_host(self._spec) else ""
         request = {
             "verb": "run",
             "command": list(command),
@@ -383,6 +429,11 @@ class NamespaceSandbox:
                     self.keeper.wait(STOP_S)
             if control_groups.remove(self.folders):
                 self._provider.forget(self)
+
+
+def _on_host(spec: SandboxSpec) -> bool:
+    """Return whether a sandbox has the system folders of this machine."""
+    return spec.image == "host" or is_context(spec.image)
 
 
 def _end_started(starting: Future[NamespaceSandbox]) -> None:

@@ -69,6 +69,11 @@ class SandboxSpec:
     It runs once, with ``mounts``; what it writes there is cached for all sandboxes with the same image, mounts and
     command. ``mounts``: folders of this machine by their place in the sandbox, read-only. ``relay``: opens a port on
     the sandbox's loopback interface (:attr:`Sandbox.listener`), the only way out. ``trajectory``: a name for logs.
+
+    An image that is a folder with a ``Dockerfile`` is a build context: ``docker`` builds it, ``namespaces`` follow it
+    on this machine's files (:mod:`skyrl_megatron.sandboxes.dockerfile`). ``folders``: folders that the agent owns
+    besides its own. A container with any of them is as its image is: commands run as its root, without capabilities,
+    and may write everywhere, so that ``limits.disk`` holds for ``/tmp`` only.
     """
 
     image: str = "host"
@@ -77,6 +82,7 @@ class SandboxSpec:
     limits: Limits = field(default_factory=Limits)
     relay: bool = False
     trajectory: str = ""
+    folders: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ class Sandbox(Protocol):
 
     async def put(self, archive: bytes, folder: str = WORKSPACE) -> None:
         """Unpack a tar archive (:func:`pack`) into a folder, which is made if needed: :data:`WORKSPACE`,
-        :data:`TESTS`, or one below them, ``/tmp`` or the agent's home."""
+        :data:`TESTS`, or one below them, ``/tmp``, the agent's home or :attr:`SandboxSpec.folders`."""
         ...
 
     async def get(self, folder: str = WORKSPACE) -> bytes:

@@ -18,6 +18,9 @@ from skyrl_megatron.progress import current_task, note_output
 SHOWN = (
     ("reward/avg_raw_reward", "reward {:.3f}"),
     ("sft/loss", "loss {:.4f}"),
+    ("dpo/loss", "loss {:.4f}"),
+    ("reward/loss", "loss {:.4f}"),
+    ("rewards/accuracies", "accuracy {:.3f}"),
     ("policy/policy_kl", "kl {:.4f}"),
     ("policy/grad_norm", "grad {:.3g}"),
     ("trainer/tokens_per_second", "{:,.0f} tok/s"),

@@ -288,6 +288,7 @@ class StreamedRollouts(AgedRollouts):
             timeout_s=cfg.trainer.phase_timeout_s,
             sample_batches=sampling.max_sample_batches if filters or sampling.gates else -1,
             oldest=trainer.gates.oldest,
+            ahead=ahead.batches_ahead,
         )
         concurrency = Concurrency(
             ahead.num_parallel_generation_workers,

@@ -101,6 +101,9 @@ class StreamLimits:
     """Maximum number of filtered and refused groups per batch, in batches; negative: no limit."""
     oldest: int | None = None
     """Maximum staleness of a group that a step takes; older ones are refused. None: ``bound``."""
+    ahead: float | None = None
+    """Batches that may be finished, or sampled since the version before the published one; no group is started
+    beyond. Groups that take longer do not count. None: as many as ``bound`` allows."""
 
 
 class RolloutStream:
@@ -269,7 +272,7 @@ class RolloutStream:
     def _fill(self) -> None:
         """Start as many groups as the limits allow."""
         limits = self.limits
-        while self._open and len(self._running) < self.concurrency.limit:
+        while self._open and len(self._running) < self.concurrency.limit and not self._far_ahead():
             accepted, running = self.taken + len(self._finished), len(self._running)
             if (
                 max_new_groups(
@@ -295,6 +298,13 @@ class RolloutStream:
             self._running[number] = group
             self._running_by[group.started] += 1
             group.task = asyncio.create_task(self._sample(group), name=f"group {number}")
+
+    def _far_ahead(self) -> bool:
+        """Return whether the groups that training will soon have suffice (``limits.ahead``)."""
+        if self.limits.ahead is None:
+            return False
+        soon = sum(count for started, count in self._running_by.items() if started >= self.version - 1)
+        return len(self._finished) + soon >= self.limits.ahead * self.limits.batch
 
     def _next_number(self) -> int | None:
         """Return the number of the next prompt, None if it is not ready."""

@@ -18,7 +18,6 @@ from skyrl_megatron.rollout.chat_rows import taught_batch
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.trainer.rollout_source import PromptRollouts
-from skyrl_megatron.trainer.step_batch import optimizer_metrics
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -37,12 +36,10 @@ class SFTTrainer(RayPPOTrainer):
         if needs_reference(self.cfg):
             with self.phases("fwd_logprobs_values_reward"):
                 batch.ref_logprobs = self.reference_logprobs(batch)
-        with self.phases("policy_train"):
-            results = self._train(self.policy, batch)
-        self.metrics |= optimizer_metrics("policy", results)
+        with self.phases("train_critic_and_policy"):
+            self.train_critic_and_policy(batch)
         self.metrics["sft/loss"] = self.metrics["policy/policy_loss"]
         self.metrics["sft/trained_tokens"] = float(batch.loss_mask.sum(dtype=torch.float64))
-        self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
     def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """Return the reference's log-probs [B, T]: of the policy without its adapters, or of a model of its own."""

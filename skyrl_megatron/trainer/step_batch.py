@@ -17,7 +17,7 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
-from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output, total_reward
 from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.types import TrainingBatch
@@ -264,4 +264,21 @@ def training_pass_scores(cfg: SkyRLTrainConfig) -> bool:
         and not random
         and not (lora.rank and lora.dropout)
         and trainer.update_epochs_per_batch == 1
+        and rollout_gap_limit(cfg) is None
     )
+
+
+def rollout_gap_limit(cfg: SkyRLTrainConfig) -> float | None:
+    """Return the largest allowed mismatch of a token's log-prob, nats; None: any."""
+    limit = cfg.trainer.max_rollout_gap
+    return 0.0 if limit is None and cfg.trainer.exact_rollouts else limit
+
+
+def require_rollout_gap(metrics: Mapping[str, float], limit: float | None, step: int) -> None:
+    """Raise AlgorithmError if a mismatch of :func:`logprob_diff_metrics` exceeds ``limit``, nats. NaN does."""
+    found = metrics.get(f"policy/{MISMATCH}_max")
+    if limit is not None and found is not None and not found <= limit:
+        raise AlgorithmError(
+            f"step {step}: log-probs of engine and trainer differ by up to {found:.3g} nats, more than "
+            f"trainer.max_rollout_gap={limit:g}: find the cause with skyrl-megatron explain-mismatch"
+        )

@@ -7,8 +7,11 @@ objective as training, with the policy loss ``cross_entropy``. It is logged as `
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from skyrl_megatron.envs.base_text_env import make
 from skyrl_megatron.errors import AlgorithmError
 from skyrl_megatron.rollout.chat_rows import taught_batch
 from skyrl_megatron.trainer.ppo import FullyAsyncRayPPOTrainer, RayPPOTrainer
@@ -34,10 +37,37 @@ class WarmUp:
     max_steps: int = 1000
 
 
+TWO_TURNS = WarmUp(min_score=0.36, max_score=0.48)
+"""The warm-up of runs with several turns, whose held-out score counts an answer of any turn."""
+FARTHEST = 12
+"""Largest distance of the wrong answers of a warm-up from the right one."""
+
+
+def known_answer(row: Mapping[str, Any], env_class: str, max_turns: int, rng: random.Random) -> list[Any]:
+    """Return the prompt of a row and its known answer, as a conversation.
+
+    With several turns, every second answer comes after a wrong number and what the environment says to it. A policy
+    that has not seen these turns gets no reward in them, and then half of its tokens have negative advantages only.
+    """
+    known = str(row["env_extras"]["reward_spec"]["ground_truth"])
+    messages = list(row["prompt"])
+    if max_turns > 1 and rng.random() < 0.5:
+        near = [int(known) + step for step in range(-FARTHEST, FARTHEST + 1) if step]
+        wrong = str(rng.choice([number for number in near if 10 <= number <= 99]))
+        env = make(row["env_class"] or env_class, extras={**row["env_extras"], "max_turns": max_turns})
+        env.init(row["prompt"])
+        messages += [{"role": "assistant", "content": wrong}, *env.step(wrong)["observations"]]
+        env.close()
+    return [*messages, {"role": "assistant", "content": known}]
+
+
 class WarmedUpTrainer(RayPPOTrainer):
     """A trainer that warms up when it starts at step 0."""
 
-    warm_up_plan = WarmUp()
+    @property
+    def warm_up_plan(self) -> WarmUp:
+        """The plan of this run."""
+        return WarmUp() if self.cfg.generator.max_turns == 1 else TWO_TURNS
 
     def before_training(self) -> None:
         """Warm up, then evaluate as usual."""
@@ -94,8 +124,8 @@ class WarmedUpTrainer(RayPPOTrainer):
         drawn = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
         picked, sequences = self.train_dataset.collate_fn(drawn), []
         for row in picked:
-            answer = {"role": "assistant", "content": str(row["env_extras"]["reward_spec"]["ground_truth"])}
-            sequences += self.generator.chat.taught([*row["prompt"], answer], last=True)
+            known = known_answer(row, self.cfg.environment.env_class, self.cfg.generator.max_turns, rng)
+            sequences += self.generator.chat.taught(known, last=True)
         uids = [str(row["uid"]) for row in picked]
         batch = taught_batch(sequences, uids)
         batch.adapters = self.train_dataset.adapters_of(uids)

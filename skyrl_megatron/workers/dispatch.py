@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
-from skyrl_megatron.data.packing import rows_by_adapter, split_for_dp
+from skyrl_megatron.data.packing import TOGETHER, rows_by_adapter, split_for_dp, split_units, units
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import TrainingBatch
 
@@ -75,24 +75,30 @@ class ShardedBatch:
 def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:
     """Split ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
 
-    The rows of each adapter are split separately. If there are fewer rows than replicas, blank rows without weight are
-    added.
+    The rows of each adapter are split separately, those of a uid with ``TOGETHER`` not at all. If there are fewer rows
+    than replicas, blank rows without weight are added.
     """
     size, names = len(batch), list(dict.fromkeys(batch.adapters)) or [""]
-    for name, own in rows_by_adapter(batch, names).items():
-        if len(own) < dp_size:
-            batch = _filled(batch, dp_size - len(own), name)
-    costs = flops.forward(batch.lengths)
-    split = [
-        [own[mine] for mine in split_for_dp(costs[own], dp_size)] for own in rows_by_adapter(batch, names).values()
-    ]
-    rows = [np.sort(np.concatenate(shares)) for shares in zip(*split, strict=True)]
+    if batch.metadata.get(TOGETHER):
+        batch = _filled(batch, max(dp_size - len(units(batch)), 0), names[0])
+        rows = split_units(batch, flops.forward(batch.lengths), dp_size)
+    else:
+        for name, own in rows_by_adapter(batch, names).items():
+            if len(own) < dp_size:
+                batch = _filled(batch, dp_size - len(own), name)
+        costs = flops.forward(batch.lengths)
+        split = [
+            [own[mine] for mine in split_for_dp(costs[own], dp_size)] for own in rows_by_adapter(batch, names).values()
+        ]
+        rows = [np.sort(np.concatenate(each)) for each in zip(*split, strict=True)]
     chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(own))) for own in rows]
     return ShardedBatch([own[own < size] for own in rows], chunks, size)
 
 
 def _filled(batch: TrainingBatch, rows: int, adapter: str) -> TrainingBatch:
     """Append blank rows of an adapter."""
+    if not rows:
+        return batch
     blank = batch.blank_row()
     blank.adapters = [adapter] if batch.adapters else []
     fields: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron import progress as spans
+from skyrl_megatron.config.derive import preferences, reward_model
 from skyrl_megatron.config.roles import role_part
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
@@ -92,6 +93,7 @@ class RankProcess:
         from skyrl_megatron.runtime import parallel_state as waits
         from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
+        from skyrl_megatron.runtime.preference import PreferenceEngine, RewardEngine
         from skyrl_megatron.workers.dispatch import RankInfo
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -105,11 +107,13 @@ class RankProcess:
         )
         waits.start_wait_timer()
         self.cfg, self.role = cfg, role
-        self.engine: MegatronEngine = (
-            CriticEngine(cfg, total_steps=total_steps)
-            if role == "critic"
-            else MegatronEngine(cfg, role, total_steps=total_steps)
-        )
+        if role == "critic":
+            self.engine: MegatronEngine = CriticEngine(cfg, total_steps=total_steps)
+        elif role == "policy" and reward_model(cfg) is not None:
+            self.engine = RewardEngine(cfg, total_steps=total_steps)
+        else:
+            kind = PreferenceEngine if role == "policy" and preferences(cfg) is not None else MegatronEngine
+            self.engine = kind(cfg, role, total_steps=total_steps)
         return RankInfo(
             self.engine.dp_rank,
             self.engine.dp_size,
@@ -147,7 +151,7 @@ class RankProcess:
         if not more_follow:
             self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
-        return {
+        return dict(result.expert_moves) | {
             f"{prefix}{metric}": value
             for prefix, own in {"": result, **named}.items()
             for metric, value in (
@@ -243,6 +247,7 @@ class RankProcess:
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
+        self._listed_slots = dict(engine.model.experts.moved)
         engine.onload("weights")  # they are offloaded if an engine starts on this GPU, and are read here
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
         adapters = engine.every_adapter()
@@ -250,6 +255,10 @@ class RankProcess:
         bucket_bytes = weight_bucket_sizes(self.cfg)[-1]
         self.sender = WeightSender(self.source, bucket_bytes=bucket_bytes, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
+
+    def weights_moved(self) -> bool:
+        """Return whether experts changed their ranks since :meth:`weight_metadata`."""
+        return self._listed_slots != self.engine.model.experts.moved
 
     def listen_for_engines(self) -> tuple[str, int]:
         """Return an address for this rank's process group with the engine workers."""
@@ -278,8 +287,11 @@ class RankProcess:
     @timed
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send this rank's tensors, or those of ``adapters``; return the checksum of each bucket."""
+        from skyrl_megatron.errors import WeightSyncError
         from skyrl_megatron.weight_sync.adapter_source import AdapterSource
 
+        if self.weights_moved():
+            raise WeightSyncError("experts moved after the engines were connected, which would get those of others")
         self.engine.onload("weights")
         if adapters is not None:
             assert isinstance(self.source, AdapterSource)
@@ -346,16 +358,17 @@ class RankProcess:
         return read_rank(folder, part, self._state(adapter), seed=self.cfg.trainer.seed)
 
     @timed
-    def export_hf(self, folder: str) -> None:
-        """Write the model as a HF folder. An unnamed adapter is merged into the weights, and also saved in ``adapter``
-        next to the folder. Named adapters are only saved in ``adapters/<name>`` next to it."""
+    def export_hf(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
+        """Write the model as a HF folder, with the entries ``described`` in its ``config.json``. An unnamed adapter is
+        merged into the weights, and also saved in ``adapter`` next to the folder. Named adapters are only saved in
+        ``adapters/<name>`` next to it."""
         from skyrl_megatron.runtime.hf_weights import save_hf
         from skyrl_megatron.runtime.lora.folder import save_adapter
 
         engine, card = self.engine, model_card(self.cfg)
         engine.onload("weights")
         if engine.adapters is None:
-            save_hf(engine.model, engine.groups, folder, card=card)
+            save_hf(engine.model, engine.groups, folder, card=card, described=described)
         elif engine.adapter_names != ("",):
             for name in engine.adapter_names:
                 engine.set_adapter(name)

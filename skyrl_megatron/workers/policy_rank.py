@@ -43,7 +43,7 @@ def weight_synchronizer(
         hf_config=hf,
         dtype=QUANTISED if engines_quantise(cfg, hf) else dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval,
-        probe_limit=cfg.generator.inference_engine.weight_sync_probe_limit,
+        probe_limit=0.0 if cfg.trainer.exact_rollouts else cfg.generator.inference_engine.weight_sync_probe_limit,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
@@ -53,6 +53,7 @@ def weight_synchronizer(
         reshard=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
+        experts_move=cfg.trainer.policy.megatron_config.moe_expert_moves != "none",
         look=lambda: policy.group.look(),
         end_waiting=lambda error: policy.group.end_waiting(error),
     )
@@ -72,6 +73,9 @@ class PolicyRank:
     async def weight_metadata(self) -> Sequence[TensorMeta]:
         metadata: Sequence[TensorMeta] = await self._call("weight_metadata")
         return metadata
+
+    async def weights_moved(self) -> bool:
+        return bool(await self._call("weights_moved"))
 
     async def listen_for_engines(self) -> tuple[str, int]:
         host, port = await self._call("listen_for_engines")

@@ -189,10 +189,22 @@ class Evidence:
     """Other versions → the trainer's mismatch with the recorded log-probs; empty until they are measured."""
     tensors: list[str] = field(default_factory=list)
     """Tensors of the first differing layer that differ in the engine; empty until they are compared."""
+    same_tensors: bool = False
+    """Whether :attr:`tensors` was compared and none differs."""
+    bits: bool = False
+    """Whether engine and trainer should agree bit for bit (``trainer.exact_rollouts``). The limits are then 0."""
 
 
 Cause = Literal[
-    "none", "routes", "sampling support", "precision", "stale version", "wrong weight", "several", "unknown"
+    "none",
+    "routes",
+    "sampling support",
+    "precision",
+    "stale version",
+    "wrong weight",
+    "other operations",
+    "several",
+    "unknown",
 ]
 
 VANISHES = 4.0
@@ -216,6 +228,7 @@ def diagnose(known: Evidence) -> Verdict:
 
     - Routes or sampling support: with other routes or another support, the mismatch vanishes.
     - Wrong weight: with the same experts on both sides, a layer's output differs although its input agrees.
+    - Other operations: the same, and the tensors of the layer are equal (``trainer.exact_rollouts``).
     - Stale version: trainer and engine agree now, but not with the record.
     - Precision: no layer jumps, and the differences are within the effect of rounding to the coarser dtype.
     """
@@ -230,6 +243,9 @@ def diagnose(known: Evidence) -> Verdict:
         return _stale(known, gap)
     if known.now.within(known.rounding):
         return _precision(known, gap)
+    if known.bits:
+        why = [f"every layer agrees bit for bit; log-probs now differ by {_format_mismatch(known.now)}"]
+        return Verdict("other operations", why, Divergence(SOFTMAX, None, known.now.token, known.now.largest, 0.0))
     return Verdict(
         "unknown",
         [f"engine and trainer now differ by {_format_mismatch(known.now)}, and no layer jumps", *_probe(known)],
@@ -274,7 +290,8 @@ def _wrong_weight(known: Evidence, gap: LogprobMismatch, jump: Divergence) -> Ve
         *_probe(known),
         *known.tensors,
     ]
-    return Verdict("wrong weight", why, jump, None if known.tensors else "weights")
+    cause: Cause = "other operations" if known.bits and known.same_tensors else "wrong weight"
+    return Verdict(cause, why, jump, None if known.tensors else "weights")
 
 
 def _stale(known: Evidence, gap: LogprobMismatch) -> Verdict:

@@ -80,7 +80,7 @@ class MismatchMeasurement:
             known.versions = self._versions(loaded)
             verdict = diagnose(known)
         elif verdict.asks == "weights":
-            known.tensors = self._tensors(verdict)
+            known.tensors, known.same_tensors = self._tensors(verdict)
             verdict = diagnose(known)
         uids = self.batch.uids or [str(row) for row in self.rows]
         responses = [int(count) for count in self.batch.response_mask.sum(1).tolist()]
@@ -130,8 +130,9 @@ class MismatchMeasurement:
         bent, moved = self._trainer(batch, same, temperature=1.0, layers=True, perturbation=EPSILON[coarse])
         _, as_used = self._trainer(batch, used, layers=True)
         own = self._trainer(batch, ComputeMode("natural", "whole"))[1]
+        bits = self.replay.cfg.trainer.exact_rollouts
         limits = {
-            name: max(float(relative(found[0][name], moved[0][name]).max()), EPSILON[coarse])
+            name: 0.0 if bits else max(float(relative(found[0][name], moved[0][name]).max()), EPSILON[coarse])
             for name in found[0]
             if not name.startswith(PREFIX)
         }
@@ -147,8 +148,9 @@ class MismatchMeasurement:
             wanted=self.recorded.version,
             loaded=loaded,
             dtypes=(engine_dtype, trainer_dtype),
-            exact=limit_of("float32", LogprobDiff(moves.largest * finest, moves.mean * finest)),
-            rounding=rounding,
+            bits=bits,
+            exact=0.0 if bits else limit_of("float32", LogprobDiff(moves.largest * finest, moves.mean * finest)),
+            rounding=0.0 if bits else rounding,
             finest=finest,
             used=used,
             ways={way: LogprobMismatch.of(record, logprobs, self.masks) for way, logprobs in ways.items()},
@@ -187,16 +189,18 @@ class MismatchMeasurement:
                 found[str(version)] = LogprobMismatch.of(record, self._trainer(batch, self.used)[0], self.masks)
         return found
 
-    def _tensors(self, verdict: Verdict) -> list[str]:
-        """Compare the tensors of the first layer that differs."""
+    def _tensors(self, verdict: Verdict) -> tuple[list[str], bool]:
+        """Compare the tensors of the first layer that differs: a line for each that differs, and whether none does."""
         place = verdict.place
         assert place is not None
         trainer = self.replay.policy.layer_weights(place.layer)
         workers = self.replay.engine_weights(place.layer)
         where = "outside of the layers" if place.layer is None else f"in layer {place.layer}"
         if len(workers) > 1:
-            return [f"tensors {where} were not compared: the engine splits them over {len(workers)} workers"]
+            line = f"tensors {where} were not compared: the engine splits them over {len(workers)} workers"
+            return [line], False
         found = differing_tensors(trainer, workers[0], self.replay.dtype)
-        return found or [
+        same = (
             f"all {len(trainer)} tensors {where} are bitwise equal to the trainer's: the kernels compute differently"
-        ]
+        )
+        return found or [same], not found

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_megatron.agents.attempt import AgentCommand, Task, attempt, read_task
+from skyrl_megatron.agents.attempt import AgentCommand, attempt
+from skyrl_megatron.agents.task import Task, read_task
 from skyrl_megatron.errors import ConfigError, DataError, SandboxError
 from skyrl_megatron.sandboxes.sandbox import Limits, SandboxSpec, unpack
 from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, default_at_once, make_provider
@@ -89,9 +90,8 @@ def test_what_fails_below_is_infrastructure(provider):
 
     async def killed():
         running = asyncio.create_task(attempt(task(), AgentCommand(["sleep", "50"]), queue))
-        while not provider._alive:
+        while not any(sandbox._streams for sandbox in provider._alive):  # until it has a request
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.3)
         for sandbox in provider._alive:
             sandbox.keeper.kill()
         return await running

@@ -214,6 +214,39 @@ def test_clip_cov_picks_are_seeded():
     assert again == zeros, "ranks that share a seed choose the same"
 
 
+@pytest.mark.parametrize("name", ["regular", "dual_clip", "gspo", "sapo"])
+def test_a_ratio_anchored_to_the_rollout(name):
+    """The loss is that of engine's log-probs in the place of the old ones, which are not needed; masks of the
+    off-policy correction still read them, and weights are refused."""
+    import torch
+
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+    from skyrl_megatron.errors import AlgorithmError
+
+    loss = PolicyLossRegistry.get(name)
+    draw = torch.Generator().manual_seed(0)
+    now, old, rollout, advantages = (torch.randn(4, 6, generator=draw, dtype=torch.float64) for _ in range(4))
+    mask = torch.ones(4, 6)
+    mask[1, 3:] = 0
+    expected, _ = loss(now, rollout, advantages, algorithm_config(), mask, rollout)
+    config = algorithm_config(ratio_anchor="rollout")
+    for given in (None, old):
+        found, _ = loss(now, given, advantages, config, mask, rollout)
+        assert torch.equal(found, expected)
+    assert not torch.equal(loss(now, old, advantages, algorithm_config(), mask, rollout)[0], expected)
+    with pytest.raises(AlgorithmError, match=r"ratio_anchor=rollout needs the engine's log-probs"):
+        loss(now, old, advantages, config, mask)
+    old[2] = rollout[2] + 1.0
+    old[[0, 1, 3]] = rollout[[0, 1, 3]]
+    masked = {"off_policy_correction__sequence_mask_metric": "geometric", "off_policy_correction__geo_mask_high": 2.0}
+    found, metrics = loss(now, old, advantages, algorithm_config(ratio_anchor="rollout", **masked), mask, rollout)
+    assert not found[2].any() and torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
+    assert mean(metrics["geo_sequence_mask_masked_ratio"]) == 0.25
+    twice = algorithm_config(ratio_anchor="rollout", off_policy_correction__tis_ratio_type="token")
+    with pytest.raises(AlgorithmError, match=r"corrects twice: set tis_ratio_type=null or ratio_anchor=old"):
+        loss(now, old, advantages, twice, mask, rollout)
+
+
 def test_cispo_anchored_to_the_rollout():
     import torch
 

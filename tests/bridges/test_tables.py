@@ -117,8 +117,9 @@ def test_every_module_spelling_leads_back_to_the_entry(plan):
 
     for spec in ("local", "te", "local_grouped"):
         for entry in plan.entries:
-            shift = dict(layer_offset=entry.layer or 0, expert_offset=entry.expert or 0)
-            name = module_name(entry, spec, **shift)
+            layers, experts = entry.layer or 0, entry.expert or 0
+            name = module_name(entry, spec, layer_offset=layers, expert_offset=experts)
+            shift = dict(layer_offset=layers, expert=lambda _, own, first=experts: own + first)
             assert canonical(name, **shift) == entry.name
             assert canonical("module.module." + name, **shift) == entry.name
 

@@ -1,6 +1,8 @@
 """Validation: each rule with its key, all problems at once, and what only warns."""
 
 import json
+import re
+import warnings
 
 import pytest
 
@@ -29,6 +31,7 @@ CP2 = [f"{M}context_parallel_size=2", "trainer.placement.policy_num_gpus_per_nod
 
 
 EP2 = [f"{M}expert_model_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2"]
+MOVES = f"{M}moe_expert_moves=auto"
 OVERLAP, FLEX = f"{K}overlap_moe_expert_parallel_comm=true", f"{M}moe_token_dispatcher_type=flex"
 GPUS_2 = "trainer.placement.policy_num_gpus_per_node=2"
 NODES_OF_6 = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=6"]
@@ -111,6 +114,11 @@ RULES = {
         [f"{A}policy_loss_type=cispo", f"{A}cispo.anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
         f"{A}off_policy_correction.tis_ratio_type",
         "already",
+    ),
+    "two corrections of a clipped loss": (
+        [f"{A}ratio_anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
+        f"{A}off_policy_correction.tis_ratio_type",
+        "ratio_anchor=rollout already",
     ),
     "loss without rollout log-probs": (
         [f"{A}policy_loss_type=dppo", "generator.sampling_params.logprobs=null"],
@@ -395,6 +403,19 @@ RULES = {
         "moe_enable_routing_replay=false",
     ),
     "overlapped adapters": ([*EP2, OVERLAP, "trainer.policy.model.lora.rank=8"], OVERLAP[:-5], "lora.rank=0"),
+    "moves on one rank": ([MOVES], MOVES[:-5], "set trainer.policy.megatron_config.expert_model"),
+    "moves of adapters": ([*EP2, MOVES, "trainer.policy.model.lora.rank=8"], MOVES[:-5], "lora.rank=0"),
+    "moves and muon": (
+        [*EP2, MOVES, "trainer.policy.optimizer_config.optimizer=muon"],
+        MOVES[:-5],
+        "optimizer_config.optimizer=adam",
+    ),
+    "moves of state on the host": (
+        [*EP2, MOVES, f"{M}optimizer_config_kwargs.optimizer_cpu_offload=true"],
+        MOVES[:-5],
+        "remove optimizer_config_kwargs.optimizer_cpu_offload",
+    ),
+    "moves and overlap": ([*EP2, MOVES, OVERLAP], MOVES[:-5], "overlap_moe_expert_parallel_comm"),
     "delayed gradients": ([f"{K}delay_wgrad_compute=true"], f"{K}delay_wgrad_compute", "remove this key"),
     "hierarchical cp": (
         [f"{K}hierarchical_context_parallel_sizes=[2,2]"],
@@ -582,7 +603,10 @@ def test_selective_recompute_needs_nothing_undone():
 def test_exchanges_of_experts_that_can_run():
     """With packages that this machine cannot know of, on other machines."""
     assert problems(*EP2, OVERLAP) == problems(*EP2, OVERLAP, f"{K}recompute_granularity=selective") == []
+    assert problems(*EP2, MOVES) == problems(*EP2, f"{M}moe_expert_moves=none") == []
     elsewhere = Hardware(8, 2, elsewhere=True)
+    (problem,) = problems(*EP2, FLEX, MOVES, hardware=elsewhere)
+    assert problem.key == MOVES[:-5] and "alltoall" in problem.fix
     hybrid = f"{K}moe_flex_dispatcher_backend=hybridep"
     assert problems(*EP2, FLEX, hardware=elsewhere) == problems(*EP2, FLEX, hybrid, hardware=elsewhere) == []
     (problem,) = problems(FLEX, hardware=elsewhere)
@@ -860,6 +884,28 @@ def test_warnings_that_do_not_stop_a_run(monkeypatch):
         find_problems(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
     with pytest.warns(SkyRLMegatronWarning, match="muon_tp_mode=blockwise is another algorithm"):
         find_problems(SkyRLTrainConfig.from_cli_overrides([*MUON, f"{O}muon_tp_mode=blockwise"]), GPUS)
+
+
+def test_a_loss_that_learns_worse_from_old_samples():
+    """With the figure for the age of the run's samples; none for the anchored clip, or in a synchronous run."""
+    ahead = ["trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false", "generator.batched=false"]
+    weighted = [f"{A}policy_loss_type=dual_clip", f"{A}off_policy_correction.tis_ratio_type=token"]
+
+    def said(*args):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            find_problems(SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *args]), GPUS)
+        return [str(one.message) for one in caught if "benchmarks/learning.py" in str(one.message)]
+
+    one_step = "trainer.fully_async.max_staleness_steps=1"
+    (found,) = said(*ahead, *weighted, one_step)
+    assert re.search(r"=dual_clip: from samples one step old it .* by \d+ points .* ratio_anchor=rollout: ", found)
+    (found,) = said(*ahead, *weighted)
+    assert "four steps old" in found and "batches_ahead=1" in found
+    (found,) = said(*ahead, *weighted, "trainer.fully_async.batches_ahead=1")
+    assert "one step old" in found
+    assert said(*ahead, f"{A}policy_loss_type=dual_clip", f"{A}ratio_anchor=rollout", one_step) == []
+    assert said(*weighted) == []
 
 
 def test_all_problems_at_once():

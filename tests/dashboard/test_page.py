@@ -34,7 +34,16 @@ PLOTS = {
         "memory: policy on its devices",
         "FLOP/s per rank",
     ],
-    "experts": ["load of the busiest expert", "experts without tokens", "entropy of the router", "routing replay"],
+    "experts": [
+        "load of the busiest expert",
+        "experts without tokens",
+        "entropy of the router",
+        "load of the busiest EP rank, by micro-batch",
+        "load of the busiest EP rank, by step",
+        "experts moved",
+        "time to plan and move",
+        "routing replay",
+    ],
     "weights": [
         "staleness",
         "weight sync",

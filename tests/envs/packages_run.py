@@ -217,6 +217,53 @@ class server:
         self.process.wait()
 
 
+def harbor(folder):
+    """Its own new task, and one with all that we read, are read as its classes read them."""
+    from harbor.environments.definition import parse_dockerfile_workdir
+    from harbor.models.task.task import Task
+    from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
+    from harbor.models.trial.paths import EnvironmentPaths
+
+    init = [str(Path(sys.executable).with_name("harbor")), "tasks", "init", "--no-pytest", "-p", str(folder)]
+    for mode in ("shared", "separate"):
+        made = subprocess.run(
+            [*init, "--verifier-mode", mode, f"demo/{mode}"], capture_output=True, text=True, timeout=120
+        )
+        assert made.returncode == 0, made.stderr
+        (folder / mode / "instruction.md").write_text("Do it.\n")
+    files = {
+        "instruction.md": "<!-- canary 1 -->\n# canary 2\n\nDo it.\n\n# Then\n",
+        "task.toml": "[agent]\ntimeout_sec = 7.5\n[verifier]\ntimeout_sec = 8\nenv = {A = '1'}\n[environment]\n"
+        "cpus = 2\nmemory = '2G'\nstorage_mb = 512\nenv = {B = '2'}\n",
+        "environment/Dockerfile": "FROM ubuntu AS one\nWORKDIR /x\nFROM debian\nWORKDIR /app\nWORKDIR deep/er\n",
+        "tests/test.sh": "true\n",
+    }
+    for name, text in files.items():
+        (folder / "full" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "full" / name).write_text(text)
+    for name in ("shared", "separate", "full"):
+        theirs, ours = Task(folder / name), envs.make("task", extras={"task": str(folder / name)}).task
+        config, place, limits = theirs.config, theirs.config.environment, ours.spec.limits
+        assert ours.text == theirs.instruction, name
+        assert ours.folder == parse_dockerfile_workdir(theirs.paths.environment_dir / "Dockerfile"), name
+        assert ours.agent_timeout_s == config.agent.timeout_sec, name
+        assert ours.tests_timeout_s == config.verifier.timeout_sec, name
+        assert (ours.environment, ours.tests_environment) == (place.env, config.verifier.env), name
+        if place.memory_mb:
+            assert (limits.cpus, limits.memory, limits.disk) == (
+                place.cpus,
+                place.memory_mb << 20,
+                place.storage_mb << 20,
+            )
+        assert ours.rewards == str(EnvironmentPaths().verifier_dir)
+        its = resolve_verifier_environment_definition(config, theirs.paths)
+        assert (its is None) == (ours.place is None) == (name != "separate")
+        if its is not None:
+            assert its.bundled_tests is (not ours.tests) and ours.place.spec.image == str(its.directory)
+
+
 if __name__ == "__main__":
-    {each.__name__: each for each in (reasoning_gym, verifiers, openenv, nemo_gym)}[sys.argv[1]](Path(sys.argv[2]))
+    {each.__name__: each for each in (reasoning_gym, verifiers, openenv, nemo_gym, harbor)}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
     print("PASSED")

@@ -12,11 +12,11 @@ VENV = ROOT / ".venv-environments"
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["reasoning_gym", "verifiers", "openenv", "nemo_gym"])
+@pytest.mark.parametrize("name", ["reasoning_gym", "verifiers", "openenv", "nemo_gym", "harbor"])
 def test_scores_are_those_of_the_package(tmp_path, name):
     if not (VENV / "installed.txt").is_file():
         pytest.skip("the packages are not installed: launch/requirements/environments.sh")
-    python = VENV / ("nemo-gym" if name == "nemo_gym" else "texts") / "bin" / "python"
+    python = VENV / {"nemo_gym": "nemo-gym", "harbor": "harbor"}.get(name, "texts") / "bin" / "python"
     done = subprocess.run(
         [python, Path(__file__).with_name("packages_run.py"), name, tmp_path],
         env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},

@@ -6,7 +6,6 @@ import random
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -40,9 +39,10 @@ def test_the_right_line_repairs_each_repository(scripts):
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 def test_the_agent_solves_with_the_right_answer_and_only_with_it(scripts, tmp_path, monkeypatch):
-    """As a run starts it: OpenAI's client in a sandbox, which reaches a server by the relay. The server is a fake: a
+    """As a run starts it: in a sandbox, from which it reaches a server by the relay. The server is a fake: a
     tiny model does not know the right answer."""
-    from skyrl_megatron.agents.attempt import AgentCommand, attempt, read_task
+    from skyrl_megatron.agents.attempt import AgentCommand, attempt
+    from skyrl_megatron.agents.task import read_task
     from skyrl_megatron.errors import SandboxError
     from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
 
@@ -55,8 +55,7 @@ def test_the_agent_solves_with_the_right_answer_and_only_with_it(scripts, tmp_pa
     scripts["make"]["write"](made, tmp_path / "task")
     right = made.solution[f"{made.module}.py"].partition(f"def {made.function}(")[2].splitlines()[1].strip()
     variables = {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "key", "AGENT_MODEL": "policy"}
-    mounts = {"/opt/python": Path(sys.prefix), "/opt/agent": FOLDER}
-    agent = AgentCommand(["/opt/python/bin/python", "/opt/agent/agent.py", "{text}"], variables, mounts)
+    agent = AgentCommand(["python3", "/opt/agent/agent.py", "{text}"], variables, {"/opt/agent": FOLDER})
 
     async def with_answer(line):
         async def answer(reader, writer):
@@ -99,6 +98,7 @@ def test_the_model_is_taught_the_form_of_answers_and_few_right_ones(scripts):
 
 @pytest.mark.full_matrix
 @pytest.mark.unseen
+@pytest.mark.timeout(960)
 @pytest.mark.vllm
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 def test_the_agent_is_trained(tmp_path):

@@ -57,6 +57,8 @@ QUICK = {
     "skyrl-megatron evaluate --help": (0, "--check"),
     "skyrl-megatron convert --help": (0, "convert"),
     "skyrl-megatron sft --help": (0, "sft.max_length"),
+    "skyrl-megatron dpo --help": (0, "dpo.beta"),
+    "skyrl-megatron reward --help": (0, "reward.max_length"),
     "python -m bridges": (2, "inspect"),
     "python -m bridges list": (0, "qwen3_moe"),
     "docker/build.sh --help": (0, "docker/build.sh"),

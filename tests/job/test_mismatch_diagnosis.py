@@ -71,6 +71,28 @@ def test_a_layer_that_jumps_with_the_same_experts():
     assert live.cause == "wrong weight", "the engine that would start now, not the record's"
 
 
+def test_runs_whose_bits_should_agree():
+    """A difference of one token in its last bit is named: no limit of rounding covers it."""
+    bits = dict(bits=True, exact=0.0, rounding=0.0)
+    places = {name: 0.0 for name in ("embedding", "0.attention", "0.mlp", "0.output", "norm")}
+    places |= {f"1.{part}": 0.0 for part in ("attention", "mlp", "output")}
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import LayerDifferences
+
+    def layers(**jumps):
+        apart = {name: np.array([0.0, jumps.get(name, 0.0)]) for name in places}
+        return LayerDifferences(apart, dict.fromkeys(places, 0.0))
+
+    assert found({RUN: 0.0}, now=0.0, layers_same=layers(), **bits).cause == "none"
+    jump = dict(layers_same=layers(**{"1.mlp": 1e-8, "1.output": 1e-7}), **bits)
+    first = found({RUN: 1e-7}, now=1e-7, **jump)
+    assert (first.cause, first.asks, first.place.where) == ("wrong weight", "weights", "layer 1, mlp")
+    compared = dict(tensors=["all 4 tensors are equal"], same_tensors=True)
+    assert found({RUN: 1e-7}, now=1e-7, **jump, **compared).cause == "other operations"
+    softmax = found({RUN: 1e-7}, now=1e-7, layers_same=layers(), **bits)
+    assert (softmax.cause, softmax.place.where) == ("other operations", "the softmax")
+    assert found({RUN: 1e-7}, now=0.0, layers_same=layers(), **bits).cause == "stale version"
+
+
 def test_rounding_that_never_jumps():
     coarse = dict(dtypes=("bfloat16", "float32"), rounding=0.02, finest=2.0**-16)
     for record in (0.01, 1e-7):

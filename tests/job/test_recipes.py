@@ -60,26 +60,23 @@ FAMILIES = {
     "kimi-k2": ("deepseek_v3", UNEVEN),
 }
 
+SUPERVISED = ("qwen3-30b-a3b-sft", "qwen3-30b-a3b-sft-lora")
+
 
 def test_every_recipe_of_a_large_model_is_run():
     small = {"tiny-moe-cpu", "ppo_base_config"}
     names = {path.stem for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.stem.startswith("embedded")}
-    assert names - small == set(FAMILIES)
+    assert names - small == {*FAMILIES, *SUPERVISED}
 
 
-@pytest.mark.vllm
-@pytest.mark.full_matrix
-@pytest.mark.parametrize("recipe", FAMILIES)
-def test_a_recipe_runs_as_typed(tmp_path, recipe):
-    family, layout = FAMILIES[recipe]
+def run(tmp_path, recipe, family, rows, keys):
+    """Start a recipe as it is typed, and return the lines of its metrics."""
     model = write_tiny_model(family, tmp_path / "model", num_hidden_layers=2)
-    rows = write_sums(tmp_path / "rows.parquet", 16)
     words = ["--recipe", recipe, f"model={model}", f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
-    words += ["environment.env_class=gsm8k", "trainer.logger=console"]
     words += [f"trainer.{name}_path={tmp_path}/{name}" for name in ("ckpt", "export", "log")]
-    words += [f"{key}={value}" for key, value in (SIZES | layout | CANNOT).items()]
+    words += [f"{key}={value}" for key, value in (keys | CANNOT).items()]
     done = subprocess.run(
-        [ROOT / "launch" / "run_moe.sh", *words],
+        [ROOT / "launch" / "run_moe.sh", *words, "trainer.logger=console"],
         env=runs.environment(tmp_path),
         cwd=tmp_path,
         capture_output=True,
@@ -90,4 +87,26 @@ def test_a_recipe_runs_as_typed(tmp_path, recipe):
     (file,) = tmp_path.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
+    return lines
+
+
+@pytest.mark.vllm
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("recipe", FAMILIES)
+def test_a_recipe_runs_as_typed(tmp_path, recipe):
+    family, layout = FAMILIES[recipe]
+    rows = write_sums(tmp_path / "rows.parquet", 16)
+    lines = run(tmp_path, recipe, family, rows, SIZES | layout | {"environment.env_class": "gsm8k"})
     assert all(line[runs.GAP] <= runs.AGREE for line in lines[1:])
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("recipe", SUPERVISED)
+def test_a_supervised_recipe_runs_as_typed(tmp_path, recipe):
+    talk = {"messages": [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(talk) + "\n") * 16)
+    own = {key: value for key, value in SIZES.items() if key.startswith("trainer.") and "prompt" not in key}
+    own |= {"sft.max_length": 64, "trainer.policy.optimizer_config.num_warmup_steps": 0}
+    lines = run(tmp_path, recipe, "qwen3_moe", tmp_path / "rows.jsonl", own)
+    assert lines[2]["sft/loss"] < lines[1]["sft/loss"], "the rows are all equal"
+    assert (tmp_path / "ckpt/global_step_2/MANIFEST.json").exists()

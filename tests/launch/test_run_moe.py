@@ -205,14 +205,14 @@ def test_the_miniature_of_a_benchmark(folder, capsys, home):
     assert value(config, "trainer.ckpt_path") == str(seed / "mlperf" / "ckpts")
     assert value(config, "data.sampler") == "shuffle"
     assert value(config, "data.eval_sets")["held_out"]["data"] == [str(seed / "sums" / "held_out.parquet")]
-    assert value(config, "trainer.policy.optimizer_config.lr") == 2.5e-4
+    assert value(config, "trainer.policy.optimizer_config.lr") == 3e-4
     assert value(config, "trainer.policy.optimizer_config.max_grad_norm") == 0.08839
     (seed / "mlperf").mkdir(parents=True, exist_ok=True)
     (seed / "mlperf" / "curriculum.txt").write_text("".join(f"{row}\n" for row in range(256)))
     code, config, _, err = run(capsys, "--check", *recipe, "generator.n_samples_per_prompt=2")
     assert code == 0, err
     assert value(config, "data.sampler") == "list"
-    assert value(config, "trainer.policy.optimizer_config.lr") == 1.25e-4
+    assert value(config, "trainer.policy.optimizer_config.lr") == 1.5e-4
     assert value(config, "trainer.policy.optimizer_config.max_grad_norm") == 0.1768
 
 

@@ -81,7 +81,7 @@ def test_in_order_and_list(tmp_path):
         ("2\nx\n", "line 2 is 'x', which is no row: the rows are 0 to 9"),
         ("10\n", "line 1 is '10', which is no row"),
         ("-1\n", "line 1 is '-1', which is no row"),
-        ("1\n", "line 1 is '1', whose prompt is longer than trainer.max_prompt_length"),
+        ("1\n", "line 1 is '1', which trainer.max_prompt_length leaves out"),
     ):
         (tmp_path / "order").write_text(text)
         with pytest.raises(ConfigError, match=said) as error:

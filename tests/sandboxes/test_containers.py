@@ -201,6 +201,39 @@ asyncio.run(main())
 """
 
 
+def test_a_task_with_a_dockerfile(provider, tmp_path):
+    """The engine builds what namespaces cannot follow, once; agent and tests are root in it, and share what it is."""
+    from skyrl_megatron.agents.attempt import AgentCommand, attempt
+    from skyrl_megatron.agents.task import read_task
+
+    for name, text in (
+        ("instruction.md", "Write the name of the machine's owner."),
+        ("task.toml", "[agent]\ntimeout_sec = 20\n[environment]\nmemory_mb = 64\nstorage_mb = 16\n"),
+        ("environment/Dockerfile", f"FROM {IMAGE}\nWORKDIR /app\nCOPY owner /etc/owner\nENV PATH=/app:$PATH\n"),
+        ("environment/owner", "mill\n"),
+        ("tests/test.sh", "#!/bin/sh\ncmp owner /etc/owner && echo 1 > /logs/verifier/reward.txt\n"),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    task, began = read_task(tmp_path), time.monotonic()
+
+    def try_it(command):
+        return asyncio.run(attempt(task, AgentCommand(["sh", "-c", command]), SandboxQueue(provider, at_once=1)))
+
+    solved = try_it("id -u; pwd; echo $PATH; cp /etc/owner .; echo mine > /etc/other; (sleep 60 &) ; ls /tests")
+    assert (solved.outcome, solved.reward) == ("solved", 1.0), solved
+    assert solved.agent.stdout.decode().split()[:2] == ["0", "/app"] and b"No such file" in solved.agent.stderr
+    assert solved.agent.stdout.decode().split()[2].startswith("/app:")
+    assert time.monotonic() - began < 60, "what the agent left has ended"
+    failed = try_it("cat /etc/other")
+    assert (failed.outcome, failed.reward) == ("infrastructure", None), "these tests leave nothing if they fail"
+    assert failed.agent.exit_code == 1, "a container of its own"
+    (tmp_path / "environment" / "Dockerfile").write_text(f"FROM {IMAGE}\nRUN no-such-program\n")
+    broken = try_it("true")
+    assert broken.outcome == "infrastructure" and "/build" in broken.reason, broken
+
+
 def test_a_killed_run_leaves_nothing(engine, provider, tmp_path):
     words = [sys.executable, "-c", RUN, str(engine), str(tmp_path), IMAGE]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:

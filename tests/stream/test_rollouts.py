@@ -85,16 +85,17 @@ DELAYS = st.one_of(st.floats(0.0, 3.0), st.floats(0.0, 40.0), st.just(None))
     batch=st.integers(1, 5),
     bound=st.integers(1, 4),
     workers=st.integers(1, 12),
+    ahead=st.sampled_from([None, 1.0, 1.5]),
     policy=st.sampled_from(["wait", "drop", "retry"]),
     train_s=st.floats(0.0, 5.0),
     delays=st.lists(DELAYS, min_size=4, max_size=40),
     useless=st.sets(st.integers(0, 60)),
 )
-def test_the_bound_holds_and_no_prompt_is_lost(batch, bound, workers, policy, train_s, delays, useless):
+def test_the_bound_holds_and_no_prompt_is_lost(batch, bound, workers, ahead, policy, train_s, delays, useless):
     """None among the delays is a group that fails. The oldest token of each is as old as it can be: of the version
     that was published when it began."""
     steps = 8
-    limits = limits_of(batch=batch, steps=steps, bound=bound, workers=workers, stale_policy=policy)
+    limits = limits_of(batch=batch, steps=steps, bound=bound, workers=workers, ahead=ahead, stale_policy=policy)
 
     def seconds(number, attempt):
         delay = delays[(number + 7 * attempt) % len(delays)]
@@ -155,6 +156,26 @@ def test_sampling_and_training_overlap():
     simulate(world.train(20))
     apart = [later - before for before, later in zip(world.taken_at[2:], world.taken_at[3:], strict=False)]
     assert max(apart) < 1.1, "a step takes as long as the longer of the two"
+
+
+@pytest.mark.parametrize(("sample_s", "ahead", "ages"), [(0.2, None, {4}), (0.2, 1.0, {1}), (0.2, 2.0, {2})])
+def test_samples_are_no_older_than_they_have_to_be(sample_s, ahead, ages):
+    """With fast engines every bound fills up, unless the groups are started for a batch or two ahead only."""
+    world = World(limits_of(steps=12, bound=4, ahead=ahead), lambda number, attempt: sample_s, train_s=2.0)
+    _, seconds = simulate(world.train(12))
+    assert set(world.ages[-18:]) == ages
+    assert seconds == pytest.approx(12 * 2.01 + sample_s, abs=0.2), "training waits for the first batch alone"
+
+
+def test_slow_groups_leave_room_for_others():
+    """A group of many steps does not count: the batches ahead are sampled beside it."""
+    world = World(
+        limits_of(steps=12, bound=4, ahead=2.0), lambda number, attempt: 7.0 if number % 10 == 4 else 0.2, train_s=2.0
+    )
+    _, seconds = simulate(world.train(12))
+    assert seconds < 12 * 2.01 + 6.0
+    assert sorted(world.ages)[len(world.ages) // 2] == 2 and max(world.ages) <= 4
+    assert sorted(number for step in world.trained for number in step) == list(range(36))
 
 
 def test_a_run_that_goes_on_trains_every_prompt_once():

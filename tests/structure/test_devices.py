@@ -37,6 +37,7 @@ TABLE = {
     "skyrl_megatron.runtime.cpu_patches": (4, KERNELS),
     "skyrl_megatron.runtime.checkpoint.rank_files": (1, MEMORY),
     "skyrl_megatron.config.rules.megatron_rules": (4, REFUSES),
+    "skyrl_megatron.config.rules.exact_rules": (1, REFUSES),
     "skyrl_megatron.config.rules.exchange_rules": (2, REFUSES),
     "skyrl_megatron.config.rules.ineffective": (2, REFUSES),
     "skyrl_megatron.config.rules.placement_rules": (1, REFUSES),

@@ -47,6 +47,7 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/admission.py",
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu.py",
+            "skyrl_megatron/inference/vllm/exact.py",
             "skyrl_megatron/inference/vllm/wire_app.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",

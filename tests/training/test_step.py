@@ -219,3 +219,28 @@ def test_the_training_pass_gives_the_log_probs_before_a_single_update(ranks, fol
     assert bare["rollout_train_logprobs_abs_diff_max"] == pytest.approx(largest, abs=1e-5)
     assert bare["rollout_train_logprobs_abs_diff_mean"] == pytest.approx(mean, abs=1e-5)
     assert not any("abs_diff" in name for name in given)
+
+
+def three_exact_steps(folder, batch, expected, layout, overrides):
+    """Three steps with ``trainer.exact_rollouts``."""
+    from skyrl_megatron.algorithms import exact_ops
+
+    try:
+        return bodies.three_steps(folder, batch, expected, layout, overrides | {"trainer.exact_rollouts": True})
+    finally:
+        exact_ops.use(False)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"world": 1},
+        pytest.param({"world": 2, "pp": 2}, marks=pytest.mark.full_matrix),
+        pytest.param({"world": 2, "ep": 2}, marks=pytest.mark.full_matrix),
+    ],
+    ids=["single", "pp2", "dp2·ep2"],
+)
+@pytest.mark.parametrize("cut", ["recompute full", "from hidden states"])
+def test_exact_operations_train_as_the_ordinary_ones(ranks, folder, batch, expected, layout, cut):
+    overrides = NO_DISTRIBUTED | CUTS[cut]
+    bodies.check(ranks(layout["world"], three_exact_steps, folder, batch, expected, layout, overrides), expected)

@@ -4,8 +4,8 @@
 
 makes ``tiny_repos/`` in the current folder: twenty repositories to train on and twenty others to evaluate on, and a
 model of a million parameters that was taught the form of answers, of which few are right. Then it trains with
-``train.yaml``; keys are those of every run. The calls of the agent are those of OpenAI's client, its tokens are taken
-from the run's gateway, and hidden tests in a second sandbox decide.
+``train.yaml``; keys are those of every run. The agent calls OpenAI's API, its tokens are taken from the run's gateway,
+and hidden tests in a second sandbox decide.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ def main(words: list[str]) -> int:
     write_rows(folder / "held_out" / "rows.parquet", made[COUNT : 2 * COUNT], make)
     from skyrl_megatron.entrypoints.main_base import main as train
 
-    program = "['/opt/python/bin/python', '/opt/agent/agent.py', '{text}']"
-    mounts = f"{{/opt/python: '{sys.prefix}', /opt/agent: '{HERE}'}}"
-    agent = [f"generator.agent.command={program}", f"generator.agent.mounts={mounts}"]
+    program = "['python3', '/opt/agent/agent.py', '{text}']"
+    agent = [f"generator.agent.command={program}", f"generator.agent.mounts={{/opt/agent: '{HERE}'}}"]
     return train([f"--config={HERE / 'train.yaml'}", f"trainer.seed={seed}", *agent, *words])
 
 

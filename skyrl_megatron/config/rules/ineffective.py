@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
-from skyrl_megatron.config.roles import active_roles, has_teacher, needs_reference
+from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
 from skyrl_megatron.config.rules.rollout_rules import truncations
-from skyrl_megatron.config.rules.training_rules import UNCORRECTED, generates_ahead
+from skyrl_megatron.config.rules.training_rules import RATIO_ANCHORED, UNCORRECTED, generates_ahead
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
 from skyrl_megatron.hub.repo_names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
@@ -62,6 +62,10 @@ def _no_role(role: str) -> Condition:
     return lambda cfg, hardware: role not in active_roles(cfg)
 
 
+def _balances_no_experts(role: str) -> Condition:
+    return lambda cfg, hardware: not balances_experts(cfg, role)
+
+
 def _model_is_a_folder(role: str) -> Condition:
     return lambda cfg, hardware: not is_hub_name(getattr(cfg.trainer, role).model.path or "")
 
@@ -96,7 +100,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting(
         "supervised training samples nothing",
         f"{_T}max_prompt_length {_T}fully_async. {_A}dynamic_sampling. {_A}advantage_estimator "
-        f"{_G}eval_sampling_params. environment. "
+        f"{_G}sampling_params. {_G}eval_sampling_params. environment. "
         + _in_all(_G, "max_turns max_input_length batched eval_n_samples_per_prompt step_wise_trajectories"),
         lambda cfg, hardware: supervised(cfg) is not None,
     ),
@@ -137,7 +141,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _in_all(
             f"{_T}fully_async.",
             "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path keep_rollouts"
-            " replay_from adaptive_concurrency",
+            " replay_from adaptive_concurrency batches_ahead",
         ),
         lambda cfg, hardware: not generates_ahead(cfg),
     ),
@@ -202,7 +206,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
             f"{_T}ref.megatron_config.",
             "ddp_config. torch_profiler_config. lora_config. optimizer_config_kwargs empty_cuda_cache "
             "moe_aux_loss_coeff moe_z_loss_coeff dist_ckpt_optim_fully_reshardable freeze_moe_router "
-            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save",
+            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save moe_expert_moves",
         )
         + f" {_T}ref.model.lora.",
     ),
@@ -219,6 +223,16 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         "moe_enable_routing_replay=false",
         f"{_M}moe_routing_replay_missing {_M}moe_routing_replay_source",
         lambda cfg, hardware: not cfg.trainer.policy.megatron_config.moe_enable_routing_replay,
+    ),
+    *(
+        IneffectiveSetting(
+            f"only passes with replayed experts on several EP ranks, in packed micro-batches, are balanced: set "
+            f"{role}.megatron_config.moe_enable_routing_replay=true and {role}.megatron_config."
+            "expert_model_parallel_size, and keep use_sample_packing",
+            f"{_T}{role}.megatron_config.moe_balance_experts",
+            _balances_no_experts(role),
+        )
+        for role in ("policy", "ref", "critic", "teacher")
     ),
     IneffectiveSetting(
         "moe_routing_replay_source=trainer: every token has recorded experts",
@@ -248,6 +262,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _loss_is_not("regular", "dual_clip", "gspo", "clip_cov", "rollout_is"),
     ),
     IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
+    IneffectiveSetting(
+        f"policy_loss_type is not {', '.join(RATIO_ANCHORED[:-1])} or {RATIO_ANCHORED[-1]}",
+        f"{_A}ratio_anchor",
+        _loss_is_not(*RATIO_ANCHORED),
+    ),
     IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
     IneffectiveSetting("advantage_estimator is not gdpo", f"{_A}gdpo_weights", _estimator_is_not("gdpo")),
     IneffectiveSetting("advantage_estimator is not rae", f"{_A}rae_decay", _estimator_is_not("rae")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.derive import supervised
+from skyrl_megatron.config.derive import preferences, reward_model, supervised
 from skyrl_megatron.config.roles import ADAPTERS_KEY, adapter_problems, has_teacher
 from skyrl_megatron.config.schema.algorithm import PolicyLossType
 from skyrl_megatron.errors import Problem
@@ -30,10 +30,25 @@ def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterato
     positions = hf.get("max_position_embeddings")
     if isinstance(positions, int) and rows.max_length > positions and trainer.rope_scaling is None:
         fix = f"exceeds the model's {positions} positions: lower it, or set trainer.rope_scaling"
-        yield Problem("sft.max_length", rows.max_length, fix)
+        yield Problem(f"{rows.SECTION}.max_length", rows.max_length, fix)
     if algorithm.policy_loss_type in set(PolicyLossType) - {PolicyLossType.CROSS_ENTROPY}:
         fix = "this loss needs advantages, which conversations lack: remove this key"
         yield Problem("trainer.algorithm.policy_loss_type", algorithm.policy_loss_type, fix)
+    if preferences(cfg) is not None:
+        if algorithm.use_kl_loss:
+            fix = "the loss of preferences has its own KL term: remove this key, and set dpo.beta"
+            yield Problem("trainer.algorithm.use_kl_loss", True, fix)
+        if trainer.update_ref_every_epoch:
+            fix = "the reference of preferences is fixed: remove this key"
+            yield Problem("trainer.update_ref_every_epoch", True, fix)
+    if reward_model(cfg) is not None:
+        for option, given in (
+            ("trainer.algorithm.use_kl_loss", algorithm.use_kl_loss),
+            ("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank),
+            ("trainer.policy.megatron_config.mtp.train", trainer.policy.megatron_config.mtp.train),
+        ):
+            if given:
+                yield Problem(option, given, "a reward model trains all weights and has no log-probs: remove this key")
     if len(adapters) > 1:
         yield Problem(ADAPTERS_KEY, ", ".join(adapters), "supervised training trains one adapter per run: name one")
     for key, value, unwanted in (

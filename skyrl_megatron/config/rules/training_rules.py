@@ -68,15 +68,18 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("trainer.train_batch_size", train, fix)
     budget, longest = trainer.max_tokens_per_microbatch, longest_sequence(cfg)
     if 0 < budget < longest:
-        parts = "sft.max_length" if supervised(cfg) else "max_input_length + max_generate_length"
-        fix = f"must be at least {longest} tokens, the longest sequence ({parts})"
+        rows = supervised(cfg)
+        parts = "max_input_length + max_generate_length" if rows is None else f"{rows.SECTION}.max_length"
+        what = "sequence" if rows is None or rows.longest == rows.max_length else "pair"
+        fix = f"must be at least {longest} tokens, the longest {what} ({parts})"
         yield Problem("trainer.max_tokens_per_microbatch", budget, fix)
 
 
 def longest_sequence(cfg: SkyRLTrainConfig) -> int:
-    """Return the tokens of the longest possible training sequence: the context of the last turn and its response."""
+    """Return the tokens of the longest possible training sequence: the context of the last turn and its response. Of
+    preferences: of the longest pair."""
     if (rows := supervised(cfg)) is not None:
-        return rows.max_length
+        return rows.longest
     return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
 
 
@@ -129,7 +132,7 @@ def _critic(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Check that there is a critic if, and only if, the advantage estimator reads its values."""
     trainer, path = cfg.trainer, cfg.trainer.critic.model.path
     estimator = trainer.algorithm.advantage_estimator
-    if estimator == "gae" and path is None:
+    if estimator == "gae" and path is None and supervised(cfg) is None:
         yield Problem("trainer.critic.model.path", None, "advantage_estimator=gae needs a critic: set its model")
     if path is None:
         return
@@ -166,6 +169,14 @@ def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tupl
     return tuple(dict.fromkeys([*built_in, *getattr(module, registry).list_available()]))
 
 
+def _anchor(algorithm: AlgorithmConfig) -> str | None:
+    """Return the setting that makes the ratio of the loss relative to the engine's log-probs, None if none does."""
+    loss = algorithm.policy_loss_type
+    if loss == "cispo" and algorithm.cispo.anchor == "rollout":
+        return "cispo.anchor"
+    return "ratio_anchor" if loss in RATIO_ANCHORED and algorithm.ratio_anchor == "rollout" else None
+
+
 def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm = cfg.trainer.algorithm
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
@@ -178,11 +189,12 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if correction_enabled(correction) and loss in ("clip_cov", "kl_cov"):
         fix = f"this loss has no off-policy correction: use another loss, or remove {_A}off_policy_correction.*"
         yield Problem(f"{_A}policy_loss_type", loss, fix)
-    anchored = loss == "cispo" and algorithm.cispo.anchor == "rollout"
+    anchored = _anchor(algorithm)
     if anchored and correction.tis_ratio_type is not None:
-        fix = "cispo.anchor=rollout already corrects for the engine: set one of the two back to its default"
+        fix = f"{anchored}=rollout already corrects for the engine: set one of the two back to its default"
         yield Problem(f"{_A}off_policy_correction.tis_ratio_type", correction.tis_ratio_type, fix)
-    if cfg.generator.sampling_params.logprobs is None and (anchored or loss in ("rollout_is", "dppo", "m2po")):
+    needs_them = anchored is not None or loss in ("rollout_is", "dppo", "m2po")
+    if cfg.generator.sampling_params.logprobs is None and needs_them:
         fix = f"policy_loss_type={loss} needs the engine's log-probabilities: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, fix)
 
@@ -245,7 +257,9 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 _FOLDER = "trainer.fully_async."
 KEY = f"{_FOLDER}enabled"
-_ANCHORED = "policy_loss_type=rollout_is, dppo or m2po, cispo with cispo.anchor=rollout"
+_ANCHORED = "ratio_anchor=rollout with regular or dual_clip, or policy_loss_type=rollout_is, dppo or m2po"
+RATIO_ANCHORED = ("regular", "dual_clip", "gspo", "sapo")
+"""Built-in losses that read ``ratio_anchor``."""
 
 UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy", "m2po")
 """Built-in losses without an off-policy correction."""
@@ -289,6 +303,38 @@ def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     yield from _uncorrected(cfg, KEY, "max_staleness_steps=0")
 
 
+ANCHORED = "dual_clip with ratio_anchor=rollout"
+STALE_POINTS = {
+    ANCHORED: {1: 1, 4: -7},
+    "dual_clip": {1: -9, 4: -5},
+    "m2po": {4: -15},
+    "cispo with cispo.anchor=rollout": {4: -28},
+}
+"""Loss → age of the samples in steps → how many points the held-out score is above that of the synchronous run, as far
+as measured: ``benchmarks/learning.py losses --prompts 128 --steps 24 --lr 2e-4 --seeds 1``, ``m2po`` and ``cispo`` at
+four steps with ``--lr 3e-4 --seeds 42``. Another seed may differ by three points."""
+
+
+def stale_loss(cfg: SkyRLTrainConfig) -> str | None:
+    """Return a warning with the figure if the loss learns worse from samples as old as those of the run, else None."""
+    algorithm, ahead = cfg.trainer.algorithm, cfg.trainer.fully_async
+    anchor = _anchor(algorithm)
+    loss = f"{algorithm.policy_loss_type} with {anchor}=rollout" if anchor else algorithm.policy_loss_type
+    if not generates_ahead(cfg):
+        return None
+    old = ahead.max_staleness_steps > 1 and ahead.batches_ahead != 1
+    age = 4 if old else 1
+    if (points := STALE_POINTS.get(loss, {}).get(age, 0)) >= -2:
+        return None
+    message = (
+        f"trainer.algorithm.policy_loss_type={loss}: from samples {'four steps' if old else 'one step'} old it "
+        f"learned worse than the synchronous run, by {-points} points in benchmarks/learning.py."
+    )
+    if loss != ANCHORED:
+        message += f" {ANCHORED}: {STALE_POINTS[ANCHORED][age]:+d} points."
+    return message + (" With trainer.fully_async.batches_ahead=1 samples are one step old." if old else "")
+
+
 def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield the settings that contradict oversampling."""
     given, key = cfg.trainer.oversampling, "trainer.oversampling.unfinished=keep"
@@ -328,6 +374,6 @@ def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:
     loss = algorithm.policy_loss_type
     if loss not in set(PolicyLossType) or loss in ("rollout_is", "dppo", "m2po"):
         return True
-    if loss == "cispo" and algorithm.cispo.anchor == "rollout":
+    if _anchor(algorithm) is not None:
         return True
     return loss not in UNCORRECTED and correction_enabled(algorithm.off_policy_correction)

@@ -278,6 +278,9 @@ class AlgorithmConfig(BaseConfig):
     step (ECHO, arXiv:2605.24517). Rows whose rewards teach nothing count too."""
     m2po_threshold: Positive = 0.04
     """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
+    ratio_anchor: Annotated[str, OneOf("old", "rollout")] = "old"
+    """Denominator of the ratio of `regular`, `dual_clip`, `gspo` and `sapo`; as `cispo.anchor`. `rollout`: for stale
+    samples."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
     """Handling of NaN or infinite rewards and log-probabilities: `error` stops the run, `skip` masks and counts the
     sample."""

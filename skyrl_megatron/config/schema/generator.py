@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from skyrl_megatron import device
 from skyrl_megatron.config.fields import Bounds, Count, Fraction, NonNegative, NonNegativeInt, OneOf, Positive
@@ -34,12 +34,69 @@ class DataConfig(BaseConfig):
 class SFTConfig(BaseConfig):
     """Conversations of supervised training (`skyrl-megatron sft`)."""
 
+    SECTION: ClassVar[str] = "sft"
+    """Name of the section, for messages."""
     max_length: Count = 4096
     """Maximum length of a training sequence in tokens. A longer row is invalid."""
     turns: Annotated[str, OneOf("all", "last")] = "all"
     """Messages of the assistant that are trained."""
     invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
     """Handling of a row that cannot be trained: end the run with its file and row, or skip and count it."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences that one micro-batch must hold."""
+        return self.max_length
+
+
+@dataclass
+class DPOConfig(SFTConfig):
+    """Preferences (`skyrl-megatron dpo`)."""
+
+    SECTION: ClassVar[str] = "dpo"
+    loss: Annotated[str, OneOf("sigmoid", "ipo", "kto")] = "sigmoid"
+    """`sigmoid` (DPO, arXiv:2305.18290) and `ipo` (arXiv:2310.12036) compare the answers of a pair; `kto`
+    (arXiv:2402.01306) takes single answers with a label."""
+    beta: Positive = 0.1
+    """Weight of the log-ratio of policy and reference; of `ipo` its τ."""
+    desirable_weight: NonNegative = 1.0
+    """`kto`: weight of the answers that are labelled good."""
+    undesirable_weight: NonNegative = 1.0
+    """`kto`: weight of the other answers."""
+    reference_cache: str | None = None
+    """Folder for the log-probs of the reference. They are computed once, before the first step; a run that finds those
+    of its model and data there starts no reference. None: computed in each step."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the cache has all log-probs of the reference, which :meth:`found_in_cache` notes."""
+        return bool(self.__dict__.get("_is_cached"))
+
+    def found_in_cache(self) -> None:
+        """Note that the run needs no reference."""
+        self.__dict__["_is_cached"] = True
+
+    @property
+    def paired(self) -> bool:
+        """Whether a row has two answers."""
+        return self.loss != "kto"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences that one micro-batch must hold: a pair is not split."""
+        return self.max_length * (2 if self.paired else 1)
+
+
+@dataclass
+class RewardConfig(SFTConfig):
+    """Pairs that a reward model learns from (`skyrl-megatron reward`)."""
+
+    SECTION: ClassVar[str] = "reward"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences that one micro-batch must hold: a pair is not split."""
+        return 2 * self.max_length
 
 
 @dataclass
@@ -173,9 +230,9 @@ class InferenceEngineConfig(BaseConfig):
     """Engines return the experts of each token, for `moe_enable_routing_replay`. Needs engines that this run starts,
     prefix caching, and no pipeline parallelism."""
     return_sampling_support: bool | None = None
-    """Engines return the tokens that top-p, top-k and min-p left to sample from, and the trainer computes its softmax
-    over the same tokens, so that ratios and KL use the sampling distribution. None: true if top-p, top-k or min-p is
-    set, no penalty changes the distribution, and the run starts its engines without an HTTP endpoint."""
+    """Engines return the tokens that top-p, top-k and min-p left to sample from. The trainer computes its softmax over
+    the same tokens, so that ratios and KL use the sampling distribution. None: true if top-p, top-k or min-p is set,
+    no penalty changes the distribution, and the run starts its engines without an HTTP endpoint."""
     http_token_path: str | None = None
     """File with the endpoint's bearer token (mode 0600). None: a new file in the run's log folder."""
     enable_registry: bool = False
@@ -201,8 +258,8 @@ class InferenceEngineConfig(BaseConfig):
     Otherwise every worker receives all weights, and the log says why. Must be true with `colocate_all` if there are
     several nodes or `data_parallel_size` is above 1."""
     weight_sync_probe_interval: NonNegativeInt = 20
-    """Number of weight syncs between two probes, in which trainer and engines compute log-probs of the same tokens and
-    must agree. 0: only after the first sync."""
+    """Weight syncs between two probes. In a probe trainer and engines compute log-probs of the same tokens, which must
+    agree. 0: only after the first sync."""
     weight_sync_probe_limit: Positive | None = None
     """Maximum mean log-prob mismatch between trainer and engines in a probe, in nats. None: the limit that rounding
     explains. Set it for a model with larger rounding errors, after verifying that its weights are correct."""

@@ -285,6 +285,12 @@ class MegatronConfig(BaseConfig):
     """Log load balance and entropy of the router of each layer, in addition to their means."""
     async_dist_ckpt_save: bool = False
     """Write checkpoints in the background. Training waits only until its state is copied."""
+    moe_balance_experts: bool = False
+    """Choose the rows of each micro-batch so that the EP ranks get equally many tokens, from the experts that
+    `moe_enable_routing_replay` replays. Loss and gradients stay the same up to the order of sums."""
+    moe_expert_moves: Annotated[str, OneOf("none", "auto", "shuffle")] = "none"
+    """Move experts between ranks after a batch. `auto`: where the balance gained pays for it. `shuffle`: at random, a
+    test."""
 
 
 @dataclass
@@ -377,9 +383,9 @@ class TeacherConfig(BaseConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     """The teacher. Path None: the first folder or hub name of `models`; without one, no teacher runs on ranks."""
     models: dict[str, str] = field(default_factory=dict)
-    """Several teachers, or teachers that run outside this job: name → folder, name on the Hugging Face hub, or
-    `http(s)://` address of an OpenAI-compatible engine that returns log-probs of prompts. The column `teacher` of a
-    data row names its teacher; default: the first. Teachers on ranks share the settings of this section."""
+    """Several teachers: name → folder, name on the Hugging Face hub, or `http(s)://` address of an engine. The engine
+    is OpenAI-compatible and returns log-probs of prompts. The column `teacher` of a data row names its teacher;
+    default: the first. Teachers on ranks share the settings of this section."""
     sequence_parallel_size: NonNegativeInt = 1
     """No effect: `megatron_config.context_parallel_size` splits sequences."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

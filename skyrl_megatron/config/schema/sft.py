@@ -10,14 +10,14 @@ from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
 
 
-def _data() -> DataConfig:
+def rows_data() -> DataConfig:
     """Return the section ``data`` without data sets: those of other runs have prompts, not conversations."""
     data = DataConfig()
     data.train_data, data.val_data = [], []
     return data
 
 
-def _trainer() -> TrainerConfig:
+def rows_trainer() -> TrainerConfig:
     """Return the section ``trainer`` with one model, whose ranks share their GPUs with nothing, and one loss."""
     trainer = TrainerConfig()
     trainer.placement.colocate_all = False
@@ -27,7 +27,7 @@ def _trainer() -> TrainerConfig:
     return trainer
 
 
-def _generator() -> GeneratorConfig:
+def rows_generator() -> GeneratorConfig:
     """Return the section ``generator`` without engines. Each row of the data is one sample."""
     generator = GeneratorConfig()
     generator.inference_engine.run_engines_locally = False
@@ -39,11 +39,11 @@ def _generator() -> GeneratorConfig:
 class SFTTrainConfig(SkyRLTrainConfig):
     """Everything that supervised training needs."""
 
-    data: DataConfig = field(default_factory=_data)
+    data: DataConfig = field(default_factory=rows_data)
     """Data sets of conversations."""
-    trainer: TrainerConfig = field(default_factory=_trainer)
+    trainer: TrainerConfig = field(default_factory=rows_trainer)
     """Training. Batch sizes count rows."""
-    generator: GeneratorConfig = field(default_factory=_generator)
+    generator: GeneratorConfig = field(default_factory=rows_generator)
     """The chat template. Nothing is sampled."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     """Conversations and their trained tokens."""

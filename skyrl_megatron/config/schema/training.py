@@ -25,8 +25,8 @@ class FullyAsyncConfig(BaseConfig):
     """Maximum number of prompts generated at the same time. At most `train_batch_size · (max_staleness_steps + 1)`
     prompts are being generated or wait for training."""
     adaptive_concurrency: bool = False
-    """Adapt the number of prompts generated at the same time to the capacity of the engines (`max_num_seqs`), up to
-    `num_parallel_generation_workers`: one less if requests are queued in an engine, one more if engines have free
+    """Adapt the number of prompts generated at the same time to the capacity of the engines (`max_num_seqs`). It is at
+    most `num_parallel_generation_workers`: one less if requests are queued in an engine, one more if engines have free
     slots. Queued requests only increase the staleness of responses."""
     enabled: bool = False
     """Sample while the policy trains. Without it, the other keys of this section have no effect."""
@@ -45,6 +45,9 @@ class FullyAsyncConfig(BaseConfig):
     replay_from: str | None = None
     """Folder of the sampled groups of another run (its `rollouts_path`). The same groups are trained in the same steps
     and nothing is sampled. With the same configuration the results are bitwise equal."""
+    batches_ahead: Annotated[float | None, Bounds(1)] = None
+    """Start no prompt while so many batches are finished or were begun in the last two steps. None: as many as
+    `max_staleness_steps` allows. 1: samples are one step old if engines are fast enough."""
 
 
 @dataclass
@@ -215,9 +218,8 @@ class TrainerConfig(BaseConfig):
     peak_flops_per_rank: Annotated[float | None, Bounds(0, open_low=True)] = None
     """Peak FLOP/s of a rank's device, for MFU. None: the published bf16 value of known GPUs; no MFU on others."""
     prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
-    """Port on the loopback interface of the trainer's host that serves the latest metrics to Prometheus, at
-    `/metrics`. The bearer token is in `prometheus_token` in the run's folder (Prometheus:
-    `authorization.credentials_file`)."""
+    """Loopback port of the trainer's host that serves the latest metrics to Prometheus, at `/metrics`. The bearer
+    token is in `prometheus_token` in the run's folder (Prometheus: `authorization.credentials_file`)."""
     opentelemetry_endpoint: str | None = None
     """OTLP/HTTP address of a collector, such as `http://127.0.0.1:4318`. It receives each step as a trace with a span
     for each phase of trainer, ranks and engines."""
@@ -225,3 +227,7 @@ class TrainerConfig(BaseConfig):
     """Oversampling."""
     healing: HealingConfig = field(default_factory=HealingConfig)
     """Recovery of lost ranks."""
+    exact_rollouts: bool = False
+    """Engine and trainer give each token the same log-prob, bit for bit (docs/guides/routing-replay.md)."""
+    max_rollout_gap: NonNegative | None = None
+    """Largest log-prob mismatch, in nats, above which a step fails. None: 0 with `exact_rollouts`."""

@@ -164,6 +164,7 @@ def unpacked(travelled: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
 
 
 __all__ = [
+    "EXACT_EXTENSION",
     "WORKER_EXTENSION",
     "AsyncEngineArgs",
     "AsyncLLM",
@@ -177,6 +178,7 @@ __all__ = [
 ]
 
 WORKER_EXTENSION = "skyrl_megatron.inference.vllm.compat.WorkerExtension"
+EXACT_EXTENSION = "skyrl_megatron.inference.vllm.exact.ExactExtension"
 
 
 # ------------------------------------------------------------------ starting an engine
@@ -336,7 +338,7 @@ def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any
         if temperature is None:
             return forward(self, logits, sampling_metadata, **kwargs)
         scale = torch.where(temperature < 1e-5, 1.0, temperature).unsqueeze(1)
-        self.compute_logprobs = lambda raw: torch.log_softmax(raw.float() / scale, dim=-1)
+        self.compute_logprobs = lambda raw: type(self).compute_logprobs(raw.float() / scale)
         try:
             return forward(self, logits, sampling_metadata, **kwargs)
         finally:

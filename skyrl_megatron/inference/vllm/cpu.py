@@ -167,7 +167,7 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         local = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         slots = token_slots(self._lora_context, len(hidden_states))
         total = torch.zeros(output.shape, dtype=torch.float32)
-        for expert, tokens, choice in _by_expert(local):
+        for expert, tokens, choice in experts_with_tokens(local):
             x = hidden_states[tokens]
             adapters = _pairs(self._lora_context, slots[tokens], expert)
             both = x @ w1[expert].T
@@ -198,7 +198,7 @@ def token_slots(context: MoELoRAContext | None, tokens: int) -> Tensor:
     return slots[:tokens]
 
 
-def _by_expert(choices: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def experts_with_tokens(choices: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (expert, its tokens, their index in K). ``choices``: [tokens, K]; −1: the expert is on another rank."""
     flat = choices.flatten()
     order = flat.argsort(stable=True)

@@ -154,6 +154,8 @@ class EngineSettings:
     """File for the output of the processes. None: a temporary file."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments of vLLM, applied last."""
+    exact: bool = False
+    """Compute as the trainer does (``trainer.exact_rollouts``)."""
     adapters: AdapterSlots | None = None
     """Weight updates send adapters. None: they send weights."""
 
@@ -256,6 +258,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "rope": rope,
         "logprobs_at_temperature": bool(truncations(generator.sampling_params)) and not returns_sampling_support(cfg),
         "return_support": returns_sampling_support(cfg),
+        "exact": cfg.trainer.exact_rollouts,
         "clear_kv_cache": cfg.trainer.fully_async.clear_kv_cache_on_weight_sync,
         "extra": extra,
         "adapters": adapters,

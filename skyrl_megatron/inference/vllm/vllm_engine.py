@@ -83,7 +83,7 @@ class VLLMEngine(InferenceEngine):
         os.environ.update(worker_environment())
         platform = platform_arguments(hf)
         arguments = {
-            "worker_extension_cls": compat.WORKER_EXTENSION,
+            "worker_extension_cls": compat.EXACT_EXTENSION if settings.exact else compat.WORKER_EXTENSION,
             "weight_transfer_config": {"backend": vllm_backend.BACKEND},
         } | (settings.arguments() | platform | dict(settings.extra))
 

@@ -32,12 +32,15 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from bridges.tensor_names import EXPERTS, LAYERS
 from skyrl_megatron.errors import CheckpointError
+from skyrl_megatron.runtime.model.expert_placement import placement_of
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
+    from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -461,11 +464,11 @@ def local_blocks(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[tor
                     raise CheckpointError(f"{entry.key} is an object of the model; only tensors can be saved")
                 continue
             built = list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
-            found.append((entry.data, [_piece(part, entry.data) for part in built]))
+            found.append((entry.data, [_piece(part, entry.data, placement_of(model)) for part in built]))
     return found
 
 
-def _piece(part: ShardedTensor, whole: torch.Tensor) -> LocalBlock:
+def _piece(part: ShardedTensor, whole: torch.Tensor, placement: ExpertPlacement | None) -> LocalBlock:
     if not (part.data.is_contiguous() and whole.is_contiguous()):
         raise CheckpointError(f"{part.key} is not contiguous in memory and cannot be saved")
     replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
@@ -474,11 +477,22 @@ def _piece(part: ShardedTensor, whole: torch.Tensor) -> LocalBlock:
         start=part.data.storage_offset() - whole.storage_offset(),
         shape=tuple(part.local_shape),
         lead=part.prepend_axis_num,
-        offsets=tuple(part.global_offset),
+        offsets=_by_expert(part, placement),
         global_shape=tuple(part.global_shape),
         replica=replica,
         flexible=part.allow_shape_mismatch,
     )
+
+
+def _by_expert(part: ShardedTensor, placement: ExpertPlacement | None) -> Index:
+    """Return the offsets of a tensor, with the number of an expert where Megatron has that of its slot."""
+    offsets, axis = tuple(part.global_offset), part.prepend_axis_num - 1
+    if placement is None or not placement.moved or axis < 0 or f".{EXPERTS}" not in part.key:
+        return offsets
+    if not part.key.startswith(LAYERS):  # of a draft head
+        return offsets
+    layer = offsets[0] if axis else int(part.key.removeprefix(LAYERS).partition(".")[0])
+    return (*offsets[:axis], placement.slots(layer)[offsets[axis]], *offsets[axis + 1 :])
 
 
 def blocks_to_save(
@@ -488,6 +502,10 @@ def blocks_to_save(
 
     ``data`` are views of weights and moments, at most :data:`BUCKET_BYTES` each; no memory is allocated.
     """
+    chunks = list(chunks)
+    placement = placement_of(unwrapped(chunks[0])) if chunks else None
+    if placement is not None and placement.moving:
+        raise CheckpointError("a move of experts failed: the weights of this process cannot be saved; start again")
     owned = {id(each.parameter): each for each in owned_ranges(optimizer)}
     spread = sharded_parameters(optimizer)
     for tensor, pieces in local_blocks(chunks, groups):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from skyrl_megatron.runtime.lora.layers import (
 )
 from skyrl_megatron.runtime.lora.targets import Selection
 from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
-from skyrl_megatron.runtime.model.local_weights import ADAPTERS, first_expert
+from skyrl_megatron.runtime.model.local_weights import ADAPTERS
 from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -157,7 +157,10 @@ def attach(
             module.frozen_expert_bias = True  # else Megatron continues to balance the router
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-    offset = first_expert(model, groups)
+
+    def expert(layer: int, number: int) -> int:
+        return model.experts.held(layer, groups.ep.rank())[number]
+
     for index, chunk in enumerate(model.chunks):
         attached: list[Adapter] = []
         first_layer = model.layers(groups.pp.rank(), index).start
@@ -165,13 +168,14 @@ def attach(
             weight = _weight(module)
             if weight is None:
                 continue
-            full = canonical(_parameter_name(name, module), layer_offset=first_layer, expert_offset=offset)
+            full = canonical(_parameter_name(name, module), layer_offset=first_layer, expert=expert)
             entry = model.hf.plan.by_name.get(full)
             taken = selection.modules.get(full.removesuffix(".weight"))
             if entry is None or taken is None:
                 continue
             rank = expert_rank or settings.rank if entry.is_expert else settings.rank
-            build = _Builder(entry, module, weight, groups, settings, rank, offset)
+            held = () if entry.expert is None else model.experts.held(entry.layer_number, groups.ep.rank())
+            build = _Builder(entry, module, weight, groups, settings, rank, held)
             adapter = build.adapter(taken, separate=separate, shared_outer=shared_outer)
             for parameter in _weights(module):
                 adapters.by_weight[id(parameter)] = adapter
@@ -225,15 +229,14 @@ class _Builder:
         groups: ProcessGroups,
         settings: AdapterSettings,
         rank: int,
-        first: int,
+        held: Sequence[int],
     ) -> None:
         self.entry, self.groups, self.settings, self.rank = entry, groups, settings, rank
         self.over = groups.etp if entry.is_expert else groups.tp
         self.stacked = weight.dim() == 3 or _is_te_grouped(module)
-        self.experts: range | None = None
+        self.experts: Sequence[int] | None = None
         if entry.expert is not None:
-            count = len(weight) if weight.dim() == 3 else len(_weights(module))
-            self.experts = range(first, first + count) if self.stacked else range(entry.expert, entry.expert + 1)
+            self.experts = held if self.stacked else (entry.expert,)
         self.rows, self.module = weight.shape[-2], module
         self.dtype = weight.dtype
         split = entry.split.dim

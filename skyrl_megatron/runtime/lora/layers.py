@@ -192,7 +192,7 @@ class Factor:
     """Dimension of the matrix that is split over tp (etp); None if every rank has the whole matrix."""
     parts: int
     """Number of equal parts along dim 0, each of which is split separately."""
-    experts: range | None
+    experts: Sequence[int] | None
     """Numbers of the experts whose factors the tensor holds; None if it belongs to no single expert. A factor without
     experts is split over tp and replicated over dp·cp, others over etp and edp."""
     rows: int | None = None
@@ -301,7 +301,7 @@ class Adapter(torch.nn.Module):
         scale: float,
         dropout: float = 0.0,
         parts: int = 1,
-        experts: range | None = None,
+        experts: Sequence[int] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn import functional as F
 
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.model.rotary import rotate
 from skyrl_megatron.runtime.model.sink_attention import Pack, SinkAttention
 
@@ -340,6 +341,8 @@ class PackedAttention(torch.nn.Module):
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
+        if exact_ops.active():
+            return self._attend_exactly(query, key, value, lengths)
         cp = self.groups.cp
         if self.config.qk_clip and self.training and torch.is_grad_enabled():
             self._measure(query, key, packed_seq_params, choose)
@@ -416,6 +419,16 @@ class PackedAttention(torch.nn.Module):
         sink = self.softmax_offset.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
         return F.dropout(weights, dropout) @ value
+
+    def _attend_exactly(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Attend as the engine does (``trainer.exact_rollouts``): [p, heads, d] → [p, heads · d]."""
+        assert self.window is None and self.softmax_offset is None and self.groups.cp.size() == 1
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return exact_ops.attention(q, k, v, lengths, lengths, self.scale)
+
+        ordinary = exact_ops.ordinary_attention(lengths, self.scale)
+        return exact_ops.with_gradient(attend, ordinary, query, key, value).flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         """Run variable-length flash attention in one kernel (CUDA, half precision, no context parallelism).

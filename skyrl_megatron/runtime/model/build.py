@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from bridges.family import MegatronModelConfig
 from bridges.rules import padded_rows
 from skyrl_megatron import device as devices
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
@@ -37,6 +39,7 @@ from skyrl_megatron.runtime.model.description import (
     use_transformer_engine,
     without_qk_clip,
 )
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement, give_placement
 from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
 from skyrl_megatron.runtime.model.moe import router_class
 from skyrl_megatron.runtime.model.mtp import DraftHead
@@ -44,7 +47,7 @@ from skyrl_megatron.runtime.model.rotary import PackedRotary
 from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
-_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 
 def transformer_config(
@@ -94,7 +97,7 @@ def transformer_config(
         **_common_fields(dtype, use_te, on_meta),
         "apply_rope_fusion": use_te and _has_fused_rotary(model.megatron),
         **model.megatron.transformer,
-        "activation_func": _ACTIVATIONS[model.megatron.activation],
+        "activation_func": _activation(model.megatron.activation),
         **layout,
         **overrides,
     }
@@ -105,6 +108,13 @@ def transformer_config(
     for name, value in model.megatron.attributes.items():
         setattr(config, name, value)
     return config
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return an activation function, with ``trainer.exact_rollouts`` the engine's."""
+    if exact_ops.active() and name == "silu":
+        return partial(exact_ops.with_gradient, exact_ops.silu, F.silu)
+    return _ACTIVATIONS[name]
 
 
 def _has_fused_rotary(megatron: MegatronModelConfig) -> bool:
@@ -253,6 +263,8 @@ class ModelChunks:
     hf: HfModel
     parallel: ParallelConfig
     head: Head
+    experts: ExpertPlacement
+    """Which rank holds which experts."""
 
     @property
     def vocab_size(self) -> int:
@@ -331,7 +343,10 @@ def build_model(
     if not on_meta:
         target = device or devices.device()
         chunks = [chunk.to(target) for chunk in chunks]
-    return ModelChunks(chunks, config, model, parallel, head)
+    experts = ExpertPlacement(config.num_moe_experts or 0, parallel.ep)
+    for chunk in chunks:
+        give_placement(chunk, experts)
+    return ModelChunks(chunks, config, model, parallel, head, experts)
 
 
 def _chunk(

@@ -97,7 +97,7 @@ class _Names:
     def __init__(self, model: ModelChunks, groups: ProcessGroups, chunk: int) -> None:
         self.model, self.entries = model, _entries(model)
         self.layer_offset = model.layers(groups.pp.rank(), chunk).start
-        self.expert_offset = first_expert(model, groups)
+        self.expert_rank = groups.ep.rank()
 
     def stacked(self, name: str) -> bool:
         """Return whether a parameter stacks a matrix, or a bias, of every expert."""
@@ -113,8 +113,10 @@ class _Names:
             tail = name.removeprefix(_OF_DRAFT).removeprefix("layer.")
             name = f"{LAYERS}{layer - self.layer_offset}.{tail}"
         own = [f"{name}{number}" for number in range(len(tensor))] if self.stacked(name) else [name]
-        offsets = {"layer_offset": self.layer_offset, "expert_offset": self.expert_offset}
-        return [canonical(each, **offsets) for each in own]
+        return [canonical(each, layer_offset=self.layer_offset, expert=self._expert) for each in own]
+
+    def _expert(self, layer: int, number: int) -> int:
+        return self.model.experts.held(layer, self.expert_rank)[number]
 
     def entry(self, name: str) -> Entry:
         """Return the table's entry of a weight; for the last stage's copy of a tied embedding, the embedding's."""
@@ -142,9 +144,3 @@ def _parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramete
     for name, parameter in chunk.named_parameters():
         if not name.startswith(f"{ADAPTERS}."):
             yield name, parameter
-
-
-def first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
-    """Return the number of the first expert that this rank holds in each layer."""
-    experts = model.config.num_moe_experts or 0
-    return groups.ep.rank() * (experts // groups.ep.size())

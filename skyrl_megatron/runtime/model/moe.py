@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from bridges.family import MegatronModelConfig
 from skyrl_megatron import device
+from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.cpu_patches import grouped_gemm
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
 from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -196,6 +199,52 @@ class GroupedExperts(torch.nn.Module):
         return state
 
 
+_choose_experts = megatron_router.topk_routing_with_score_function
+
+
+def _route(logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Replace ``topk_routing_with_score_function`` of Megatron's routers (transformer/moe/moe_utils.py)."""
+    if not exact_ops.active():
+        chosen: tuple[Tensor, Tensor] = _choose_experts(logits, topk, **options)
+        return chosen
+    return exact_routing(logits, topk, **options)
+
+
+megatron_router.topk_routing_with_score_function = _route
+
+
+def exact_routing(
+    logits: Tensor,
+    topk: int,
+    *,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    router_replay: Any = None,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """Route as the engine does (``trainer.exact_rollouts``): [n, E] → (weights [n, E], map [n, E] bool)."""
+    assert (num_groups or 1) == 1 and score_function in ("softmax", "sigmoid")
+    softmax = score_function == "softmax"
+    scores = exact_ops.expert_scores(logits, softmax=softmax)
+    compared = scores if expert_bias is None else scores + expert_bias
+
+    def choose(values: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor]:
+        best = exact_ops.best_experts(values, k)
+        return values.gather(1, best), best
+
+    if router_replay is None:
+        experts = exact_ops.best_experts(compared, topk)
+    else:
+        experts = router_replay.get_replay_topk(compared, topk, None, None, choose)[1]
+    normalise = not use_pre_softmax if softmax else topk > 1
+    weights, experts = exact_ops.expert_weights(scores, experts, normalise=normalise, scale=scaling_factor)
+    zeros = torch.zeros_like(logits)
+    return zeros.scatter(1, experts, weights), zeros.scatter(1, experts, 1.0).bool()
+
+
 class TokenWeightedRouter(TopKRouter):
     """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
 
@@ -209,6 +258,9 @@ class TokenWeightedRouter(TopKRouter):
     """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
     Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
 
+    placement: ExpertPlacement | None = None
+    """The slots of the experts (``give_placement``)."""
+
     planned_padding: Tensor | None = None
     """The mask of the next training pass by a schedule plan, which does not give it to routers."""
 
@@ -221,11 +273,16 @@ class TokenWeightedRouter(TopKRouter):
         both_fp32 = input.dtype == self.weight.dtype == torch.float32
         if te_general_gemm is not None and both_fp32 and self.config.moe_router_dtype != "fp64":
             return torch.nn.functional.linear(input, self.weight, self.bias)
+        if exact_ops.active() and self.bias is None:
+            return exact_ops.with_gradient(exact_ops.linear, torch.nn.functional.linear, input, self.weight)
         logits: Tensor = super().gating(input)
         return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route as ``TopKRouter`` does and update ``load``. ``padding_mask``: [sequence, batch], True on padding."""
+        """Route as ``TopKRouter`` does, update ``load``, and order the columns of both results by slot.
+
+        ``padding_mask``: [sequence, batch], True on padding.
+        """
         if (
             self.config.overlap_moe_expert_parallel_comm
             and torch.is_grad_enabled()
@@ -239,7 +296,12 @@ class TokenWeightedRouter(TopKRouter):
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
-        return probs, routing_map
+        if self.placement is None or self.is_mtp_layer:
+            return probs, routing_map
+        columns = self.placement.columns(self.layer_number - 1, probs.device)
+        if columns is None:
+            return probs, routing_map
+        return probs.index_select(1, columns), routing_map.index_select(1, columns)
 
     def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()

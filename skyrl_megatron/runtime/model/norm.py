@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+
+from skyrl_megatron.algorithms import exact_ops
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -46,7 +49,12 @@ class RMSNorm(torch.nn.Module):
         weight = self.weight.float()
         if self.zero_centred:
             weight = 1 + weight
-        return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
+        if exact_ops.active():
+            return exact_ops.with_gradient(partial(exact_ops.rms_norm, eps=self.eps), self._normalised, x, weight)
+        return self._normalised(x.float(), weight).to(x.dtype)
+
+    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
 class FullWidthNorm(torch.nn.Module):

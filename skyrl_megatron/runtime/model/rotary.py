@@ -14,6 +14,8 @@ import torch
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from torch import Tensor
 
+from skyrl_megatron.algorithms import exact_ops
+
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -108,5 +110,8 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
     """Rotate ``x`` [p, heads, head size] by the table [p, 1, d]; entries beyond d are unchanged. Differentiable."""
     cos, sin = (values.to(x.dtype) for values in table)
+    if exact_ops.active():
+        cos, sin = (_pairs(values, values.shape[-1], interleaved)[0] for values in (cos, sin))
+        return exact_ops.rotate(x, cos, sin, interleaved=interleaved)
     rotated: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
     return rotated

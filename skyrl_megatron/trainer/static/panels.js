@@ -36,6 +36,10 @@ const ROUTING = [
   { title: "load of the busiest expert", names: ["policy/moe_load_imbalance"], floor: 1 },
   { title: "experts without tokens", names: ["policy/moe_dead_experts"], floor: 0 },
   { title: "entropy of the router", names: ["policy/moe_router_entropy"], floor: 0 },
+  { title: "load of the busiest EP rank, by micro-batch", names: ["policy/moe_microbatch_imbalance_plain", "policy/moe_microbatch_imbalance", "policy/moe_microbatch_imbalance_bound"], floor: 1 },
+  { title: "load of the busiest EP rank, by step", names: ["policy/moe_rank_imbalance", "policy/moe_rank_imbalance_moved"], floor: 1 },
+  { title: "experts moved", names: ["policy/moe_moved_experts"], floor: 1 },
+  { title: "time to plan and move", names: ["policy/moe_balance_s", "policy/moe_move_s"], floor: 0 },
   { title: "routing replay", names: ["policy/moe_routing_mismatch", "policy/moe_routing_replayed"], floor: 0 },
 ];
 const WEIGHTS = [

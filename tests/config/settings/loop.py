@@ -196,6 +196,13 @@ def _batch_of(uids):
     return batch
 
 
+def gap(cfg):
+    """What a step allows engine and trainer to differ by."""
+    from skyrl_megatron.trainer.step_batch import rollout_gap_limit
+
+    return rollout_gap_limit(cfg)
+
+
 def oversampling(cfg):
     """How many prompts a step starts, and how long they stay open."""
     groups = getattr(trainer_of(cfg).rollouts, "groups", None)

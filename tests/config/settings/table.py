@@ -45,8 +45,14 @@ JOINED = ELSEWHERE | {f"{E}enable_registry": True, f"{E}registry_port": PORTS[0]
 FEW = {f"{T}max_training_steps": 2}
 DECAYS = {f"{OPT}scheduler": "linear", f"{OPT}num_warmup_steps": 2}
 DRAFTED = {f"{P}model.path": "drafted"}
+EXPERTS_APART = {f"{M}expert_model_parallel_size": 2, f"{T}placement.policy_num_gpus_per_node": 2}
 AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
 ROUTED = {f"{E}enable_return_routed_experts": True}
+SPREAD = ROUTED | {
+    f"{T}{role}.megatron_config.{name}": value
+    for role in ("policy", "ref")
+    for name, value in {"moe_enable_routing_replay": True, "expert_model_parallel_size": 2}.items()
+}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
 TWO_REWARDS = {f"{A}advantage_estimator": "gdpo", f"{A}gdpo_weights": {"right": 1.0, "short": 1.0}}
@@ -94,6 +100,7 @@ OBJECTIVE = {
     f"{A}cispo.cispo_eps_clip_high": Row(0.1, objective.loss, loss_is("cispo")),
     f"{A}cispo.anchor": Row("rollout", objective.loss, loss_is("cispo")),
     f"{A}dppo.dppo_type": Row("binary_kl", objective.loss, loss_is("dppo")),
+    f"{A}ratio_anchor": Row("rollout", objective.loss, loss_is("regular")),
     f"{A}m2po_threshold": Row(1e-6, objective.loss, loss_is("m2po")),
     f"{A}dppo.delta_low": Row(0.001, objective.loss, loss_is("dppo")),
     f"{A}dppo.delta_high": Row(0.001, objective.loss, loss_is("dppo")),
@@ -134,6 +141,7 @@ LOOP = {
     f"{T}fully_async.stale_policy": Row("drop", loop.stream, ASYNC),
     f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
     f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
+    f"{T}fully_async.batches_ahead": Row(1.5, loop.stream, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
     f"{T}oversampling.ratio": Row(0.5, loop.oversampling, TIS),
     f"{T}oversampling.unfinished": Row("drop", loop.oversampling, OVERSAMPLED),
@@ -150,6 +158,7 @@ LOOP = {
     f"{T}policy_mini_batch_size": Row(4, loop.plan),
     f"{T}update_epochs_per_batch": Row(2, loop.plan),
     f"{T}seed": Row(7, loop.plan),
+    f"{T}max_rollout_gap": Row(0.1, loop.gap),
     f"{T}ckpt_interval": Row(1, loop.plan),
     f"{T}hf_save_interval": Row(1, loop.plan),
     f"{T}export_path": Row("out/elsewhere", loop.evaluation),
@@ -247,6 +256,7 @@ ROLLOUT = {
 
 ENGINES = {
     f"{T}fully_async.clear_kv_cache_on_weight_sync": Row(True, engines.settings, ASYNC),
+    f"{T}exact_rollouts": Row(True, engines.settings),
     f"{E}model_dtype": Row("float16", engines.arguments),
     f"{E}tensor_parallel_size": Row(2, engines.arguments),
     f"{E}pipeline_parallel_size": Row(2, engines.arguments),
@@ -344,11 +354,14 @@ MODELS = {
     f"{M}moe_z_loss_coeff": Row(0.5, "transformer"),
     f"{M}freeze_moe_router": Row(True, "trainable"),
     f"{M}moe_per_layer_logging": Row(True, "metrics"),
+    f"{M}moe_expert_moves": Row("auto", ranks.report, EXPERTS_APART),
     f"{M}mtp.train": Row(True, "draft", DRAFTED),
     f"{M}mtp.loss_scale": Row(0.5, "draft", DRAFTED | {f"{M}mtp.train": True}),
     f"{M}moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{T}ref.megatron_config.moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{M}moe_routing_replay_source": Row("trainer", loop.scores, ROUTED | {f"{M}moe_enable_routing_replay": True}),
+    f"{M}moe_balance_experts": Row(True, ranks.balanced, SPREAD),
+    f"{T}ref.megatron_config.moe_balance_experts": Row(True, ranks.balanced, SPREAD),
     f"{M}moe_routing_replay_missing": Row("error", "routes", ROUTED | {f"{M}moe_enable_routing_replay": True}),
     f"{M}ddp_config.grad_reduce_in_fp32": Row(False, "buffers"),
     f"{M}ddp_config.overlap_grad_reduce": Row(True, ranks.buffers),

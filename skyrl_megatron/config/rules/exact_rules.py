@@ -1,0 +1,113 @@
+"""What ``trainer.exact_rollouts`` needs, so that engine and trainer compute a token's log-prob with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.hf_model import rope_parameters
+from skyrl_megatron.errors import Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.run import SkyRLTrainConfig
+
+KEY = "trainer.exact_rollouts"
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "hy_v3")
+"""Families whose layers all have exact operations on both sides (``tests/inference/test_exact_rollouts.py``)."""
+_M = "trainer.policy.megatron_config."
+_E = "generator.inference_engine."
+_SUM = "sums over ranks have another order than in one matrix product"
+_MODEL = {
+    "sliding_window": "attention in a window has no exact operation",
+    "rope_scaling": "scaled rotary angles are computed in two ways",
+    "quantization_config": "quantised weights are multiplied by other kernels",
+    "n_group": "experts chosen in groups have no exact operation",
+}
+_ENGINE_KWARGS = {
+    "speculative_config": "drafted tokens are scored in another way",
+    "quantization": "quantised weights are multiplied by other kernels",
+    "kv_cache_dtype": "the trainer does not round keys and values",
+    "dtype": "the trainer computes in float32",
+}
+_TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "transformer_impl", "fp8")
+
+
+def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield each setting that breaks ``trainer.exact_rollouts``. ``hf``: the policy's ``config.json``, or empty."""
+    if not cfg.trainer.exact_rollouts:
+        return
+    if not hardware.is_cpu:
+        fix = "only runs on CPU have the same operations in engine and trainer: set it to false"
+        yield Problem(KEY, True, f"{fix}; {_E}weight_sync_probe_limit and trainer.max_rollout_gap bound the gap")
+        return
+    family = hf.get("model_type")
+    if hf and family not in FAMILIES:
+        yield Problem(
+            KEY, True, f"{family} has no exact operations (they exist for {', '.join(FAMILIES)}): set it to false"
+        )
+    else:
+        yield from _model_problems(cfg, hf)
+    yield from _layout_problems(cfg)
+    yield from _engine_problems(cfg)
+
+
+def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    scaled = cfg.trainer.rope_scaling or cfg.generator.rope_scaling
+    given = {
+        "sliding_window": hf.get("sliding_window") if hf.get("use_sliding_window", True) else None,
+        "rope_scaling": scaled or rope_parameters(dict(hf)).get("rope_type", "default") != "default",
+        "quantization_config": hf.get("quantization_config"),
+        "n_group": (hf.get("n_group") or 1) > 1,
+    }
+    for name, why in _MODEL.items():
+        if given[name]:
+            yield Problem(KEY, True, f"the model has {name}, and {why}: set it to false")
+    if cfg.trainer.policy.model.lora.rank:
+        fix = f"adapters are added in another order than in the engine: set it to 0, or {KEY} to false"
+        yield Problem("trainer.policy.model.lora.rank", cfg.trainer.policy.model.lora.rank, fix)
+    for name in _TRAINER_KWARGS:
+        if value := cfg.trainer.policy.megatron_config.transformer_config_kwargs.get(name):
+            fix = f"the engine has no such option: remove it, or set {KEY} to false"
+            yield Problem(f"{_M}transformer_config_kwargs.{name}", value, fix)
+    if not cfg.trainer.use_sample_packing:
+        fix = f"padded sequences have no exact operations: set it to true, or {KEY} to false"
+        yield Problem("trainer.use_sample_packing", False, fix)
+    if cfg.trainer.policy.megatron_config.moe_router_dtype == "fp64":
+        fix = f"the engine's routers compute in float32: set it to fp32, or {KEY} to false"
+        yield Problem(f"{_M}moe_router_dtype", "fp64", fix)
+
+
+def _layout_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    trainer, engine = cfg.trainer.policy.megatron_config, cfg.generator.inference_engine
+    degrees = {
+        f"{_M}tensor_model_parallel_size": (trainer.tensor_model_parallel_size, _SUM),
+        f"{_M}context_parallel_size": (trainer.context_parallel_size, "attention over ranks has no exact operation"),
+        f"{_M}expert_tensor_parallel_size": (trainer.expert_tensor_parallel_size or 1, _SUM),
+        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, _SUM),
+        f"{_E}expert_parallel_size": (engine.expert_parallel_size, _SUM),
+    }
+    for key, (value, why) in degrees.items():
+        if value > 1:
+            yield Problem(key, value, f"{why}: set it to 1, or {KEY} to false")
+
+
+def _engine_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    ours = engine.run_engines_locally and engine.backend == "vllm" and not engine.enable_registry
+    if not ours:
+        fix = f"engines that this run does not start compute in their own way: set {_E}run_engines_locally=true, "
+        yield Problem(KEY, True, fix + "backend=vllm and enable_registry=false, or this to false")
+    for name, why in _ENGINE_KWARGS.items():
+        if (value := engine.engine_init_kwargs.get(name)) not in (None, "auto", "float32"):
+            yield Problem(f"{_E}engine_init_kwargs.{name}", value, f"{why}: remove it, or set {KEY} to false")
+    if cfg.generator.sampling_params.logprobs is None:
+        fix = f"engines must return log-probs: set it to 0, or {KEY} to false"
+        yield Problem("generator.sampling_params.logprobs", None, fix)
+    stale = cfg.trainer.fully_async
+    if stale.enabled and stale.max_staleness_steps:
+        fix = f"tokens of older weights have other log-probs: set it to 0, or {KEY} to false"
+        yield Problem("trainer.fully_async.max_staleness_steps", stale.max_staleness_steps, fix)
+    if cfg.trainer.oversampling.ratio and cfg.trainer.oversampling.unfinished == "keep":
+        fix = f"kept prompts have tokens of older weights: set it to drop, or {KEY} to false"
+        yield Problem("trainer.oversampling.unfinished", "keep", fix)

@@ -1,0 +1,98 @@
+"""``trainer.exact_rollouts``: what breaks it is refused, and a step beyond the limit ends the run."""
+
+import json
+
+import pytest
+
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.errors import AlgorithmError
+from tests.config.test_validate import E, M, problems
+
+EXACT = "trainer.exact_rollouts"
+MODEL = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 100,
+    "max_position_embeddings": 4096,
+}
+K = f"{M}transformer_config_kwargs."
+W = f"{E}engine_init_kwargs."
+CPU = Hardware(0)
+TWO = ["trainer.placement.policy_num_gpus_per_node=2", "trainer.placement.colocate_all=false"]
+
+
+def found(tmp_path, *args, hardware=CPU, **model):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | model))
+    return problems(f"{EXACT}=true", f"trainer.policy.model.path={tmp_path}", *args, hardware=hardware)
+
+
+def test_a_dense_model_on_cpu_may_be_exact(tmp_path):
+    assert found(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "words"),
+    [
+        ([f"{M}tensor_model_parallel_size=2", *TWO], f"{M}tensor_model_parallel_size", "sums over ranks"),
+        ([f"{M}context_parallel_size=2", *TWO], f"{M}context_parallel_size", "attention over ranks"),
+        ([f"{E}tensor_parallel_size=2", *TWO], f"{E}tensor_parallel_size", "sums over ranks"),
+        (["trainer.policy.model.lora.rank=8"], "trainer.policy.model.lora.rank", "another order"),
+        ([f"{W}speculative_config={{method: ngram}}"], f"{W}speculative_config", "drafted tokens"),
+        ([f"{W}quantization=fp8"], f"{W}quantization", "other kernels"),
+        ([f"{W}kv_cache_dtype=fp8"], f"{W}kv_cache_dtype", "round keys"),
+        ([f"{M}moe_router_dtype=fp64"], f"{M}moe_router_dtype", "float32"),
+        (["trainer.use_sample_packing=false"], "trainer.use_sample_packing", "padded"),
+        (["generator.sampling_params.logprobs=null"], "generator.sampling_params.logprobs", "log-probs"),
+        (["trainer.rope_scaling={rope_type: yarn, factor: 2.0}"], EXACT, "rope_scaling"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_breaks_it_is_refused(tmp_path, args, key, words):
+    assert [p for p in found(tmp_path, *args) if p.key == key and words in p.fix]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_of_older_weights(tmp_path):
+    run = ["trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false"]
+    assert [p for p in found(tmp_path, *run) if p.key == "trainer.fully_async.max_staleness_steps"]
+    kept = found(tmp_path, "trainer.oversampling.ratio=0.5")
+    assert [p for p in kept if p.key == "trainer.oversampling.unfinished" and "older weights" in p.fix]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "gpt_oss"}, "gpt_oss has no exact operations (they exist for llama, qwen2, qwen3, qwen3_moe"),
+        ({"n_group": 4}, "n_group"),
+        ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_scaling"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models_without_exact_operations_are_refused(tmp_path, model, words):
+    assert [p for p in found(tmp_path, **model) if p.key == EXACT and words in p.fix]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gpus_are_refused(tmp_path):
+    (problem,) = [p for p in found(tmp_path, hardware=Hardware(8, 1)) if p.key == EXACT]
+    assert "only runs on CPU" in problem.fix
+
+
+def test_the_limit_of_a_step():
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.step_batch import require_rollout_gap, rollout_gap_limit
+
+    def limit(*args):
+        return rollout_gap_limit(SkyRLTrainConfig.from_cli_overrides([*args]))
+
+    assert limit() is None and limit(f"{EXACT}=true") == 0.0
+    assert limit(f"{EXACT}=true", "trainer.max_rollout_gap=0.1") == limit("trainer.max_rollout_gap=0.1") == 0.1
+    name = "policy/rollout_train_logprobs_abs_diff_max"
+    for allowed, gap in [(None, 1.0), (0.0, 0.0), (0.1, 0.1), (0.0, None)]:
+        require_rollout_gap({} if gap is None else {name: gap}, allowed, 3)
+    for allowed, gap in [(0.0, 1e-7), (0.1, 0.2), (0.1, float("nan"))]:
+        with pytest.raises(AlgorithmError, match=r"step 3: .*explain-mismatch"):
+            require_rollout_gap({name: gap}, allowed, 3)
