@@ -50,7 +50,7 @@ TABLE = {
     "skyrl_megatron_tools.doctor.self_test": (4, MEASURES),
     "skyrl_megatron.preflight.machine_checks": (3, f"{REFUSES}; {MEASURES}"),
     "skyrl_megatron.preflight.model_checks": (4, REFUSES),
-    "skyrl_megatron.preflight.check_report": (3, MEASURES),
+    "skyrl_megatron.preflight.check_report": (4, MEASURES),
     "skyrl_megatron.preflight.step_report": (1, MEASURES),
     "skyrl_megatron.entrypoints.embedded": (1, "how many devices the run takes: those that are there"),
     "skyrl_megatron.workers.ray_setup": (2, STARTS),
