@@ -147,6 +147,12 @@ TABLE = (
         "spikes: bad samples, or the learning rate is too high",
     ),
     Metric("policy/policy_lr", "", "Learning rate"),
+    Metric(
+        "policy/attention_logit_max",
+        "logits",
+        "Largest attention logit before QK-clip, with `qk_clip`",
+        "above the threshold: heads are clipped",
+    ),
     Metric("policy/skipped", "updates", "Updates skipped because the gradient was not finite", "above 0: overflow"),
     Metric("policy/num_microbatches", "", "Micro-batches of a data-parallel replica in an update"),
     Metric(

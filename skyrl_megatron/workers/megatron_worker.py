@@ -154,7 +154,13 @@ class RankProcess:
         return dict(result.expert_moves) | {
             f"{prefix}{metric}": value
             for prefix, own in {"": result, **named}.items()
-            for metric, value in (("grad_norm", own.grad_norm), ("lr", own.learning_rate), ("skipped", own.skipped))
+            for metric, value in (
+                ("grad_norm", own.grad_norm),
+                ("lr", own.learning_rate),
+                ("skipped", own.skipped),
+                ("attention_logit_max", own.max_logit),
+            )
+            if value is not None
         }
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:

@@ -150,7 +150,7 @@ RULES = {
     ),
     "Muon's field without Muon": ([f"{O}muon_momentum=0.9"], f"{O}muon_momentum", "optimizer=muon"),
     "momentum of 1": ([*MUON, f"{O}muon_momentum=1"], f"{O}muon_momentum", "below 1"),
-    "Muon per shard": ([*MUON, f"{O}muon_tp_mode=blockwise"], f"{O}muon_tp_mode", "another algorithm"),
+    "Muon summed over ranks": ([*MUON, f"{O}muon_tp_mode=distributed"], f"{O}muon_tp_mode", "or blockwise"),
     "Megatron's own Muon": ([f"{O}optimizer=muon"], f"{O}optimizer", "optimizer_config.optimizer=muon"),
     "Muon with fp16 masters": (
         [*MUON, f"{O}use_precision_aware_optimizer=true", f"{O}main_params_dtype=fp16"],
@@ -435,7 +435,22 @@ RULES = {
     ),
     "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "remove this key"),
     "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "vLLM runs inference here"),
-    "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "remove this key"),
+    "clipped queries of AdamW": ([f"{K}qk_clip=true"], f"{K}qk_clip", "optimizer=muon"),
+    "clipped queries of adapters": (
+        [*MUON, f"{K}qk_clip=true", "trainer.policy.model.lora.rank=8"],
+        f"{K}qk_clip",
+        "this role does not have",
+    ),
+    "clipped queries of padded rows": (
+        [*MUON, f"{K}qk_clip=true", "trainer.use_sample_packing=false"],
+        f"{K}qk_clip",
+        "needs packed sequences",
+    ),
+    "clipping in one place": (
+        [*MUON, f"{K}qk_clip=true", f"{K}qk_clip_alpha=1"],
+        f"{K}qk_clip_alpha",
+        "must be above 0 and below 1",
+    ),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
     "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
     "narrow moments on the host": (
@@ -867,6 +882,8 @@ def test_warnings_that_do_not_stop_a_run(monkeypatch):
     args += ["generator.append_eos_token_after_stop_str_in_multi_turn=false"]
     with pytest.warns(SkyRLMegatronWarning, match="end-of-sequence"):
         find_problems(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
+    with pytest.warns(SkyRLMegatronWarning, match="muon_tp_mode=blockwise is another algorithm"):
+        find_problems(SkyRLTrainConfig.from_cli_overrides([*MUON, f"{O}muon_tp_mode=blockwise"]), GPUS)
 
 
 def test_a_loss_that_learns_worse_from_old_samples():
