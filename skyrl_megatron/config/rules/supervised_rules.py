@@ -57,6 +57,8 @@ def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterato
         ("trainer.teacher.model.path", trainer.teacher.model.path, has_teacher(cfg)),
         ("trainer.algorithm.use_kl_in_reward", True, algorithm.use_kl_in_reward),
         ("trainer.fully_async.enabled", True, trainer.fully_async.enabled),
+        ("trainer.exact_rollouts", True, trainer.exact_rollouts),
+        ("trainer.max_rollout_gap", trainer.max_rollout_gap, trainer.max_rollout_gap is not None),
         ("generator.n_samples_per_prompt", cfg.generator.n_samples_per_prompt, cfg.generator.n_samples_per_prompt > 1),
         ("generator.inference_engine.run_engines_locally", True, cfg.generator.inference_engine.run_engines_locally),
     ):
