@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 64 * 2**20
 """Most memory for parts that arrive at the same time."""
 
-type Span = tuple[int, int]
+type Elements = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,9 @@ class ExpertMoves:
                 own.write_back(own.tensors)
         self.placement.set(dict(self.placement.moved) | dict(target))
 
-    def _held_spans(self, tensors: Sequence[_SlotTensor], owned: Mapping[int, OwnedRange]) -> list[list[list[Span]]]:
+    def _held_spans(
+        self, tensors: Sequence[_SlotTensor], owned: Mapping[int, OwnedRange]
+    ) -> list[list[list[Elements]]]:
         """Return the elements of each slot whose state a rank owns: [tensor][edp rank][slot].
 
         Raises DistributedError if expert-parallel ranks own different elements.
@@ -173,7 +175,7 @@ class ExpertMoves:
         routes: Sequence[_Route],
         numel: int,
         slots: Sequence[_Flat | None],
-        spans: Sequence[Sequence[Span]],
+        spans: Sequence[Sequence[Elements]],
         *,
         paired: bool,
     ) -> None:
@@ -241,7 +243,7 @@ def _state(name: str, slot: _Slot, own: OwnedRange | None) -> _Flat | None:
     return None if own is None else _Flat(own.tensors[name], own.start, slot.first)
 
 
-def _span(slot: _Slot, numel: int, own: OwnedRange | None) -> Span:
+def _span(slot: _Slot, numel: int, own: OwnedRange | None) -> Elements:
     """Return the elements of a slot that this rank's optimizer has; (0, 0) for none."""
     if own is None:
         return 0, 0
