@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics
-from skyrl_megatron.algorithms.preferences import Answers, PreferenceObjective, RewardObjective
+from skyrl_megatron.algorithms.preferences import KL, Answers, PreferenceObjective, RewardObjective
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.runtime.critic import CriticEngine, response_values
 from skyrl_megatron.runtime.engine import MegatronEngine
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.trained_model import RoleName
-
-KL = "kto_kl"
-"""Metadata key of a batch: the KL divergence to the reference that ``kto`` subtracts, in nats."""
 
 
 class PreferenceEngine(MegatronEngine):
