@@ -112,7 +112,7 @@ def read_dockerfile(context: Path) -> BuildPlan:
             if stages > 1:
                 raise _unsupported(where, "it has several stages")
             if not _is_plain(image):
-                raise _unsupported(where, f"nothing here stands in for image {image}")
+                raise _unsupported(where, f"nothing here replaces image {image}")
         elif word == "WORKDIR":
             folder = _absolute(_filled(rest, known), folder)
             steps.append(BuildStep(where, command=f"mkdir -p {shlex.quote(folder)}"))

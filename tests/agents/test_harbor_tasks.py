@@ -171,7 +171,7 @@ def test_a_line_that_namespaces_cannot_follow_is_named(provider, folder):
 @pytest.mark.parametrize(
     ("lines", "number", "why"),
     [
-        ("FROM swebench/sweb.eval:1", 1, "nothing here stands in for image swebench/sweb.eval:1"),
+        ("FROM swebench/sweb.eval:1", 1, "nothing here replaces image swebench/sweb.eval:1"),
         ("FROM ubuntu AS one\nFROM ubuntu", 2, "several stages"),
         ("FROM ubuntu\nCOPY --from=uv /uv /bin/uv", 2, "from another image"),
         ("FROM ubuntu\n\nADD https://x.y/z /app/z", 3, "needs a network"),
