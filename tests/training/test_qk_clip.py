@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -41,7 +42,7 @@ def largest_logits(folder, batch):
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
     from transformers.masking_utils import eager_mask
-    from transformers.models.llama.modeling_llama import eager_attention_forward, repeat_kv
+    from transformers.models.llama.modeling_llama import repeat_kv
 
     found = {}
 
@@ -53,7 +54,8 @@ def largest_logits(folder, batch):
             before = found.get(module.layer_idx)
             found[module.layer_idx] = largest if before is None else largest.maximum(before)
         module.num_key_value_groups = query.shape[1] // key.shape[1]
-        return eager_attention_forward(module, query, key, value, attention_mask, scaling)
+        attention = sys.modules[type(module).__module__].eager_attention_forward  # the family's own: gpt-oss has sinks
+        return attention(module, query, key, value, attention_mask, scaling)
 
     AttentionInterface.register("recording", recording)
     AttentionMaskInterface.register("recording", eager_mask)
