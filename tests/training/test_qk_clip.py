@@ -30,7 +30,7 @@ MORE = {
     "tp2·cp2": dict(world=4, tp=2, cp=2),
     "pp2": dict(world=2, pp=2),
     "pp2·vpp2": dict(world=2, pp=2, vpp=2),
-    "tp2·pp2·ep2": dict(world=4, tp=2, pp=2, ep=2),
+    "tp2·pp2": dict(world=4, tp=2, pp=2),
 }
 FAMILIES = {
     "qwen2": dict(num_hidden_layers=4, num_key_value_heads=2),
