@@ -203,6 +203,19 @@ def test_a_single_head(ranks, model):
     assert changed == {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_b_proj", "kv_b_proj")}
 
 
+def test_a_draft_head(ranks, model, tmp_path):
+    """It is a layer like the others, in an optimizer with gradient buffers of its own."""
+    from tests.training import draft_reference
+
+    folder, batch = draft_reference.save_with_draft("deepseek_v3", tmp_path / "model"), model("deepseek_v3")[1]
+    keys = {f"{MEGATRON}mtp.train": True}
+    ((before, after, *_), _) = ranks(2, clip_body, folder, batch, 1e-4, LAYOUTS["dp2"], keys)
+    changed = {name for (name, index), weight in before.items() if not after[name, index].equal(weight)}
+    assert changed == {name for name, _ in before if name.endswith(("q_b_proj.weight", "kv_b_proj.weight"))}
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert len(changed) == 2 * (layers + 1)
+
+
 def masters_of(engine):
     """(HF name, expert) → whole fp32 master, on the ranks that gather it; whether all weights are their rounding."""
     import torch
