@@ -191,42 +191,6 @@ def test_every_table_tells_its_matrices():
         assert not list(without_split(Plan.of(tiny_config(family)).entries)), family
 
 
-def test_a_table_that_does_not_tell_its_matrices_is_refused_by_the_check(tmp_path, monkeypatch):
-    """A plugin's conversion without ``blocks`` is named before anything starts; with AdamW it is none of a problem."""
-    import dataclasses
-
-    from bridges import families
-    from bridges.conversions import Conversion
-    from bridges.families.llama import FAMILY
-    from bridges.rows import Row
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from tests.bridges.tiny_models import tiny_config
-
-    class Folded(Conversion):
-        pass
-
-    class FoldedRow(Row):
-        def conversion(self, dims):
-            return Folded()
-
-    rows = [
-        FoldedRow(row.megatron, row.hf, row.shape, row.split) if row.megatron.endswith("linear_proj.weight") else row
-        for row in FAMILY.layer
-    ]
-    monkeypatch.setitem(families._families, "llama", dataclasses.replace(FAMILY, layer=tuple(rows)))
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
-    keys = {"trainer.policy.model.path": str(tmp_path), "trainer.algorithm.use_kl_loss": False}
-    assert parameter_tables(SkyRLTrainConfig.from_cli_overrides(keys))
-    with pytest.raises(
-        ConfigError, match=r"linear_proj\.weight: the table does not say which matrices Folded fuses"
-    ) as found:
-        parameter_tables(SkyRLTrainConfig.from_cli_overrides(keys | {f"{OPTIMIZER}optimizer": "muon"}))
-    (problem,) = found.value.problems
-    assert problem.key == f"{OPTIMIZER}optimizer" and "train with optimizer=adam" in problem.fix
-
-
 def scale_body(folder, layout, overrides):
     """Per weight: whether clipping, and a rate of 0 for what AdamW trains, changed it."""
     clipped = engine_of(folder, layout, overrides | {f"{OPTIMIZER}max_grad_norm": 1e-4})
