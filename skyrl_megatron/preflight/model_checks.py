@@ -105,8 +105,8 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Pr
         return
     settings = getattr(run.cfg.trainer, role)
     if run.training and settings.optimizer_config.optimizer == "muon":
-        for why in without_split(model.plan.entries):
-            yield Problem(f"trainer.{role}.optimizer_config.optimizer", "muon", why)
+        for unknown in without_split(model.plan.entries):
+            yield Problem(f"trainer.{role}.optimizer_config.optimizer", "muon", unknown)
     options = settings.megatron_config.transformer_config_kwargs
     local = options.get("transformer_impl") == LOCAL or unsupported_by_te(model) is not None
     use_te = not run.hardware.is_cpu and not local
