@@ -176,6 +176,7 @@ def test_a_table_that_does_not_tell_its_matrices_is_refused(tmp_path, monkeypatc
         FoldedRow(row.megatron, row.hf, row.shape, row.split) if row.megatron.endswith("linear_proj.weight") else row
         for row in FAMILY.layer
     ]
+    families.supported()  # loads the tables
     monkeypatch.setitem(families._families, "llama", dataclasses.replace(FAMILY, layer=tuple(rows)))
     model = str(save_tiny("llama", tmp_path / "model", num_hidden_layers=2))
     keys = {"trainer.policy.model.path": model}
