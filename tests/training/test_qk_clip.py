@@ -36,20 +36,26 @@ FAMILIES = {
     "qwen2": dict(num_hidden_layers=4, num_key_value_heads=2),
     "deepseek_v3": dict(num_hidden_layers=4),
     "gpt_oss": dict(num_hidden_layers=4, num_key_value_heads=2),
+    "deepseek_v32": dict(num_hidden_layers=4),
 }
-"""Grouped queries with biases, multi-latent attention, a sliding window with sinks."""
+"""Grouped queries with biases, multi-latent attention, a sliding window with sinks, keys that an indexer selects."""
 CASES = [("qwen2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "dp2")]
 FURTHER = [(family, layout) for family in FAMILIES for layout in LAYOUTS | MORE if (family, layout) not in CASES]
 
 
 def largest_logits(folder, batch):
     """[layers, heads]: the largest logit of transformers' eager attention, each row alone."""
+    from unittest import mock
+
     import torch
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-    from transformers.masking_utils import eager_mask
+    from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import repeat_kv
 
-    found = {}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    file = sys.modules[type(model).__module__]
+    attention, found = file.eager_attention_forward, {}  # the family's own: gpt-oss has sinks
 
     def recording(module, query, key, value, attention_mask, scaling, **options):
         with torch.no_grad():
@@ -59,15 +65,9 @@ def largest_logits(folder, batch):
             before = found.get(module.layer_idx)
             found[module.layer_idx] = largest if before is None else largest.maximum(before)
         module.num_key_value_groups = query.shape[1] // key.shape[1]
-        attention = sys.modules[type(module).__module__].eager_attention_forward  # the family's own: gpt-oss has sinks
         return attention(module, query, key, value, attention_mask, scaling)
 
-    AttentionInterface.register("recording", recording)
-    AttentionMaskInterface.register("recording", eager_mask)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="recording", experts_implementation="eager"
-    )
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(file, "eager_attention_forward", recording):
         for row, length in enumerate(batch.lengths.tolist()):
             model(batch.sequences[row, -length:][None], use_cache=False)
     return torch.stack([found[layer] for layer in sorted(found)])
