@@ -31,6 +31,7 @@ import os
 import random
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,15 +249,15 @@ class Order:
                 self.sampler.observe(row, self.sampler.score(each))
 
 
-def train(policy: Policy, task: Sums, held_out: Sums, moments: dict[str, Any], plan: Plan) -> list[dict[str, Any]]:
-    """Train by ``plan``; return the metrics of the steps at which the score was measured."""
+def train(policy: Policy, task: Sums, held_out: Sums, moments: dict[str, Any], plan: Plan) -> Iterator[dict[str, Any]]:
+    """Train by ``plan``; yield the metrics of the steps at which the score was measured."""
     always = {"use_kl_loss": False, "use_entropy_loss": True, "entropy_loss_coef": 0.01}
     objective = PolicyObjective(AlgorithmConfig.from_dict_config(always | LOSSES[plan.loss]))
     behaviour, draw = copy.deepcopy(policy), torch.Generator().manual_seed(plan.seed)
     adam = torch.optim.Adam(policy.model.parameters())
     adam.load_state_dict(copy.deepcopy(moments))
     versions = collections.deque([copy.deepcopy(policy.model.state_dict())], maxlen=plan.age + 1)
-    order, lines, sampled = Order(plan, len(task)), [], 0
+    order, sampled = Order(plan, len(task)), 0
     for step in range(1, plan.steps + 1):
         share = 0.5 * (1 + math.cos(math.pi * (step - 1) / plan.steps)) if plan.decays else 1.0
         adam.param_groups[0]["lr"] = plan.lr * share
@@ -270,10 +271,9 @@ def train(policy: Policy, task: Sums, held_out: Sums, moments: dict[str, Any], p
         if step % plan.every == 0 or step == plan.steps:
             score = policy.score(held_out)
             line = {"step": step, "samples": sampled * SAMPLES, "score": score}
-            lines.append(dataclasses.asdict(plan) | measured | line | {"reward": float(rewards.mean())})
+            yield dataclasses.asdict(plan) | measured | line | {"reward": float(rewards.mean())}
             if score >= plan.enough:
                 break
-    return lines
 
 
 def sample_step(
@@ -358,10 +358,12 @@ class Seeds:
             torch.save((policy.model.state_dict(), moments), warm)
         weights, moments = torch.load(warm)
         policy.model.load_state_dict(weights)
-        lines = train(policy, task, held_out, moments, plan)
-        if self.out is not None:
-            with self.out.open("a") as file:
-                file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        lines = []
+        for line in train(policy, task, held_out, moments, plan):
+            lines.append(line)
+            if self.out is not None:
+                with self.out.open("a") as file:
+                    file.write(f"{json.dumps(line)}\n")
         return lines
 
 
@@ -385,7 +387,7 @@ def compare_samplers(seeds: Seeds, args: argparse.Namespace, base: Plan) -> None
     first = None
     for sampler in args.samplers:
         options = json.loads(args.options) if sampler == "pools" else {}
-        plan = dataclasses.replace(base, sampler=sampler, options=options, every=1, enough=args.to)
+        plan = dataclasses.replace(base, sampler=sampler, options=options, every=min(args.every, 2), enough=args.to)
         runs = [seeds.run(dataclasses.replace(plan, seed=seed)) for seed in args.seeds]
         needed = [lines[-1]["samples"] for lines in runs if lines[-1]["score"] >= args.to]
         if len(needed) < len(runs):
