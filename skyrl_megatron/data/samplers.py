@@ -357,8 +357,9 @@ class Pools(AdaptiveSampler):
         """Return the weight of each row, [n] float64, without regard to retirement."""
         base = np.where(self.streak > 0, self.options.easy_weight, self.options.hard_weight)
         with np.errstate(over="ignore"):  # of a weight above 1
-            weights = base ** np.abs(self.streak)
-        return np.clip(weights, self.options.least_weight, 1 / self.options.least_weight)
+            weights: np.ndarray = base ** np.abs(self.streak)
+        np.clip(weights, self.options.least_weight, 1 / self.options.least_weight, out=weights)
+        return weights
 
     def retired(self) -> np.ndarray:
         """Return which rows are retired, [n] bool: of more than allowed, those that were easy most often in a row."""
