@@ -244,6 +244,22 @@ MUTATIONS = (
         "staleness would be reported of padding",
     ),
     Mutation(
+        "a-dropped-group-that-is-observed",
+        "skyrl_megatron/trainer/rollout_source.py",
+        "if not gates.observed(gate):",
+        "if False:",
+        ("tests/rollout/test_admission.py::test_what_a_synchronous_run_counts_and_observes",),
+        "an adaptive sampler would call a prompt hard because its responses were too long",
+    ),
+    Mutation(
+        "versions-of-kept-tokens-lost",
+        "skyrl_megatron/rollout/continuation.py",
+        "versions = list(part.versions)",
+        "versions = [(generation.versions[0][0], 0, length)] if generation.versions else []",
+        ("tests/rollout/test_partial.py::test_interrupted_turns_continue_where_they_were",),
+        "stale tokens would count as new, for the bound on age and the correction by version",
+    ),
+    Mutation(
         "stragglers-that-are-fast",
         "skyrl_megatron/trainer/recovery.py",
         "slow = ratio > RATIO and",

@@ -156,6 +156,14 @@ MUTATIONS = (
         "a run would resume in the middle of data that it never saw",
     ),
     Mutation(
+        "observations-when-they-finish",
+        "skyrl_megatron/data/loader.py",
+        "if waits and any(number not in self.scores for number in numbers):",
+        "if False:",
+        ("tests/prompts/test_samplers.py::test_asynchronous_draws_depend_on_no_time",),
+        "the draws of an adaptive sampler would depend on which samples finish first",
+    ),
+    Mutation(
         "keys-and-values-swapped",
         "bridges/conversions.py",
         "q, k, v = torch.tensor_split(by_group, (self.queries * self.dim, (self.queries + 1) * self.dim), dim=1)",
