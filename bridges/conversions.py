@@ -32,6 +32,14 @@ class Blocks:
         by_group = weight.unflatten(0, (self.groups, sum(self.rows)))
         return [part.flatten(0, 1) for part in by_group.split(self.rows, dim=1)]
 
+    def shard(self, size: int) -> Blocks:
+        """Return the maps of the rows that one of ``size`` ranks holds. A part of a single group is one map."""
+        if self.groups % size == 0:
+            return Blocks(self.groups // size, self.rows)
+        if self.groups == 1:
+            return Blocks(1, tuple(rows // size for rows in self.rows))
+        return Blocks(1, (self.groups * sum(self.rows) // size,))
+
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
         """Invert :meth:`split`."""
         if len(matrices) == 1:

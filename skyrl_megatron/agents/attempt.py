@@ -9,12 +9,14 @@ ended, and it cannot change how they run except by the files that it hands in.
 that are handed in can find out what is right.
 
 Tests that leave a reward in a folder, as Harbor's do, look at all that the agent may have changed. So they run in the
-first sandbox, when no process of the agent and no relay is left.
+first sandbox, when no process of the agent and no relay is left; or in one of their own, into which the files that the
+task names move.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +32,10 @@ from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue
 if TYPE_CHECKING:
     from skyrl_megatron.agents.rows import OutcomeKind
 
+COPY_S = 120.0
+"""Time in seconds to move files inside a sandbox."""
+HANDED = "/tmp/handed"
+"""Where the files that move from the agent's sandbox into that of the tests are packed."""
 TESTS_DISK = 64 << 20
 """Bytes that the tests may write in addition to the disk limit of the agent."""
 MOST_OVERHEAD_S = 600.0
@@ -99,19 +105,20 @@ async def attempt(
         if done["agent"].timed_out or context_full():
             return
         with _timed(seconds, "tests"):
-            done["tests"] = await _tested(task, sandbox)
-            done["reward"] = await _left(task, sandbox, done["tests"])
+            done.update(await _tested(task, sandbox))
 
+    in_place = task.rewards and task.place is None
     try:
         with _timed(seconds, "agent"):
-            ended = await run_agent(task, agent, queue, server, group, done, then=judged if task.rewards else None)
+            ended = await run_agent(task, agent, queue, server, group, done, then=judged if in_place else None)
+        seconds["agent"] -= seconds.get("tests", 0.0)
         if ended.timed_out:
             return AttemptResult(OutcomeKind.TIMED_OUT, f"the agent took {task.agent_timeout_s:g} s", **done)
         if context_full():
             return AttemptResult(OutcomeKind.CONTEXT_FULL, "the agent's context was full", **done)
-        if not task.rewards:
+        if not in_place:
             with _timed(seconds, "tests"):
-                done["tests"] = await _run_tests(task, queue, group, done["workspace"])
+                done.update(await _run_tests(task, queue, group, done["workspace"]))
     except SandboxLimitError as error:
         return AttemptResult(OutcomeKind.FAILED, str(error), **{**done, "reward": 0.0})
     except SandboxError as error:
@@ -134,7 +141,9 @@ async def run_agent(
     instead of reading the workspace. The other arguments are those of :func:`attempt`. Raises SandboxError."""
     mounts = {**task.spec.mounts, **agent.mounts}
     spec = replace(
-        _with_lifetime(task.spec, task.agent_timeout_s + MOST_OVERHEAD_S), mounts=mounts, relay=server is not None
+        _with_lifetime(task.spec, task.agent_timeout_s + task.tests_timeout_s + MOST_OVERHEAD_S),
+        mounts=mounts,
+        relay=server is not None,
     )
     async with queue.sandbox(spec, group) as sandbox:
         if task.files:
@@ -150,32 +159,55 @@ async def run_agent(
                 folder=task.folder,
                 stdin=agent.stdin,
             )
-        if then is None:
-            done["workspace"] = await sandbox.get(task.folder)
-        else:
+        if then is not None:
             await then(sandbox)
+        elif task.place is not None:
+            done["workspace"] = await _handed(task.place.handed, sandbox)
+        else:
+            done["workspace"] = await sandbox.get(task.folder)
     return ended
 
 
-async def _run_tests(task: Task, queue: SandboxQueue, group: str, workspace: bytes) -> CommandResult:
-    spec = _with_lifetime(task.spec, task.tests_timeout_s + MOST_OVERHEAD_S)
+async def _handed(paths: Sequence[str], sandbox: Sandbox) -> bytes:
+    """Return files and folders of a sandbox as an archive of :data:`HANDED`, which has them at their paths."""
+    listed = "; ".join(f"[ ! -e {each} ] || find {each} -type f -o -type l" for each in map(shlex.quote, paths))
+    command = f"mkdir -p {HANDED} && cd / && {{ {listed}; }} | tar -cf {HANDED}/files.tar -T -"
+    packed = await sandbox.run(["sh", "-c", command], timeout_s=COPY_S, folder="/")
+    if packed.exit_code:
+        raise SandboxError(f"files of an agent cannot be read: {packed.stderr.decode(errors='replace')[:500]}")
+    return await sandbox.get(HANDED)
+
+
+async def _run_tests(task: Task, queue: SandboxQueue, group: str, workspace: bytes) -> dict[str, Any]:
+    spec = _with_lifetime(task.place.spec if task.place else task.spec, task.tests_timeout_s + MOST_OVERHEAD_S)
     limits = replace(spec.limits, disk=spec.limits.disk + TESTS_DISK)  # an agent that filled its disk leaves no room
     spec = replace(spec, limits=limits, relay=False)
     async with queue.sandbox(spec, group) as sandbox:
-        await sandbox.put(workspace, task.folder)
+        await sandbox.put(workspace, task.folder if task.place is None else HANDED)
+        if task.place is not None:
+            command = ["tar", "-xf", f"{HANDED}/files.tar", "-C", "/"]
+            moved = await sandbox.run(command, timeout_s=COPY_S, folder="/")
+            if moved.exit_code:
+                said = moved.stderr.decode(errors="replace")[:500]
+                raise SandboxError(f"the files of an agent cannot be put where its tests run: {said}")
         return await _tested(task, sandbox)
 
 
-async def _tested(task: Task, sandbox: Sandbox) -> CommandResult:
-    """Put the tests into a sandbox and run them."""
-    if task.rewards:  # the agent may have left any of these
+async def _tested(task: Task, sandbox: Sandbox) -> dict[str, Any]:
+    """Put the tests into a sandbox and run them. Returns how they ended, and the reward that they left."""
+    if task.rewards and task.place is None:  # the agent may have left any of these
         command = ["sh", "-c", f"rm -rf {TESTS} {task.rewards} && mkdir -p {task.rewards}"]
-        cleared = await sandbox.run(command, timeout_s=task.tests_timeout_s, folder="/")
+        cleared = await sandbox.run(command, timeout_s=COPY_S, folder="/")
         if cleared.exit_code:
             raise SandboxError(f"{task.rewards} cannot be emptied: {cleared.stderr.decode(errors='replace')[:500]}")
-    await sandbox.put(pack(task.tests, task.executable), TESTS)
-    variables = {**task.environment, **task.tests_environment}
-    return await sandbox.run(task.command, timeout_s=task.tests_timeout_s, environment=variables, folder=task.folder)
+    if task.tests:
+        await sandbox.put(pack(task.tests, task.executable), TESTS)
+    folder, environment = (
+        (task.place.folder, task.place.environment) if task.place else (task.folder, task.environment)
+    )
+    variables = {**environment, **task.tests_environment}
+    tested = await sandbox.run(task.command, timeout_s=task.tests_timeout_s, environment=variables, folder=folder)
+    return {"tests": tested, "reward": await _left(task, sandbox, tested) if task.rewards else None}
 
 
 async def _left(task: Task, sandbox: Sandbox, tested: CommandResult) -> float | None:

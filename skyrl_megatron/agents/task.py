@@ -9,7 +9,7 @@ Harbor's (https://harborframework.com), in which Terminal-Bench and SWE benchmar
     solution/solve.sh  is not read
 
 They are used as they are. What a sandbox here cannot give is one error that names the key: a task of several steps or
-services, another user, a GPU, its own environment for the tests. A network is never there: tests that install packages
+services, another user, a GPU. A network is never there: tests that install packages
 leave no reward. Harbor's package is not imported, because it excludes the versions of the engines' server; a test
 compares what is read here with what its own classes read.
 """
@@ -22,22 +22,36 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import DataError, SandboxError
-from skyrl_megatron.sandboxes.dockerfile import NAME, working_folder
+from skyrl_megatron.sandboxes.dockerfile import NAME, own_folders, working_folder
 from skyrl_megatron.sandboxes.sandbox import WORKSPACE, Limits, SandboxSpec, read_folder
 
 REWARDS = "/logs/verifier"
 FOLDERS = ("/logs", "/logs/agent", REWARDS, "/logs/artifacts")
+OVERHEAD_S = 1200.0
+"""Time in seconds of a sandbox in addition to the limits of agent and tests."""
 TIMEOUT_S = 600.0
 """Time in seconds of agent and tests where the task sets none."""
 TEST = "test.sh"
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class TestsPlace:
+    """A sandbox of the tests' own: what it is made of, where the tests start, and the files and folders of the agent's
+    that they see, at the same paths."""
+
+    __test__ = False  # for pytest
+    spec: SandboxSpec
+    folder: str
+    environment: Mapping[str, str]
+    handed: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ class Task:
     ``executable``: names in ``tests`` that can be executed.
 
     ``rewards``: a folder in which the tests leave the reward (:func:`reward_of`), instead of by their exit code. Such
-    tests run in the agent's sandbox after the agent, as they look at more than its folder.
+    tests run in the agent's sandbox after the agent, as they look at more than its folder; with ``place``, in that.
     """
 
     name: str
@@ -67,6 +81,7 @@ class Task:
     tests_environment: Mapping[str, str] = field(default_factory=dict)
     executable: Sequence[str] = ()
     rewards: str = ""
+    place: TestsPlace | None = None
 
 
 def read_task(folder: Path) -> Task:
@@ -133,35 +148,62 @@ def read_harbor_task(folder: Path) -> Task:
     agent, verifier, place = (settings.get(name, {}) for name in ("agent", "verifier", "environment"))
     if unsupported := _unsupported(folder, settings):
         raise DataError(f"{file}: {unsupported} is not supported: leave this task out")
-    if not (folder / "tests" / TEST).is_file():
-        raise DataError(f"{folder / 'tests' / TEST} of a task is missing: add it")
-    context = folder / "environment"
-    files: Mapping[str, bytes] = {}
+    context, own = folder / "environment", folder / "tests"
+    if not (own / TEST).is_file():
+        raise DataError(f"{own / TEST} of a task is missing: add it")
+    times = agent.get("timeout_sec") or TIMEOUT_S, verifier.get("timeout_sec", TIMEOUT_S)
+    image, workdir, environment = _image(file, context, place)
+    tests, separate = read_folder(own), None
+    if _is_separate(verifier):
+        given = verifier.get("environment", place)
+        bundled = (own / NAME).is_file() or "docker_image" in verifier.get("environment", {})
+        its_image, its_folder, its_environment = _image(file, own if bundled else context, given)
+        handed = [each if isinstance(each, str) else each["source"] for each in settings.get("artifacts", [])]
+        handed = [os.path.join(workdir or "/", each) for each in ("/logs/artifacts", *handed)]
+        separate = TestsPlace(
+            _spec(file, its_image, given, (*own_folders(handed), its_folder), sum(times)),
+            its_folder,
+            its_environment,
+            handed,
+        )
+        tests = {} if bundled else tests
+    return Task(
+        name=folder.name,
+        text=_without_canary(read_file(folder / "instruction.md", lambda path: path.read_text())),
+        files={} if (context / NAME).is_file() or not context.is_dir() else read_folder(context),
+        tests=tests,
+        command=["sh", "-c", f"chmod +x /tests/{TEST}; /tests/{TEST}"],
+        spec=_spec(file, image, place, (workdir,), sum(times)),
+        agent_timeout_s=times[0],
+        tests_timeout_s=times[1],
+        folder=workdir,
+        environment=environment,
+        tests_environment=_variables(file, "verifier", verifier),
+        executable=[name for name in tests if os.access(own / name, os.X_OK)],
+        rewards=REWARDS,
+        place=separate,
+    )
+
+
+def _image(file: Path, context: Path, place: Mapping[str, Any]) -> tuple[str, str, dict[str, str]]:
+    """Return the image of an environment, its working folder and its variables."""
     workdir, environment = "", dict[str, str]()
     if (context / NAME).is_file():
         image = str(context.absolute())
         workdir, environment = read_file(context / NAME, working_folder)
-    elif place.get("docker_image"):
-        image, files = place["docker_image"], read_folder(context) if context.is_dir() else {}
-    else:
+    elif not (image := place.get("docker_image", "")):
         raise DataError(f"{context / NAME} is missing, and {file} has no environment.docker_image: add one of them")
-    workdir = place.get("workdir") or workdir
-    tests = read_folder(folder / "tests")
-    return Task(
-        name=folder.name,
-        text=_without_canary(read_file(folder / "instruction.md", lambda path: path.read_text())),
-        files=files,
-        tests=tests,
-        command=["sh", "-c", f"/tests/{TEST}"],
-        spec=SandboxSpec(image, limits=_limits(file, place), folders=FOLDERS + ((workdir,) if workdir else ())),
-        agent_timeout_s=agent.get("timeout_sec") or TIMEOUT_S,
-        tests_timeout_s=verifier.get("timeout_sec", TIMEOUT_S),
-        folder=workdir,
-        environment=environment | _variables(file, "environment", place),
-        tests_environment=_variables(file, "verifier", verifier),
-        executable=[name for name in tests if name == TEST or os.access(folder / "tests" / name, os.X_OK)],
-        rewards=REWARDS,
-    )
+    return image, place.get("workdir") or workdir, environment | _variables(file, "environment", place)
+
+
+def _spec(file: Path, image: str, place: Mapping[str, Any], folders: Sequence[str], lifetime_s: float) -> SandboxSpec:
+    limits = replace(_limits(file, place), lifetime_s=lifetime_s + OVERHEAD_S)
+    return SandboxSpec(image, limits=limits, folders=(*FOLDERS, *filter(None, folders)))
+
+
+def _is_separate(verifier: Mapping[str, Any]) -> bool:
+    mode = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared")
+    return bool(mode == "separate")
 
 
 def reward_of(files: Mapping[str, bytes]) -> float:
@@ -188,7 +230,7 @@ def reward_of(files: Mapping[str, bytes]) -> float:
 def _unsupported(folder: Path, settings: Mapping[str, Any]) -> str:
     """Return the first setting of a task that no sandbox here can give, or nothing."""
     agent, verifier, place = (settings.get(name, {}) for name in ("agent", "verifier", "environment"))
-    separate = verifier.get("environment_mode") == "separate" or "environment" in verifier
+    artifacts = [each for each in settings.get("artifacts", []) if not isinstance(each, str)]
     found = {
         "steps": bool(settings.get("steps")),
         "environment.os": place.get("os", "linux").lower() != "linux",
@@ -196,7 +238,8 @@ def _unsupported(folder: Path, settings: Mapping[str, Any]) -> str:
         "environment.tpu": bool(place.get("tpu")),
         "environment.mcp_servers": bool(place.get("mcp_servers")),
         "environment.healthcheck": bool(place.get("healthcheck")),
-        "verifier.environment_mode": separate,
+        "artifacts.service": any(each.get("service") not in (None, "main") for each in artifacts),
+        "artifacts.exclude": any(each.get("exclude") for each in artifacts),
         "verifier.collect": bool(verifier.get("collect")),
         "agent.user": agent.get("user") not in (None, "root", 0),
         "verifier.user": verifier.get("user") not in (None, "root", 0),

@@ -38,6 +38,8 @@ from skyrl_megatron.config.schema.generator import DPOConfig
 SIDES = ("chosen", "rejected")
 SIDE, REFERENCE, MARGIN = 0, 1, 2
 """Columns of ``TrainingBatch.preferences``."""
+KL = "kto_kl"
+"""Metadata key of a batch: z of ``kto``, in nats."""
 
 
 def summed(values: Tensor, mask: Tensor) -> Tensor:

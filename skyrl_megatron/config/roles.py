@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import is_address, preferences, reward_model
 from skyrl_megatron.config.fields import Section, field_types
+from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.parse import Mismatch, convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
-from skyrl_megatron.errors import Problem
+from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.plugins import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -71,9 +72,28 @@ def is_frozen(role: str) -> bool:
 
 
 def has_value_head(cfg: SkyRLTrainConfig, role: str) -> bool:
-    """Return whether a role's model ends with a value in place of the vocabulary: a critic, and the policy of a run
-    that trains a reward model."""
+    """Return whether a role's model ends with a value in place of the vocabulary: a critic, a teacher that is a reward
+    model, and the policy of a run that trains one."""
+    if role == "teacher":
+        return teacher_is_reward_model(cfg)
     return role == "critic" or (role == "policy" and reward_model(cfg) is not None)
+
+
+def teacher_is_reward_model(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether the teacher on ranks gives scores and not log-probs: its folder is one for sequence
+    classification, as ``skyrl-megatron reward`` exports it."""
+    if cfg.trainer.teacher.model.path is None:
+        return False
+    try:
+        described = read_hf_config(cfg, "teacher") or {}
+    except ConfigError:  # reported where the models are checked
+        return False
+    return any(str(name).endswith("ForSequenceClassification") for name in described.get("architectures") or ())
+
+
+def distils_in_reward(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether log-probs of a teacher change the rewards."""
+    return bool(cfg.trainer.algorithm.distillation.reward_coef) and not teacher_is_reward_model(cfg)
 
 
 def has_teacher(cfg: SkyRLTrainConfig) -> bool:
@@ -258,6 +278,15 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         if wanted.demonstration is not None:
             key, value = f"{_A}distillation.demonstration", wanted.demonstration
         yield Problem(key, value, fix)
+    if teacher_is_reward_model(cfg):
+        fix = "is for log-probs, but the teacher is a reward model: remove this key, and set distillation.reward_coef"
+        for option, given, unwanted in (
+            (f"{_A}distillation.loss_coef", wanted.loss_coef, wanted.loss_coef > 0),
+            (f"{_A}advantage_estimator", "distillation", algorithm.advantage_estimator == "distillation"),
+            (KEY, ", ".join(teacher.models), bool(teacher.models)),
+        ):
+            if unwanted:
+                yield Problem(option, given, fix)
     if wanted.divergence_alone and not wanted.loss_coef:
         fix = "the divergence is the whole loss but has weight 0: set distillation.loss_coef"
         yield Problem(f"{_A}distillation.divergence_alone", True, fix)

@@ -11,10 +11,11 @@ from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
-from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
 from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
+from skyrl_megatron.config.rules.muon_rules import muon_notes
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems
 from skyrl_megatron.config.rules.supervised_rules import supervised_problems
@@ -146,3 +147,9 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "
             "stop string have no end-of-sequence token, so the policy is not trained to stop there"
         )
+    for role in active_roles(cfg):
+        if not is_frozen(role):
+            settings = getattr(cfg.trainer, role)
+            section = f"trainer.{role}.megatron_config.optimizer_config_kwargs."
+            options = settings.megatron_config.optimizer_config_kwargs
+            yield from muon_notes(settings.optimizer_config.optimizer, options, section)

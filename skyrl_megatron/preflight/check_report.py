@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from bridges.plan import Plan
+from skyrl_megatron.algorithms.expert_plan import HORIZON, MoveCosts
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import Hardware
@@ -90,7 +91,27 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     yield from _memory(own)
     if own.trained:
         yield f"  {recomputation(own)}"
+        if section.megatron_config.moe_expert_moves != "none":
+            yield _moves(cfg, plan, parallel, hardware)
     yield ""
+
+
+def _moves(cfg: SkyRLTrainConfig, plan: Plan, parallel: ParallelConfig, hardware: Hardware) -> str:
+    """Return what a move of an expert between ranks takes, and when it pays back."""
+    dims, width = plan.shape.dims, 2 if cfg.trainer.bf16 else 4
+    costs = MoveCosts.of(
+        dims["H"],
+        dims["M"],
+        weight_bytes=width,
+        edp=parallel.edp,
+        etp=parallel.etp,
+        gpu=None if hardware.is_cpu else hardware.gpu or "",
+        flops=cfg.trainer.peak_flops_per_rank,
+    )
+    return (
+        f"  moving an expert of a layer takes {1e3 * costs.move:.2f} ms; it pays back in {HORIZON} steps if the "
+        f"busiest rank gets {costs.tokens:,.0f} tokens less in each"
+    )
 
 
 def _degrees(p: ParallelConfig) -> str:

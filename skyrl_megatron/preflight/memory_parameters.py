@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
 from bridges.quantisation import Quantisation
-from bridges.rules import Entry, is_matrix, local_shape, padded_rows
+from bridges.rules import Entry, is_matrix, local_shape, matrix_blocks, padded_rows
 from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.muon_rules import WINDOW
@@ -180,6 +180,19 @@ class ParameterTable:
         rest = (scaled, scales, made, indexer, (matrices[0], matrices[1]), largest)
         return StageParameters(dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), *rest)
 
+    def newton_schulz(self, parallel: ParallelConfig, stage: int) -> tuple[float, float]:
+        """Return the FLOPs of one Newton-Schulz step on all whole matrices of a stage's rank: dense, and experts'."""
+        layers = {
+            layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
+        }
+        found = [0.0, 0.0]
+        for entry, of in ((row.entry, row.layers) for row in self._rows):
+            times = len(of & layers) * (self.experts // parallel.ep if entry.is_expert else 1)
+            if times and ".indexer." not in entry.name and (blocks := matrix_blocks(entry)) is not None:
+                sizes = ((blocks.groups * rows, entry.shape[1]) for rows in blocks.rows)
+                found[entry.is_expert] += times * sum(_newton_schulz(*size) for size in sizes)
+        return found[0], found[1]
+
     def _scales(self, entry: Entry, over: int) -> int:
         """Count the scales of a weight that ``over`` ranks split, on the rank with the most; 0 if the weight is not
         in 8 bits."""
@@ -221,6 +234,12 @@ class ParameterTable:
             else:
                 outer += size
         return round(inner * share + (outer if pp == 1 else outer / 2))
+
+
+def _newton_schulz(rows: int, columns: int) -> float:
+    """Return the FLOPs of X ← aX + (bA + cA²)X with A = XXᵀ, on the shorter side."""
+    short, long = sorted((rows, columns))
+    return 4.0 * short * short * long + 2.0 * short**3
 
 
 def _power_of_two(size: int) -> int:
@@ -480,6 +499,20 @@ class AdapterTable:
             gathered += times * local * (a // each.pairs * each.projections + b)
             largest = max(largest, max(a, b) if times and is_matrix(entry) else 0)
         return Factors(elements[0], elements[1], gathered, (matrices[0], matrices[1]), largest)
+
+    def newton_schulz(self, parallel: ParallelConfig, stage: int) -> tuple[float, float]:
+        """As :meth:`ParameterTable.newton_schulz`, on the factors."""
+        count = len(self.plan.shape.moe)
+        layers = {layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, count, stage, chunk)}
+        found = [0.0, 0.0]
+        for each in self.maps:
+            if is_matrix(each.entry):
+                expert = each.entry.is_expert
+                times = len(each.layers & layers)
+                times *= self.plan.shape.dims["E"] // parallel.ep if expert else 1
+                a, b = (size // each.rank for size in _sizes(each, 1, te=False))
+                found[expert] += times * (_newton_schulz(each.rank, a) + _newton_schulz(b, each.rank))
+        return found[0], found[1]
 
     def in_layer(self, kind: tuple[bool, str]) -> Iterator[AdaptedMap]:
         """Yield the adapted linear layers of a layer of this kind (``ModelShape.kinds``)."""

@@ -73,6 +73,8 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             problem = _weights(model, whole, head, run.cfg.trainer.algorithm.value_head_prefix)
         if problem is not None:
             yield Problem(key, path, problem)
+        if model is not None:
+            yield from _clipping(run, role, model)
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
         if model is not None and role == "policy" and _runs_on_cpu(run):
@@ -90,6 +92,17 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
         return read_hf_model(folder, changes=changes, trust_remote_code=trust, draft=draft), None
     except ModelLoadError as error:
         return None, str(error)
+
+
+def _clipping(run: PlannedRun, role: str, model: HfModel) -> Iterator[Problem]:
+    """Yield why the model's attention, as this run builds it, cannot be clipped, if ``qk_clip`` is set."""
+    from skyrl_megatron.runtime.model.description import LOCAL, unsupported_by_te, without_qk_clip
+
+    options = getattr(run.cfg.trainer, role).megatron_config.transformer_config_kwargs
+    local = options.get("transformer_impl") == LOCAL or unsupported_by_te(model) is not None
+    use_te = not run.hardware.is_cpu and not local
+    if options.get("qk_clip") and (why := without_qk_clip(model, role_layout(run.cfg, role).tp, use_te)):
+        yield Problem(f"trainer.{role}.megatron_config.transformer_config_kwargs.qk_clip", True, why)
 
 
 def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:

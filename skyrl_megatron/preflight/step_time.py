@@ -17,6 +17,7 @@ import numpy as np
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.roles import (
+    distils_in_reward,
     has_value_head,
     is_frozen,
     needs_reference,
@@ -27,6 +28,7 @@ from skyrl_megatron.config.roles import (
     weight_transport,
 )
 from skyrl_megatron.config.rules.layout import stage_layers
+from skyrl_megatron.config.rules.muon_rules import muon_settings
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp
@@ -298,7 +300,7 @@ def policy_passes(cfg: SkyRLTrainConfig) -> int:
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
     megatron = trainer.policy.megatron_config
     replays = megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "trainer"
-    in_reward = algorithm.use_kl_in_reward or bool(algorithm.distillation.reward_coef)
+    in_reward = algorithm.use_kl_in_reward or distils_in_reward(cfg)
     read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
     once = trainer.train_batch_size == trainer.policy_mini_batch_size
     own = (read and not (once and training_pass_scores(cfg))) or replays
@@ -319,13 +321,14 @@ def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[T
     recompute = forward.times(again)
     waits = (forward + backward + recompute).times(found.bubbles)
     kept = role.model.recompute.granularity or "none"
-    left_out = ", without Muon's products" if role.model.settings.optimizer_config.optimizer == "muon" else ""
+    update, products = _optimizer(role), _orthogonalised(role)
+    muon = f", {products.times(times).likely:.3g} s of them Muon's products" if products.likely else ""
     return [
         Term("forward", {TRAIN: forward}),
         Term("backward", {TRAIN: backward}),
         Term("recomputation", {TRAIN: recompute}, f"{kept}: {again:.0%} of the forward pass"),
         Term("bubbles", {TRAIN: waits}, f"{found.bubbles:.0%} of the passes"),
-        Term("optimizer", {TRAIN: _optimizer(role).times(times)}, f"{times} steps{left_out}"),
+        Term("optimizer", {TRAIN: (update + products).times(times)}, f"{times} steps{muon}"),
     ]
 
 
@@ -351,6 +354,30 @@ def _optimizer(role: _Role) -> Seconds:
         summed = dense * (p.dp_cp - 1) / p.dp_cp + expert * (p.edp - 1) / p.edp
         wire = machine.across(p.world_size // p.pp, summed * (width + model.kernels.width))
         most = most.or_longer(machine.adam(shard - on_host) + hosted_s + wire)
+    return most
+
+
+def _orthogonalised(role: _Role) -> Seconds:
+    """Return the seconds that Muon adds to an optimizer step: Newton-Schulz on the whole matrices that a rank owns,
+    and fp32 momentum and updates on their ways over dp and tp; none with another optimizer."""
+    model, machine, p = role.model, role.machine, role.model.parallel
+    if model.settings.optimizer_config.optimizer != "muon":
+        return NONE
+    options = model.settings.megatron_config.optimizer_config_kwargs
+    settings, sharded = muon_settings(options), options.get("use_distributed_optimizer", True)
+    width = 2 if settings.fp32_matmul_prec in (None, "medium") else 4
+    dp, edp = (p.dp_cp, p.edp) if sharded else (1, 1)
+    table = model.table if model.adapters is None else model.adapters
+    most = NONE
+    for stage in range(p.pp):
+        dense, expert = table.newton_schulz(p, stage)
+        held = model.factors(stage) or model.parameters(stage)
+        own = (held.matrices[0] / dp, held.matrices[1] / edp)
+        products = machine.train((dense / dp + expert / edp) * settings.num_ns_steps, width)
+        there_and_back = 8 * (own[0] * (dp > 1) + own[1] * (edp > 1))
+        gathered = 4 * (own[0] * (p.tp - 1) + own[1] * (p.etp - 1))
+        wire = machine.across(p.world_size // p.pp, there_and_back) + machine.across(max(p.tp, p.etp), gathered)
+        most = most.or_longer(products + wire)
     return most
 
 

@@ -117,6 +117,8 @@ class MegatronEngine(TrainedModel):
             metrics |= indexer_metrics(self.chunks)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
+        if self.moves is not None:
+            self.moves.count(loads)
         for name, results in measured.items() if self.adapter_names != ("",) else ():
             own = self._reduce(merge_metrics(*results))
             metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
@@ -192,9 +194,12 @@ class MegatronEngine(TrainedModel):
         for name in self._waiting():
             self.set_adapter(name)
             results[name] = self._step(more_follow and len(self._trained) == 1)
+        result = combine_results(results)
+        if self.moves is not None and not more_follow:
+            result = dataclasses.replace(result, expert_moves=self.moves.after_batch(self.optimizer, self.steps))
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
-        return combine_results(results)
+        return result
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
@@ -356,7 +361,7 @@ class MegatronEngine(TrainedModel):
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
         if self._expert_balance is not None:
-            plan = self._expert_balance.plan(batch, plan, rows)
+            plan = self._expert_balance.plan(batch, parts, plan, rows)
         target = device.device()
         micro_batches = []
         for own in (joined(parts, share) for share in plan):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,42 +44,47 @@ class ExpertBalance:
         self._scale = len(self.layers) / layers * parallel.etp * max(shards // share, 1) / shards
         self._found: list[list[float]] = []
 
-    def plan(self, batch: TrainingBatch, plain: Sequence[np.ndarray], rows: int) -> list[np.ndarray]:
-        """Return the rows of each micro-batch of this replica, ``plain`` if no row of the EP group has routes.
+    def plan(
+        self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: Sequence[np.ndarray], most: int
+    ) -> list[np.ndarray]:
+        """Return the parts of each micro-batch of this replica, ``plain`` if no row of the EP group has routes.
 
-        ``rows``: maximum of a micro-batch with a fixed number of rows. Raises the same ValueError on all ranks for
-        routes that the model cannot replay.
+        ``parts``: ``packing.units``, which are not split. ``most``: of a micro-batch, if their number is fixed. Raises
+        the same ValueError on all ranks for routes that the model cannot replay.
         """
         started = time.perf_counter()
         mine, problem = None, None
         try:
-            mine = self._rows(batch, list(plain))
+            mine = self._rows(batch, parts, list(plain))
         except (IndexError, ValueError) as error:
             problem = find_route_problem(batch, self.model, "natural") or ValueError(f"routes of the batch: {error}")
         raise_on_all_ranks(problem)
-        gathered: list[tuple[int, ReplicaRows] | None] = [None] * self.groups.ep.size()
+        gathered: list[Any] = [None] * self.groups.ep.size()
         dist.all_gather_object(gathered, (self.groups.dp.rank(), mine), group=self.groups.ep)
-        by_replica = dict(sorted(each for each in gathered if each is not None))
-        replicas = list(by_replica.values())
+        by_replica: dict[int, ReplicaRows] = dict(gathered)  # ranks of one replica sent the same
+        order = sorted(by_replica)
+        replicas = [by_replica[number] for number in order]
         if not any(each.loads.any() for each in replicas):
             return list(plain)
         largest = max(int(each.tokens[own].sum()) for each in replicas for own in each.plan)
         plans, found = balance_experts(
-            replicas, max_tokens=self.max_tokens or largest, max_rows=None if self.max_tokens else rows
+            replicas, max_tokens=self.max_tokens or largest, max_rows=None if self.max_tokens else most
         )
         self._found.append([1.0, found.plain, found.balanced, found.bound, time.perf_counter() - started])
-        return plans[list(by_replica).index(self.groups.dp.rank())]
+        return plans[order.index(self.groups.dp.rank())]
 
-    def _rows(self, batch: TrainingBatch, plain: list[np.ndarray]) -> ReplicaRows:
+    def _rows(self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: list[np.ndarray]) -> ReplicaRows:
         lengths = batch.lengths
         ranks = np.array([self.model.experts.ranks_of(layer) for layer in self.layers])
         other = self._flops.forward(lengths) / self._unit - lengths * self._routes
-        return ReplicaRows(
-            plan=plain,
-            tokens=aligned(lengths, self.groups.parallel.alignment),
-            work=np.rint(np.maximum(other, 0.0) * self._scale).astype(np.int64),
-            loads=rank_loads(batch.rollout_routes or [None] * len(batch), lengths, self.layers, ranks),
+        rows = (
+            aligned(lengths, self.groups.parallel.alignment),
+            np.rint(np.maximum(other, 0.0) * self._scale).astype(np.int64),
+            rank_loads(batch.rollout_routes or [None] * len(batch), lengths, self.layers, ranks),
         )
+        starts = np.cumsum([0, *map(len, parts)])[:-1]
+        order = np.concatenate([*parts, np.zeros(0, np.int64)])
+        return ReplicaRows(plain, *(np.add.reduceat(each[order], starts, dtype=np.int64) for each in rows))
 
     def forget(self) -> None:
         """Drop what :meth:`take_metrics` would return."""

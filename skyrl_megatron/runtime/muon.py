@@ -1,11 +1,12 @@
 """Muon (arXiv:2502.16982): linear weights move along their orthogonalised momentum, all other parameters by AdamW.
 
-Each update is that of the whole matrix, in every layout: :class:`Muon` takes the place of Adam inside of Megatron's
-optimizers, whose shards, gathers of parameters, masters and checkpoints stay as they are. A distributed optimizer has
-flat ranges of weights. The momentum is updated in these ranges. Then the ranges of a matrix travel to one of
-the ranks that hold it, which gathers the shards of tensor parallelism, orthogonalises the matrices of the weight
-(:class:`bridges.conversions.Blocks`: q, k, v, gate and up are separate), and sends each range of the update back.
-Matrices are processed in windows that limit memory, matrices of one shape in one batched product.
+Each update is that of the whole matrix, in every layout (with ``muon_tp_mode=blockwise``, of a rank's shard):
+:class:`Muon` takes the place of Adam inside of Megatron's optimizers, whose shards, gathers of parameters, masters and
+checkpoints stay as they are. A distributed optimizer has flat ranges of weights. The momentum is updated in these
+ranges. Then the ranges of a matrix travel to one of the ranks that hold it, which gathers the shards of tensor
+parallelism, orthogonalises the matrices of the weight (:class:`bridges.conversions.Blocks`: q, k, v, gate and up are
+separate), and sends each range of the update back. Matrices are processed in windows that limit memory, matrices of
+one shape in one batched product.
 
 Megatron's own module (``optimizer/emerging_optimizers.py``) is not used: it orthogonalises gate and up as one matrix,
 routers too, and q, k, v by one size for the model, and it cannot shard a matrix over data-parallel ranks.
@@ -29,7 +30,7 @@ from bridges.errors import BridgeError
 from bridges.rows import Split
 from bridges.rules import Entry, matrix_blocks, shard, unshard
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.muon_rules import WINDOW, MuonSettings
+from skyrl_megatron.config.rules.muon_rules import BLOCKWISE, WINDOW, MuonSettings
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.rank_state import (
     MOMENTUM,
@@ -189,6 +190,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups, self.state = adam.param_groups, adam.state
+        for main in (each for group in self.param_groups for each in group["params"]):
+            self.state[main] = {}  # in this order, whoever fills it first: peer checkpoints copy state by its order
         self.adam, self.settings = adam, settings
         self.own_groups = [each for each in self.param_groups if each.get(GROUP)]
         adam.param_groups = [each for each in self.param_groups if not each.get(GROUP)]
@@ -299,8 +302,10 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalise(self, jobs: Sequence[_Job]) -> None:
         """Replace the directions of matrices by their updates. Collective over tensor parallelism."""
-        wholes = self._gathered(jobs)
-        blocks = [job.matrix.blocks.split(whole) for job, whole in zip(jobs, wholes, strict=True)]
+        alone = self.settings.tp_mode == BLOCKWISE
+        wholes = [job.shard.view(job.matrix.shape) for job in jobs] if alone else self._gathered(jobs)
+        maps = [self._own_blocks(job.matrix) if alone else job.matrix.blocks for job in jobs]
+        blocks = [each.split(whole) for each, whole in zip(maps, wholes, strict=True)]
         same: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for index, parts in enumerate(blocks):
             for number, part in enumerate(parts):
@@ -311,10 +316,14 @@ class Muon(torch.optim.Optimizer):
             updates = newton_schulz(stacked, self.settings.coefficients(), self._precision) * factor
             for (index, number), update in zip(places, updates, strict=True):
                 blocks[index][number] = update
-        for job, parts in zip(jobs, blocks, strict=True):
-            over = self._over(job.matrix)
-            whole = job.matrix.blocks.join(parts)
-            job.shard = shard(whole, job.matrix.entry, over.size(), over.rank()).reshape(-1)
+        for job, each, parts in zip(jobs, maps, blocks, strict=True):
+            over, whole = self._over(job.matrix), each.join(parts)
+            own = whole if alone else shard(whole, job.matrix.entry, over.size(), over.rank())
+            job.shard = own.reshape(-1)
+
+    def _own_blocks(self, matrix: Matrix) -> Blocks:
+        """Return the linear maps of this rank's shard."""
+        return matrix.blocks.shard(self._over(matrix).size()) if matrix.entry.split.dim == 0 else matrix.blocks
 
     def _over(self, matrix: Matrix) -> dist.ProcessGroup:
         return self._groups.etp if matrix.entry.is_expert else self._groups.tp

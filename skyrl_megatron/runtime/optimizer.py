@@ -40,6 +40,7 @@ from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.model.mtp import draft_of
+from skyrl_megatron.runtime.qk_clip import clip_qk, take_max_logits
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
@@ -72,8 +73,12 @@ class StepResult:
     """True if the gradient was not finite: weights, moments and schedule are unchanged."""
     offender: str | None = None
     """If skipped: the first parameter whose gradient is not finite, with its rank."""
+    expert_moves: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the experts' moves after the step (``expert_moves.py``)."""
     adapters: Mapping[str, StepResult] = field(default_factory=dict)
     """With several adapters: the result of each, by name."""
+    max_logit: float | None = None
+    """With ``qk_clip``, the largest attention logit since the last step, before clipping."""
 
 
 def combine_results(results: Mapping[str, StepResult]) -> StepResult:
@@ -84,7 +89,7 @@ def combine_results(results: Mapping[str, StepResult]) -> StepResult:
     norm = math.hypot(*(part.grad_norm for part in parts))
     offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.skipped), None)
     rate = max(part.learning_rate for part in parts)
-    return StepResult(norm, rate, any(part.skipped for part in parts), offender, dict(results))
+    return StepResult(norm, rate, any(part.skipped for part in parts), offender, adapters=dict(results))
 
 
 def build_optimizer(
@@ -274,7 +279,7 @@ def step_if_finite(
     a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
     parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
     """
-    learning_rate = current_lr(optimizer)
+    learning_rate, logits = current_lr(optimizer), take_max_logits(chunks)
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     healthy = torch.tensor([float(math.isfinite(grad_norm) and not found_inf)], device=device.device())
@@ -298,7 +303,10 @@ def step_if_finite(
                 )
     optimizer.step_with_ready_grads()
     schedule.step(1)
-    return StepResult(grad_norm, learning_rate, False)
+    if logits is None:
+        return StepResult(grad_norm, learning_rate, False)
+    clip_qk(logits, optimizer)
+    return StepResult(grad_norm, learning_rate, False, max_logit=logits.largest)
 
 
 _DRAFT = "mtp"

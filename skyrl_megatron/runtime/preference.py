@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics
-from skyrl_megatron.algorithms.preferences import Answers, PreferenceObjective, RewardObjective
+from skyrl_megatron.algorithms.preferences import KL, Answers, PreferenceObjective, RewardObjective
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.runtime.critic import CriticEngine, response_values
 from skyrl_megatron.runtime.engine import MegatronEngine
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.config import SkyRLTrainConfig
-
-KL = "kto_kl"
-"""Metadata key of a batch: the KL divergence to the reference that ``kto`` subtracts, in nats."""
+    from skyrl_megatron.runtime.trained_model import RoleName
 
 
 class PreferenceEngine(MegatronEngine):
@@ -58,13 +56,13 @@ class PreferenceStep(TrainingStep):
 
 
 class RewardEngine(CriticEngine):
-    """One rank of the model of ``skyrl-megatron reward``: the policy's section, with a value head.
+    """One rank of a reward model: the policy of ``skyrl-megatron reward``, or the teacher of a run that it scores.
 
     :meth:`forward_backward` reads ``preferences`` of a batch. The score of a row is the value of its trained token.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, *, total_steps: int | None = None) -> None:
-        MegatronEngine.__init__(self, cfg, "policy", total_steps=total_steps)
+    def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "policy", *, total_steps: int | None = None) -> None:
+        MegatronEngine.__init__(self, cfg, role, total_steps=total_steps)
 
     def objective(self, changes: Mapping[str, Any] | None = None) -> RewardObjective:  # type: ignore[override]
         """Return the loss of pairs."""

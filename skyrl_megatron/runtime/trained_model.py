@@ -25,6 +25,7 @@ from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.expert_balance import ExpertBalance
+from skyrl_megatron.runtime.expert_moves import ExpertMoves
 from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.lora.targets import fingerprint
@@ -100,6 +101,17 @@ class TrainedModel:
         chunks = [chunk for trained in self._trained.values() for chunk in trained.buffered]
         self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
         self._expert_load: dict[int, Tensor] = {}
+        self.moves = self._expert_moves()
+
+    def _expert_moves(self) -> ExpertMoves | None:
+        """Return what moves experts between steps; None if they stay."""
+        setting = self.megatron.moe_expert_moves
+        if setting == "none" or is_frozen(self.role) or self.groups.ep.size() == 1:
+            return None
+        if self.is_adapted or not self.model.config.num_moe_experts:
+            return None
+        peak = self.cfg.trainer.peak_flops_per_rank
+        return ExpertMoves(self.model, self.groups, shuffle=setting == "shuffle", peak=peak)
 
     def _replay_routes(self) -> tuple[int, ...]:
         """Make the routers replay the experts of the batch; return the layer numbers of this rank's routers."""

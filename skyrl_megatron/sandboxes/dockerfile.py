@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -29,7 +29,7 @@ PLAIN = ("ubuntu", "debian", "python", "buildpack-deps", "bash", "busybox", "alp
 """Base images for which this machine's programs stand in. Their versions are not looked at."""
 WITHOUT_EFFECT = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK", "VOLUME", "USER")
 """Instructions that change nothing in a sandbox: each command is given, and runs as the agent's user."""
-SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "tests")
+SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys")
 """Folders at the root that an agent cannot own."""
 SHARED = ("opt", "home", "root", "var", "srv", "mnt")
 """Folders at the root of which an agent owns folders, but not the whole."""
@@ -112,7 +112,7 @@ def read_dockerfile(context: Path) -> BuildPlan:
             if stages > 1:
                 raise _unsupported(where, "it has several stages")
             if not _is_plain(image):
-                raise _unsupported(where, f"nothing here stands in for image {image}")
+                raise _unsupported(where, f"nothing here replaces image {image}")
         elif word == "WORKDIR":
             folder = _absolute(_filled(rest, known), folder)
             steps.append(BuildStep(where, command=f"mkdir -p {shlex.quote(folder)}"))
@@ -133,7 +133,7 @@ def read_dockerfile(context: Path) -> BuildPlan:
             raise _unsupported(where, "it is not supported")
     if not stages:
         raise SandboxError(f"{file} has no FROM: add it")
-    return BuildPlan(folder, environment, tuple(steps), tuple(_owned(paths)))
+    return BuildPlan(folder, environment, tuple(steps), tuple(own_folders(paths)))
 
 
 def is_context(image: str) -> bool:
@@ -238,8 +238,8 @@ class _Ignored:
         return ignored
 
 
-def _owned(paths: list[str]) -> list[str]:
-    """Return the folders that the agent has to own for these paths."""
+def own_folders(paths: Sequence[str]) -> list[str]:
+    """Return the folders that the agent has to own to write to these paths."""
     return sorted({owner for path in paths if (owner := _owner(path)) not in (None, "/tmp", "/home/agent", "/work")})
 
 

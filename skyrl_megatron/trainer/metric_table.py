@@ -41,6 +41,8 @@ TABLE = (
     Metric("sft/trained_tokens", "tokens", "Trained tokens of the step"),
     Metric("dpo/loss", "nats", "Loss of preferences of the step, before its updates"),
     Metric("reward/loss", "nats", "Loss of pairs of a reward model, before the updates of the step"),
+    Metric("reward/avg_model_score", "score", "Mean score of the reward model"),
+    Metric("reward/unscored_samples", "samples", "Samples without a score, which are masked"),
     Metric("dpo/kl", "nats", "`kto`: KL divergence of policy and reference"),
     Metric("rewards/accuracies", "share", "Pairs whose better answer has the higher reward"),
     Metric("rewards/*", "nats", "β · log-ratio of policy and reference, or score, of each side"),
@@ -145,6 +147,12 @@ TABLE = (
         "spikes: bad samples, or the learning rate is too high",
     ),
     Metric("policy/policy_lr", "", "Learning rate"),
+    Metric(
+        "policy/attention_logit_max",
+        "logits",
+        "Largest attention logit before QK-clip, with `qk_clip`",
+        "above the threshold: heads are clipped",
+    ),
     Metric("policy/skipped", "updates", "Updates skipped because the gradient was not finite", "above 0: overflow"),
     Metric("policy/num_microbatches", "", "Micro-batches of a data-parallel replica in an update"),
     Metric(
@@ -205,6 +213,10 @@ TABLE = (
     ),
     Metric("policy/moe_balance_s", "s", "Time to plan the micro-batches by experts"),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
+    Metric("*/moe_rank_imbalance", "ratio", "Tokens of the most loaded expert-parallel rank over the mean"),
+    Metric("*/moe_rank_imbalance_moved", "ratio", "The same tokens with the experts where they moved"),
+    Metric("*/moe_moved_experts", "experts", "Experts of all layers that changed their rank"),
+    Metric("*/moe_move_s", "s", "Planning and moving them"),
     # speed
     Metric("policy/flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the training pass"),
     Metric(

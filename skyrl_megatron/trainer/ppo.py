@@ -25,7 +25,7 @@ from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_is_reference
+from skyrl_megatron.config.roles import adapter_names, distils_in_reward, needs_reference, policy_is_reference
 from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
@@ -120,7 +120,7 @@ class RayPPOTrainer(TrainingRun):
         with self.phases("fwd_logprobs_values_reward"):
             batch = self.fwd_logprobs_values_reward(batch)
             self.metrics |= self.rollouts.staleness_metrics(batch)
-        if self.cfg.trainer.algorithm.distillation.reward_coef:
+        if distils_in_reward(self.cfg):
             self.metrics |= with_teacher_rewards(batch, self.cfg.trainer.algorithm)
         self.apply_length_penalty(batch)
         if self.kl_controller is not None:
@@ -217,7 +217,10 @@ class RayPPOTrainer(TrainingRun):
         if self._shares_policy_gpus("ref"):
             batch.ref_logprobs = self._start_scores("ref", batch)()
             self.offload_others("policy")
-        if self.teachers.names:
+        if self.teachers.give_rewards:
+            with self.phases("teacher"):
+                self.metrics |= self.teachers.add_rewards(batch)
+        elif self.teachers.names:
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
         algorithm = self.cfg.trainer.algorithm
@@ -226,7 +229,7 @@ class RayPPOTrainer(TrainingRun):
             tokens = {hint: self.train_dataset.hint_tokens(hint) for hint in dict.fromkeys(hints)}
             with self.phases("teacher"):
                 self.teachers.score_by_policy(batch, [tokens[hint] for hint in hints])
-        in_reward = algorithm.use_kl_in_reward or bool(algorithm.distillation.reward_coef)
+        in_reward = algorithm.use_kl_in_reward or distils_in_reward(self.cfg)
         read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
         if self._replays_own_routes:
             batch.rollout_routes = []

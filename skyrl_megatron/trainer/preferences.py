@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
-from skyrl_megatron.algorithms.preferences import REFERENCE, Answers, PreferenceObjective, RewardObjective, summed
+from skyrl_megatron.algorithms.preferences import (
+    KL,
+    REFERENCE,
+    Answers,
+    PreferenceObjective,
+    RewardObjective,
+    summed,
+)
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.schema.generator import DPOConfig
@@ -26,8 +33,6 @@ from skyrl_megatron.trainer.reference_cache import ReferenceCache
 from skyrl_megatron.trainer.sft import SFTTrainer
 from skyrl_megatron.types import TrainingBatch
 
-KL = "kto_kl"
-"""Metadata key of a batch (``runtime/preference.py``)."""
 MEASURED = ("policy/rewards/", "policy/logps/")
 """Metrics of the ranks that have no prefix in the log."""
 

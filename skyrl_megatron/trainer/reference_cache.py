@@ -35,7 +35,7 @@ class ReferenceCache:
     """The log-probs of the reference for ``rows``, in the file ``name`` of ``folder``.
 
     ``of``: what they depend on in addition to the rows (:func:`reference_identity`). The constructor reads the file;
-    :attr:`is_complete` tells whether it has them.
+    :attr:`is_complete` is true once it has them.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.roles import distils_in_reward
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
@@ -260,7 +261,7 @@ def training_pass_scores(cfg: SkyRLTrainConfig) -> bool:
         objective.builtin is not None
         and not correction_enabled(objective.correction)
         and not algorithm.use_kl_in_reward
-        and not algorithm.distillation.reward_coef
+        and not distils_in_reward(cfg)
         and not random
         and not (lora.rank and lora.dropout)
         and trainer.update_epochs_per_batch == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,15 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.distillation import teacher_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
-from skyrl_megatron.config.roles import role_key, teacher_addresses, teacher_names, teachers_on_ranks
+from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.roles import (
+    role_key,
+    teacher_addresses,
+    teacher_is_reward_model,
+    teacher_names,
+    teachers_on_ranks,
+)
+from skyrl_megatron.data.batch import failed_uid
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.remote_teacher import RemoteTeacher
 from skyrl_megatron.types import TrainingBatch
@@ -30,6 +39,8 @@ class Teachers:
         self.remote = {name: RemoteTeacher(address) for name, address in teacher_addresses(cfg).items()}
         self.on_ranks = tuple(teachers_on_ranks(cfg))
         settings = cfg.trainer.algorithm.distillation
+        self.give_rewards = teacher_is_reward_model(cfg)
+        """Whether the teacher is a reward model: :meth:`add_rewards` in place of :meth:`score`."""
         self.k = settings.top_k if settings.loss_coef else 0
 
     def score(self, batch: TrainingBatch, names: list[str]) -> None:
@@ -52,6 +63,38 @@ class Teachers:
                     self._remote(name, part) if name in self.remote else self._ranks(name, part)
                 )
         self._set(batch, out)
+
+    def add_rewards(self, batch: TrainingBatch) -> dict[str, float]:
+        """Add ``distillation.reward_coef`` times the score of each response to the reward of its last token; of
+        step-wise trajectories only to that of the last turn. Returns the metrics.
+
+        A response without a finite score, or longer than the reward model's context, is no sample: it is masked and
+        leaves the group of its prompt. Raises DataError if no response gets a score.
+        """
+        assert batch.rewards is not None
+        role, settings = self.roles[role_key(self.names[0])], self.cfg.trainer.algorithm.distillation
+        rows = (batch.loss_mask > 0).any(dim=1)
+        if batch.is_last_step is not None:
+            rows &= batch.is_last_step
+        limit = (read_hf_config(self.cfg, "teacher") or {}).get("max_position_embeddings")
+        fits = torch.from_numpy(batch.lengths) + 1 <= (limit or math.inf)
+        scores = torch.full((len(batch),), math.nan)
+        if len(asked := (rows & fits).nonzero().flatten()):
+            scores[asked] = role.start_values(with_end(batch.select(asked.numpy())))()[:, 0]
+        if self.cfg.trainer.placement.colocate_all:
+            role.offload()
+        scored, failed = rows & scores.isfinite(), rows & ~scores.isfinite()
+        if failed.any() and not scored.any():
+            raise DataError(
+                f"trainer.teacher.model.path={self.cfg.trainer.teacher.model.path}: none of {int(failed.sum())} "
+                f"responses has a finite score within the {limit} positions of this reward model: use another one"
+            )
+        batch.rewards[scored, -1] += (settings.reward_coef or 0.0) * scores[scored]
+        batch.loss_mask[failed] = 0
+        for row in failed.nonzero().flatten().tolist():
+            batch.uids[row] = failed_uid(batch.uids[row], row)
+        metrics = {"reward/unscored_samples": float(failed.sum())}
+        return metrics | ({"reward/avg_model_score": scores[scored].mean().item()} if scored.any() else {})
 
     def score_by_policy(self, batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> None:
         """Set ``teacher_logprobs`` of ``batch``, and the likeliest tokens if the loss uses them, to those of the
@@ -111,6 +154,19 @@ def with_hints(batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> Training
         uids=batch.uids,
         adapters=batch.adapters,
         rollout_support=batch.rollout_support,
+    )
+
+
+def with_end(batch: TrainingBatch) -> TrainingBatch:
+    """Return the rows with one more token, the only token of the response: its value is the score of the row, that of
+    the state after the last token."""
+    one = torch.ones(len(batch), 1)
+    return TrainingBatch(
+        sequences=torch.cat([batch.sequences, batch.sequences[:, -1:]], dim=1),
+        attention_mask=torch.cat([batch.attention_mask, one.bool()], dim=1),
+        response_mask=one,
+        loss_mask=one.clone(),
+        uids=batch.uids,
     )
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron import progress as spans
-from skyrl_megatron.config.derive import preferences, reward_model
-from skyrl_megatron.config.roles import role_part
+from skyrl_megatron.config.derive import preferences
+from skyrl_megatron.config.roles import has_value_head, role_part
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
@@ -109,8 +109,8 @@ class RankProcess:
         self.cfg, self.role = cfg, role
         if role == "critic":
             self.engine: MegatronEngine = CriticEngine(cfg, total_steps=total_steps)
-        elif role == "policy" and reward_model(cfg) is not None:
-            self.engine = RewardEngine(cfg, total_steps=total_steps)
+        elif has_value_head(cfg, role):
+            self.engine = RewardEngine(cfg, role, total_steps=total_steps)
         else:
             kind = PreferenceEngine if role == "policy" and preferences(cfg) is not None else MegatronEngine
             self.engine = kind(cfg, role, total_steps=total_steps)
@@ -151,10 +151,16 @@ class RankProcess:
         if not more_follow:
             self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
-        return {
+        return dict(result.expert_moves) | {
             f"{prefix}{metric}": value
             for prefix, own in {"": result, **named}.items()
-            for metric, value in (("grad_norm", own.grad_norm), ("lr", own.learning_rate), ("skipped", own.skipped))
+            for metric, value in (
+                ("grad_norm", own.grad_norm),
+                ("lr", own.learning_rate),
+                ("skipped", own.skipped),
+                ("attention_logit_max", own.max_logit),
+            )
+            if value is not None
         }
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
@@ -241,6 +247,7 @@ class RankProcess:
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
+        self._listed_slots = dict(engine.model.experts.moved)
         engine.onload("weights")  # they are offloaded if an engine starts on this GPU, and are read here
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
         adapters = engine.every_adapter()
@@ -248,6 +255,10 @@ class RankProcess:
         bucket_bytes = weight_bucket_sizes(self.cfg)[-1]
         self.sender = WeightSender(self.source, bucket_bytes=bucket_bytes, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
+
+    def weights_moved(self) -> bool:
+        """Return whether experts changed their ranks since :meth:`weight_metadata`."""
+        return self._listed_slots != self.engine.model.experts.moved
 
     def listen_for_engines(self) -> tuple[str, int]:
         """Return an address for this rank's process group with the engine workers."""
@@ -276,8 +287,11 @@ class RankProcess:
     @timed
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send this rank's tensors, or those of ``adapters``; return the checksum of each bucket."""
+        from skyrl_megatron.errors import WeightSyncError
         from skyrl_megatron.weight_sync.adapter_source import AdapterSource
 
+        if self.weights_moved():
+            raise WeightSyncError("experts moved after the engines were connected, which would get those of others")
         self.engine.onload("weights")
         if adapters is not None:
             assert isinstance(self.source, AdapterSource)

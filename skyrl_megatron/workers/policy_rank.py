@@ -53,6 +53,7 @@ def weight_synchronizer(
         reshard=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
+        experts_move=cfg.trainer.policy.megatron_config.moe_expert_moves != "none",
         look=lambda: policy.group.look(),
         end_waiting=lambda error: policy.group.end_waiting(error),
     )
@@ -72,6 +73,9 @@ class PolicyRank:
     async def weight_metadata(self) -> Sequence[TensorMeta]:
         metadata: Sequence[TensorMeta] = await self._call("weight_metadata")
         return metadata
+
+    async def weights_moved(self) -> bool:
+        return bool(await self._call("weights_moved"))
 
     async def listen_for_engines(self) -> tuple[str, int]:
         host, port = await self._call("listen_for_engines")

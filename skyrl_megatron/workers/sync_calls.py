@@ -46,6 +46,10 @@ class TrainerRank(Protocol):
     async def weight_metadata(self) -> Sequence[TensorMeta]:
         """List the tensors that the rank sends; empty if it sends none."""
 
+    async def weights_moved(self) -> bool:
+        """Return whether other ranks have tensors of this rank's list, because experts moved since
+        :meth:`weight_metadata`. Called only if experts move."""
+
     async def listen_for_engines(self) -> tuple[str, int]:
         """Reserve an address for this rank's group (``WeightSender.listen``)."""
 

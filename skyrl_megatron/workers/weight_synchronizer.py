@@ -103,6 +103,7 @@ class WeightSynchronizer:
         adapters: Pairs | None = None,
         reshard: bool = False,
         draft: bool = False,
+        experts_move: bool = False,
         look: Callable[[], str] = lambda: "",
         end_waiting: Callable[[Exception], None] = lambda error: None,
     ) -> None:
@@ -116,6 +117,7 @@ class WeightSynchronizer:
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft, self.exchange = adapters, draft, exchange
+        self.experts_move = experts_move
         own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
         self.reshard = reshard and self.options["transport"] in own
         self.planner = ReshardPlanner(self.calls, bucket_sizes[-1])
@@ -301,7 +303,7 @@ class WeightSynchronizer:
 
     async def _connect(self, slots: list[EngineSlot]) -> None:
         engines = [slot.engine for slot in slots]
-        if engines == self._connected:
+        if engines == self._connected and not await self._weights_moved():
             return
         self._connected = []
         self._metadata = await self.calls.on_ranks("metadata", lambda rank: rank.weight_metadata())
@@ -319,6 +321,10 @@ class WeightSynchronizer:
         else:
             await self._connect_all(slots)
         self._connected = engines
+
+    async def _weights_moved(self) -> bool:
+        """Return whether ranks have other experts than when they were connected."""
+        return self.experts_move and any(await self.calls.on_ranks("metadata", lambda rank: rank.weights_moved()))
 
     def _choose_bucket_size(self, rates: Mapping[int, float]) -> bool:
         """Choose the smallest buckets that are nearly as fast as the fastest; return whether the plan has others."""

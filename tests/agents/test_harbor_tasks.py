@@ -58,7 +58,9 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux
 
 def write(folder, **changed):
     for name, text in {**FILES, **changed}.items():
-        if text is not None:
+        if text is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
     return folder
@@ -128,6 +130,31 @@ def test_rewards_of_tests(provider, folder):
 
 @pytest.mark.process
 @LINUX
+@pytest.mark.parametrize("bundled", [False, True])
+def test_tests_with_a_place_of_their_own(bundled, provider, folder):
+    """They see the artifacts at their paths, and nothing else that the agent left."""
+    settings = (
+        'artifacts = ["/data/out.txt", {source = "deep", destination = "x"}, "/missing"]\n'
+        '[verifier]\nenvironment_mode = "separate"\n'
+    )
+    test = (
+        "[ -z $LEFT ] && [ ! -e /data/more ] && [ ! -e /tmp/left ] && [ $(cat /logs/artifacts/a) = 1 ] &&"
+        " [ $(cat /app/deep/er/b) = 2 ] && ls /app && cp /data/out.txt /logs/verifier/reward.txt"
+    )
+    place = "FROM debian\nWORKDIR /place\nCOPY . /tests/\nENV PLACE=own\n" if bundled else None
+    write(folder, **{"task.toml": settings, "tests/test.sh": test, "tests/Dockerfile": place})
+    task = read_task(folder)
+    assert bool(task.tests) is not bundled and task.place.folder == ("/place" if bundled else "/app")
+    leaves = "echo 0.5 > /data/out.txt; echo 1 | tee /tmp/left /data/more > /logs/artifacts/a; mkdir -p deep/er"
+    made = try_it(provider, folder, f"{leaves}; echo 2 > deep/er/b; echo 1 > /logs/verifier/reward.txt")
+    assert (made.outcome, made.reward) == ("solved", 0.5), made
+    assert made.tests.stdout.decode().split() == (["deep"] if bundled else ["deep", "hello.sh", "scripts"])
+    nothing = try_it(provider, folder, "true")
+    assert (nothing.outcome, nothing.reward) == ("infrastructure", None), "these tests leave nothing then"
+
+
+@pytest.mark.process
+@LINUX
 def test_a_line_that_namespaces_cannot_follow_is_named(provider, folder):
     """Also one that fails only when it runs; and it is no reward."""
     made = FILES["environment/Dockerfile"]
@@ -144,7 +171,7 @@ def test_a_line_that_namespaces_cannot_follow_is_named(provider, folder):
 @pytest.mark.parametrize(
     ("lines", "number", "why"),
     [
-        ("FROM swebench/sweb.eval:1", 1, "nothing here stands in for image swebench/sweb.eval:1"),
+        ("FROM swebench/sweb.eval:1", 1, "nothing here replaces image swebench/sweb.eval:1"),
         ("FROM ubuntu AS one\nFROM ubuntu", 2, "several stages"),
         ("FROM ubuntu\nCOPY --from=uv /uv /bin/uv", 2, "from another image"),
         ("FROM ubuntu\n\nADD https://x.y/z /app/z", 3, "needs a network"),
@@ -190,7 +217,7 @@ def test_a_dockerfile_as_a_builder_reads_it(tmp_path):
         ("task.toml", '[[steps]]\nname = "one"', "task.toml: steps is not supported"),
         ("task.toml", '[environment]\nos = "windows"', "environment.os is not supported"),
         ("task.toml", "[environment]\ngpus = 1", "environment.gpus is not supported"),
-        ("task.toml", '[verifier]\nenvironment_mode = "separate"', "verifier.environment_mode is not supported"),
+        ("task.toml", 'artifacts = [{source = "/a", service = "db"}]', "artifacts.service is not supported"),
         ("task.toml", '[agent]\nuser = "someone"', "agent.user is not supported"),
         ("task.toml", '[environment]\nmemory = "much"', "environment.memory = 'much' is no size"),
         ("task.toml", '[verifier]\nenv = {KEY = "${OPENAI_API_KEY}"}', "verifier.env asks for OPENAI_API_KEY"),

@@ -41,6 +41,7 @@ def test_report(run_args, capsys):
     from skyrl_megatron.preflight import check
 
     layout = [f"{M}pipeline_model_parallel_size=2", f"{M}expert_model_parallel_size=2", "trainer.logger=console"]
+    layout.append(f"{M}moe_expert_moves=auto")
     layout += ["trainer.placement.policy_num_gpus_per_node=4", "generator.inference_engine.num_engines=4"]
     assert check.run([*run_args, *layout], Hardware(8, 1)) == 0
     out = capsys.readouterr().out
@@ -50,6 +51,7 @@ def test_report(run_args, capsys):
         "layout: 4 ranks = tp 1 · pp 2 · cp 1 · dp 2; experts etp 1 · ep 2 · edp 1",
         "4 of 4 layers with 4 experts",
         "  rank 2: stage 1, layers 2-3, experts 0-1",
+        "  moving an expert of a layer takes 0.00 ms; it pays back in 10 steps if the busiest rank gets 2,344 tokens",
         "# ref: ",
         "policy: 4 optimizer steps (1024/256 · 1 epochs), each on 1280 sequences = dp 2 · 640, in 640 micro-batches",
     ):

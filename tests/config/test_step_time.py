@@ -139,6 +139,35 @@ def test_optimizer_and_offload_by_hand(planned):
     assert term(found, "offload").seconds.likely == pytest.approx(moved + 1.0, rel=1e-3)
 
 
+def test_the_products_of_muon_by_hand(planned):
+    """Five Newton-Schulz steps on each whole matrix of a rank, and its momentum and update on their ways over dp."""
+    from skyrl_megatron.preflight.machine_rates import TRAINING
+
+    def products(short, long):
+        return 4 * short**2 * long + 2 * short**3
+
+    muon = "trainer.policy.optimizer_config.optimizer=muon"
+    adam, with_muon = (term(estimate(*planned(QWEN3_30B_A3B, *keys)), "optimizer") for keys in ([], [muon]))
+    attention = 48 * (2 * products(2048, 4096) + 2 * products(512, 2048))
+    experts = 48 * 16 * 3 * products(768, 2048)
+    work = 5 * (attention / 16 + experts / 2) / (h100().flops * TRAINING[1])
+    matrices = 48 * 2048 * (2 * 4096 + 2 * 512) / 16 + 48 * 16 * 3 * 2048 * 768 / 2
+    moved = 8 * matrices / (50e9 * 0.65)
+    added = with_muon.seconds.likely - adam.seconds.likely
+    assert added == pytest.approx(4 * (work + moved), rel=1e-3)
+    assert with_muon.note == f"4 steps, {added:.3g} s of them Muon's products"
+
+
+def test_the_products_of_muon_on_adapters(planned):
+    """Factors of rank 64 take a small part of what their weights take."""
+    muon = "trainer.policy.optimizer_config.optimizer=muon"
+    found = [
+        term(estimate(*planned(QWEN3_30B_A3B, *keys, recipe="qwen3-30b-a3b-lora")), "optimizer").seconds.likely
+        for keys in ([], [muon], [muon, "trainer.policy.model.lora.rank=32"])
+    ]
+    assert found[0] < found[1] and found[2] < found[1]
+
+
 @pytest.mark.parametrize("recipe", ["qwen3-30b-a3b", "qwen3-30b-a3b-2x8", "qwen3-30b-a3b-lora"])
 def test_terms_add_up_to_the_step(planned, recipe):
     from skyrl_megatron.preflight.step_time import PHASES

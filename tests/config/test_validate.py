@@ -31,6 +31,7 @@ CP2 = [f"{M}context_parallel_size=2", "trainer.placement.policy_num_gpus_per_nod
 
 
 EP2 = [f"{M}expert_model_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2"]
+MOVES = f"{M}moe_expert_moves=auto"
 OVERLAP, FLEX = f"{K}overlap_moe_expert_parallel_comm=true", f"{M}moe_token_dispatcher_type=flex"
 GPUS_2 = "trainer.placement.policy_num_gpus_per_node=2"
 NODES_OF_6 = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=6"]
@@ -149,7 +150,7 @@ RULES = {
     ),
     "Muon's field without Muon": ([f"{O}muon_momentum=0.9"], f"{O}muon_momentum", "optimizer=muon"),
     "momentum of 1": ([*MUON, f"{O}muon_momentum=1"], f"{O}muon_momentum", "below 1"),
-    "Muon per shard": ([*MUON, f"{O}muon_tp_mode=blockwise"], f"{O}muon_tp_mode", "another algorithm"),
+    "Muon summed over ranks": ([*MUON, f"{O}muon_tp_mode=distributed"], f"{O}muon_tp_mode", "or blockwise"),
     "Megatron's own Muon": ([f"{O}optimizer=muon"], f"{O}optimizer", "optimizer_config.optimizer=muon"),
     "Muon with fp16 masters": (
         [*MUON, f"{O}use_precision_aware_optimizer=true", f"{O}main_params_dtype=fp16"],
@@ -402,6 +403,19 @@ RULES = {
         "moe_enable_routing_replay=false",
     ),
     "overlapped adapters": ([*EP2, OVERLAP, "trainer.policy.model.lora.rank=8"], OVERLAP[:-5], "lora.rank=0"),
+    "moves on one rank": ([MOVES], MOVES[:-5], "set trainer.policy.megatron_config.expert_model"),
+    "moves of adapters": ([*EP2, MOVES, "trainer.policy.model.lora.rank=8"], MOVES[:-5], "lora.rank=0"),
+    "moves and muon": (
+        [*EP2, MOVES, "trainer.policy.optimizer_config.optimizer=muon"],
+        MOVES[:-5],
+        "optimizer_config.optimizer=adam",
+    ),
+    "moves of state on the host": (
+        [*EP2, MOVES, f"{M}optimizer_config_kwargs.optimizer_cpu_offload=true"],
+        MOVES[:-5],
+        "remove optimizer_config_kwargs.optimizer_cpu_offload",
+    ),
+    "moves and overlap": ([*EP2, MOVES, OVERLAP], MOVES[:-5], "overlap_moe_expert_parallel_comm"),
     "delayed gradients": ([f"{K}delay_wgrad_compute=true"], f"{K}delay_wgrad_compute", "remove this key"),
     "hierarchical cp": (
         [f"{K}hierarchical_context_parallel_sizes=[2,2]"],
@@ -421,7 +435,22 @@ RULES = {
     ),
     "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "remove this key"),
     "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "vLLM runs inference here"),
-    "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "remove this key"),
+    "clipped queries of AdamW": ([f"{K}qk_clip=true"], f"{K}qk_clip", "optimizer=muon"),
+    "clipped queries of adapters": (
+        [*MUON, f"{K}qk_clip=true", "trainer.policy.model.lora.rank=8"],
+        f"{K}qk_clip",
+        "this role does not have",
+    ),
+    "clipped queries of padded rows": (
+        [*MUON, f"{K}qk_clip=true", "trainer.use_sample_packing=false"],
+        f"{K}qk_clip",
+        "needs packed sequences",
+    ),
+    "clipping in one place": (
+        [*MUON, f"{K}qk_clip=true", f"{K}qk_clip_alpha=1"],
+        f"{K}qk_clip_alpha",
+        "must be above 0 and below 1",
+    ),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
     "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
     "narrow moments on the host": (
@@ -574,7 +603,10 @@ def test_selective_recompute_needs_nothing_undone():
 def test_exchanges_of_experts_that_can_run():
     """With packages that this machine cannot know of, on other machines."""
     assert problems(*EP2, OVERLAP) == problems(*EP2, OVERLAP, f"{K}recompute_granularity=selective") == []
+    assert problems(*EP2, MOVES) == problems(*EP2, f"{M}moe_expert_moves=none") == []
     elsewhere = Hardware(8, 2, elsewhere=True)
+    (problem,) = problems(*EP2, FLEX, MOVES, hardware=elsewhere)
+    assert problem.key == MOVES[:-5] and "alltoall" in problem.fix
     hybrid = f"{K}moe_flex_dispatcher_backend=hybridep"
     assert problems(*EP2, FLEX, hardware=elsewhere) == problems(*EP2, FLEX, hybrid, hardware=elsewhere) == []
     (problem,) = problems(FLEX, hardware=elsewhere)
@@ -850,6 +882,8 @@ def test_warnings_that_do_not_stop_a_run(monkeypatch):
     args += ["generator.append_eos_token_after_stop_str_in_multi_turn=false"]
     with pytest.warns(SkyRLMegatronWarning, match="end-of-sequence"):
         find_problems(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
+    with pytest.warns(SkyRLMegatronWarning, match="muon_tp_mode=blockwise is another algorithm"):
+        find_problems(SkyRLTrainConfig.from_cli_overrides([*MUON, f"{O}muon_tp_mode=blockwise"]), GPUS)
 
 
 def test_a_loss_that_learns_worse_from_old_samples():

@@ -221,11 +221,16 @@ def harbor(folder):
     """Its own new task, and one with all that we read, are read as its classes read them."""
     from harbor.environments.definition import parse_dockerfile_workdir
     from harbor.models.task.task import Task
+    from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
     from harbor.models.trial.paths import EnvironmentPaths
 
-    init = [str(Path(sys.executable).with_name("harbor")), "tasks", "init", "--no-pytest", "--verifier-mode", "shared"]
-    subprocess.run([*init, "-p", folder, "demo/new"], check=True, capture_output=True, timeout=120)
-    (folder / "new" / "instruction.md").write_text("Do it.\n")
+    init = [str(Path(sys.executable).with_name("harbor")), "tasks", "init", "--no-pytest", "-p", str(folder)]
+    for mode in ("shared", "separate"):
+        made = subprocess.run(
+            [*init, "--verifier-mode", mode, f"demo/{mode}"], capture_output=True, text=True, timeout=120
+        )
+        assert made.returncode == 0, made.stderr
+        (folder / mode / "instruction.md").write_text("Do it.\n")
     files = {
         "instruction.md": "<!-- canary 1 -->\n# canary 2\n\nDo it.\n\n# Then\n",
         "task.toml": "[agent]\ntimeout_sec = 7.5\n[verifier]\ntimeout_sec = 8\nenv = {A = '1'}\n[environment]\n"
@@ -236,7 +241,7 @@ def harbor(folder):
     for name, text in files.items():
         (folder / "full" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "full" / name).write_text(text)
-    for name in ("new", "full"):
+    for name in ("shared", "separate", "full"):
         theirs, ours = Task(folder / name), envs.make("task", extras={"task": str(folder / name)}).task
         config, place, limits = theirs.config, theirs.config.environment, ours.spec.limits
         assert ours.text == theirs.instruction, name
@@ -251,6 +256,10 @@ def harbor(folder):
                 place.storage_mb << 20,
             )
         assert ours.rewards == str(EnvironmentPaths().verifier_dir)
+        its = resolve_verifier_environment_definition(config, theirs.paths)
+        assert (its is None) == (ours.place is None) == (name != "separate")
+        if its is not None:
+            assert its.bundled_tests is (not ours.tests) and ours.place.spec.image == str(its.directory)
 
 
 if __name__ == "__main__":

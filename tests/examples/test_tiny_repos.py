@@ -98,6 +98,7 @@ def test_the_model_is_taught_the_form_of_answers_and_few_right_ones(scripts):
 
 @pytest.mark.full_matrix
 @pytest.mark.unseen
+@pytest.mark.timeout(960)
 @pytest.mark.vllm
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 def test_the_agent_is_trained(tmp_path):

@@ -58,6 +58,10 @@ COMMANDS = (
     Row(
         r"python launch/examples/tiny_repos/train\.py", "tests/examples/test_tiny_repos.py::test_the_agent_is_trained"
     ),
+    Row(
+        r"python launch/examples/sft_grpo_dpo/run\.py",
+        "tests/examples/test_sft_grpo_dpo.py::test_a_model_passes_through_all_stages",
+    ),
     Row(r"python launch/examples/tiny\.py", "tests/examples/test_runs.py::taught"),
     Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
     Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),

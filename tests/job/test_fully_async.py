@@ -101,6 +101,26 @@ def test_sampling_runs_ahead_within_the_bound(folder):
     assert all("policy/final_loss" in line for line in lines)
 
 
+@pytest.mark.full_matrix
+def test_a_metric_ends_the_run(folder):
+    """While engines sample for later steps; with checkpoint and export. The same command has nothing left to do, and
+    without the condition the run continues, with what was sampled for it."""
+    held_out = {"data__eval_sets": f"{{sums: {{data: ['{folder}/prompts.jsonl'], n: 2, temperature: 1.0}}}}"}
+    keys = AHEAD | held_out | {"data__val_data": "[]", "trainer__eval_interval": 1, "trainer__hf_save_interval": 4}
+    ends = keys | {"trainer__stop_when": "eval/sums/pass_at_2 >= 0"}
+    done = runs.run(folder, NOTES, **ends).check()
+    assert "ended after step 1 of 1: trainer.stop_when='eval/sums/pass_at_2 >= 0' (eval/sums/pass_at_2 is " in done.out
+    assert [line["step"] for line in done.lines] == [1] and done.lines[0]["eval/sums/pass_at_2"] > 0
+    assert (folder / "ckpts/global_step_1").is_dir() and (folder / "exports/global_step_1/policy").is_dir()
+    again = runs.run(folder, NOTES, **ends).check()
+    assert "nothing left to do: the checkpoint of step 1 of 1 exists" in again.out and "engines: " not in again.out
+    runs.run(folder, NOTES, **keys | {"trainer__max_training_steps": 3}).check()
+    taken = notes(folder)
+    numbers = [number for note in taken for number in note["numbers"]]
+    assert [note["step"] for note in taken] == [0, 1, 2]
+    assert len(numbers) == len(set(numbers)) == 12, "each group is trained once"
+
+
 def weights(folder, step):
     from safetensors.numpy import load_file
 

@@ -184,3 +184,60 @@ def test_teachers_judge_their_own_rows(folder, teachers):
     assert line["policy/teacher_omitted"] == pytest.approx(omitted, rel=1e-4)
     assert (min(abs(reverse_kl), divergence) > 1e-3) == ("other" in teachers), "the two models differ"
     assert line[GAP] <= AGREE
+
+
+def scorer(folder, positions=None):
+    """A folder for sequence classification, and its model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(folder / "model", num_labels=1)
+    config.pad_token_id, config.max_position_embeddings = 0, positions or config.max_position_embeddings
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder / "scorer")
+    return model
+
+
+def rewarded(folder):
+    """A run of one step, which the model of :func:`scorer` rewards."""
+    return runs.run(
+        folder,
+        trainer__teacher__model__path=folder / "scorer",
+        trainer__algorithm__distillation__reward_coef=2.0,
+        trainer__placement__teacher_num_gpus_per_node=2,
+        trainer__max_training_steps=1,
+        trainer__dump_data_batch="true",
+    )
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("positions", [None, 17], ids=["whole", "short"])
+def test_a_reward_model_scores_the_samples(folder, positions):
+    """Its scores, by plain transformers, are added to the rewards. Longer samples than its context are masked."""
+    import torch
+    from safetensors.torch import load_file
+
+    model = scorer(folder, positions)
+    done = rewarded(folder).check()
+    batch, scores = load_file(folder / "exports/dumped_data/global_step_1.safetensors"), []
+    for row, sequence in enumerate(batch["sequences"]):
+        tokens = sequence[batch["attention_mask"][row]]
+        if len(tokens) < model.config.max_position_embeddings and batch["loss_mask"][row].any():
+            with torch.no_grad():
+                hidden = model.model(tokens[None]).last_hidden_state[0, -1]
+                scores.append(model.score(hidden).item())
+    line = done.lines[-1]
+    trained = int((batch["loss_mask"] > 0).any(1).sum())
+    assert line["reward/unscored_samples"] == trained - len(scores)
+    assert (len(scores) < trained) == (positions is not None), batch["attention_mask"].sum(1)
+    assert line["reward/avg_model_score"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+    assert line[GAP] <= AGREE
+
+
+@pytest.mark.full_matrix
+def test_a_reward_model_that_scores_no_sample(folder):
+    scorer(folder, 8)
+    done = rewarded(folder)
+    assert done.returncode == 1 and "has a finite score within the 8 positions of this reward model" in done.err

@@ -1,5 +1,7 @@
 """Layouts, engines, estimators, exact resumption: many whole runs, on request (``--layouts=all``)."""
 
+import json
+
 import pytest
 
 from tests.job import runs
@@ -47,6 +49,57 @@ def test_first_step_is_the_same_at_every_layout(tmp_path, ep2, layout):
 def test_estimators(folder, estimator):
     lines = runs.run(folder, trainer__algorithm__advantage_estimator=estimator).check().lines
     assert all(line["policy/grad_norm"] > 0 and line[GAP] <= AGREE for line in lines)
+
+
+TWO_REWARDS = """
+import json
+from digits import Digits
+class Both(Digits):
+    def get_metrics(self):
+        said = "".join(message["content"] for message in self.said)
+        return {"figures": sum(c.isdigit() for c in said) / 6, "letters": float(sum(c.isalpha() for c in said))}
+    def step(self, action):
+        self.said = [{"content": action}]
+        return super().step(action)
+register("both", Both)
+def compute_advantages_and_returns(self, batch):
+    parts, uids = batch.reward_parts.tolist(), list(batch.uids)
+    batch = RayPPOTrainer.compute_advantages_and_returns(self, batch)
+    found = (batch.advantages * batch.response_mask).sum(1) / batch.response_mask.sum(1)
+    with open(self.cfg.trainer.log_path + "/parts.jsonl", "a") as file:
+        file.write(json.dumps({"parts": parts, "uids": uids, "found": found.tolist()}) + chr(10))
+    return batch
+Trainer.compute_advantages_and_returns = compute_advantages_and_returns
+"""
+
+
+def gdpo(parts, uids):
+    """GDPO's advantages by its definition, with numpy: each reward over its group, then their sum over the batch."""
+    import numpy as np
+
+    parts, uids = np.array(parts), np.array(uids)
+    total = np.zeros(len(parts))
+    for uid in set(uids.tolist()):
+        rows = np.flatnonzero(uids == uid)
+        for reward, weight in zip(parts[rows].T, (1.0, 0.25), strict=True):
+            total[rows] += weight * (reward - reward.mean()) / (reward.std(ddof=1) + 1e-6)
+    return (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+
+
+def test_several_rewards(folder):
+    """The advantages of a run with two rewards are those of the definition."""
+    keys = {
+        "trainer__algorithm__advantage_estimator": "gdpo",
+        "trainer__algorithm__gdpo_weights": "{figures: 1.0, letters: 0.25}",
+        "environment__env_class": "both",
+    }
+    lines = runs.run(folder, TWO_REWARDS, **keys).check().lines
+    assert len(lines) == 2 and all(line["policy/grad_norm"] > 0 and line[GAP] <= AGREE for line in lines)
+    notes = [json.loads(line) for line in (folder / "logs/parts.jsonl").read_text().splitlines()]
+    assert len(notes) == 2
+    for note in notes:
+        assert note["found"] == pytest.approx(gdpo(note["parts"], note["uids"]).tolist(), abs=1e-5)
+        assert max(map(abs, note["found"])) > 0.1
 
 
 def test_two_engines(folder):

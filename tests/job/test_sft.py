@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.job import runs
+from tests.support import hub_endpoint
 
 pytestmark = pytest.mark.process
 KEYS = {
@@ -47,7 +48,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, place, **keys):
+def start(folder, place, variables=None, **keys):
     """Start the command; what it writes is in ``place``."""
     own = {
         "trainer.policy.model.path": folder / "model",
@@ -60,7 +61,11 @@ def start(folder, place, **keys):
     command = [sys.executable, "-m", "skyrl_megatron", "sft"]
     command += [f"{key}={value}" for key, value in (KEYS | own | keys).items()]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=runs.environment(folder)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=runs.environment(folder) | (variables or {}),
     )
 
 
@@ -74,6 +79,11 @@ def exported(place):
     return {path.name: path.read_bytes() for path in sorted((place / "exports/global_step_4/policy").iterdir())}
 
 
+def metrics(place):
+    text = (place / "logs/skyrl/test_run/metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
     """(folder, output) of a run that nothing interrupts."""
@@ -83,8 +93,7 @@ def whole(folder, tmp_path_factory):
 
 def test_rows_are_learned(whole):
     place, out = whole
-    lines = [json.loads(line) for line in (place / "logs/skyrl/test_run/metrics.jsonl").read_text().splitlines()]
-    losses = [line["eval/all/loss"] for line in lines if "eval/all/loss" in line]
+    losses = [line["eval/all/loss"] for line in metrics(place) if "eval/all/loss" in line]
     assert len(losses) == 2 and losses[1] < 0.8 * losses[0], losses
     assert "ended after step 4 of 4" in out and "model.safetensors" in "".join(exported(place))
 
@@ -101,3 +110,51 @@ def test_a_killed_run_is_resumed_bit_for_bit(folder, tmp_path, whole, step):
     process.communicate()
     finish(start(folder, tmp_path))
     assert exported(tmp_path) == exported(Path(whole[0]))
+
+
+M = "trainer.policy.megatron_config."
+LAYOUTS = {"dp2·ep2": {}, "tp2": {f"{M}expert_model_parallel_size": 1, f"{M}tensor_model_parallel_size": 2}}
+KINDS = {
+    "adapters": {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alpha": 16},
+    "router frozen, near the initial model": {
+        f"{M}freeze_moe_router": "true",
+        "trainer.algorithm.use_kl_loss": "true",
+        "trainer.algorithm.kl_loss_coef": 0.5,
+    },
+}
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_learn_the_same(folder, tmp_path, kind):
+    """Two data sets by weight, one of them of a hub; the exported folder has whole weights, also of adapters."""
+    import torch
+    from safetensors.torch import load_file
+
+    rows = (folder / "rows.jsonl").read_bytes()
+    short = {"trainer.max_training_steps": 2, "trainer.hf_save_interval": 2, "trainer.eval_interval": 0}
+    short |= {"trainer.eval_before_train": "false", f"{M}optimizer_config_kwargs.adam_eps": 1e-3}
+    mixed = {"data.train_data": f"[{folder / 'rows.jsonl'},acme/talks]", "data.sampler": "mixture"}
+    mixed |= {"data.sampler_options.weights": "[3,1]"}
+    losses, weights = {}, {}
+    with hub_endpoint.serve() as hub:
+        hub.repository("datasets/acme/talks").push({"train.jsonl": rows.replace(b"the answer is", b"it is")})
+        variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
+        for name, layout in LAYOUTS.items():
+            place = tmp_path / name
+            out = finish(start(folder, place, variables, **(short | mixed | layout | KINDS[kind])))
+            assert "hub: datasets/acme/talks@main is commit" in out
+            losses[name] = [line["sft/loss"] for line in metrics(place) if "sft/loss" in line]
+            kl = [line["policy/policy_kl"] for line in metrics(place) if "policy/policy_kl" in line]
+            assert kl == [] if kind == "adapters" else kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-6
+            weights[name] = load_file(place / "exports/global_step_2/policy/model.safetensors")
+            adapter = place / "exports/global_step_2/adapter/adapter_config.json"
+            assert adapter.exists() == (kind == "adapters")
+    first, second = weights.values()
+    assert losses["tp2"] == pytest.approx(losses["dp2·ep2"], rel=1e-5) and len(losses["tp2"]) == 2
+    start_weights = load_file(folder / "model/model.safetensors")
+    assert first.keys() == second.keys() == start_weights.keys()
+    moved = {tensor for tensor in first if not torch.equal(first[tensor], start_weights[tensor])}
+    gates = {tensor for tensor in first if tensor.endswith("mlp.gate.weight")}
+    assert moved and gates and not moved & gates, "neither adapters of linear layers nor a frozen router change it"
+    assert max(float((first[tensor] - second[tensor]).abs().max()) for tensor in first) <= 2e-5

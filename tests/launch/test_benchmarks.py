@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ("load_only", "smoke")
 """Modules that benchmarks import."""
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in HELPERS)
-RIVALS = {"advantages": "--rivals-python is needed"}
+RIVALS = dict.fromkeys(("advantages", "preferences"), "--rivals-python is needed")
 """What runs nowhere without packages of others, and how it ends."""
 
 

@@ -70,8 +70,8 @@ def parts(name, hf):
     return [slice(None)], 0
 
 
-def steps(name, index, weight, hf):
-    """A HF tensor after :data:`STEPS` steps from ``weight``, in float64, and the sum of its updates."""
+def steps(name, index, weight, hf, shards=1):
+    """A HF tensor after :data:`STEPS` steps from ``weight``, in float64. ``shards``: each is a matrix of its own."""
     import torch
 
     now = weight.double().clone()
@@ -91,7 +91,9 @@ def steps(name, index, weight, hf):
         rows, axis = parts(name, hf)
         for each in rows:
             where = (each,) if axis == 0 else (slice(None), each)
-            block = direction[where]
-            update[where] = 0.2 * math.sqrt(max(block.shape)) * orthogonal(block)
+            split = name.endswith(("o_proj.weight", "down_proj.weight"))  # over columns
+            own = direction[where].chunk(shards, int(split))
+            found = [0.2 * math.sqrt(max(block.shape)) * orthogonal(block) for block in own]
+            update[where] = torch.cat(found, int(split))
         now = now * (1 - LR * DECAY) - LR * update
     return now

@@ -83,7 +83,7 @@ def engine_of(folder, layout, overrides):
     return MegatronEngine(bodies.config(folder, **layout, overrides=KEYS | overrides))
 
 
-def muon_body(folder, layout, overrides):
+def muon_body(folder, layout, overrides, shards=1):
     """(HF name, expert) → relative error of its update after two steps."""
     engine = engine_of(folder, layout, overrides)
     before = weights_of(engine)
@@ -94,7 +94,7 @@ def muon_body(folder, layout, overrides):
         if key[0].endswith(("e_score_correction_bias", ".expert_bias")) or ".indexer." in key[0]:
             assert after.equal(before[key])  # is not trained
             continue
-        expected = muon_reference.steps(*key, before[key], hf)
+        expected = muon_reference.steps(*key, before[key], hf, shards)
         errors[key] = float((after.double() - expected).norm() / (expected - before[key].double()).norm())
     return errors
 
@@ -119,6 +119,12 @@ def test_every_layout(ranks, folder, name):
 def test_optimizer_that_is_not_distributed(ranks, folder, name):
     layout = (LAYOUTS | MORE)[name]
     check(ranks(layout["world"], muon_body, folder, layout, NO_DISTRIBUTED))
+
+
+def test_blockwise(ranks, folder):
+    """Each shard of tensor parallelism is a matrix of its own, q, k, v, gate and up within it separate."""
+    keys = {f"{KWARGS}muon_tp_mode": "blockwise"}
+    check(ranks(2, muon_body, folder, LAYOUTS["tp2·etp2"], keys, 2))
 
 
 FAMILIES = ["qwen3_next", "gpt_oss", "deepseek_v3", "mimo_v2_flash"]
@@ -271,6 +277,44 @@ def test_saved_in_one_layout_and_loaded_in_another(ranks, tmp_path, source, targ
         assert again == losses
     for found, expected in zip(moved[0][1], saved[0][1], strict=True):
         assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
+
+
+def background_body(folder, root):
+    """What a rank held when a save in the background began, and what another engine loads, after a step meanwhile."""
+    from tests.checkpoint import training
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    engine = training.engine(folder, "dp2·ep2", **CHECKPOINT)
+    training.train(engine, [1, 2])
+    held = ranges_of(engine)
+    checkpointer = RankCheckpointer(root, training.state_of(engine), asynchronous=True)
+    checkpointer.save(2)
+    training.train(engine, [3])
+    checkpointer.finish()
+    moved = ranges_of(engine)
+    checkpointer.close()
+    RankCheckpointer(root, training.state_of(engine)).load()
+    return held, moved, ranges_of(engine)
+
+
+def test_saved_in_the_background(ranks, tmp_path):
+    """A checkpoint is that of the step at which it began."""
+    from tests.checkpoint import training
+
+    folder = training.save_model(tmp_path / "model")
+    for held, moved, loaded in ranks(2, background_body, folder, str(tmp_path / "run")):
+        assert loaded.keys() == held.keys() and all(loaded[key].equal(held[key]) for key in held)
+        assert not any(moved[key].equal(held[key]) for key in held if key[1] == "momentum_buffer")
+
+
+def test_a_draft_head(ranks, tmp_path):
+    """The layer of multi-token prediction has the same rule: its projection is a matrix, its norms are not."""
+    from tests.training import draft_reference
+
+    model = draft_reference.save_with_draft("deepseek_v3", tmp_path / "model")
+    outcomes = ranks(2, muon_body, model, dict(world=2, tp=2), {f"{MEGATRON}mtp.train": True})
+    assert any("eh_proj" in name for outcome in outcomes for name, _ in outcome)
+    check(outcomes)
 
 
 @pytest.mark.parametrize("muon", ["saved", "loaded"])

@@ -19,6 +19,7 @@ OPTIONS = {
         "trainer.policy.optimizer_config.num_decay_steps": 9,
     },
     "router frozen": {f"{MEGATRON}freeze_moe_router": True},
+    "Muon": {"trainer.policy.optimizer_config.optimizer": "muon", "trainer.policy.optimizer_config.adam_lr": 1e-3},
     "adapters": {f"{LORA}rank": 2, f"{LORA}dropout": 0.5, f"{LORA}adapters": {"a": {}, "b": {}}},
 }
 FAULTS = ("no random states", "lost moments")
@@ -93,7 +94,7 @@ def lost_and_back(folder, batch, layout, overrides, lost, fault=None):
 def cases():
     for layout in LAYOUTS:
         for option in OPTIONS:
-            plain = (layout, option) == ("dp2·ep2", "distributed")
+            plain = layout == "dp2·ep2" and option in ("distributed", "Muon")
             yield pytest.param(layout, option, marks=() if plain else pytest.mark.full_matrix, id=f"{layout} {option}")
 
 

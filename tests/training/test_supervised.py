@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+MEGATRON = "trainer.policy.megatron_config."
 LAYOUTS = {"dp2": dict(world=2), "tp2": dict(world=2, tp=2)}
 MORE = {"cp2": dict(world=2, cp=2), "pp2": dict(world=2, pp=2), "dp2·ep2": dict(world=2, ep=2)}
 
@@ -18,21 +19,39 @@ def rows():
     return made
 
 
-def step(folder, taught, layout):
+KINDS = {
+    "auxiliary losses": {
+        f"{MEGATRON}moe_router_load_balancing_type": "aux_loss",
+        f"{MEGATRON}moe_aux_loss_coeff": 0.1,
+        f"{MEGATRON}moe_z_loss_coeff": 0.05,
+    },
+    "adapters": {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.alpha": 8},
+    "KL to the reference": {"trainer.algorithm.use_kl_loss": True, "trainer.algorithm.kl_loss_coef": 0.5},
+}
+WHOLE = {"tp2": dict(world=2, tp=2), "pp2": dict(world=2, pp=2)}
+"""Layouts with the same micro-batches: the load-balancing loss is not linear in a micro-batch."""
+
+
+def step(folder, taught, layout, keys=None):
     """(loss, {HF name: gradient}) of this rank's share."""
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.rollout.chat_rows import taught_batch
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
+    from skyrl_megatron.runtime.lora.folder import stream_factors
     from tests.training.bodies import NO_DISTRIBUTED, config
 
     algorithm = {f"trainer.algorithm.{name}": False for name in ("use_kl_loss", "use_entropy_loss")}
     algorithm |= {"trainer.algorithm.policy_loss_type": "cross_entropy", "trainer.algorithm.temperature": 1.0}
-    engine = MegatronEngine(config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm))
+    engine = MegatronEngine(config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm | (keys or {})))
     batch = taught_batch(taught, [str(row) for row in range(len(taught))])
+    batch.ref_logprobs = batch.response_mask * -6.0
     part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
-    loss = engine.forward_backward(part)["policy_loss"]
+    loss = engine.forward_backward(part)["final_loss"]
     engine.reduce_gradients()
+    if engine.adapters is not None:
+        factors = stream_factors(engine.adapters, engine.groups, of=lambda parameter: parameter.main_grad)
+        return loss, {f"{each.module}.{each.letter}": each.tensor.detach().float().numpy() for each in factors}
     pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
     return loss, {f"{piece.name}[{piece.index}]": piece.tensor.detach().float().cpu().numpy() for piece in pieces}
 
@@ -69,12 +88,26 @@ def test_the_loss_is_that_of_transformers(alone, transformers_loss):
 def test_every_layout_has_the_same_loss_and_gradients(ranks, folder, alone, name):
     """The mean is over all trained tokens of the step, whatever share of them a replica has."""
     layout = (LAYOUTS | MORE)[name]
-    outcomes = ranks(layout["world"], step, folder, rows(), layout)
+    check(ranks(layout["world"], step, folder, rows(), layout), alone)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full_matrix) for kind in KINDS])
+def test_what_is_added_is_the_same_in_every_layout(ranks, folder, alone, kind):
+    """Losses of the router, adapters and the KL to a reference; each changes the step."""
+    whole = ranks(1, step, folder, rows(), dict(world=1), KINDS[kind])[0]
+    assert whole[1].keys() != alone[1].keys() or any(
+        not np.array_equal(gradient, alone[1][tensor]) for tensor, gradient in whole[1].items()
+    )
+    for layout in WHOLE.values():
+        check(ranks(layout["world"], step, folder, rows(), layout, KINDS[kind]), whole)
+
+
+def check(outcomes, want):
+    """All ranks have the loss of one rank, and together its gradients."""
     seen = set()
     for loss, gradients in outcomes:
-        assert loss == pytest.approx(alone[0], rel=1e-6)
+        assert loss == pytest.approx(want[0], rel=1e-6)
         for tensor, found in gradients.items():
-            want = alone[1][tensor]
-            assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max(), tensor
+            assert np.abs(found - want[1][tensor]).max() <= 1e-5 * np.abs(want[1][tensor]).max(), tensor
         seen |= gradients.keys()
-    assert seen == alone[1].keys()
+    assert seen == want[1].keys()

@@ -1,4 +1,5 @@
-"""Rules of the exchange of tokens between experts: dispatchers, and its overlap with other micro-batches.
+"""Rules of the exchange of tokens between experts: dispatchers, its overlap with other micro-batches, and moves of
+experts between ranks.
 
 From the source of Megatron-Core 0.19.2 (``transformer/moe/token_dispatcher.py``, ``transformer_config.py``,
 ``models/gpt/fine_grained_callables.py``) and DeepEP (``deep_ep/buffer.py``).
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_megatron.config.roles import is_frozen
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import Problem
 
@@ -37,6 +39,9 @@ def exchange_problems(
         yield Problem(key, dispatcher, fix)
     if dispatcher == "flex":
         yield from _flex(megatron, key, section, hardware)
+    if megatron.moe_expert_moves != "none" and not is_frozen(role):
+        if reason := _against_moves(cfg, role, megatron, section):
+            yield Problem(f"{section}moe_expert_moves", megatron.moe_expert_moves, f"{reason}, or set it to none")
     if megatron.transformer_config_kwargs.get(OVERLAP):
         reason = _against_overlap(cfg, role, megatron, section, hardware)
         if reason is not None:
@@ -75,6 +80,27 @@ def _has_package(backend: str) -> bool:
     if found is None or backend == DEEP_EP:
         return found is not None
     return any((Path(folder) / "hybrid_ep_buffer.py").exists() for folder in found.submodule_search_locations or ())
+
+
+def _against_moves(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> str | None:
+    """Return what to change so that a role's experts can move between ranks; None if they can."""
+    settings, options = getattr(cfg.trainer, role), megatron.optimizer_config_kwargs
+    if megatron.expert_model_parallel_size == 1:
+        return f"needs experts on several ranks: set {section}expert_model_parallel_size"
+    if role == "policy" and cfg.trainer.policy.model.lora.rank:
+        return "moves no adapters: set trainer.policy.model.lora.rank=0"
+    if role == "policy" and cfg.trainer.exact_rollouts:
+        return "changes the order in which a token's experts are summed: set trainer.exact_rollouts=false"
+    if settings.optimizer_config.optimizer != "adam":
+        return "moves the moments of Adam only: set optimizer_config.optimizer=adam"
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if options.get(name):
+            return f"moves masters and moments in fp32 between GPUs: remove optimizer_config_kwargs.{name}"
+    if megatron.moe_token_dispatcher_type != "alltoall":
+        return f"is verified with one dispatcher: set {section}moe_token_dispatcher_type=alltoall"
+    if megatron.transformer_config_kwargs.get(OVERLAP):
+        return f"is not verified with {OVERLAP}: remove that key"
+    return None
 
 
 def _against_overlap(

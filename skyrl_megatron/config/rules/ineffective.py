@@ -206,7 +206,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
             f"{_T}ref.megatron_config.",
             "ddp_config. torch_profiler_config. lora_config. optimizer_config_kwargs empty_cuda_cache "
             "moe_aux_loss_coeff moe_z_loss_coeff dist_ckpt_optim_fully_reshardable freeze_moe_router "
-            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save",
+            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save moe_expert_moves",
         )
         + f" {_T}ref.model.lora.",
     ),

@@ -84,7 +84,6 @@ UNSUPPORTED_FIELDS = {
         "multi-token-prediction layers are copied unchanged (`python -m bridges inspect` lists them as "
         "passthrough): remove this key, and set mtp.train=true to train them"
     ),
-    "qk_clip": "needs an extra step after the optimizer step, which this trainer does not have: remove this key",
     "mla_down_proj_fusion": (
         "fuses two weights that loading, weight sync and checkpoints need under separate names: remove this key"
     ),
@@ -131,6 +130,7 @@ def megatron_problems(
         optimizer = getattr(cfg.trainer, role).optimizer_config.optimizer
         options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
         yield from muon_problems(optimizer, options, key)
+    yield from _clipping(cfg, role, megatron, section)
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
     yield from _indexer(megatron.transformer_config_kwargs, section, hf)
@@ -141,6 +141,24 @@ def megatron_problems(
     if outside:
         fix = f"the {role} has ranks 0 to {world - 1}: choose from these"
         yield Problem(f"{section}torch_profiler_config.ranks", outside, fix)
+
+
+def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> Iterator[Problem]:
+    """Check the settings of QK-clip (``runtime/qk_clip.py``)."""
+    options, key = megatron.transformer_config_kwargs, f"{section}transformer_config_kwargs.qk_clip"
+    if not options.get("qk_clip"):
+        return
+    settings = getattr(cfg.trainer, role)
+    if is_frozen(role) or (role == "policy" and settings.model.lora.rank > 0):
+        yield Problem(key, True, "clips trained weights of queries and keys, which this role does not have: remove it")
+    elif settings.optimizer_config.optimizer != "muon":
+        yield Problem(key, True, f"belongs to Muon: set trainer.{role}.optimizer_config.optimizer=muon, or remove it")
+    if not cfg.trainer.use_sample_packing:
+        yield Problem(key, True, "needs packed sequences: set trainer.use_sample_packing=true")
+    for name, most in (("qk_clip_alpha", 1.0), ("qk_clip_threshold", float("inf"))):
+        value = options.get(name)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < most):
+            yield Problem(f"{section}transformer_config_kwargs.{name}", value, f"must be above 0 and below {most}")
 
 
 def _attention(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:

@@ -11,6 +11,8 @@ from typing import Any
 from skyrl_megatron.errors import Problem
 
 PREFIX = "muon_"
+BLOCKWISE = "blockwise"
+"""Value of ``muon_tp_mode``: the shard of each tensor-parallel rank is orthogonalised as a matrix of its own."""
 WINDOW = 1 << 24
 """Elements of the whole matrices that are orthogonalised together, unless one is larger."""
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -41,13 +43,13 @@ _CHOICES = {
     "coefficient_type": tuple(COEFFICIENTS),
     "scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
     "fp32_matmul_prec": ("highest", "high", "medium"),
-    "tp_mode": ("duplicated",),
+    "tp_mode": ("duplicated", BLOCKWISE),
     "split_qkv": (True,),
     "scalar_optimizer": ("adam",),
 }
 _REASONS = {
-    "tp_mode": "blockwise orthogonalises each rank's shard alone, which is another algorithm in every layout, and "
-    "distributed needs a sum per step: use duplicated, the update of the whole matrix",
+    "tp_mode": "distributed sums over ranks in each Newton-Schulz step, which this trainer does not do: use "
+    "duplicated, the update of the whole matrix, or blockwise, which updates each rank's shard by itself",
     "split_qkv": "q, k and v are always separate matrices: remove this key",
     "scalar_optimizer": "the other parameters are trained by AdamW: remove this key",
 }
@@ -107,6 +109,15 @@ def muon_problems(optimizer: str, options: Mapping[str, Any], section: str) -> I
     for name in _NO_EFFECT_ON:
         if options.get(name):
             yield Problem(f"{section}{name}", options[name], "is not supported with optimizer=muon: remove this key")
+
+
+def muon_notes(optimizer: str, options: Mapping[str, Any], section: str) -> Iterator[str]:
+    """Yield what is questionable about valid ``muon_*`` fields."""
+    if optimizer == "muon" and options.get(f"{PREFIX}tp_mode") == BLOCKWISE:
+        yield (
+            f"{section}{PREFIX}tp_mode={BLOCKWISE} is another algorithm: each tensor-parallel rank orthogonalises its "
+            "shard, so results depend on the layout"
+        )
 
 
 def _wrong(name: str, value: Any) -> str | None:

@@ -288,6 +288,9 @@ class MegatronConfig(BaseConfig):
     moe_balance_experts: bool = False
     """Choose the rows of each micro-batch so that the EP ranks get equally many tokens, from the experts that
     `moe_enable_routing_replay` replays. Loss and gradients stay the same up to the order of sums."""
+    moe_expert_moves: Annotated[str, OneOf("none", "auto", "shuffle")] = "none"
+    """Move experts between ranks after a batch. `auto`: where the balance gained pays for it. `shuffle`: at random, a
+    test."""
 
 
 @dataclass

@@ -328,6 +328,11 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[RankNote
         "optimizer_step": counts.pop() if counts else None,
         "lr_schedule": notes[0]["lr_schedule"],
     }
+    slots = [note.get("experts", {}) for note in notes]
+    if any(each != slots[0] for each in slots):
+        raise CheckpointError(f"{target}: the ranks place experts differently; this is a bug in the training loop")
+    if slots[0]:
+        state["experts"] = slots[0]
     files = {name: FileEntry(**entry) for note in notes for name, entry in note["files"].items()}
     for name, data in {
         ".metadata": pickle.dumps(metadata),

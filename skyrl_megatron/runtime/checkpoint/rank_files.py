@@ -48,15 +48,18 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
     owned_ranges,
     set_step_count,
     step_count,
+    unwrapped,
 )
 from skyrl_megatron.runtime.checkpoint.reader import RoleReader, as_bytes
 from skyrl_megatron.runtime.checkpoint.storage import BackgroundTask, Storage, open_storage
+from skyrl_megatron.runtime.model.expert_placement import placement_of
 from skyrl_megatron.runtime.offload import HostMemory
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -130,6 +133,11 @@ class RankState:
     """Fingerprint of the base weights of the adapters; None if the weights themselves are saved."""
 
     @property
+    def experts(self) -> ExpertPlacement | None:
+        """The slots of the model's experts; None for a model that :func:`build_model` did not make."""
+        return placement_of(unwrapped(self.model_chunks[0])) if self.model_chunks else None
+
+    @property
     def rank(self) -> int:
         """Number of this rank in its role."""
         return dist.get_rank()
@@ -160,6 +168,7 @@ class RankWriter:
         began = time.perf_counter()
         note = {"rank": state.rank, "step": step, "layout": state.layout(), "base": state.base}
         blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
+        note["experts"] = dict(state.experts.moved) if state.experts is not None else {}
         note["optimizer_step"] = step_count(state.optimizer)
         note["lr_schedule"] = state.lr_schedule.state_dict() if state.lr_schedule is not None else None
         random_states = capture_rng()
@@ -275,6 +284,7 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
         reader = RoleReader(storage, storage.root, manifest, role)
         _refuse_other_base(folder, manifest.bases.get(role), state.base)
         reader.common_state()
+        _place_experts(state, json.loads(read_verified(storage, storage.root, manifest, f"{role}/{STATE}")), folder)
         ranges = list(owned_ranges(state.optimizer))
         blocks = list(blocks_to_load(state.model_chunks, ranges, state.groups))
         return {block.key for block in blocks}, set(reader.tensors)
@@ -302,6 +312,18 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
         return _restore_counters(storage, storage.root, role, state, seed, restart)
 
     return run_on_all_ranks(fill)[0]
+
+
+def _place_experts(state: RankState, saved: dict[str, Any], folder: str) -> None:
+    """Use the saved slots of the experts, so that the run continues bit for bit, if this model's experts move and are
+    spread over as many ranks; else the initial ones. Raises CheckpointError for slots of another model."""
+    if (placement := state.experts) is None:
+        return
+    fits = placement.movable and saved["layout"]["ep"] == placement.ranks
+    try:
+        placement.set({int(layer): slots for layer, slots in saved.get("experts", {}).items()} if fits else {})
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def fresh_moments(wanted: set[str], stored: set[str]) -> tuple[set[str], set[str]]:

@@ -502,6 +502,10 @@ def blocks_to_save(
 
     ``data`` are views of weights and moments, at most :data:`BUCKET_BYTES` each; no memory is allocated.
     """
+    chunks = list(chunks)
+    placement = placement_of(unwrapped(chunks[0])) if chunks else None
+    if placement is not None and placement.moving:
+        raise CheckpointError("a move of experts failed: the weights of this process cannot be saved; start again")
     owned = {id(each.parameter): each for each in owned_ranges(optimizer)}
     spread = sharded_parameters(optimizer)
     for tensor, pieces in local_blocks(chunks, groups):

@@ -200,6 +200,8 @@ def with_deterministic_backward(out: Tensor) -> Tensor:
     return out
 
 
+_MEASURED = 1 << 24
+"""Logits that are computed at a time to find the largest one."""
 _SIMILAR = 0.75  # a chunk shorter than this fraction of its group's longest starts a new group
 
 
@@ -308,6 +310,9 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
+        self.current_max_attn_logits: Tensor | None = None
+        """[heads of this rank] fp32: the largest scaled logit of real queries since the last step, with
+        ``config.qk_clip``; Transformer Engine's name."""
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // pg_collection.tp.size()
@@ -339,6 +344,8 @@ class PackedAttention(torch.nn.Module):
         if exact_ops.active():
             return self._attend_exactly(query, key, value, lengths)
         cp = self.groups.cp
+        if self.config.qk_clip and self.training and torch.is_grad_enabled():
+            self._measure(query, key, packed_seq_params, choose)
         if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
@@ -351,6 +358,32 @@ class PackedAttention(torch.nn.Module):
     def key_selector(self, packed_seq_params: PackedSeqParams | None, **_: Any) -> KeySelector | None:
         """Return a function that selects keys among those that the mask allows; None: queries see all of them."""
         return None
+
+    @torch.no_grad()
+    def _measure(self, query: Tensor, key: Tensor, params: PackedSeqParams, choose: KeySelector | None) -> None:
+        """Update ``current_max_attn_logits``, which attention kernels do not return."""
+        lengths, padding, cp = params.padded_lengths, params.padding, self.groups.cp
+        key = gather_tokens(key, lengths, cp, shared_loss=False)
+        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
+        largest = query.new_full((query.shape[1],), -torch.inf, dtype=torch.float32)
+        for group in plan.groups:
+            n, q, k = group.shape
+            queries = query.index_select(0, group.query_index).view(n, q, *query.shape[1:]).transpose(1, 2).float()
+            keys = key.index_select(0, group.key_index).view(n, k, *key.shape[1:]).transpose(1, 2).float()
+            keys = keys.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
+            real = ~padding.index_select(0, group.query_index).view(n, 1, q, 1)
+            mask = group.mask if choose is None else choose(group).mask
+            if mask is None:
+                mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril()
+            mask = mask.expand(n, 1, q, k)
+            rows = max(1, _MEASURED // (n * k * query.shape[1]))
+            for start in range(0, q, rows):
+                part = slice(start, start + rows)
+                logits = queries[:, :, part] @ keys * self.scale
+                logits = logits.masked_fill(~(mask & real)[:, :, part], -torch.inf)
+                largest = largest.maximum(logits.amax((0, 2, 3)))
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else largest.maximum(before)
 
     def _attend_group(
         self, query: Tensor, key: Tensor, value: Tensor, group: ChunkGroup, choose: KeySelector | None

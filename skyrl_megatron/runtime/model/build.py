@@ -37,6 +37,7 @@ from skyrl_megatron.runtime.model.description import (
     describe,
     read_hf_model,
     use_transformer_engine,
+    without_qk_clip,
 )
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement, give_placement
 from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
@@ -323,6 +324,9 @@ def build_model(
     on_meta = device is not None and device.type == "meta"
     asked = (transformer_config_kwargs or {}).get("transformer_impl")
     use_te = use_transformer_engine(model, asked, on_meta=on_meta, prefix=prefix)
+    clips = (transformer_config_kwargs or {}).get("qk_clip")
+    if clips and (why := without_qk_clip(model, parallel.tp, use_te)):
+        raise ConfigError([Problem(f"{prefix}transformer_config_kwargs.qk_clip", clips, why)])
     config = transformer_config(
         model,
         parallel,

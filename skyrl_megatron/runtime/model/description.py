@@ -174,6 +174,23 @@ def unsupported_by_te(model: HfModel) -> str | None:
     return None
 
 
+def without_qk_clip(model: HfModel, tp: int, use_te: bool) -> str | None:
+    """Return why QK-clip (``runtime/qk_clip.py``) cannot be used with a model, and what to do; None if it can."""
+    megatron = model.megatron
+    latent = megatron.multi_latent_attention
+    if megatron.full_width_qk_norm or (megatron.transformer.get("qk_layernorm") and not latent):
+        return "the norms of q and k bound the logits, whatever the weights are: remove this key"
+    groups = megatron.transformer.get("num_query_groups") or 1
+    if not latent and groups % tp:
+        return f"heads of a KV group must be on one rank, and tensor_model_parallel_size={tp} exceeds {groups} groups"
+    if use_te:
+        return (
+            "Transformer Engine's attention is not asked for the largest logits here: set "
+            f"transformer_config_kwargs.transformer_impl={LOCAL}, or remove this key"
+        )
+    return None
+
+
 def describe(model: HfModel, use_te: bool) -> str:
     """Name the layer implementation of a model, and the reason if it is not Transformer Engine."""
     if use_te:

@@ -30,6 +30,10 @@ class ExpertPlacement:
     def __init__(self, experts: int, ranks: int) -> None:
         self.experts, self.ranks = experts, ranks
         self.per_rank = experts // ranks
+        self.movable = False
+        """Whether experts of this model move; then it uses the slots of a checkpoint that it loads."""
+        self.moving = False
+        """Whether weights and slots differ, during a move or after one that failed."""
         self._moved: dict[int, Slots] = {}
         self._columns: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -72,7 +76,7 @@ class ExpertPlacement:
                 raise ValueError(f"the experts of layer {layer} are no permutation of 0 to {self.experts - 1}")
         initial = tuple(range(self.experts))
         self._moved = {layer: tuple(order) for layer, order in sorted(slots.items()) if tuple(order) != initial}
-        self._columns = {}
+        self._columns, self.moving = {}, False
 
 
 def give_placement(chunk: torch.nn.Module, placement: ExpertPlacement) -> None:

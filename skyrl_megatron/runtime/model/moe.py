@@ -299,7 +299,9 @@ class TokenWeightedRouter(TopKRouter):
         if self.placement is None or self.is_mtp_layer:
             return probs, routing_map
         columns = self.placement.columns(self.layer_number - 1, probs.device)
-        return (probs, routing_map) if columns is None else (probs[:, columns], routing_map[:, columns])
+        if columns is None:
+            return probs, routing_map
+        return probs.index_select(1, columns), routing_map.index_select(1, columns)
 
     def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()

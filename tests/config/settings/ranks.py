@@ -181,6 +181,13 @@ def balanced(cfg):
     return [role for role in ("policy", "ref") if balances_experts(cfg, role)]
 
 
+def report(cfg):
+    """What ``--check`` says of the policy's experts."""
+    from skyrl_megatron.preflight import check_report
+
+    return [line for line in check_report.report(cfg, base.GPUS) if "expert" in line]
+
+
 def buffers(cfg):
     """Megatron's settings of gradient buffers that need a GPU."""
     from skyrl_megatron.runtime.engine_settings import ddp_config

@@ -45,6 +45,7 @@ JOINED = ELSEWHERE | {f"{E}enable_registry": True, f"{E}registry_port": PORTS[0]
 FEW = {f"{T}max_training_steps": 2}
 DECAYS = {f"{OPT}scheduler": "linear", f"{OPT}num_warmup_steps": 2}
 DRAFTED = {f"{P}model.path": "drafted"}
+EXPERTS_APART = {f"{M}expert_model_parallel_size": 2, f"{T}placement.policy_num_gpus_per_node": 2}
 AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
 ROUTED = {f"{E}enable_return_routed_experts": True}
 SPREAD = ROUTED | {
@@ -353,6 +354,7 @@ MODELS = {
     f"{M}moe_z_loss_coeff": Row(0.5, "transformer"),
     f"{M}freeze_moe_router": Row(True, "trainable"),
     f"{M}moe_per_layer_logging": Row(True, "metrics"),
+    f"{M}moe_expert_moves": Row("auto", ranks.report, EXPERTS_APART),
     f"{M}mtp.train": Row(True, "draft", DRAFTED),
     f"{M}mtp.loss_scale": Row(0.5, "draft", DRAFTED | {f"{M}mtp.train": True}),
     f"{M}moe_enable_routing_replay": Row(True, "replayed", ROUTED),

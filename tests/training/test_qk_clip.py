@@ -1,0 +1,193 @@
+"""QK-clip: the logits of transformers' attention, and the closed form of what shrinks, in several layouts."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from tests.training import bodies, reference
+from tests.training.bodies import MEGATRON
+
+OPTIMIZER = "trainer.policy.optimizer_config."
+FIELDS = f"{MEGATRON}transformer_config_kwargs."
+ALPHA = 0.3
+KEYS = {
+    f"{OPTIMIZER}optimizer": "muon",
+    f"{OPTIMIZER}lr": 0.0,
+    f"{FIELDS}qk_clip": True,
+    f"{FIELDS}qk_clip_alpha": ALPHA,
+}
+LAYOUTS = {
+    "tp2": dict(world=2, tp=2),
+    "dp2": dict(world=2),
+}
+MORE = {
+    "single": dict(world=1),
+    "tp2·cp2": dict(world=4, tp=2, cp=2),
+    "pp2": dict(world=2, pp=2),
+}
+FAMILIES = {
+    "qwen2": dict(num_hidden_layers=2, num_key_value_heads=2),
+    "deepseek_v3": dict(num_hidden_layers=2),
+    "gpt_oss": dict(num_hidden_layers=2, num_key_value_heads=2),
+}
+"""Grouped queries with biases, multi-latent attention, a sliding window with sinks."""
+CASES = [("qwen2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "dp2")]
+FURTHER = [(family, layout) for family in FAMILIES for layout in LAYOUTS | MORE if (family, layout) not in CASES]
+
+
+def largest_logits(folder, batch):
+    """[layers, heads]: the largest logit of transformers' eager attention, each row alone."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.masking_utils import eager_mask
+    from transformers.models.llama.modeling_llama import repeat_kv
+
+    found = {}
+
+    def recording(module, query, key, value, attention_mask, scaling, **options):
+        with torch.no_grad():
+            repeated = repeat_kv(key, query.shape[1] // key.shape[1])
+            logits = query @ repeated.transpose(-1, -2) * scaling + attention_mask[..., : key.shape[-2]]
+            largest = logits.amax((0, 2, 3))
+            before = found.get(module.layer_idx)
+            found[module.layer_idx] = largest if before is None else largest.maximum(before)
+        module.num_key_value_groups = query.shape[1] // key.shape[1]
+        attention = sys.modules[type(module).__module__].eager_attention_forward  # the family's own: gpt-oss has sinks
+        return attention(module, query, key, value, attention_mask, scaling)
+
+    AttentionInterface.register("recording", recording)
+    AttentionMaskInterface.register("recording", eager_mask)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="recording", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for row, length in enumerate(batch.lengths.tolist()):
+            model(batch.sequences[row, -length:][None], use_cache=False)
+    return torch.stack([found[layer] for layer in sorted(found)])
+
+
+def shrunk(name, weight, logits, threshold, hf):
+    """A HF tensor after the clip: rows of queries and keys times powers of η = threshold / logit."""
+    import torch
+
+    if ".self_attn." not in name or not name.endswith(("weight", "bias")):
+        return weight
+    ratio = (threshold / logits[int(name.split(".")[2])]).clamp_max(1.0)
+    kind = name.split(".")[-2]
+    if "kv_lora_rank" in hf:
+        nope = hf["qk_nope_head_dim"]
+        sizes = {"q_b_proj": (nope, hf["qk_rope_head_dim"]), "kv_b_proj": (nope, hf["v_head_dim"])}
+        if kind not in sizes:
+            return weight
+        powers = (ALPHA, 1.0) if kind == "q_b_proj" else (1 - ALPHA, 0.0)
+        rows = [torch.cat([each**power for power, n in zip(powers, sizes[kind], strict=True) for _ in range(n)])
+                for each in ratio[:, None]]  # fmt: skip
+        return weight.double() * torch.cat(rows)[:, None]
+    if kind not in ("q_proj", "k_proj"):
+        return weight
+    groups = hf["num_key_value_heads"]
+    ratio = ratio.view(groups, -1).amin(1) ** (ALPHA if kind == "q_proj" else 1 - ALPHA)
+    rows = ratio.repeat_interleave(weight.shape[0] // groups)
+    return weight.double() * (rows if weight.dim() == 1 else rows[:, None])
+
+
+def clip_body(folder, batch, threshold, layout):
+    """Weights before and after a step whose rate is 0, the largest logit that the step reports, and the logits of the
+    first layer's heads afterwards, by their number."""
+    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from tests.training.test_muon import weights_of
+
+    engine = MegatronEngine(
+        bodies.config(folder, **layout, overrides=KEYS | {f"{FIELDS}qk_clip_threshold": threshold})
+    )
+    part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
+    engine.compute_logprobs(part)  # is no training: does not count
+    before = weights_of(engine)
+    engine.forward_backward(part)
+    result = engine.optim_step()
+    after = weights_of(engine)
+    engine.forward_backward(part)
+    again = {}
+    if engine.groups.is_first_stage:
+        found = engine.chunks[0].module.decoder.layers[0].self_attention.core_attention.current_max_attn_logits
+        first = engine.groups.tp.rank() * len(found)
+        again = {first + head: value for head, value in enumerate(found.tolist())}
+    engine.optim_step()
+    return before, after, result.max_logit, again
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Family → (HF folder, batch, the largest logits, a threshold between them)."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            from tests.bridges.tiny_models import save_tiny
+
+            folder = save_tiny(family, tmp_path_factory.mktemp(family), **FAMILIES[family], initializer_range=0.2)
+            batch = reference.make_batch(vocab_size=1003)
+            batch.old_logprobs = batch.rollout_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
+            logits = largest_logits(folder, batch)
+            made[family] = folder, batch, logits, float(logits.median())
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "family, layout", [*CASES, *(pytest.param(*case, marks=pytest.mark.full_matrix) for case in FURTHER)]
+)
+def test_heads_above_the_threshold_shrink_to_it(ranks, model, family, layout):
+    folder, batch, logits, threshold = model(family)
+    hf = json.loads((folder / "config.json").read_text())
+    outcomes = ranks((LAYOUTS | MORE)[layout]["world"], clip_body, folder, batch, threshold, (LAYOUTS | MORE)[layout])
+    assert (logits > threshold).any() and (logits < threshold).any()
+    before = {key: weight for outcome in outcomes for key, weight in outcome[0].items()}
+    after = {key: weight for outcome in outcomes for key, weight in outcome[1].items()}
+    changed = 0
+    for key, weight in before.items():
+        expected = shrunk(key[0], weight, logits, threshold, hf)
+        changed += expected is not weight
+        error = float((after[key].double() - expected).norm() / expected.double().norm())
+        assert error <= (1e-5 if expected is not weight else 0.0), (key, error)
+    assert changed >= 2 * 2
+    assert all(outcome[2] == pytest.approx(float(logits.max()), rel=1e-4) for outcome in outcomes)
+    again = {head: value for outcome in outcomes for head, value in outcome[3].items()}
+    if layout != "dp2" and "cp2" not in layout:  # elsewhere a rank has part of the queries
+        groups = 1 if "kv_lora_rank" in hf else hf["num_attention_heads"] // hf["num_key_value_heads"]
+        for head, value in again.items():
+            group = logits[0, head // groups * groups : (head // groups + 1) * groups]
+            ratio = min(1.0, threshold / float(group.max()))
+            assert value == pytest.approx(ratio * float(logits[0, head]), rel=1e-4)
+            assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "use_te", "reason"),
+    [
+        ("qwen3_moe", 1, False, "norms of q and k"),
+        ("olmoe", 1, False, "norms of q and k"),
+        ("qwen2", 4, False, "exceeds 2 groups"),
+        ("deepseek_v3", 2, True, "transformer_impl=local"),
+        ("deepseek_v3", 4, False, None),
+        ("llama", 2, False, None),
+    ],
+)
+def test_attention_that_cannot_be_clipped_is_refused(family, tp, use_te, reason):
+    from skyrl_megatron.runtime.model.description import read_hf_model, without_qk_clip
+    from tests.bridges.tiny_models import LATENT_FAMILIES, tiny_config
+
+    groups = {} if family in LATENT_FAMILIES else {"num_key_value_heads": 2}
+    why = without_qk_clip(read_hf_model(tiny_config(family, **groups)), tp, use_te)
+    assert why == reason if reason is None else reason in why
+
+
+def test_a_model_that_cannot_be_clipped_is_a_problem_of_the_build(ranks, folder):
+    from tests.support.rank_pool import RankFailure
+
+    with pytest.raises(RankFailure, match=r"qk_clip=True: the norms of q and k bound the logits"):
+        ranks(1, clip_body, folder, None, 1.0, dict(world=1))
