@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 from tests.config.test_validate import E, M, problems
 
 EXACT = "trainer.exact_rollouts"
@@ -82,17 +83,35 @@ def test_gpus_are_refused(tmp_path):
 
 
 def test_the_limit_of_a_step():
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.step_batch import require_rollout_gap, rollout_gap_limit
+    """What is larger ends the run or warns; a weight sync allows no difference only if the run does not."""
+    from skyrl_megatron.config.rules.exact_rules import requires_equal_bits, rollout_gap_limit
+    from skyrl_megatron.trainer.step_batch import check_rollout_gap
 
-    def limit(*args):
-        return rollout_gap_limit(SkyRLTrainConfig.from_cli_overrides([*args]))
+    def cfg(*args):
+        return SkyRLTrainConfig.from_cli_overrides([*args])
 
-    assert limit() is None and limit(f"{EXACT}=true") == 0.0
-    assert limit(f"{EXACT}=true", "trainer.max_rollout_gap=0.1") == limit("trainer.max_rollout_gap=0.1") == 0.1
+    exact, some, warns = f"{EXACT}=true", "trainer.max_rollout_gap=0.1", "trainer.rollout_gap_exceeded=warn"
     name = "policy/rollout_train_logprobs_abs_diff_max"
-    for allowed, gap in [(None, 1.0), (0.0, 0.0), (0.1, 0.1), (0.0, None)]:
-        require_rollout_gap({} if gap is None else {name: gap}, allowed, 3)
-    for allowed, gap in [(0.0, 1e-7), (0.1, 0.2), (0.1, float("nan"))]:
+    for args, limit, equal in [
+        ([], None, False),
+        ([exact], 0.0, True),
+        ([exact, some], 0.1, False),
+        ([some], 0.1, False),
+        ([exact, warns], 0.0, False),
+    ]:
+        run = cfg(*args)
+        assert (rollout_gap_limit(run), requires_equal_bits(run)) == (limit, equal)
+        check_rollout_gap({}, run, 3)
+        check_rollout_gap({name: 1.0 if limit is None else limit}, run, 3)
+    for args, gap in [([exact], 1e-7), ([some], 0.2), ([some], float("nan"))]:
         with pytest.raises(AlgorithmError, match=r"step 3: .*explain-mismatch"):
-            require_rollout_gap({name: gap}, allowed, 3)
+            check_rollout_gap({name: gap}, cfg(*args), 3)
+        with pytest.warns(SkyRLMegatronWarning, match=r"step 3: .*explain-mismatch"):
+            check_rollout_gap({name: gap}, cfg(*args, warns), 3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_without_a_limit_has_no_effect():
+    assert problems("trainer.rollout_gap_exceeded=warn", "trainer.max_rollout_gap=0.1") == []
+    with pytest.raises(SkyRLMegatronWarning, match=r"rollout_gap_exceeded=warn.*any log-prob mismatch"):
+        problems("trainer.rollout_gap_exceeded=warn")

@@ -33,6 +33,17 @@ _ENGINE_KWARGS = {
 _TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "transformer_impl", "fp8")
 
 
+def rollout_gap_limit(cfg: SkyRLTrainConfig) -> float | None:
+    """Return the largest allowed mismatch of a token's log-prob, nats; None: any."""
+    limit = cfg.trainer.max_rollout_gap
+    return 0.0 if limit is None and cfg.trainer.exact_rollouts else limit
+
+
+def requires_equal_bits(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether a run ends when a log-prob of engine and trainer differs in a bit."""
+    return rollout_gap_limit(cfg) == 0 and cfg.trainer.rollout_gap_exceeded == "error"
+
+
 def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield each setting that breaks ``trainer.exact_rollouts``. ``hf``: the policy's ``config.json``, or empty."""
     if not cfg.trainer.exact_rollouts:
