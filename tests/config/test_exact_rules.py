@@ -6,6 +6,7 @@ import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.rules import exact_rules
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 from tests.config.test_validate import E, M, problems
 
@@ -76,10 +77,31 @@ def test_models_without_exact_operations_are_refused(tmp_path, model, words):
     assert [p for p in found(tmp_path, **model) if p.key == EXACT and words in p.fix]
 
 
+GPUS = Hardware(8, 1)
+LOCAL = f"{K}transformer_impl=local"
+WARNS = "trainer.rollout_gap_exceeded=warn"
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_gpus_are_refused(tmp_path):
-    (problem,) = [p for p in found(tmp_path, hardware=Hardware(8, 1)) if p.key == EXACT]
-    assert "only runs on CPU" in problem.fix
+def test_gpus_need_batch_invariant_kernels_and_leave_a_gap(tmp_path, monkeypatch):
+    """Packages are asked for on the machine that the run is for."""
+    monkeypatch.setattr(exact_rules, "find_spec", lambda name: None)
+
+    def keys(*args, hardware=GPUS, **model):
+        return {p.key: p.fix for p in found(tmp_path, *args, hardware=hardware, **model)}
+
+    bare = keys()
+    assert "not measured" in bare["trainer.max_rollout_gap"]
+    assert "flash_attn_3" in bare[f"{K}transformer_impl"] and "setup.sh gpu" in bare[EXACT]
+    assert set(keys(WARNS, LOCAL)) == {EXACT}
+    elsewhere = Hardware(8, 1, elsewhere=True)
+    assert keys(WARNS, hardware=elsewhere) == keys("trainer.max_rollout_gap=0.01", hardware=elsewhere) == {}
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "num_experts_per_tok": 2}
+    assert "products of experts" in keys(WARNS, hardware=elsewhere, **experts)[f"{K}transformer_impl"]
+    assert keys(WARNS, LOCAL, hardware=elsewhere, **experts) == {}
+    assert "computes in bfloat16" in keys(WARNS, f"{W}dtype=float32", hardware=elsewhere)[f"{W}dtype"]
+    split = keys(WARNS, f"{M}tensor_model_parallel_size=2", *TWO, hardware=elsewhere)
+    assert "sums over ranks" in split[f"{M}tensor_model_parallel_size"]
 
 
 def test_the_limit_of_a_step():

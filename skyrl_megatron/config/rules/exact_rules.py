@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.hf_model import rope_parameters
+from skyrl_megatron.config.hf_model import EXPERT_COUNTS, rope_parameters
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.models import MegatronConfig
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 KEY = "trainer.exact_rollouts"
@@ -28,9 +30,8 @@ _ENGINE_KWARGS = {
     "speculative_config": "drafted tokens are scored in another way",
     "quantization": "quantised weights are multiplied by other kernels",
     "kv_cache_dtype": "the trainer does not round keys and values",
-    "dtype": "the trainer computes in float32",
 }
-_TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "transformer_impl", "fp8")
+_TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "fp8")
 
 
 def rollout_gap_limit(cfg: SkyRLTrainConfig) -> float | None:
@@ -48,10 +49,6 @@ def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, A
     """Yield each setting that breaks ``trainer.exact_rollouts``. ``hf``: the policy's ``config.json``, or empty."""
     if not cfg.trainer.exact_rollouts:
         return
-    if not hardware.is_cpu:
-        fix = "only runs on CPU have the same operations in engine and trainer: set it to false"
-        yield Problem(KEY, True, f"{fix}; {_E}weight_sync_probe_limit and trainer.max_rollout_gap bound the gap")
-        return
     family = hf.get("model_type")
     if hf and family not in FAMILIES:
         yield Problem(
@@ -60,7 +57,34 @@ def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, A
     else:
         yield from _model_problems(cfg, hf)
     yield from _layout_problems(cfg)
-    yield from _engine_problems(cfg)
+    yield from _engine_problems(cfg, "float32" if hardware.is_cpu or not cfg.trainer.bf16 else "bfloat16")
+    if not hardware.is_cpu:
+        yield from _gpu_problems(cfg, hardware, hf)
+
+
+def uses_local_layers(megatron: MegatronConfig) -> bool:
+    """Return whether a role asks for this package's layers instead of Transformer Engine's."""
+    return megatron.transformer_config_kwargs.get("transformer_impl") == "local"
+
+
+def _gpu_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what batch-invariant kernels on GPUs need. Those of engine and trainer differ, so a gap is left."""
+    if requires_equal_bits(cfg):
+        fix = "kernels of engine and trainer differ on GPUs, by an amount that is not measured yet: set it, or "
+        yield Problem("trainer.max_rollout_gap", cfg.trainer.max_rollout_gap, fix + "rollout_gap_exceeded=warn")
+    key, local = (
+        f"{_M}transformer_config_kwargs.transformer_impl",
+        uses_local_layers(cfg.trainer.policy.megatron_config),
+    )
+    if not local and any((hf.get(name) or 0) > 1 for name in EXPERT_COUNTS):
+        fix = f"Transformer Engine's products of experts depend on the batch: set it to local, or {KEY} to false"
+        yield Problem(key, None, fix)
+    elif not local and not hardware.elsewhere and find_spec("flash_attn_3") is None:
+        fix = "Transformer Engine's attention needs the package flash_attn_3, which is not installed: install it, set "
+        yield Problem(key, None, f"{fix}this to local, or {KEY} to false")
+    if not hardware.elsewhere and find_spec("transformer_engine") is None:
+        fix = "Megatron-Core's batch-invariant kernels need Transformer Engine: run launch/setup.sh gpu, or set it to "
+        yield Problem(KEY, True, f"{fix}false")
 
 
 def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
@@ -103,15 +127,23 @@ def _layout_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem(key, value, f"{why}: set it to 1, or {KEY} to false")
 
 
-def _engine_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+def _engine_problems(cfg: SkyRLTrainConfig, dtype: str) -> Iterator[Problem]:
+    """``dtype``: the trainer's."""
     engine = cfg.generator.inference_engine
     ours = engine.run_engines_locally and engine.backend == "vllm" and not engine.enable_registry
     if not ours:
         fix = f"engines that this run does not start compute in their own way: set {_E}run_engines_locally=true, "
         yield Problem(KEY, True, fix + "backend=vllm and enable_registry=false, or this to false")
     for name, why in _ENGINE_KWARGS.items():
-        if (value := engine.engine_init_kwargs.get(name)) not in (None, "auto", "float32"):
+        if (value := engine.engine_init_kwargs.get(name)) not in (None, "auto"):
             yield Problem(f"{_E}engine_init_kwargs.{name}", value, f"{why}: remove it, or set {KEY} to false")
+    dtypes = {
+        f"{_E}model_dtype": engine.model_dtype,
+        f"{_E}engine_init_kwargs.dtype": engine.engine_init_kwargs.get("dtype"),
+    }
+    for key, value in dtypes.items():
+        if value not in (None, "auto", dtype):
+            yield Problem(key, value, f"the trainer computes in {dtype}: set it to that, or {KEY} to false")
     if cfg.generator.sampling_params.logprobs is None:
         fix = f"engines must return log-probs: set it to 0, or {KEY} to false"
         yield Problem("generator.sampling_params.logprobs", None, fix)

@@ -21,13 +21,19 @@ from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots, adapter
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
 
-def worker_environment() -> dict[str, str]:
-    """Return environment variables of engine processes, to be set before an engine starts."""
+def worker_environment(*, exact: bool = False) -> dict[str, str]:
+    """Return environment variables of engine processes, to be set before vLLM is imported.
+
+    ``exact``: of :class:`EngineSettings`. On GPUs vLLM then computes by kernels that do not depend on the batch
+    (vllm/model_executor/determinism/batch_invariant.py).
+    """
     shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     shared |= device.compiler_environment()
     if not device.has_cuda():
         # vLLM's default binding pins every engine to the first core and requires as many NUMA nodes as tp ranks
         shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": processes.omp_threads()}
+    elif exact:
+        shared |= {"VLLM_BATCH_INVARIANT": "1"}
     return shared
 
 
