@@ -34,12 +34,22 @@ def test_a_dense_model_on_cpu_may_be_exact(tmp_path):
     assert found(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_may_share_each_tensor(tmp_path):
+    """Those of the engine only as many as the trainer's, and only of a dense model."""
+    split, both = [f"{M}tensor_model_parallel_size=2", *TWO], f"{E}tensor_parallel_size=2"
+    assert found(tmp_path, *split) == found(tmp_path, *split, both) == []
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "num_experts_per_tok": 2}
+    assert found(tmp_path, *split, **experts) == []
+    assert [p.key for p in found(tmp_path, *split, both, **experts)] == [f"{E}tensor_parallel_size"]
+
+
 @pytest.mark.parametrize(
     ("args", "key", "words"),
     [
-        ([f"{M}tensor_model_parallel_size=2", *TWO], f"{M}tensor_model_parallel_size", "sums over ranks"),
+        ([f"{M}tensor_model_parallel_size=4", *TWO], f"{M}tensor_model_parallel_size", "sums over so many ranks"),
         ([f"{M}context_parallel_size=2", *TWO], f"{M}context_parallel_size", "attention over ranks"),
-        ([f"{E}tensor_parallel_size=2", *TWO], f"{E}tensor_parallel_size", "sums over ranks"),
+        ([f"{E}tensor_parallel_size=2", *TWO], f"{E}tensor_parallel_size", "sums over so many ranks"),
         (["trainer.policy.model.lora.rank=8"], "trainer.policy.model.lora.rank", "another order"),
         ([f"{W}speculative_config={{method: ngram}}"], f"{W}speculative_config", "drafted tokens"),
         ([f"{W}quantization=fp8"], f"{W}quantization", "other kernels"),
@@ -101,7 +111,7 @@ def test_gpus_need_batch_invariant_kernels_and_leave_a_gap(tmp_path, monkeypatch
     assert keys(WARNS, LOCAL, hardware=elsewhere, **experts) == {}
     assert "computes in bfloat16" in keys(WARNS, f"{W}dtype=float32", hardware=elsewhere)[f"{W}dtype"]
     split = keys(WARNS, f"{M}tensor_model_parallel_size=2", *TWO, hardware=elsewhere)
-    assert "sums over ranks" in split[f"{M}tensor_model_parallel_size"]
+    assert "sums over so many ranks" in split[f"{M}tensor_model_parallel_size"]
 
 
 def test_the_limit_of_a_step():

@@ -60,14 +60,14 @@ def rows_to_score(rows, counts):
     return TrainingBatch(tokens, mask, response, response)
 
 
-def scored(folder, rows, counts, overrides):
+def scored(folder, rows, counts, overrides, **layout):
     """The trainer's log-probs of the last ``counts`` tokens of each row."""
     from skyrl_megatron.algorithms import exact_ops
     from skyrl_megatron.runtime.engine import MegatronEngine
     from tests.training.bodies import config
 
     try:
-        trainer = MegatronEngine(config(folder, overrides=overrides))
+        trainer = MegatronEngine(config(folder, overrides=overrides, **layout))
         found = trainer.compute_logprobs(rows_to_score(rows, counts), temperature=TEMPERATURE)
         return [found[i, -count:].tolist() for i, count in enumerate(counts)]
     finally:
@@ -97,6 +97,27 @@ def test_log_probs_have_the_same_bits(ranks, tmp_path, family):
     for overrides in (exact, exact | PACKED):
         assert ranks(1, scored, folder, rows, counts, overrides)[0] == engine
     assert ranks(1, scored, folder, rows, counts, {})[0] != engine
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [("qwen3", 1), ("qwen3", 2), ("qwen2", 1), ("qwen3_moe", 1), ("glm4_moe", 1)],
+)
+def test_two_ranks_share_each_tensor(ranks, tmp_path, family, engine):
+    """Tensor parallelism of the trainer, and of both sides. A trainer of one rank differs."""
+    folder = write_tiny_model(family, tmp_path)
+    overrides = {"trainer.exact_rollouts": True} | PACKED
+    samples, _ = sampled(folder, exact=True, exact_parts=2 // engine, tensor_parallel_size=engine)
+    rows = [prompt + list(sample.token_ids) for prompt, sample in zip(PROMPTS, samples, strict=True)]
+    counts = [len(sample.token_ids) for sample in samples]
+    same = [list(sample.logprobs) for sample in samples]
+    assert ranks(2, split, folder, rows, counts, overrides) == [same] * 2
+    assert ranks(1, scored, folder, rows, counts, overrides)[0] != same
+
+
+def split(*arguments):
+    return scored(*arguments, world=2, tp=2)
 
 
 def scored_in_any_packs(folder, samples):

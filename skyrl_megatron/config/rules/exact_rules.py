@@ -19,7 +19,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "hy_v
 """Families whose layers all have exact operations on both sides (``tests/inference/test_exact_rollouts.py``)."""
 _M = "trainer.policy.megatron_config."
 _E = "generator.inference_engine."
-_SUM = "sums over ranks have another order than in one matrix product"
+_SUM = "sums over so many ranks have another order than the other side's"
 _MODEL = {
     "sliding_window": "attention in a window has no exact operation",
     "rope_scaling": "scaled rotary angles are computed in two ways",
@@ -56,10 +56,11 @@ def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, A
         )
     else:
         yield from _model_problems(cfg, hf)
-    yield from _layout_problems(cfg)
+    experts = any((hf.get(name) or 0) > 1 for name in EXPERT_COUNTS)
+    yield from _layout_problems(cfg, hardware, experts=experts)
     yield from _engine_problems(cfg, "float32" if hardware.is_cpu or not cfg.trainer.bf16 else "bfloat16")
     if not hardware.is_cpu:
-        yield from _gpu_problems(cfg, hardware, hf)
+        yield from _gpu_problems(cfg, hardware, experts=experts)
 
 
 def uses_local_layers(megatron: MegatronConfig) -> bool:
@@ -67,16 +68,14 @@ def uses_local_layers(megatron: MegatronConfig) -> bool:
     return megatron.transformer_config_kwargs.get("transformer_impl") == "local"
 
 
-def _gpu_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, Any]) -> Iterator[Problem]:
+def _gpu_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, experts: bool) -> Iterator[Problem]:
     """Yield what batch-invariant kernels on GPUs need. Those of engine and trainer differ, so a gap is left."""
     if requires_equal_bits(cfg):
         fix = "kernels of engine and trainer differ on GPUs, by an amount that is not measured yet: set it, or "
         yield Problem("trainer.max_rollout_gap", cfg.trainer.max_rollout_gap, fix + "rollout_gap_exceeded=warn")
-    key, local = (
-        f"{_M}transformer_config_kwargs.transformer_impl",
-        uses_local_layers(cfg.trainer.policy.megatron_config),
-    )
-    if not local and any((hf.get(name) or 0) > 1 for name in EXPERT_COUNTS):
+    key = f"{_M}transformer_config_kwargs.transformer_impl"
+    local = uses_local_layers(cfg.trainer.policy.megatron_config)
+    if experts and not local:
         fix = f"Transformer Engine's products of experts depend on the batch: set it to local, or {KEY} to false"
         yield Problem(key, None, fix)
     elif not local and not hardware.elsewhere and find_spec("flash_attn_3") is None:
@@ -113,18 +112,20 @@ def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Pr
         yield Problem(f"{_M}moe_router_dtype", "fp64", fix)
 
 
-def _layout_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+def _layout_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, experts: bool) -> Iterator[Problem]:
     trainer, engine = cfg.trainer.policy.megatron_config, cfg.generator.inference_engine
+    most = 2 if hardware.is_cpu else 1  # a sum of two numbers has no order
+    engines = trainer.tensor_model_parallel_size if not experts else 1
     degrees = {
-        f"{_M}tensor_model_parallel_size": (trainer.tensor_model_parallel_size, _SUM),
-        f"{_M}context_parallel_size": (trainer.context_parallel_size, "attention over ranks has no exact operation"),
-        f"{_M}expert_tensor_parallel_size": (trainer.expert_tensor_parallel_size or 1, _SUM),
-        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, _SUM),
-        f"{_E}expert_parallel_size": (engine.expert_parallel_size, _SUM),
+        f"{_M}tensor_model_parallel_size": (trainer.tensor_model_parallel_size, most, _SUM),
+        f"{_M}context_parallel_size": (trainer.context_parallel_size, 1, "attention over ranks is not exact"),
+        f"{_M}expert_tensor_parallel_size": (trainer.expert_tensor_parallel_size or 1, 1, _SUM),
+        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, min(most, engines), _SUM),
+        f"{_E}expert_parallel_size": (engine.expert_parallel_size, 1, _SUM),
     }
-    for key, (value, why) in degrees.items():
-        if value > 1:
-            yield Problem(key, value, f"{why}: set it to 1, or {KEY} to false")
+    for key, (value, limit, why) in degrees.items():
+        if value > limit:
+            yield Problem(key, value, f"{why}: set it to {limit}, or {KEY} to false")
 
 
 def _engine_problems(cfg: SkyRLTrainConfig, dtype: str) -> Iterator[Problem]:

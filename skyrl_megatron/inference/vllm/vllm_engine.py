@@ -86,6 +86,7 @@ class VLLMEngine(InferenceEngine):
         arguments = {
             "worker_extension_cls": compat.EXACT_EXTENSION if by_extension else compat.WORKER_EXTENSION,
             "weight_transfer_config": {"backend": vllm_backend.BACKEND},
+            **({"additional_config": {compat.EXACT_PARTS: settings.exact_parts}} if by_extension else {}),
         } | (settings.arguments() | platform | dict(settings.extra))
 
         def launch() -> Any:
