@@ -55,8 +55,9 @@ def use_exact_operations(exact: bool) -> None:
     On CPU by ``algorithms/exact_ops.py``. On GPUs by Megatron-Core's kernels for products, means and log-softmax,
     which replace torch's and Transformer Engine's until the process ends.
     """
-    exact_ops.use(exact and not device.has_cuda())
-    if exact and device.has_cuda():
+    on_gpu = device.has_cuda()
+    exact_ops.use(exact and not on_gpu)
+    if exact and on_gpu:
         from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
 
         enable_batch_invariant_mode()

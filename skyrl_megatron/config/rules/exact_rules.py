@@ -56,10 +56,10 @@ def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, A
         )
     else:
         yield from _model_problems(cfg, hf)
-    experts = any((hf.get(name) or 0) > 1 for name in EXPERT_COUNTS)
-    yield from _layout_problems(cfg, hardware, experts=experts)
-    yield from _engine_problems(cfg, "float32" if hardware.is_cpu or not cfg.trainer.bf16 else "bfloat16")
-    if not hardware.is_cpu:
+    experts, on_cpu = any((hf.get(name) or 0) > 1 for name in EXPERT_COUNTS), hardware.is_cpu
+    yield from _layout_problems(cfg, most=2 if on_cpu else 1, experts=experts)  # a sum of two numbers has no order
+    yield from _engine_problems(cfg, "float32" if on_cpu or not cfg.trainer.bf16 else "bfloat16")
+    if not on_cpu:
         yield from _gpu_problems(cfg, hardware, experts=experts)
 
 
@@ -112,15 +112,15 @@ def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Pr
         yield Problem(f"{_M}moe_router_dtype", "fp64", fix)
 
 
-def _layout_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, experts: bool) -> Iterator[Problem]:
+def _layout_problems(cfg: SkyRLTrainConfig, *, most: int, experts: bool) -> Iterator[Problem]:
+    """``most``: ranks that may share a tensor."""
     trainer, engine = cfg.trainer.policy.megatron_config, cfg.generator.inference_engine
-    most = 2 if hardware.is_cpu else 1  # a sum of two numbers has no order
-    engines = trainer.tensor_model_parallel_size if not experts else 1
+    engines = 1 if experts else min(most, trainer.tensor_model_parallel_size)  # an engine splits experts, too
     degrees = {
         f"{_M}tensor_model_parallel_size": (trainer.tensor_model_parallel_size, most, _SUM),
         f"{_M}context_parallel_size": (trainer.context_parallel_size, 1, "attention over ranks is not exact"),
         f"{_M}expert_tensor_parallel_size": (trainer.expert_tensor_parallel_size or 1, 1, _SUM),
-        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, min(most, engines), _SUM),
+        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, engines, _SUM),
         f"{_E}expert_parallel_size": (engine.expert_parallel_size, 1, _SUM),
     }
     for key, (value, limit, why) in degrees.items():
