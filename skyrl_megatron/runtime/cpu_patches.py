@@ -77,9 +77,12 @@ def gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _forward_gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute :func:`gemm` in a forward pass, as the engine does with ``trainer.exact_rollouts``."""
-    if not exact_ops.active():
+    if exact_ops.active():
+        result = exact_ops.product(x, weight)
+    elif x.is_cuda:  # Megatron's batch-invariant kernels replace aten::mm, but not aten::mm.out
+        result = torch.mm(x, weight.t())
+    else:
         return gemm(x, weight, out)
-    result = exact_ops.product(x, weight)
     return result if out is None else out.copy_(result)
 
 

@@ -34,7 +34,7 @@ TABLE = {
     "skyrl_megatron.runtime.engine_settings": (3, KERNELS),
     "skyrl_megatron.runtime.optimizer": (3, MEMORY),
     "skyrl_megatron.runtime.profiling": (2, MEASURES),
-    "skyrl_megatron.runtime.cpu_patches": (4, KERNELS),
+    "skyrl_megatron.runtime.cpu_patches": (5, KERNELS),
     "skyrl_megatron.runtime.checkpoint.rank_files": (1, MEMORY),
     "skyrl_megatron.config.rules.megatron_rules": (4, REFUSES),
     "skyrl_megatron.config.rules.exact_rules": (1, REFUSES),
