@@ -24,6 +24,8 @@ RUN = {
     "generator__sampling_params__temperature": 0.8,
     "generator__inference_engine__max_num_batched_tokens": 128,
 }
+MEGATRON = "trainer__policy__megatron_config__"
+DENSE = {f"{MEGATRON}expert_model_parallel_size": 1}
 MIDDLE = "model.layers.1.self_attn.o_proj.weight"
 FAULTY = f"""
 import torch
@@ -96,14 +98,17 @@ def no_token_differs(run):
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = prepared(tmp_path_factory.mktemp("run"), "qwen3")
-    no_token_differs(runs.run(folder, **RUN, trainer__policy__megatron_config__expert_model_parallel_size=1))
+    no_token_differs(runs.run(folder, **RUN | DENSE))
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_no_token_differs_in_ten_steps(tmp_path, family):
-    """Experts over two ranks."""
-    no_token_differs(runs.run(prepared(tmp_path, family), **RUN))
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", {}), ("glm4_moe", {}), ("qwen3", DENSE | {f"{MEGATRON}tensor_model_parallel_size": 2})],
+)
+def test_no_token_differs_in_ten_steps(tmp_path, family, layout):
+    """Experts, or each tensor, over two ranks."""
+    no_token_differs(runs.run(prepared(tmp_path, family), **RUN | layout))
 
 
 @pytest.mark.parametrize(
