@@ -307,4 +307,28 @@ MUTATIONS = (
         ("tests/job/test_mismatch_diagnosis.py",),
         "explain-gap would blame routing for what stale weights did",
     ),
+    Mutation(
+        "a-gap-that-is-not-a-number",
+        "skyrl_megatron/trainer/step_batch.py",
+        "if limit is None or found is None or found <= limit:",
+        "if limit is None or found is None or not found > limit:",
+        ("tests/config/test_exact_rules.py::test_the_limit_of_a_step",),
+        "a run would train on log-probs that are NaN in the engine",
+    ),
+    Mutation(
+        "old-weights-in-an-exact-run",
+        "skyrl_megatron/config/rules/exact_rules.py",
+        "if stale.enabled and stale.max_staleness_steps:",
+        "if stale.enabled and not stale.max_staleness_steps:",
+        ("tests/config/test_exact_rules.py::test_tokens_of_older_weights",),
+        "an exact run would start, and end at its first asynchronous step",
+    ),
+    Mutation(
+        "other-operations-taken-for-weights",
+        "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
+        'cause: Cause = "other operations" if known.bits and known.same_tensors else "wrong weight"',
+        'cause: Cause = "wrong weight"',
+        ("tests/job/test_mismatch_diagnosis.py::test_runs_whose_bits_should_agree",),
+        "a user would look for a tensor that is right",
+    ),
 )
