@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.quantisation import FP8, EngineForm
-from bridges.rules import without_split
 from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.derive import derive
@@ -99,6 +98,7 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
 def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Problem]:
     """Yield why Muon cannot train the model of a trained role, and why ``qk_clip`` cannot clip its attention, as this
     run builds it."""
+    from bridges.rules import without_split
     from skyrl_megatron.runtime.model.description import LOCAL, unsupported_by_te, without_qk_clip
 
     if model is None or is_frozen(role):
