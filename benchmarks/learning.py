@@ -13,8 +13,10 @@ stream of an asynchronous run delivers, but the same in every run. All losses tr
 line per loss and age: the held-out score (greedy) half way and at the end, and the difference at the end from
 ``dual_clip`` at age 0, in points: means over the seeds.
 
-``samplers``: the number of samples until the held-out score is ``--to``, with a constant rate. One line per sampler:
-the samples of each seed, and the ratio of the sums to those of the first sampler.
+``samplers``: the number of samples until the held-out score is ``--to``. With ``--varied`` a step samples batches
+until it has so many groups with different rewards, so that the steps of all samplers have the same updates and rates.
+``--trivial`` and ``--wrong`` add rows that teach nothing, as real data have them. One line per sampler: the samples
+of each seed, and the ratio of the sums to those of the first sampler.
 
 ``--out FILE`` appends every measured step as a line of JSON.
 """
