@@ -1,5 +1,5 @@
-"""What ``sft``, ``dpo`` and ``reward`` say of data that cannot be trained, as users see it: one error with file and row,
-and nothing is left running. ``tests/rollout`` has every kind of row."""
+"""What ``sft``, ``dpo`` and ``reward`` say of data that cannot be trained, as users see it: one error with file and
+row, and nothing is left running. ``tests/rollout`` has every kind of row."""
 
 import json
 

@@ -53,7 +53,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(folder, tmp_path, cached, moment):
     assert exported(tmp_path) == exported(cached[0])
 
 
-ADAPTERS = {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alpha": 16}
+ADAPTERS = {"dpo.beta": 2.0, "trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alpha": 16}
 
 
 @pytest.mark.full_matrix
@@ -63,7 +63,8 @@ ADAPTERS = {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alph
     ids=["lora", "ipo", "kto"],
 )
 def test_other_losses_and_a_reference_without_adapters(folder, tmp_path, loss, data, keys):
-    """With adapters there is one model; its loss begins at log 2 too. ``ipo`` begins at 1/(2β)², ``kto`` at 1/2."""
+    """With adapters there is one model. Its loss begins at log 2, whatever β is; ``ipo`` begins at 1/(2β)², ``kto``
+    at 1/2."""
     out = run("dpo", folder, tmp_path, data=data, **{"dpo.loss": loss, "trainer.hf_save_interval": -1}, **keys)
     losses = [line["dpo/loss"] for line in steps_of(tmp_path)]
     assert losses[0] == pytest.approx({"sigmoid": math.log(2), "ipo": 1.0, "kto": 0.5}[loss], abs=1e-4)
