@@ -281,7 +281,7 @@ class MegatronConfig(BaseConfig):
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction."""
     freeze_moe_router: bool = False
-    """Do not train the router weights."""
+    """Do not train the router weights. The bias per expert stays too."""
     moe_per_layer_logging: bool = False
     """Log load balance and entropy of the router of each layer, in addition to their means."""
     async_dist_ckpt_save: bool = False
