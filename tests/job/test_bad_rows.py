@@ -2,6 +2,7 @@
 row, and nothing is left running. ``tests/rollout`` has every kind of row."""
 
 import json
+import re
 
 import pytest
 
@@ -54,8 +55,10 @@ def test_a_row_that_cannot_be_trained(folder, tmp_path, kind):
     lines = (folder / f"{name}.jsonl").read_text().splitlines()
     (folder / "bad.jsonl").write_text("\n".join([*lines[:40], json.dumps(row), *lines[40:]]) + "\n")
     err = ends(verb, folder, tmp_path, data="bad")
-    assert f"{folder}/bad.jsonl, row 40: {problem}" in err and f"{verb}.invalid_rows=skip" in err
-    assert err.count("bad.jsonl, row") == 1, err
+    assert re.search(
+        rf"{folder}/bad\.jsonl[,:] row 40: {re.escape(problem)}.*: correct or remove the row, or set", err
+    )
+    assert err.count("row 40") == 1 and f"{verb}.invalid_rows=skip" in err
 
 
 @pytest.mark.full_matrix
