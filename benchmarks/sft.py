@@ -37,6 +37,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 PADDED, PACKED = "TRL, padded", "TRL, packed"
 PACK_TOKENS = 1024
 """Tokens of a packed row of TRL, its default; ours packs micro-batches of as many."""
+MAX_GRAD_NORM = 1.0
 
 Gradients = dict[str, "torch.Tensor"]
 
@@ -137,7 +138,7 @@ def serve(folder: Path, name: str, threads: int) -> None:
         bf16=False,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        max_grad_norm=1.0,
+        max_grad_norm=MAX_GRAD_NORM,
         max_steps=10**6,
         gradient_checkpointing=False,
         router_aux_loss_coef=0.0,
@@ -215,11 +216,13 @@ class Rival:
 
 
 def compare(ours: tuple[float, Gradients], theirs: tuple[float, Gradients], name: str) -> None:
-    """Print how far loss and gradient are apart."""
+    """Print how far loss and gradient are apart. Transformers clips before its callback: ours is clipped likewise."""
     import torch
 
     assert ours[1].keys() == theirs[1].keys(), ours[1].keys() ^ theirs[1].keys()
-    pairs = [(mine.double(), theirs[1][tensor].double()) for tensor, mine in ours[1].items()]
+    norm = torch.stack([mine.double().square().sum() for mine in ours[1].values()]).sum().sqrt()
+    scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp_max(1.0)
+    pairs = [(mine.double() * scale, theirs[1][tensor].double()) for tensor, mine in ours[1].items()]
     off = torch.stack([(mine - other).square().sum() for mine, other in pairs]).sum().sqrt()
     size = torch.stack([other.square().sum() for _, other in pairs]).sum().sqrt()
     loss = abs(ours[0] - theirs[0]) / theirs[0]

@@ -54,19 +54,21 @@ class MoveCosts:
         etp: int,
         gpu: str | None = None,
         flops: float | None = None,
+        frozen: bool = False,
     ) -> MoveCosts:
         """Return the costs of gated experts from ``hidden`` to ``width`` elements and back.
 
         Each of ``edp`` ranks holds the weights, and an equal part of fp32 masters and two moments; ``etp`` ranks share
         a matrix. ``gpu``: a key of ``GPU_TYPES``, any other text for one of Hopper, None for a CPU. ``flops``: its
-        peak, if it is known better.
+        peak, if it is known better. ``frozen``: weights have no gradient and no optimizer state; their adapters do not
+        count.
         """
         known = None if gpu is None else GPU_TYPES.get(gpu, GPU_TYPES["H100"])
         flops = flops or (known.flops if known else CPU_FLOPS)
         bandwidth = known.network if known else CPU_BYTES
         elements = 3 * hidden * width / etp
-        nbytes = elements * (weight_bytes + 12 / edp)
-        return cls(3 * 2 * elements / edp / (OF_PEAK * flops), nbytes / (OF_LINK * bandwidth))
+        nbytes = elements * (weight_bytes + (0 if frozen else 12 / edp))
+        return cls((2 if frozen else 3) * 2 * elements / edp / (OF_PEAK * flops), nbytes / (OF_LINK * bandwidth))
 
 
 @dataclass(frozen=True, slots=True)

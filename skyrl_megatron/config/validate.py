@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_megatron.config.derive import derive, supervised
@@ -54,9 +54,14 @@ _NEVER_READ = frozenset({f"{_LORA}lora_sync_path"})
 """Keys that no run reads. The warning of ineffective settings reports them."""
 
 
-def adapter_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield a Problem if adapter settings are explicit while ``rank=0``, with which the run has no adapters."""
+def adapter_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a Problem if adapter settings are explicit while ``rank=0``, with which the run has no adapters, and one
+    if frozen weights cannot do what is asked. ``hf``: the policy's ``config.json``, or empty."""
     if cfg.trainer.policy.model.lora.rank:
+        moves = cfg.trainer.policy.megatron_config.moe_expert_moves
+        if moves != "none" and hf.get("quantization_config"):
+            fix = "moves no weights in 8 bits: set it to none, or use a folder of the model in bfloat16"
+            yield Problem("trainer.policy.megatron_config.moe_expert_moves", moves, fix)
         return
     explicit = {key: value for key, value in explicit_settings(cfg, (_LORA, _HOW)) if key not in _NEVER_READ}
     if explicit:
@@ -92,7 +97,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
         problems += exact_problems(cfg, hardware, policy)
     else:
         problems += supervised_problems(cfg, policy)
-    problems += adapter_problems(cfg)
+    problems += adapter_problems(cfg, policy)
     problems += fully_async_problems(cfg)
     problems += oversampling_problems(cfg)
     problems += placement_problems(cfg, hardware, configs)

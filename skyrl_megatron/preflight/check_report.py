@@ -92,11 +92,11 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     if own.trained:
         yield f"  {recomputation(own)}"
         if section.megatron_config.moe_expert_moves != "none":
-            yield _moves(cfg, plan, parallel, hardware)
+            yield _moves(cfg, role, plan, parallel, hardware)
     yield ""
 
 
-def _moves(cfg: SkyRLTrainConfig, plan: Plan, parallel: ParallelConfig, hardware: Hardware) -> str:
+def _moves(cfg: SkyRLTrainConfig, role: str, plan: Plan, parallel: ParallelConfig, hardware: Hardware) -> str:
     """Return what a move of an expert between ranks takes, and when it pays back."""
     dims, width = plan.shape.dims, 2 if cfg.trainer.bf16 else 4
     costs = MoveCosts.of(
@@ -107,6 +107,7 @@ def _moves(cfg: SkyRLTrainConfig, plan: Plan, parallel: ParallelConfig, hardware
         etp=parallel.etp,
         gpu=None if hardware.is_cpu else hardware.gpu or "",
         flops=cfg.trainer.peak_flops_per_rank,
+        frozen=role == "policy" and cfg.trainer.policy.model.lora.rank > 0,
     )
     return (
         f"  moving an expert of a layer takes {1e3 * costs.move:.2f} ms; it pays back in {HORIZON} steps if the "

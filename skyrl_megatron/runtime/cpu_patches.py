@@ -61,8 +61,9 @@ _WORTHWHILE = 1e8
 expert rarely gets the same number of tokens twice."""
 
 
-def gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x @ weightᵀ: [n, k] × [m, k] → [n, m], any strides. Not differentiable: for autograd functions."""
+def gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute x @ weightᵀ: [n, k] × [m, k] → [n, m], any strides, into ``out`` if given. Not differentiable: for
+    autograd functions."""
     if (
         _ONEDNN
         and x.dtype == torch.float32
@@ -70,13 +71,16 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
         and x.numel() * weight.shape[0] > _WORTHWHILE / 2
     ):
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return result
-    return torch.mm(x, weight.t())
+        return result if out is None else out.copy_(result)
+    return torch.mm(x, weight.t(), out=out)
 
 
-def _forward_gemm(x: Tensor, weight: Tensor) -> Tensor:
+def _forward_gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute :func:`gemm` in a forward pass, as the engine does with ``trainer.exact_rollouts``."""
-    return exact_ops.product(x, weight) if exact_ops.active() else gemm(x, weight)
+    if not exact_ops.active():
+        return gemm(x, weight, out)
+    result = exact_ops.product(x, weight)
+    return result if out is None else out.copy_(result)
 
 
 class _GroupedGemm(torch.autograd.Function):
@@ -87,8 +91,10 @@ class _GroupedGemm(torch.autograd.Function):
         # With a frozen weight the backward pass does not need the input.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts = counts
-        pairs = zip(x.split(counts), weight, strict=True)
-        return torch.cat([_forward_gemm(rows, matrix) for rows, matrix in pairs])
+        y = x.new_empty(len(x), weight.shape[1])
+        for rows, matrix, out in zip(x.split(counts), weight, y.split(counts), strict=True):
+            _forward_gemm(rows, matrix, out)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -96,11 +102,14 @@ class _GroupedGemm(torch.autograd.Function):
         shares = grads[0].split(ctx.counts)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.cat([gemm(grad, matrix.t()) for grad, matrix in zip(shares, weight, strict=True)])
+            grad_x = weight.new_empty(len(grads[0]), weight.shape[2])
+            for grad, matrix, out in zip(shares, weight, grad_x.split(ctx.counts), strict=True):
+                gemm(grad, matrix.t(), out)
         if ctx.needs_input_grad[1]:
             # A GEMM over zero rows gives zeros for an expert without tokens.
-            pairs = zip(shares, x.split(ctx.counts), strict=True)
-            grad_weight = torch.stack([gemm(grad.t(), rows.t()) for grad, rows in pairs])
+            grad_weight = torch.empty_like(weight)
+            for grad, rows, out in zip(shares, x.split(ctx.counts), grad_weight, strict=True):
+                gemm(grad.t(), rows.t(), out)
         return grad_x, grad_weight, None
 
 

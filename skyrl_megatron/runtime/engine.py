@@ -197,7 +197,8 @@ class MegatronEngine(TrainedModel):
             results[name] = self._step(more_follow and len(self._trained) == 1)
         result = combine_results(results)
         if self.moves is not None and not more_follow:
-            result = dataclasses.replace(result, expert_moves=self.moves.after_batch(self.optimizer, self.steps))
+            optimizers = [trained.optimizer for trained in self._trained.values()]
+            result = dataclasses.replace(result, expert_moves=self.moves.after_batch(optimizers, self.steps))
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
         return result

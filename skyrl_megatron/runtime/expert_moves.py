@@ -2,7 +2,8 @@
 
 After the last optimizer step of a batch every rank makes the same plan (``algorithms/expert_plan.py``) from the loads
 of that batch. Weights, master weights and moments of the experts then go from rank to rank, and
-:class:`ExpertPlacement` gets the new slots. Results differ only in the order in which a token's experts, and the
+:class:`ExpertPlacement` gets the new slots. If adapters are trained, these are the frozen weights, and the factors of
+all adapters with their optimizers' states. Results differ only in the order in which a token's experts, and the
 squares of the gradient norm, are summed.
 
 A slot of a layer is an equal part of the same parameters on every expert-parallel rank. The distributed optimizer
@@ -16,8 +17,9 @@ start loads the last checkpoint or peer checkpoint, which has weights and slots 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +31,12 @@ from skyrl_megatron.algorithms.expert_plan import Freedom, LayerPlan, MoveCosts,
 from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.runtime.checkpoint.rank_state import OwnedRange, owned_ranges
 from skyrl_megatron.runtime.flops import device_type
+from skyrl_megatron.runtime.hf_weights import load_again
+from skyrl_megatron.runtime.lora.folder import factors_of_experts
 from skyrl_megatron.runtime.model.local_weights import weight_locations
 
 if TYPE_CHECKING:
+    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -72,15 +77,24 @@ class ExpertMoves:
     """Plans and makes the moves of a trained model's experts. ``shuffle``: moves at random after every batch, which
     changes no result and is a test.
 
-    ``peak``: FLOP/s of a rank (``trainer.peak_flops_per_rank``); None: that of the device.
+    ``adapters``: those that are trained in place of the weights. ``peak``: FLOP/s of a rank
+    (``trainer.peak_flops_per_rank``); None: that of the device.
     """
 
     def __init__(
-        self, model: ModelChunks, groups: ProcessGroups, *, shuffle: bool = False, peak: float | None = None
+        self,
+        model: ModelChunks,
+        groups: ProcessGroups,
+        adapters: Sequence[Adapters] = (),
+        *,
+        shuffle: bool = False,
+        peak: float | None = None,
     ) -> None:
-        self.model, self.groups, self.shuffle = model, groups, shuffle
+        self.model, self.groups, self.adapters, self.shuffle = model, groups, adapters, shuffle
         self.placement = model.experts
         self.placement.movable = True
+        if adapters:
+            self.placement.load_frozen = partial(load_again, model, groups)
         config = model.config
         grouped = config.moe_router_num_groups if config.moe_router_group_topk else None
         self.freedom = Freedom.of(self.placement.experts, self.placement.ranks, grouped)
@@ -92,6 +106,7 @@ class ExpertMoves:
             etp=groups.etp.size(),
             gpu=device_type(),
             flops=peak,
+            frozen=bool(adapters),
         )
         self._loads: dict[int, Tensor] = {}
         self._places: list[list[int]] | None = None
@@ -101,7 +116,7 @@ class ExpertMoves:
         for layer, load in loads.items():
             self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
 
-    def after_batch(self, optimizer: Any, step: int) -> dict[str, float]:
+    def after_batch(self, optimizers: Sequence[Any], step: int) -> dict[str, float]:
         """Plan by the loads since the last call and move; collective. Return the metrics of the moves.
 
         ``moe_rank_imbalance``: tokens of the busiest expert-parallel rank over the mean, averaged over layers;
@@ -118,18 +133,18 @@ class ExpertMoves:
         plans = plan_moves(loads, slots, self.placement.ranks, self.freedom, self.costs, shuffle=shuffle)
         moved = {layer: plan.slots for layer, plan in plans.items() if plan.moved}
         if moved:
-            self.move(optimizer, moved)
+            self.move(optimizers, moved)
         return _metrics(list(plans.values())) | {"moe_move_s": time.perf_counter() - began}
 
     @torch.no_grad()
-    def move(self, optimizer: Any, target: Mapping[int, Sequence[int]]) -> None:
-        """Move weights and optimizer state of this rank's experts to the slots of ``target``. Every rank calls it.
+    def move(self, optimizers: Sequence[Any], target: Mapping[int, Sequence[int]]) -> None:
+        """Move weights and optimizer states of this rank's experts to the slots of ``target``. Every rank calls it.
 
         Gradients must be cleared before. Raises an error of torch.distributed if a rank is gone.
         """
         self.placement.moving = True
-        tensors = list(_slot_tensors(self.model, self.groups, target))
-        owned = {id(each.parameter): each for each in owned_ranges(optimizer)}
+        tensors = list(_slot_tensors(self.model, self.groups, target, self.adapters))
+        owned = {id(each.parameter): each for optimizer in optimizers for each in owned_ranges(optimizer)}
         held = self._held_spans(tensors, owned)
         touched: dict[int, OwnedRange] = {}
         for number, each in enumerate(tensors):
@@ -252,22 +267,33 @@ def _span(slot: _Slot, numel: int, own: OwnedRange | None) -> Elements:
 
 
 def _slot_tensors(
-    model: ModelChunks, groups: ProcessGroups, layers: Mapping[int, Sequence[int]]
+    model: ModelChunks, groups: ProcessGroups, layers: Mapping[int, Sequence[int]], adapters: Iterable[Adapters] = ()
 ) -> Iterator[_SlotTensor]:
     """Yield the tensors of these layers' experts in module order, which is the same on all expert-parallel ranks."""
+    rank = groups.ep.rank()
     found: dict[Any, dict[int, _Slot]] = {}
     sizes: dict[Any, int] = {}
+    key: tuple[Any, ...]
     for place in weight_locations(model, groups):
         for entry in place.weights.values():
             if entry.expert is None or entry.layer_number not in layers:
                 continue
-            number = model.experts.held(entry.layer_number, groups.ep.rank()).index(entry.expert)
+            number = model.experts.held(entry.layer_number, rank).index(entry.expert)
             key = (entry.layer_number, entry.bound.row.megatron)
             sizes[key] = place.parameter.numel() // len(place.weights)
             first = number * sizes[key] if len(place.weights) > 1 else 0
             found.setdefault(key, {})[number] = _Slot(place.parameter, first)
-    for (layer, name), slots in found.items():
-        yield _SlotTensor(layer, [slot for _, slot in sorted(slots.items())], sizes[layer, name])
+    for each in adapters:
+        for layer, factor in factors_of_experts(each):
+            if layer not in layers:
+                continue
+            key = (layer, factor.name, id(each))
+            for part, (expert, matrix) in enumerate(factor.matrices()):
+                sizes[key] = matrix.numel()
+                number = model.experts.held(layer, rank).index(expert)
+                found.setdefault(key, {})[number] = _Slot(factor.tensor, part * sizes[key])
+    for key, slots in found.items():
+        yield _SlotTensor(key[0], [slot for _, slot in sorted(slots.items())], sizes[key])
 
 
 def _routes(before: Sequence[int], after: Sequence[int], per_rank: int) -> Iterator[_Route]:

@@ -58,6 +58,17 @@ def load_hf(
     raise_on_all_ranks(ModelLoadError(problem) if problem else None)
 
 
+def load_again(model: ModelChunks, groups: ProcessGroups) -> None:
+    """Set every weight from the model's own folder again, after experts changed their slots; no other rank is waited
+    for. Not for weights that are kept in 8 bits. Raises ModelLoadError.
+    """
+    assert model.hf.path is not None
+    try:
+        _load(model, open_hf(model.hf.path), groups, False, "value_head")
+    except (BridgeError, OSError) as error:
+        raise ModelLoadError(f"{model.hf.path}: {error}") from error
+
+
 def _load(model: ModelChunks, source: Source, groups: ProcessGroups, frozen: bool, value_head: str) -> None:
     head = check_tensors(model.hf.plan, source, model.head, value_head)
     kept = _keep_scaled(model, source, groups) if frozen else set()

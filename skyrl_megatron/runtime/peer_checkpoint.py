@@ -216,7 +216,7 @@ def _metadata(engine: MegatronEngine) -> dict[str, Any]:
 
 def _restore_metadata(engine: MegatronEngine, metadata: Mapping[str, Any]) -> None:
     engine.set_adapter(metadata["adapter"])
-    engine.model.experts.set(metadata["experts"])
+    engine.model.experts.place(metadata["experts"])
     for name, values in metadata["trained"].items():
         trained = engine.trained[name]
         trained.steps, trained.skipped_steps = values["steps"]

@@ -13,7 +13,7 @@ weights are their rounding on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,16 @@ def clip_qk(logits: MaxLogits, optimizer: Any) -> None:
         if (copy := getattr(part, "_copy_main_params_to_model_params", None)) is not None:
             copy()
         if is_distributed(part) and not part.ddp_config.overlap_param_gather:
-            part.start_param_sync_for_bucket_group_subset()
+            _gather(part, factors)
+
+
+def _gather(part: Any, changed: Collection[int]) -> None:
+    """Gather the buckets with these parameters. Their ranks have the same heads, and so the same changes; ranks that
+    share experts can have other heads (etp below tp), so that not all of them would gather the experts' buckets."""
+    for chunk in part.model_chunks:
+        for buckets in chunk.bucket_groups:
+            if any(id(parameter) in changed for bucket in buckets.buckets for parameter in bucket.params):
+                chunk._start_bucket_group_param_sync(buckets, force_sync=False)
 
 
 def _shrink(held: HeldRange, rows: Tensor) -> None:

@@ -108,10 +108,10 @@ class TrainedModel:
         setting = self.megatron.moe_expert_moves
         if setting == "none" or is_frozen(self.role) or self.groups.ep.size() == 1:
             return None
-        if self.is_adapted or not self.model.config.num_moe_experts:
+        if not self.model.config.num_moe_experts:
             return None
-        peak = self.cfg.trainer.peak_flops_per_rank
-        return ExpertMoves(self.model, self.groups, shuffle=setting == "shuffle", peak=peak)
+        peak, adapters = self.cfg.trainer.peak_flops_per_rank, list(self.every_adapter().values())
+        return ExpertMoves(self.model, self.groups, adapters, shuffle=setting == "shuffle", peak=peak)
 
     def _replay_routes(self) -> tuple[int, ...]:
         """Make the routers replay the experts of the batch; return the layer numbers of this rank's routers."""

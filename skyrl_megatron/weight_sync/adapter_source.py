@@ -75,8 +75,9 @@ class AdapterSource:
         for name in adapters:
             for adapter, factor in self._factors(name):
                 for each in self._tensors(name, adapter, factor):
-                    yield factor, self._shard(adapter, factor, place, *each)
-                    place += 1
+                    for part in _runs(factor.experts):
+                        yield factor, self._shard(adapter, factor, place, part, *each)
+                        place += 1
 
     def _sent(self, adapter: Adapter, factor: Factor) -> Tensor:
         """Return the tensor that is sent of a factor: its own memory, or memory for the scaled copy."""
@@ -129,8 +130,16 @@ class AdapterSource:
             yield FactorName(tuple(modules), letter, name), held, ranges
 
     def _shard(
-        self, adapter: Adapter, factor: Factor, place: int, name: FactorName, rows: int, ranges: Sequence[RowRange]
+        self,
+        adapter: Adapter,
+        factor: Factor,
+        place: int,
+        part: range,
+        name: FactorName,
+        rows: int,
+        ranges: Sequence[RowRange],
     ) -> TensorShard:
+        """Return the shard of the experts at ``part`` of a factor, which have consecutive numbers."""
         over, _ = self._groups(factor)
         size = 1 if factor.split is None else over.size()
         held, width = next(factor.matrices())[1].shape
@@ -139,8 +148,8 @@ class AdapterSource:
         sent: tuple[int, int] | None = None
         if factor.experts is not None:
             shape = (self.adapters[name.adapter].model.config.num_moe_experts or 0, *shape)
-            sent = factor.experts[0], factor.experts[-1] + 1
-            ranges = _of_every_expert(ranges, len(factor.experts), rows, held)
+            sent = factor.experts[part[0]], factor.experts[part[-1]] + 1
+            ranges = _of_experts(ranges, part, rows, held)
         elif adapter.experts is not None:
             shape = (1, *shape)
         meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=place)
@@ -148,13 +157,27 @@ class AdapterSource:
         return TensorShard(meta, local, ranges, over if size > 1 else None)
 
 
-def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: int) -> list[RowRange]:
-    """Repeat the ranges of one expert's factor, [rows, …], for all; each owner holds ``held`` rows of an expert."""
+def _runs(experts: Sequence[int] | None) -> Iterator[range]:
+    """Yield the longest runs of places whose experts have consecutive numbers; one place for a factor without
+    experts."""
+    if experts is None:
+        yield range(1)
+        return
+    first = 0
+    for end in range(1, len(experts) + 1):
+        if end == len(experts) or experts[end] != experts[end - 1] + 1:
+            yield range(first, end)
+            first = end
+
+
+def _of_experts(ranges: Sequence[RowRange], part: range, rows: int, held: int) -> list[RowRange]:
+    """Repeat the ranges of one expert's factor, [rows, …], for those at ``part``; each owner holds ``held`` rows of an
+    expert."""
     if all(span.count == rows == held and span.step == 1 for span in ranges):
-        return [replace(span, count=experts * rows) for span in ranges]
+        return [replace(span, count=len(part) * rows, first=span.first + part[0] * held) for span in ranges]
     return [
-        replace(span, start=span.start + expert * rows, first=span.first + expert * held)
-        for expert in range(experts)
+        replace(span, start=span.start + number * rows, first=span.first + expert * held)
+        for number, expert in enumerate(part)
         for span in ranges
     ]
 

@@ -111,8 +111,27 @@ def test_frozen_router(ranks, tmp_path):
     check(ranks, folder, str(tmp_path / "a"), "dp2", "tp2", frozen, frozen)
 
 
-def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16", optimizer="adam"):
-    """Model in bfloat16 with fp32 masters in a distributed optimizer. No engine: it computes in fp32 on CPU."""
+def bf16_state(*args, **options):
+    """The state of :func:`bf16_model`."""
+    return bf16_model(*args, **options)[1]
+
+
+def bf16_model(
+    folder,
+    degrees,
+    seed,
+    options=None,
+    dtype="bfloat16",
+    optimizer="adam",
+    *,
+    distributed=True,
+    fields=None,
+    **changes,
+):
+    """Model in bfloat16 with fp32 masters, and its state. No engine: it computes in fp32 on CPU.
+
+    ``fields``: of Megatron's ``TransformerConfig``. ``changes``: of ``optimizer_config``.
+    """
     import types
 
     import torch
@@ -132,24 +151,25 @@ def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16", optimizer=
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)
     groups = parallel_state.initialize(layout, seed=seed)
     dtype = getattr(torch, dtype)
-    model = build_model(folder, groups, dtype=dtype)
+    model = build_model(folder, groups, dtype=dtype, transformer_config_kwargs=fields)
     load_hf(model, folder, groups)
-    buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    buffers = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     chunks = [
         DistributedDataParallel(model.config, buffers, chunk, pg_collection=groups.collection)
         for chunk in model.chunks
     ]
-    settings = types.SimpleNamespace(
+    usual = dict(
         optimizer=optimizer, adam_lr=None,
         lr=1e-2, min_lr=0.0, weight_decay=0.01, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
         num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False,
     )  # fmt: skip
+    settings = types.SimpleNamespace(**(usual | changes))
     matrices = matrices_of(model, groups, "optimizer") if optimizer == "muon" else []
     optimizer = build_optimizer(
-        chunks, settings, options or {}, groups, params_dtype=dtype, use_distributed_optimizer=True,
+        chunks, settings, options or {}, groups, params_dtype=dtype, use_distributed_optimizer=distributed,
         overlap_param_gather=False, matrices=matrices,
     )  # fmt: skip
-    return RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))
+    return model, RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))
 
 
 def set_gradients(state, step):

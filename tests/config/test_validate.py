@@ -404,7 +404,6 @@ RULES = {
     ),
     "overlapped adapters": ([*EP2, OVERLAP, "trainer.policy.model.lora.rank=8"], OVERLAP[:-5], "lora.rank=0"),
     "moves on one rank": ([MOVES], MOVES[:-5], "set trainer.policy.megatron_config.expert_model"),
-    "moves of adapters": ([*EP2, MOVES, "trainer.policy.model.lora.rank=8"], MOVES[:-5], "lora.rank=0"),
     "moves and muon": (
         [*EP2, MOVES, "trainer.policy.optimizer_config.optimizer=muon"],
         MOVES[:-5],
@@ -604,6 +603,7 @@ def test_exchanges_of_experts_that_can_run():
     """With packages that this machine cannot know of, on other machines."""
     assert problems(*EP2, OVERLAP) == problems(*EP2, OVERLAP, f"{K}recompute_granularity=selective") == []
     assert problems(*EP2, MOVES) == problems(*EP2, f"{M}moe_expert_moves=none") == []
+    assert problems(*EP2, MOVES, "trainer.policy.model.lora.rank=8") == []
     elsewhere = Hardware(8, 2, elsewhere=True)
     (problem,) = problems(*EP2, FLEX, MOVES, hardware=elsewhere)
     assert problem.key == MOVES[:-5] and "alltoall" in problem.fix
@@ -617,6 +617,13 @@ def test_exchanges_of_experts_that_can_run():
     six += ["generator.n_samples_per_prompt=6", FLEX]
     (problem,) = problems(*six, hardware=elsewhere)
     assert "no settings for 6 ranks" in problem.fix
+
+
+def test_weights_in_8_bits_do_not_move(tmp_path):
+    hf = tiny_config("qwen3_moe") | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    args = [*EP2, MOVES, "trainer.policy.model.lora.rank=8", f"trainer.policy.model.path={tmp_path}"]
+    assert ["8 bits" in problem.fix for problem in problems(*args) if problem.key == MOVES[:-5]] == [True]
 
 
 def test_options_of_gpus_are_refused_on_cpu():

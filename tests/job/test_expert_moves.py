@@ -22,6 +22,12 @@ def folder(tmp_path):
     return runs.prepare(tmp_path)
 
 
+LORA = {
+    "trainer__policy__model__lora__rank": 8,
+    "trainer__policy__model__lora__alpha": 16,
+}
+
+
 @pytest.mark.parametrize("routes", ["true", pytest.param("false", marks=pytest.mark.full_matrix)])
 def test_engines_have_the_experts(folder, routes):
     """Slices of workers, or whole tensors: the engine's log-probs of what it sampled are the trainer's."""
@@ -29,6 +35,21 @@ def test_engines_have_the_experts(folder, routes):
     for line in ran.lines:
         assert line["policy/moe_moved_experts"] > 0 and line[GAP] <= AGREE
         assert line["policy/moe_rank_imbalance"] >= 1.0 and line["policy/moe_move_s"] > 0
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("routes", ["true", "false"])
+@pytest.mark.parametrize("mode", ["memory", "merged"])
+def test_engines_have_the_adapters_of_experts(folder, mode, routes):
+    ran = runs.run(
+        folder,
+        **SHUFFLED,
+        **LORA,
+        trainer__policy__model__lora__sync_mode=mode,
+        generator__inference_engine__weight_sync_routes=routes,
+    ).check()
+    for line in ran.lines:
+        assert line["policy/moe_moved_experts"] > 0 and line[GAP] <= AGREE
 
 
 @pytest.mark.full_matrix

@@ -7,9 +7,16 @@ import pytest
 from tests.lora import bodies, reference
 from tests.training import muon_reference
 from tests.training.conftest import folder  # noqa: F401  (the model of the training step)
-from tests.training.test_muon import KEYS, TOLERANCE
+from tests.training.test_muon import CHECKPOINT, KEYS, TOLERANCE, from_and_to_adam, there_and_back
 
 SEPARATE = {f"{bodies.HOW}lora_type": "canonical_lora"}
+SAVED = {
+    f"{bodies.LORA}rank": 4,
+    f"{bodies.LORA}alpha": 8,
+    f"{bodies.LORA}target_modules": "self_attn,mlp,embed_tokens,lm_head",
+    f"{bodies.HOW}experts_shared_outer_loras": True,
+}
+"""Also factors of the vocabulary, which AdamW trains, and factors that all experts have in common."""
 LAYOUTS = {
     "tp2·etp2": (dict(world=2, tp=2, etp=2), {}),
     "dp2·ep2": (dict(world=2, ep=2), SEPARATE),
@@ -115,3 +122,22 @@ def test_embedding_and_output_layer_are_trained_by_adamw(ranks, folder):  # noqa
     for name, moments in found.items():
         assert moments == (["momentum_buffer"] if "linear_proj" in name else ["exp_avg", "exp_avg_sq"]), name
     assert size == pytest.approx(counted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("dp2·ep2", "tp2"),
+        pytest.param("tp2·dp2·ep2", "pp2·vpp2", marks=pytest.mark.full_matrix),
+        pytest.param("pp2·cp2·ep2", "tp2·etp2", marks=pytest.mark.full_matrix),
+    ],
+)
+def test_saved_in_one_layout_and_loaded_in_another(ranks, tmp_path, source, target):
+    saved = there_and_back(ranks, tmp_path, source, target, CHECKPOINT | SAVED)
+    assert {name for _, name in saved} == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+    assert all("adapters" in parameter for parameter, _ in saved)
+
+
+@pytest.mark.parametrize("muon", ["saved", "loaded"])
+def test_from_and_to_adam(ranks, tmp_path, muon):
+    from_and_to_adam(ranks, tmp_path, muon, SAVED)

@@ -70,21 +70,26 @@ def parts(name, hf):
     return [slice(None)], 0
 
 
-def steps(name, index, weight, hf, shards=1):
-    """A HF tensor after :data:`STEPS` steps from ``weight``, in float64. ``shards``: each is a matrix of its own."""
+def steps(name, index, weight, hf, shards=1, rate=1.0, between=lambda now: now):
+    """A HF tensor after :data:`STEPS` steps from ``weight``, in float64. ``shards``: each is a matrix of its own.
+
+    ``rate``: multiplies both rates. ``between``: what happens to the tensor between two steps.
+    """
     import torch
 
     now = weight.double().clone()
     first, second = torch.zeros_like(now), torch.zeros_like(now)
     matrix = now.dim() == 2 and not name.endswith(OTHERS)
+    lr, adam_lr = LR * rate, ADAM_LR * rate
     for step in range(STEPS):
+        now = between(now) if step else now
         grad = gradient(name, index, weight.shape, step).double()
         if not matrix:
             first = BETAS[0] * first + (1 - BETAS[0]) * grad
             second = BETAS[1] * second + (1 - BETAS[1]) * grad**2
             above, below = first / (1 - BETAS[0] ** (step + 1)), second / (1 - BETAS[1] ** (step + 1))
             decay = DECAY if now.dim() > 1 else 0.0
-            now = now * (1 - ADAM_LR * decay) - ADAM_LR * above / (below.sqrt() + ADAM_EPS)
+            now = now * (1 - adam_lr * decay) - adam_lr * above / (below.sqrt() + ADAM_EPS)
             continue
         first = MOMENTUM * first + (1 - MOMENTUM) * grad
         direction, update = MOMENTUM * first + (1 - MOMENTUM) * grad, torch.zeros_like(now)
@@ -95,5 +100,5 @@ def steps(name, index, weight, hf, shards=1):
             own = direction[where].chunk(shards, int(split))
             found = [0.2 * math.sqrt(max(block.shape)) * orthogonal(block) for block in own]
             update[where] = torch.cat(found, int(split))
-        now = now * (1 - LR * DECAY) - LR * update
+        now = now * (1 - lr * DECAY) - lr * update
     return now

@@ -17,11 +17,14 @@ REPLAYED = {
     f"{MEGATRON}moe_enable_routing_replay": True,
     "generator.inference_engine.enable_return_routed_experts": True,
 }
-PLAIN = [("dp2·ep2", {}), ("tp2·dp2·ep2", {}), ("dp2·ep2", NO_DISTRIBUTED)]
+LORA = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.alpha": 8}
+OF_ADAPTERS = [{}, pytest.param(LORA, id="lora")]
+"""Checkpoints of a run with adapters have no frozen weights: they are loaded again into the slots."""
+PLAIN = [("dp2·ep2", {}), ("tp2·dp2·ep2", {}), ("dp2·ep2", NO_DISTRIBUTED), ("dp2·ep2", LORA)]
 MORE = [
     (layout, options)
     for layout in ("tp2·dp2·ep2", "pp2·cp2·ep2", "pp2·vpp2·dp2·ep2", "tp2·ep2", "tp2·cp2·ep4")
-    for options in ({}, NO_DISTRIBUTED, REPLAYED, {"trainer.bf16": True})
+    for options in ({}, NO_DISTRIBUTED, REPLAYED, {"trainer.bf16": True}, LORA, LORA | NO_DISTRIBUTED)
     if (layout, options) not in PLAIN
 ]
 
@@ -140,11 +143,11 @@ def test_a_clipped_run_differs_by_the_order_of_sums(ranks, folder, tmp_path):
         assert score == pytest.approx(expected_score, rel=1e-5) and loss == pytest.approx(expected_loss, rel=1e-5)
 
 
-def save_and_continue(folder, root):
+def save_and_continue(folder, root, options):
     """Two steps, a checkpoint, and two more: what they computed and the state at the checkpoint and at the end."""
     from tests.checkpoint.ranks import RankCheckpointer
 
-    engine = training.engine(folder, "dp2·ep2", **SHUFFLED)
+    engine = training.engine(folder, "dp2·ep2", **SHUFFLED, **options)
     for number in (1, 2):
         step(engine, number)
     checkpointer = RankCheckpointer(root, training.state_of(engine))
@@ -170,20 +173,22 @@ def load_and_continue(folder, root, layout, overrides, going_on):
     return slots, state, [step(engine, number)[0] for number in (3, 4)], state_by_expert(engine)
 
 
-def test_checkpoints(ranks, folder, tmp_path):
+@pytest.mark.parametrize("options", OF_ADAPTERS)
+def test_checkpoints(ranks, folder, tmp_path, options):
     """A resumed run has the saved slots and continues bit for bit, clipped as it is; other layouts, and runs whose
     experts stay, load the same weights and moments into the initial slots."""
     root = str(tmp_path / "checkpoints")
-    saved = ranks(2, save_and_continue, folder, root)[0]
+    saved = ranks(2, save_and_continue, folder, root, options)[0]
     assert saved[0]
-    assert ranks(2, load_and_continue, folder, root, "dp2·ep2", {"trainer.seed": 42} | SHUFFLED, True)[0] == saved
+    overrides = {"trainer.seed": 42} | SHUFFLED | options
+    assert ranks(2, load_and_continue, folder, root, "dp2·ep2", overrides, True)[0] == saved
     for layout, overrides in (("single", {}), ("dp2·ep2", {})):
         world = training.LAYOUTS[layout]["world"]
-        slots, state = ranks(world, load_and_continue, folder, root, layout, overrides, False)[0]
+        slots, state = ranks(world, load_and_continue, folder, root, layout, overrides | options, False)[0]
         assert slots == {} and state == saved[1]
 
 
-def killed_in_a_move(folder, root):
+def killed_in_a_move(folder, root, options):
     """As :func:`save_and_continue`, but rank 1 is killed in the move after step 3, between two tensors."""
     import os
     import signal
@@ -194,7 +199,7 @@ def killed_in_a_move(folder, root):
     from skyrl_megatron.runtime.expert_moves import ExpertMoves
     from tests.checkpoint.ranks import RankCheckpointer
 
-    engine = training.engine(folder, "dp2·ep2", **SHUFFLED)
+    engine = training.engine(folder, "dp2·ep2", **SHUFFLED, **options)
     checkpointer = RankCheckpointer(root, training.state_of(engine))
     for number in (1, 2):
         step(engine, number)
@@ -212,17 +217,18 @@ def killed_in_a_move(folder, root):
         step(engine, 3)
 
 
-def test_kill_9_in_a_move(ranks, folder, tmp_path):
+@pytest.mark.parametrize("options", OF_ADAPTERS)
+def test_kill_9_in_a_move(ranks, folder, tmp_path, options):
     """The checkpoint before it is whole, and the run that continues from it is the one that was not killed."""
-    saved = ranks(2, save_and_continue, folder, str(tmp_path / "whole"))[0]
+    saved = ranks(2, save_and_continue, folder, str(tmp_path / "whole"), options)[0]
     with pytest.raises(RankFailure):
-        ranks(2, killed_in_a_move, folder, str(tmp_path / "killed"))
-    overrides = {"trainer.seed": 42} | SHUFFLED
+        ranks(2, killed_in_a_move, folder, str(tmp_path / "killed"), options)
+    overrides = {"trainer.seed": 42} | SHUFFLED | options
     resumed = ranks(2, load_and_continue, folder, str(tmp_path / "killed"), "dp2·ep2", overrides, True)[0]
     assert resumed == saved
 
 
-def interrupted(folder, root):
+def interrupted(folder, root, options):
     """A move that fails without an end of the process: what a save says, and where the peer checkpoint leads back."""
     from unittest import mock
 
@@ -231,13 +237,20 @@ def interrupted(folder, root):
     from skyrl_megatron.runtime.peer_checkpoint import PeerCheckpoints
     from tests.checkpoint.ranks import RankCheckpointer
 
-    engine, copies = training.engine(folder, "dp2·ep2", **SHUFFLED), PeerCheckpoints()
+    engine, copies = training.engine(folder, "dp2·ep2", **SHUFFLED, **options), PeerCheckpoints()
     step(engine, 1)
     copies.keep(engine, 1)
     kept = dict(engine.model.experts.moved), state_by_expert(engine)
     following = step(engine, 2)[0]
     whole = dict(engine.model.experts.moved), state_by_expert(engine)
-    with mock.patch.object(ExpertMoves, "_exchange", side_effect=RuntimeError("a rank is gone")):
+    exchange, calls = ExpertMoves._exchange, []
+
+    def failing(*arguments, **options):
+        calls.append(exchange(*arguments, **options))
+        if len(calls) == 3:  # of frozen weights, if there are any, too
+            raise RuntimeError("a rank is gone")
+
+    with mock.patch.object(ExpertMoves, "_exchange", failing):
         with pytest.raises(RuntimeError):
             step(engine, 3)
     with pytest.raises(CheckpointError, match="a move of experts failed"):
@@ -248,8 +261,9 @@ def interrupted(folder, root):
     return kept, back, (following, whole), again
 
 
-def test_a_failed_move_is_not_saved_and_the_peer_checkpoint_leads_back(ranks, folder, tmp_path):
-    kept, back, following, again = ranks(2, interrupted, folder, str(tmp_path / "checkpoints"))[0]
+@pytest.mark.parametrize("options", OF_ADAPTERS)
+def test_a_failed_move_is_not_saved_and_the_peer_checkpoint_leads_back(ranks, folder, tmp_path, options):
+    kept, back, following, again = ranks(2, interrupted, folder, str(tmp_path / "checkpoints"), options)[0]
     assert kept[0] and back == kept and again == following
 
 

@@ -161,25 +161,48 @@ def test_every_family(ranks, tmp_path, family):
 
 
 def test_every_table_tells_its_matrices():
-    """Every family's table has a split; a conversion that nobody has described is refused by name."""
+    from bridges.plan import Plan
+    from bridges.rules import without_split
+    from tests.bridges.tiny_models import TINY, tiny_config
+
+    for family in TINY:
+        assert not list(without_split(Plan.of(tiny_config(family)).entries)), family
+
+
+def test_a_table_that_does_not_tell_its_matrices_is_refused_by_the_check(tmp_path, monkeypatch):
+    """A plugin's conversion without ``blocks`` is named before anything starts; with AdamW it is none of a problem."""
     import dataclasses
 
+    from bridges import families
     from bridges.conversions import Conversion
-    from bridges.errors import BridgeError
-    from bridges.plan import Plan
-    from bridges.rules import matrix_blocks, without_split
-    from tests.bridges.tiny_models import TINY, tiny_config
+    from bridges.families.llama import FAMILY
+    from bridges.rows import Row
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.preflight.memory_budget import parameter_tables
+    from tests.bridges.tiny_models import tiny_config
 
     class Folded(Conversion):
         pass
 
-    for family in TINY:
-        entries = Plan.of(tiny_config(family)).entries
-        assert not list(without_split(entries)), family
-    entry = next(each for each in entries if each.name.endswith("linear_proj.weight"))
-    strange = dataclasses.replace(entry, bound=dataclasses.replace(entry.bound, conversion=Folded()))
-    with pytest.raises(BridgeError, match=r"linear_proj\.weight: the table does not say which matrices Folded fuses"):
-        matrix_blocks(strange)
+    class FoldedRow(Row):
+        def conversion(self, dims):
+            return Folded()
+
+    rows = [
+        FoldedRow(row.megatron, row.hf, row.shape, row.split) if row.megatron.endswith("linear_proj.weight") else row
+        for row in FAMILY.layer
+    ]
+    monkeypatch.setitem(families._families, "llama", dataclasses.replace(FAMILY, layer=tuple(rows)))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
+    keys = {"trainer.policy.model.path": str(tmp_path), "trainer.algorithm.use_kl_loss": False}
+    assert parameter_tables(SkyRLTrainConfig.from_cli_overrides(keys))
+    with pytest.raises(
+        ConfigError, match=r"linear_proj\.weight: the table does not say which matrices Folded fuses"
+    ) as found:
+        parameter_tables(SkyRLTrainConfig.from_cli_overrides(keys | {f"{OPTIMIZER}optimizer": "muon"}))
+    (problem,) = found.value.problems
+    assert problem.key == f"{OPTIMIZER}optimizer" and "train with optimizer=adam" in problem.fix
 
 
 def scale_body(folder, layout, overrides):
@@ -222,11 +245,12 @@ def saved_body(folder, root, layout, keys):
     checkpointer = RankCheckpointer(root, training.state_of(engine))
     assert checkpointer.save(2)
     checkpointer.close()
-    return ranges_of(engine), training.train(engine, [3, 4])
+    return ranges_of(engine), training.train(engine, [3, 4]), ranges_of(engine)
 
 
 def loaded_body(folder, root, layout, keys, again=None):
-    """What a rank has after the load, losses of the steps after, messages; ``again``: saves what it loaded there."""
+    """What a rank has after the load, losses of two steps, what it has then, messages; ``again``: saves what it loaded
+    there."""
     import warnings
 
     from tests.checkpoint import training
@@ -241,7 +265,8 @@ def loaded_body(folder, root, layout, keys, again=None):
         checkpointer = RankCheckpointer(again, training.state_of(engine))
         assert checkpointer.save(2)
         checkpointer.close()
-    return ranges_of(engine), training.train(engine, [3, 4]), [str(each.message) for each in caught]
+    held, messages = ranges_of(engine), [str(each.message) for each in caught]
+    return held, training.train(engine, [3, 4]), ranges_of(engine), messages
 
 
 def ranges_of(engine):
@@ -263,20 +288,26 @@ def ranges_of(engine):
     [("single", "dp2·ep2"), pytest.param("tp2·dp2·ep2", "pp2·vpp2", marks=pytest.mark.full_matrix)],
 )
 def test_saved_in_one_layout_and_loaded_in_another(ranks, tmp_path, source, target):
-    """There and back: masters and momentum are bit-equal, and the steps after are the same."""
+    saved = there_and_back(ranks, tmp_path, source, target, CHECKPOINT)
+    assert {name for _, name in saved} == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+
+
+def there_and_back(ranks, tmp_path, source, target, keys):
+    """Assert that masters and moments are bit-equal, and again after two steps; return those that rank 0 saved."""
     from tests.checkpoint import training
 
     folder, there, back = training.save_model(tmp_path / "model"), str(tmp_path / "a"), str(tmp_path / "b")
     worlds = [training.LAYOUTS[name]["world"] for name in (source, target)]
-    saved = ranks(worlds[0], saved_body, folder, there, source, CHECKPOINT)
-    moved = ranks(worlds[1], loaded_body, folder, there, target, CHECKPOINT, back)
-    returned = ranks(worlds[0], loaded_body, folder, back, source, CHECKPOINT)
-    assert {name for _, name in saved[0][0]} == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
-    for (held, losses), (found, again, _) in zip(saved, returned, strict=True):
-        assert found.keys() == held.keys() and all(found[key].equal(held[key]) for key in held)
+    saved = ranks(worlds[0], saved_body, folder, there, source, keys)
+    moved = ranks(worlds[1], loaded_body, folder, there, target, keys, back)
+    returned = ranks(worlds[0], loaded_body, folder, back, source, keys)
+    for (held, losses, end), (found, again, same, _) in zip(saved, returned, strict=True):
         assert again == losses
+        for before, after in ((held, found), (end, same)):
+            assert after.keys() == before.keys() and all(after[key].equal(before[key]) for key in before)
     for found, expected in zip(moved[0][1], saved[0][1], strict=True):
         assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
+    return saved[0][0]
 
 
 def background_body(folder, root):
@@ -319,13 +350,17 @@ def test_a_draft_head(ranks, tmp_path):
 
 @pytest.mark.parametrize("muon", ["saved", "loaded"])
 def test_from_and_to_adam(ranks, tmp_path, muon):
+    from_and_to_adam(ranks, tmp_path, muon, {})
+
+
+def from_and_to_adam(ranks, tmp_path, muon, both):
     """Masters are those of the checkpoint. What the other optimizer did not save is zero, and a message says so."""
     from tests.checkpoint import training
 
     folder, root = training.save_model(tmp_path / "model"), str(tmp_path / "run")
     keys = [CHECKPOINT, {}] if muon == "saved" else [{}, CHECKPOINT]
-    ((held, _),) = ranks(1, saved_body, folder, root, "single", keys[0])
-    ((found, _, messages),) = ranks(1, loaded_body, folder, root, "single", keys[1])
+    ((held, *_),) = ranks(1, saved_body, folder, root, "single", keys[0] | both)
+    ((found, _, _, messages),) = ranks(1, loaded_body, folder, root, "single", keys[1] | both)
     (message,) = [each for each in messages if "another optimizer" in each]
     assert ("exp_avg" in message) == (muon == "saved") and ("momentum_buffer" in message) == (muon == "loaded")
     for (name, kind), value in found.items():

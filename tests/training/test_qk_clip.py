@@ -1,4 +1,5 @@
-"""QK-clip: the logits of transformers' attention, and the closed form of what shrinks, in several layouts."""
+"""QK-clip: the logits of transformers' attention, and the closed form of what shrinks, in several layouts; what
+masters hold afterwards."""
 
 import json
 import math
@@ -6,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.training import bodies, reference
+from tests.support.rank_pool import end_layout
+from tests.training import bodies, muon_reference, reference
 from tests.training.bodies import MEGATRON
 
 OPTIMIZER = "trainer.policy.optimizer_config."
@@ -24,13 +26,16 @@ LAYOUTS = {
 }
 MORE = {
     "single": dict(world=1),
+    "cp2": dict(world=2, cp=2),
     "tp2·cp2": dict(world=4, tp=2, cp=2),
     "pp2": dict(world=2, pp=2),
+    "pp2·vpp2": dict(world=2, pp=2, vpp=2),
+    "tp2·pp2": dict(world=4, tp=2, pp=2),
 }
 FAMILIES = {
-    "qwen2": dict(num_hidden_layers=2, num_key_value_heads=2),
-    "deepseek_v3": dict(num_hidden_layers=2),
-    "gpt_oss": dict(num_hidden_layers=2, num_key_value_heads=2),
+    "qwen2": dict(num_hidden_layers=4, num_key_value_heads=2),
+    "deepseek_v3": dict(num_hidden_layers=4),
+    "gpt_oss": dict(num_hidden_layers=4, num_key_value_heads=2),
 }
 """Grouped queries with biases, multi-latent attention, a sliding window with sinks."""
 CASES = [("qwen2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "dp2")]
@@ -93,16 +98,16 @@ def shrunk(name, weight, logits, threshold, hf):
     return weight.double() * (rows if weight.dim() == 1 else rows[:, None])
 
 
-def clip_body(folder, batch, threshold, layout):
+def clip_body(folder, batch, threshold, layout, overrides=None):
     """Weights before and after a step whose rate is 0, the largest logit that the step reports, and the logits of the
     first layer's heads afterwards, by their number."""
+    from skyrl_megatron.algorithms import exact_ops
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from tests.training.test_muon import weights_of
 
-    engine = MegatronEngine(
-        bodies.config(folder, **layout, overrides=KEYS | {f"{FIELDS}qk_clip_threshold": threshold})
-    )
+    keys = KEYS | {f"{FIELDS}qk_clip_threshold": threshold} | (overrides or {})
+    engine = MegatronEngine(bodies.config(folder, **layout, overrides=keys))
     part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
     engine.compute_logprobs(part)  # is no training: does not count
     before = weights_of(engine)
@@ -116,6 +121,7 @@ def clip_body(folder, batch, threshold, layout):
         first = engine.groups.tp.rank() * len(found)
         again = {first + head: value for head, value in enumerate(found.tolist())}
     engine.optim_step()
+    exact_ops.use(False)
     return before, after, result.max_logit, again
 
 
@@ -138,6 +144,19 @@ def model(tmp_path_factory):
     return get
 
 
+def check_weights(outcomes, logits, threshold, hf):
+    """Assert that the weights and the reported logit are right; return the names of the weights that changed."""
+    changed = set()
+    for before, after, largest, _ in outcomes:
+        for key, weight in before.items():
+            expected = shrunk(key[0], weight, logits, threshold, hf)
+            error = float((after[key].double() - expected).norm() / expected.double().norm())
+            assert error <= (1e-5 if expected is not weight else 0.0), (key, error)
+            changed |= set() if after[key].equal(weight) else {key[0]}
+        assert largest == pytest.approx(float(logits.max()), rel=1e-4)
+    return changed
+
+
 @pytest.mark.parametrize(
     "family, layout", [*CASES, *(pytest.param(*case, marks=pytest.mark.full_matrix) for case in FURTHER)]
 )
@@ -146,16 +165,7 @@ def test_heads_above_the_threshold_shrink_to_it(ranks, model, family, layout):
     hf = json.loads((folder / "config.json").read_text())
     outcomes = ranks((LAYOUTS | MORE)[layout]["world"], clip_body, folder, batch, threshold, (LAYOUTS | MORE)[layout])
     assert (logits > threshold).any() and (logits < threshold).any()
-    before = {key: weight for outcome in outcomes for key, weight in outcome[0].items()}
-    after = {key: weight for outcome in outcomes for key, weight in outcome[1].items()}
-    changed = 0
-    for key, weight in before.items():
-        expected = shrunk(key[0], weight, logits, threshold, hf)
-        changed += expected is not weight
-        error = float((after[key].double() - expected).norm() / expected.double().norm())
-        assert error <= (1e-5 if expected is not weight else 0.0), (key, error)
-    assert changed >= 2 * 2
-    assert all(outcome[2] == pytest.approx(float(logits.max()), rel=1e-4) for outcome in outcomes)
+    assert len(check_weights(outcomes, logits, threshold, hf)) >= 4 * 2
     again = {head: value for outcome in outcomes for head, value in outcome[3].items()}
     if layout != "dp2" and "cp2" not in layout:  # elsewhere a rank has part of the queries
         groups = 1 if "kv_lora_rank" in hf else hf["num_attention_heads"] // hf["num_key_value_heads"]
@@ -164,6 +174,124 @@ def test_heads_above_the_threshold_shrink_to_it(ranks, model, family, layout):
             ratio = min(1.0, threshold / float(group.max()))
             assert value == pytest.approx(ratio * float(logits[0, head]), rel=1e-4)
             assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"trainer.exact_rollouts": True},
+        {"trainer.gradient_checkpointing": True},
+        {"trainer.gradient_checkpointing": True, f"{FIELDS}recompute_granularity": "selective"},
+    ],
+    ids=["exact", "recompute full", "recompute selective"],
+)
+def test_other_passes_are_measured_too(ranks, model, overrides):
+    folder, batch, logits, threshold = model("qwen2")
+    hf = json.loads((folder / "config.json").read_text())
+    outcomes = ranks(1, clip_body, folder, batch, threshold, MORE["single"], overrides)
+    assert len(check_weights(outcomes, logits, threshold, hf)) >= 4 * 2
+
+
+def test_a_single_head(ranks, model):
+    """Only one tp rank clips. Both share the experts, whose weights they gather together or not at all."""
+    folder, batch, logits, _ = model("deepseek_v3")
+    hf = json.loads((folder / "config.json").read_text())
+    threshold = float(logits.flatten().topk(2).values.mean())
+    outcomes = ranks(2, clip_body, folder, batch, threshold, LAYOUTS["tp2"])
+    changed = check_weights(outcomes, logits, threshold, hf)
+    layer = int(logits.amax(1).argmax())
+    assert changed == {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_b_proj", "kv_b_proj")}
+
+
+def masters_of(engine):
+    """(HF name, expert) → whole fp32 master, on the ranks that gather it; whether all weights are their rounding."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
+    from skyrl_megatron.runtime.hf_weights import stream_hf
+
+    parameters = [each for chunk in engine.chunks for each in chunk.parameters()]
+    whole = {id(each): torch.zeros_like(each, dtype=torch.float32) for each in parameters}
+    for each in owned_ranges(engine.optimizer):
+        whole[id(each.parameter)].view(-1)[each.start : each.stop] = each.tensors["param"]
+    if engine.optimizer.config.use_distributed_optimizer:
+        for each in parameters:
+            group = engine.groups.dp_cp if getattr(each, "allreduce", True) else engine.groups.edp
+            dist.all_reduce(whole[id(each)], group=group)
+    rounded = all(each.equal(whole[id(each)].to(each.dtype)) for each in parameters)
+    streamed = stream_hf(engine.model, engine.groups, of=lambda parameter: whole.get(id(parameter), parameter))
+    return {(each.name, each.index): each.tensor.clone() for each in streamed}, rounded
+
+
+def two_steps_body(folder, degrees, distributed, logits, threshold):
+    """Masters before and after two steps, of which the first clips, with a rate of 0 and with one; whether weights are
+    their rounding after each step.
+
+    The logits are set here: on CPU no engine computes in bfloat16.
+    """
+    import types
+
+    from skyrl_megatron.runtime.optimizer import step_if_finite
+    from tests.checkpoint.test_variants import bf16_model
+    from tests.training.test_muon import set_gradients
+
+    fields = {"qk_clip": True, "qk_clip_alpha": ALPHA, "qk_clip_threshold": threshold}
+    options = {"adam_eps": muon_reference.ADAM_EPS, "muon_momentum": muon_reference.MOMENTUM}
+    found = []
+    for rate in (0.0, 1.0):
+        model, state = bf16_model(
+            folder, degrees, 1, options, optimizer="muon", distributed=distributed, fields=fields,
+            lr=muon_reference.LR * rate, adam_lr=muon_reference.ADAM_LR * rate, weight_decay=muon_reference.DECAY,
+            max_grad_norm=0.0,
+        )  # fmt: skip
+        engine = types.SimpleNamespace(
+            model=model, chunks=state.model_chunks, groups=state.groups, optimizer=state.optimizer
+        )
+        (before, _), rounded = masters_of(engine), []
+        for step in range(muon_reference.STEPS):
+            set_gradients(engine, step)
+            for layer in (each for chunk in model.chunks for each in chunk.decoder.layers):
+                own = logits[layer.layer_number - 1].float().chunk(engine.groups.tp.size())[engine.groups.tp.rank()]
+                layer.self_attention.core_attention.current_max_attn_logits = own.clone() if step == 0 else own * 0.0
+            assert not step_if_finite(engine.optimizer, state.lr_schedule, engine.chunks).skipped
+            engine.optimizer.zero_grad()
+            rounded.append(masters_of(engine)[1])
+        found.append((rate, before, masters_of(engine)[0], rounded))
+        end_layout()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees", "distributed"),
+    [
+        ("qwen2", {}, True),
+        pytest.param("qwen2", {}, False, marks=pytest.mark.full_matrix),
+        pytest.param("deepseek_v3", dict(tp=2), True, marks=pytest.mark.full_matrix),
+        pytest.param("deepseek_v3", dict(ep=2), True, marks=pytest.mark.full_matrix),
+        pytest.param("deepseek_v3", dict(ep=2), False, marks=pytest.mark.full_matrix),
+        pytest.param("gpt_oss", dict(tp=2), False, marks=pytest.mark.full_matrix),
+    ],
+    ids=str,
+)
+def test_masters_hold_what_was_clipped(ranks, model, family, degrees, distributed):
+    """The next step begins with the clipped masters: with a rate of 0 it changes nothing. Where only weights shrink,
+    it undoes the clip."""
+    folder, _, logits, threshold = model(family)
+    hf = json.loads((folder / "config.json").read_text())
+    for outcomes in zip(*ranks(2, two_steps_body, folder, degrees, distributed, logits, threshold), strict=True):
+        rate = outcomes[0][0]
+        before = {key: master for outcome in outcomes for key, master in outcome[1].items()}
+        after = {key: master for outcome in outcomes for key, master in outcome[2].items()}
+        for key, master in before.items():
+            if key[0].endswith(("e_score_correction_bias", ".expert_bias")):
+                continue  # is not trained
+            expected = muon_reference.steps(
+                *key, master, hf, rate=rate, between=lambda now, key=key: shrunk(key[0], now, logits, threshold, hf)
+            )
+            error = float((after[key].double() - expected).norm() / expected.norm())
+            assert error <= 1e-5, (rate, key, error)
+        assert all(all(outcome[3]) for outcome in outcomes)
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,6 @@ def _against_moves(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, s
     settings, options = getattr(cfg.trainer, role), megatron.optimizer_config_kwargs
     if megatron.expert_model_parallel_size == 1:
         return f"needs experts on several ranks: set {section}expert_model_parallel_size"
-    if role == "policy" and cfg.trainer.policy.model.lora.rank:
-        return "moves no adapters: set trainer.policy.model.lora.rank=0"
     if role == "policy" and cfg.trainer.exact_rollouts:
         return "changes the order in which a token's experts are summed: set trainer.exact_rollouts=false"
     if settings.optimizer_config.optimizer != "adam":

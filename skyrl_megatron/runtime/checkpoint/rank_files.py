@@ -321,7 +321,7 @@ def _place_experts(state: RankState, saved: dict[str, Any], folder: str) -> None
         return
     fits = placement.movable and saved["layout"]["ep"] == placement.ranks
     try:
-        placement.set({int(layer): slots for layer, slots in saved.get("experts", {}).items()} if fits else {})
+        placement.place({int(layer): slots for layer, slots in saved.get("experts", {}).items()} if fits else {})
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

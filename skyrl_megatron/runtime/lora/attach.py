@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from skyrl_megatron.runtime.lora.layers import (
 )
 from skyrl_megatron.runtime.lora.targets import Selection
 from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.scaled_weights import weight_data
@@ -174,8 +175,7 @@ def attach(
             if entry is None or taken is None:
                 continue
             rank = expert_rank or settings.rank if entry.is_expert else settings.rank
-            held = () if entry.expert is None else model.experts.held(entry.layer_number, groups.ep.rank())
-            build = _Builder(entry, module, weight, groups, settings, rank, held)
+            build = _Builder(entry, module, weight, groups, settings, rank, model.experts)
             adapter = build.adapter(taken, separate=separate, shared_outer=shared_outer)
             for parameter in _weights(module):
                 adapters.by_weight[id(parameter)] = adapter
@@ -229,14 +229,16 @@ class _Builder:
         groups: ProcessGroups,
         settings: AdapterSettings,
         rank: int,
-        held: Sequence[int],
+        placement: ExpertPlacement,
     ) -> None:
         self.entry, self.groups, self.settings, self.rank = entry, groups, settings, rank
         self.over = groups.etp if entry.is_expert else groups.tp
         self.stacked = weight.dim() == 3 or _is_te_grouped(module)
-        self.experts: Sequence[int] | None = None
+        self.held: Callable[[], Sequence[int]] | None = None
         if entry.expert is not None:
-            self.experts = held if self.stacked else (entry.expert,)
+            every = functools.partial(placement.held, entry.layer_number, groups.ep.rank())
+            number = every().index(entry.expert)
+            self.held = every if self.stacked else lambda: (every()[number],)
         self.rows, self.module = weight.shape[-2], module
         self.dtype = weight.dtype
         split = entry.split.dim
@@ -246,7 +248,7 @@ class _Builder:
     def adapter(self, taken: tuple[str, ...], *, separate: bool, shared_outer: bool) -> Adapter:
         order, projections = self._order()
         name = self.entry.name.removesuffix(".weight")
-        if self.experts is not None:
+        if self.held is not None:
             name = name.replace(f".experts.{self.entry.expert}.", ".experts.")
         heights = dict(zip(projections, order.sizes, strict=True))
         pairs: Mapping[str, LowRank]
@@ -262,7 +264,7 @@ class _Builder:
             scale=self.settings.scale(self.rank),
             dropout=self.settings.dropout,
             parts=self.entry.parts,
-            experts=self.experts,
+            held=self.held,
             vocab_size=self.entry.shape[0] if self.entry.split.vocab else None,
         )
 
@@ -301,9 +303,9 @@ class _Builder:
                 matrix = F.pad(matrix, (0, 0, 0, padded - height))
                 return share(matrix, 0 if split_rows else None, parts)
 
-            if self.experts is None or letter == shared:
+            if self.held is None or letter == shared:
                 return one(name).to(self.dtype)
-            drawn = [one(f"{name}.{expert}").to(self.dtype) for expert in self.experts]
+            drawn = [one(f"{name}.{expert}").to(self.dtype) for expert in self.held()]
             return torch.stack(drawn) if self.stacked else drawn[0]
 
         expert = self.entry.is_expert

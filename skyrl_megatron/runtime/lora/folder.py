@@ -92,6 +92,14 @@ def entry_of(adapters: Adapters, adapter: Adapter, expert: int | None) -> Entry:
     return adapters.model.hf.plan.by_name[f"{name}.weight"]
 
 
+def factors_of_experts(adapters: Adapters) -> Iterator[tuple[int, Factor]]:
+    """Yield (layer number, factor) of this rank's factors that belong to single experts, in module order."""
+    for adapter in (each for chunk in adapters.by_chunk for each in adapter_modules(chunk)):
+        for factor in adapter.factors():
+            if factor.experts is not None:
+                yield entry_of(adapters, adapter, factor.experts[0]).layer_number, factor
+
+
 def _projections(adapter: Adapter, factor: Factor, entry: Entry, matrix: Tensor) -> Iterator[HfFactor]:
     letter = factor.name[-1]
     modules = {

@@ -22,7 +22,7 @@ import copy
 import enum
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,15 +301,14 @@ class Adapter(torch.nn.Module):
         scale: float,
         dropout: float = 0.0,
         parts: int = 1,
-        experts: Sequence[int] | None = None,
+        held: Callable[[], Sequence[int]] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.order, self.projections, self.parts = name, order, projections, parts
         self.vocab_size = vocab_size
         """Rows without padding, if the layer's rows are the vocabulary; else None."""
-        self.experts = experts
-        """Numbers of the experts of the layer; None if it has none."""
+        self._held = held
         self.low_ranks = torch.nn.ModuleDict(dict(low_ranks))
         self.scale, self.dropout = scale, dropout
         first = next(iter(low_ranks.values()))
@@ -356,6 +355,11 @@ class Adapter(torch.nn.Module):
             return ()
         same = self.tensor_split is TensorSplit.COLUMN and self.groups.etp.size() > 1
         return (get_data_parallel_rng_tracker_name() if same else get_expert_parallel_rng_tracker_name(),)
+
+    @property
+    def experts(self) -> Sequence[int] | None:
+        """Numbers of the experts of the layer, which change when experts move; None if it has none."""
+        return None if self._held is None else self._held()
 
     @property
     def embeds(self) -> bool:

@@ -341,11 +341,11 @@ class PackedAttention(torch.nn.Module):
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
+        if self.config.qk_clip and self.training and torch.is_grad_enabled():
+            self._measure(query, key, packed_seq_params, choose)
         if exact_ops.active():
             return self._attend_exactly(query, key, value, lengths)
         cp = self.groups.cp
-        if self.config.qk_clip and self.training and torch.is_grad_enabled():
-            self._measure(query, key, packed_seq_params, choose)
         if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)

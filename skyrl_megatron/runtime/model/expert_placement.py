@@ -9,7 +9,7 @@ router's output, whose columns a token dispatcher reads as slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class ExpertPlacement:
         """Whether experts of this model move; then it uses the slots of a checkpoint that it loads."""
         self.moving = False
         """Whether weights and slots differ, during a move or after one that failed."""
+        self.load_frozen: Callable[[], None] | None = None
+        """Loads frozen weights into the present slots; None if checkpoints have all weights."""
         self._moved: dict[int, Slots] = {}
         self._columns: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -77,6 +79,14 @@ class ExpertPlacement:
         initial = tuple(range(self.experts))
         self._moved = {layer: tuple(order) for layer, order in sorted(slots.items()) if tuple(order) != initial}
         self._columns, self.moving = {}, False
+
+    def place(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """Use the slots of a checkpoint, as :meth:`set` does, whose weights are read next. Frozen weights, which it
+        lacks, are loaded again if they are in other slots."""
+        before, failed = self._moved, self.moving
+        self.set(slots)
+        if self.load_frozen is not None and (failed or self._moved != before):
+            self.load_frozen()
 
 
 def give_placement(chunk: torch.nn.Module, placement: ExpertPlacement) -> None:

@@ -1,6 +1,10 @@
 // The charts of each view and their metrics.
 const OVERVIEW = [
   { title: "reward", names: ["reward/avg_raw_reward", "eval/all/avg_score"] },
+  { title: "evaluation loss", names: ["eval/all/loss"] },
+  { title: "chosen answer scores higher", names: ["rewards/accuracies", "eval/all/rewards/accuracies"], floor: 1 },
+  { title: "rewards of chosen and rejected answers", names: ["rewards/chosen", "rewards/rejected", "rewards/margins"] },
+  { title: "log-probs of chosen and rejected answers", names: ["logps/chosen", "logps/rejected"] },
   { title: "pass at n", names: ["reward/avg_pass_at_*", "eval/all/pass_at_*"], floor: 1 },
   { title: "warm-up by imitation", names: ["warmup/loss", "warmup/score"] },
   { title: "KL to the reference", names: ["policy/policy_kl", "loss/avg_kl*"] },
