@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from skyrl_megatron.data.expert_balance import Imbalance, ReplicaRows, balance_e
 from skyrl_megatron.data.packing import pack_by_tokens, split_for_dp, split_to_count
 
 if TYPE_CHECKING:
+    from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.types import TrainingBatch
 
 EXPERTS, RANKS, TOPK, CAP = 128, 8, 8, 16_384
@@ -110,10 +112,54 @@ def plan(sequences: int, exponents: list[float], layers: list[int], rounds: int)
 
 
 # ----------------------------------------------------------------------------------------------------------- step
-def model_sizes(smoke: bool) -> dict[str, Any]:
-    """Return the sizes of a model most of whose time is that of its experts."""
+def routed_batch(rows: int, tokens: int, choose: Callable[[np.random.Generator, int], np.ndarray]) -> TrainingBatch:
+    """Return rows of random tokens whose experts are ``choose(random, row)``, [tokens − 1, 2, 2]."""
+    import torch
+
+    from skyrl_megatron.data.batch import collate
+
+    g, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    ids = torch.randint(0, 512, (rows, tokens), generator=g).tolist()
+    batch = collate([r[:8] for r in ids], [r[8:] for r in ids], uids=list(map(str, range(rows))), rewards=[0.0] * rows)
+    batch.advantages = torch.randn(batch.response_mask.shape, generator=g) * batch.response_mask
+    batch.old_logprobs = -6.0 * batch.response_mask
+    batch.rollout_routes = [choose(rng, row).astype(np.uint8) for row in range(rows)]
+    return batch
+
+
+def two_rank_engine(model: str, micro_batch: int, **settings: Any) -> MegatronEngine:
+    """Return the engine of one of two EP ranks that replay routes. ``settings``: of ``megatron_config``."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    settings |= {"expert_model_parallel_size": 2, "moe_enable_routing_replay": True}
+    return MegatronEngine(
+        SkyRLTrainConfig.from_cli_overrides(
+            {
+                "trainer.policy.model.path": model,
+                "trainer.algorithm.use_kl_loss": False,
+                "trainer.gradient_checkpointing": False,
+                "trainer.bf16": False,
+                "trainer.micro_train_batch_size_per_gpu": micro_batch,
+                "trainer.placement.policy_num_gpus_per_node": 2,
+                **{f"trainer.policy.megatron_config.{name}": value for name, value in settings.items()},
+            }
+        )
+    )
+
+
+def on_two_ranks(race: Callable[..., Any], rounds: int, smoke: bool) -> Any:
+    """Run ``race(model, rows, tokens, rounds)`` on two ranks and return what rank 0 found. Most of the time of a step
+    of the model, which has 8 experts, is that of its experts."""
+    import tempfile
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.support.rank_pool import RankPool
+
     width = 64 if smoke else 512
-    return dict(
+    sizes = dict(
         vocab_size=512,
         hidden_size=width,
         moe_intermediate_size=4 * width,
@@ -125,49 +171,30 @@ def model_sizes(smoke: bool) -> dict[str, Any]:
         num_experts=8,
         num_experts_per_tok=2,
     )
-
-
-def planted_batch(rows: int, tokens: int) -> TrainingBatch:
-    """Return rows of which the first half need experts 0 to 3, those of EP rank 0, and the others 4 to 7."""
-    import torch
-
-    from skyrl_megatron.data.batch import collate
-
-    g, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
-    ids = torch.randint(0, 512, (rows, tokens), generator=g).tolist()
-    batch = collate([r[:8] for r in ids], [r[8:] for r in ids], uids=list(map(str, range(rows))), rewards=[0.0] * rows)
-    batch.advantages = torch.randn(batch.response_mask.shape, generator=g) * batch.response_mask
-    batch.old_logprobs = -6.0 * batch.response_mask
-    for row in range(rows):
-        chosen = rng.random((tokens - 1, 2, 4)).argsort(-1)[..., :2] + 4 * (row >= rows // 2)
-        batch.rollout_routes.append(chosen.astype(np.uint8))
-    return batch
+    rows, tokens = (16, 32) if smoke else (32, 256)
+    pool = RankPool()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            config = AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, **sizes)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            return pool(2, race, folder, rows, tokens, rounds, timeout_s=800)[0]
+    finally:
+        pool.close()
 
 
 def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], list[float], dict[str, float]]:
-    """Return (seconds of steps by tokens alone, levelled, metrics of a levelled one). Runs on each of two ranks."""
+    """Return (seconds of steps by tokens alone, levelled, metrics of a levelled one). Runs on each of two ranks.
+
+    The first half of the rows need experts 0 to 3, those of EP rank 0, the others 4 to 7.
+    """
     import torch.distributed as dist
 
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.engine import MegatronEngine
+    def choose(rng: np.random.Generator, row: int) -> np.ndarray:
+        return rng.random((tokens - 1, 2, 4)).argsort(-1)[..., :2] + 4 * (row >= rows // 2)
 
-    section = "trainer.policy.megatron_config."
-    engine = MegatronEngine(
-        SkyRLTrainConfig.from_cli_overrides(
-            {
-                "trainer.policy.model.path": model,
-                "trainer.algorithm.use_kl_loss": False,
-                "trainer.gradient_checkpointing": False,
-                "trainer.bf16": False,
-                "trainer.micro_train_batch_size_per_gpu": 2,
-                "trainer.placement.policy_num_gpus_per_node": 2,
-                f"{section}expert_model_parallel_size": 2,
-                f"{section}moe_enable_routing_replay": True,
-                f"{section}moe_balance_experts": True,
-            }
-        )
-    )
-    batch, balance = planted_batch(rows, tokens), engine._expert_balance
+    engine = two_rank_engine(model, 2, moe_balance_experts=True)
+    batch, balance = routed_batch(rows, tokens, choose), engine._expert_balance
     part = batch.select(range(engine.dp_rank, rows, 2))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     metrics: dict[str, float] = {}
@@ -187,23 +214,7 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
 
 def step(rounds: int, smoke: bool) -> None:
     """Print the time of a training step with planted skew."""
-    import tempfile
-
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tests.support.rank_pool import RankPool
-
-    rows, tokens = (16, 32) if smoke else (32, 256)
-    pool = RankPool()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            config = AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, **model_sizes(smoke))
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            plain, levelled, metrics = pool(2, race, folder, rows, tokens, rounds, timeout_s=800)[0]
-    finally:
-        pool.close()
+    plain, levelled, metrics = on_two_ranks(race, rounds, smoke)
     kinds = [f"{metrics[f'moe_microbatch_imbalance{kind}']:.2f}" for kind in ("_plain", "", "_bound")]
     print(
         f"step, EP 2, one rank's rows together: max/mean {kinds[0]} by tokens, {kinds[1]} levelled, bound {kinds[2]}"

@@ -19,18 +19,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from expert_balance import on_two_ranks, routed_batch, two_rank_engine
 
 from skyrl_megatron.algorithms.expert_plan import Freedom, MoveCosts, plan_layer
-
-if TYPE_CHECKING:
-    from skyrl_megatron.types import TrainingBatch
 
 TOKENS = 1 << 24
 MODELS: dict[str, dict[str, Any]] = {
@@ -71,65 +69,20 @@ def paper(exponents: list[float], smoke: bool) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- step
-def model_sizes(smoke: bool) -> dict[str, Any]:
-    """Return the sizes of a model most of whose time is that of its experts."""
-    width = 64 if smoke else 512
-    return dict(
-        vocab_size=512,
-        hidden_size=width,
-        moe_intermediate_size=4 * width,
-        intermediate_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=width // 4,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-
-
-def skewed_batch(rows: int, tokens: int) -> TrainingBatch:
-    """Return rows whose tokens choose each of experts 0 to 3, those of EP rank 0, nine times as often as another."""
-    import torch
-
-    from skyrl_megatron.data.batch import collate
-
-    g, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
-    ids = torch.randint(0, 512, (rows, tokens), generator=g).tolist()
-    batch = collate([r[:8] for r in ids], [r[8:] for r in ids], uids=list(map(str, range(rows))), rewards=[0.0] * rows)
-    batch.advantages = torch.randn(batch.response_mask.shape, generator=g) * batch.response_mask
-    batch.old_logprobs = -6.0 * batch.response_mask
-    weights = np.log([9.0] * 4 + [1.0] * 4)
-    for _ in range(rows):
-        chosen = np.argsort(-(rng.gumbel(size=(tokens - 1, 2, 8)) + weights), axis=-1)[..., :2]
-        batch.rollout_routes.append(chosen.astype(np.uint8))
-    return batch
-
-
 def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return (seconds of steps with the initial slots, with planned ones, of moves, imbalances). Of one rank."""
+    """Return (seconds of steps with the initial slots, with planned ones, of moves, imbalances). Of one rank.
+
+    Tokens choose each of experts 0 to 3, those of EP rank 0, nine times as often as another.
+    """
     import torch.distributed as dist
 
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.engine import MegatronEngine
+    weights = np.log([9.0] * 4 + [1.0] * 4)
 
-    section = "trainer.policy.megatron_config."
-    engine = MegatronEngine(
-        SkyRLTrainConfig.from_cli_overrides(
-            {
-                "trainer.policy.model.path": model,
-                "trainer.algorithm.use_kl_loss": False,
-                "trainer.gradient_checkpointing": False,
-                "trainer.bf16": False,
-                "trainer.micro_train_batch_size_per_gpu": 8,
-                "trainer.placement.policy_num_gpus_per_node": 2,
-                f"{section}expert_model_parallel_size": 2,
-                f"{section}moe_enable_routing_replay": True,
-                f"{section}moe_expert_moves": "auto",
-            }
-        )
-    )
-    part = skewed_batch(rows, tokens).select(range(engine.dp_rank, rows, 2))
+    def choose(rng: np.random.Generator, row: int) -> np.ndarray:
+        return np.argsort(-(rng.gumbel(size=(tokens - 1, 2, 8)) + weights), axis=-1)[..., :2]
+
+    engine = two_rank_engine(model, 8, moe_expert_moves="auto")
+    part = routed_batch(rows, tokens, choose).select(range(engine.dp_rank, rows, 2))
     engine.forward_backward(part)
     result = engine.optim_step().expert_moves
     moves, engine.moves = engine.moves, None
@@ -155,23 +108,7 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
 
 def step(rounds: int, smoke: bool) -> None:
     """Print the time of a training step before and after the moves."""
-    import tempfile
-
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tests.support.rank_pool import RankPool
-
-    rows, tokens = (16, 32) if smoke else (32, 256)
-    pool = RankPool()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            config = AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, **model_sizes(smoke))
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            stay, moved, moving, imbalance = pool(2, race, folder, rows, tokens, rounds, timeout_s=800)[0]
-    finally:
-        pool.close()
+    stay, moved, moving, imbalance = on_two_ranks(race, rounds, smoke)
     print(f"step, EP 2: max/mean {imbalance[0]:.2f} with the initial slots, {imbalance[1]:.2f} moved")
     print(
         f"    {min(stay):.3f} s, {min(moved):.3f} s moved: {min(stay) / min(moved):.2f}x; a move {min(moving):.3f} s"

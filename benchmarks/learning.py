@@ -31,6 +31,7 @@ import os
 import random
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,40 +61,56 @@ LOSSES: dict[str, dict[str, Any]] = {
     "m2po": {"policy_loss_type": "m2po"},
 }
 """Name → settings of ``trainer.algorithm``."""
+KINDS = ("sums", "trivial", "wrong")
+"""What prompts are: sums, sums with 00, sums with a wrong answer of three digits."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Prompts [N, P] int64 and answers [N, ANSWER] int64, which end with end tokens."""
+    """Prompts [N, P] int64, answers [N, ANSWER] int64, which end with end tokens, and kinds [N] int64 by ``KINDS``."""
 
     prompts: Tensor
     answers: Tensor
+    kinds: Tensor
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def take(self, rows: Tensor) -> Sums:
         """Return some of the rows."""
-        return Sums(self.prompts[rows], self.answers[rows])
+        return Sums(self.prompts[rows], self.answers[rows], self.kinds[rows])
 
 
-def sums(tokenizer: Any, seed: int) -> tuple[Sums, Sums]:
-    """Return the sums of the embedded run to train on, and those held out."""
+def sums(tokenizer: Any, seed: int, trivial: float = 0.0, wrong: float = 0.0) -> tuple[Sums, Sums]:
+    """Return the sums of the embedded run to train on, and those held out.
+
+    ``trivial``, ``wrong``: shares of the rows to train on that are sums with 00, and that have an answer of three
+    digits, which the policy never gives. They are added to the sums.
+    """
     pairs = [(a, b) for a in range(10, 50) for b in range(a, 100 - a)]
-    random.Random(seed).shuffle(pairs)
+    draw = random.Random(seed)
+    draw.shuffle(pairs)
     held_out = len(pairs) // 5
 
-    def encode(some: list[tuple[int, int]]) -> Sums:
+    def both(some: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+        return [(a, b, a + b, 0) for pair in some for a, b in sorted({pair, pair[::-1]})]
+
+    def encode(rows: list[tuple[int, int, int, int]]) -> Sums:
         prompts, answers = [], []
-        for a, b in (each for pair in some for each in sorted({pair, pair[::-1]})):
-            chat = [{"role": "user", "content": f"{a}+{b}="}]
+        for a, b, total, _ in rows:
+            chat = [{"role": "user", "content": f"{a:02}+{b:02}="}]
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
-            answer = tokenizer.encode(str(a + b), add_special_tokens=False)
+            answer = tokenizer.encode(str(total), add_special_tokens=False)
             answers.append(answer + [tokenizer.eos_token_id] * (ANSWER - len(answer)))
-        return Sums(torch.tensor(prompts), torch.tensor(answers))
+        return Sums(torch.tensor(prompts), torch.tensor(answers), torch.tensor([row[3] for row in rows]))
 
-    return encode(pairs[held_out:]), encode(pairs[:held_out])
+    rows = both(pairs[held_out:])
+    each = len(rows) / (1 - trivial - wrong)
+    zeros = [pair for b in range(10, 100) for pair in ((0, b, b, 1), (b, 0, b, 1))]
+    more = [zeros[place % len(zeros)] for place in range(round(trivial * each))]
+    more += [(*rows[draw.randrange(len(rows))][:2], draw.randrange(200, 1000), 2) for _ in range(round(wrong * each))]
+    return encode(rows + more), encode(both(pairs[:held_out]))
 
 
 class Policy:
@@ -201,6 +218,11 @@ class Plan:
     """Steps between two measurements of the held-out score."""
     enough: float = 2.0
     """Held-out score at which the run ends."""
+    varied: int = 0
+    """Groups with different rewards that a step trains on: batches are sampled until it has them. 0: one batch."""
+    trivial: float = 0.0
+    wrong: float = 0.0
+    """Shares of the prompts to train on, see :func:`sums`."""
 
 
 class Order:
@@ -227,33 +249,50 @@ class Order:
                 self.sampler.observe(row, self.sampler.score(each))
 
 
-def train(policy: Policy, task: Sums, held_out: Sums, moments: dict[str, Any], plan: Plan) -> list[dict[str, Any]]:
-    """Train by ``plan``; return the metrics of the steps at which the score was measured."""
+def train(policy: Policy, task: Sums, held_out: Sums, moments: dict[str, Any], plan: Plan) -> Iterator[dict[str, Any]]:
+    """Train by ``plan``; yield the metrics of the steps at which the score was measured."""
     always = {"use_kl_loss": False, "use_entropy_loss": True, "entropy_loss_coef": 0.01}
     objective = PolicyObjective(AlgorithmConfig.from_dict_config(always | LOSSES[plan.loss]))
     behaviour, draw = copy.deepcopy(policy), torch.Generator().manual_seed(plan.seed)
     adam = torch.optim.Adam(policy.model.parameters())
     adam.load_state_dict(copy.deepcopy(moments))
     versions = collections.deque([copy.deepcopy(policy.model.state_dict())], maxlen=plan.age + 1)
-    order, lines = Order(plan, len(task)), []
+    order, sampled = Order(plan, len(task)), 0
     for step in range(1, plan.steps + 1):
         share = 0.5 * (1 + math.cos(math.pi * (step - 1) / plan.steps)) if plan.decays else 1.0
         adam.param_groups[0]["lr"] = plan.lr * share
-        rows = order.draw()
-        some = task.take(rows)
         behaviour.model.load_state_dict(versions[0])
-        answers, rollout = behaviour.sample(some.prompts, SAMPLES, draw)
-        rewards = policy.right(some, answers)
-        order.observe(rows, rewards)
-        measured = update(policy, objective, adam, some.prompts, answers, rollout, rewards)
+        some, answers, rollout, rewards = sample_step(policy, behaviour, task, order, plan.varied, draw)
+        sampled += len(some)
+        measured = update(policy, objective, adam, some.prompts, answers, rollout, rewards, plan.varied)
+        for place, kind in enumerate(KINDS):
+            measured[f"{kind}_drawn"] = float((some.kinds == place).float().mean())
         versions.append(copy.deepcopy(policy.model.state_dict()))
         if step % plan.every == 0 or step == plan.steps:
             score = policy.score(held_out)
-            line = {"step": step, "samples": step * plan.prompts * SAMPLES, "score": score}
-            lines.append(dataclasses.asdict(plan) | line | measured | {"reward": float(rewards.mean())})
+            line = {"step": step, "samples": sampled * SAMPLES, "score": score}
+            yield dataclasses.asdict(plan) | measured | line | {"reward": float(rewards.mean())}
             if score >= plan.enough:
                 break
-    return lines
+
+
+def sample_step(
+    policy: Policy, behaviour: Policy, task: Sums, order: Order, varied: int, draw: torch.Generator
+) -> tuple[Sums, Tensor, Tensor, Tensor]:
+    """Return the prompts of a step, their answers and log-probs [B, n, ANSWER] and rewards [B, n], which the sampler
+    observes. Batches are sampled until ``varied`` groups have different rewards."""
+    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    useful = 0
+    while not found or useful < varied:
+        rows = order.draw()
+        some = task.take(rows)
+        answers, rollout = behaviour.sample(some.prompts, SAMPLES, draw)
+        rewards = policy.right(some, answers)
+        order.observe(rows, rewards)
+        found.append((rows, answers, rollout, rewards))
+        useful += int((rewards.amax(1) > rewards.amin(1)).sum())
+    rows, answers, rollout, rewards = (torch.cat(each) for each in zip(*found, strict=True))
+    return task.take(rows), answers, rollout, rewards
 
 
 def update(
@@ -264,10 +303,13 @@ def update(
     answers: Tensor,
     rollout: Tensor,
     rewards: Tensor,
+    most: int = 0,
 ) -> dict[str, float]:
-    """Take the updates of a step; return the means of their metrics. Groups without variance have no part in them."""
+    """Take the updates of a step; return the means of their metrics. Groups without variance have no part in them,
+    nor have those after the first ``most`` with variance, unless that is 0."""
     uids = [str(row) for row in range(len(answers)) for _ in range(SAMPLES)]
-    kept = rows_with_variance(rewards.flatten(), uids).view_as(rewards)[:, 0].nonzero()[:, 0]
+    varied = rows_with_variance(rewards.flatten(), uids).view_as(rewards)[:, 0].nonzero()[:, 0]
+    kept = varied[:most] if most else varied
     advantages = grpo_scores(rewards.flatten(), uids).view_as(rewards)[..., None].expand_as(rollout)
     mask, old = policy.mask(answers), torch.zeros_like(rollout)
     if objective.needs_old_log_probs and len(kept):
@@ -295,7 +337,8 @@ def update(
         adam.step()
         for name, value in metric_values(metrics).items():
             found[name].append(value)
-    return {name: statistics.fmean(values) for name, values in found.items()} | {"varied": len(kept) / len(answers)}
+    share = {"varied_share": len(varied) / len(answers)}
+    return {name: statistics.fmean(values) for name, values in found.items()} | share
 
 
 class Seeds:
@@ -307,17 +350,20 @@ class Seeds:
     def run(self, plan: Plan) -> list[dict[str, Any]]:
         """Run a plan; return its measured steps."""
         policy = Policy(write_embedded_model(self.folder / f"seed_{plan.seed}", plan.seed))
-        task, held_out = sums(policy.tokenizer, plan.seed)
-        warm = self.folder / f"seed_{plan.seed}_warm.pt"
+        task, held_out = sums(policy.tokenizer, plan.seed, plan.trivial, plan.wrong)
+        warm = self.folder / f"seed_{plan.seed}_trivial_{plan.trivial:g}_warm.pt"
         if not warm.exists():
-            moments = warm_up(policy, task, held_out, plan.seed, self.warm_up_steps)
+            known = task.take((task.kinds < 2).nonzero()[:, 0])
+            moments = warm_up(policy, known, held_out, plan.seed, self.warm_up_steps)
             torch.save((policy.model.state_dict(), moments), warm)
         weights, moments = torch.load(warm)
         policy.model.load_state_dict(weights)
-        lines = train(policy, task, held_out, moments, plan)
-        if self.out is not None:
-            with self.out.open("a") as file:
-                file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        lines = []
+        for line in train(policy, task, held_out, moments, plan):
+            lines.append(line)
+            if self.out is not None:
+                with self.out.open("a") as file:
+                    file.write(f"{json.dumps(line)}\n")
         return lines
 
 
@@ -341,7 +387,7 @@ def compare_samplers(seeds: Seeds, args: argparse.Namespace, base: Plan) -> None
     first = None
     for sampler in args.samplers:
         options = json.loads(args.options) if sampler == "pools" else {}
-        plan = dataclasses.replace(base, sampler=sampler, options=options, decays=False, every=1, enough=args.to)
+        plan = dataclasses.replace(base, sampler=sampler, options=options, every=min(args.every, 2), enough=args.to)
         runs = [seeds.run(dataclasses.replace(plan, seed=seed)) for seed in args.seeds]
         needed = [lines[-1]["samples"] for lines in runs if lines[-1]["score"] >= args.to]
         if len(needed) < len(runs):
@@ -364,7 +410,10 @@ def main() -> None:
     parser.add_argument("--to", type=float, default=0.8)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=512, help="of a sampled batch")
+    parser.add_argument("--varied", type=int, default=0, help="groups with different rewards that fill a step")
+    parser.add_argument("--trivial", type=float, default=0.0)
+    parser.add_argument("--wrong", type=float, default=0.0)
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--folder", type=Path, help="keeps the warmed-up models")
@@ -372,7 +421,15 @@ def main() -> None:
     parser.add_argument("--warm-up-steps", type=int, default=1000, help="at most")
     args = parse(parser, steps=2, prompts=16, every=1, warm_up_steps=2, losses=["dual_clip", "anchored"], to=0.0)
     torch.set_num_threads(1)
-    base = Plan(steps=args.steps, prompts=args.prompts, lr=args.lr, every=args.every)
+    base = Plan(
+        steps=args.steps,
+        prompts=args.prompts,
+        lr=args.lr,
+        every=args.every,
+        varied=args.varied,
+        trivial=args.trivial,
+        wrong=args.wrong,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         seeds = Seeds(args.folder or Path(temporary), args.out, args.warm_up_steps)
         (compare_losses if args.what == "losses" else compare_samplers)(seeds, args, base)

@@ -138,9 +138,16 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return out[:n]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x @ weightᵀ + bias: [..., k] → [..., m]. Not differentiable."""
-    out = product(x.reshape(-1, x.shape[-1]), weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int = 1) -> Tensor:
+    """Compute x @ weightᵀ + bias: [..., k] → [..., m]. Not differentiable.
+
+    ``parts``: the sum over k is that of so many products, as when as many ranks have a part of x and of the weight.
+    """
+    rows = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
+    products = [product(a, b.contiguous()) for a, b in zip(rows, weight.chunk(parts, 1), strict=True)]
+    out = products[0]
+    for each in products[1:]:
+        out = out + each
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], len(weight))

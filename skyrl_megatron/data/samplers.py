@@ -14,11 +14,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 
-from skyrl_megatron.config.fields import Fraction, NonNegativeInt, Positive
+from skyrl_megatron.config.fields import Bounds, Fraction, NonNegativeInt, Positive
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.errors import ConfigError, DataError, Problem, SkyRLMegatronError, with_origin
 from skyrl_megatron.plugins import SAMPLERS
@@ -297,23 +297,28 @@ class PoolsOptions(BaseConfig):
     hard: Fraction = 0.0
     """Success rate up to which a prompt is hard."""
     easy_weight: Positive = 0.25
-    """Weight of easy prompts. That of prompts between easy and hard, and of those never seen, is 1."""
+    """Weight of easy prompts, to the power of how many times in a row they were easy. That of prompts between easy and
+    hard, and of those never seen, is 1."""
     hard_weight: Positive = 0.5
-    """Weight of hard prompts."""
+    """Weight of hard prompts, to the power of how many times in a row they were hard."""
     warmup_batches: NonNegativeInt = 0
     """Number of batches at the start that are drawn as by ``shuffle``. Their prompts are observed."""
     retire_after: NonNegativeInt = 0
     """Retire a prompt that was easy this many times in a row: it is not drawn again. 0: never."""
     floor: Fraction = 0.25
     """Share of the prompts that are never retired, and at least those of a batch."""
+    least_weight: Annotated[float, Bounds(0, 1, open_low=True)] = 0.02
+    """Least weight, so that every prompt is seen again. Its inverse is the largest one."""
 
 
 class Pools(AdaptiveSampler):
     """Prompts by their latest success rate: easy, hard, between, never seen.
 
+    A few samples say little: of a prompt that is solved every second time, one group of four in 16 is all wrong. So
+    the weight falls with each group in a row that is. Rows that are wrong or trivial become rare.
     A batch has different rows, drawn in proportion to the weights of their pools without replacement: those with the
-    largest log(u)/w, u uniform in (0, 1) (Efraimidis and Spirakis, 2006). Every weight is above 0, so that no prompt
-    is lost, except those that are retired.
+    largest log(u)/w, u uniform in (0, 1) (Efraimidis and Spirakis, 2006). No weight is below ``least_weight``, so that
+    no prompt is lost, except those that are retired.
     """
 
     Options = PoolsOptions
@@ -324,7 +329,7 @@ class Pools(AdaptiveSampler):
             fix = f"must be below {OPTIONS}.easy={options.easy}"
             raise ConfigError([Problem(f"{OPTIONS}.hard", options.hard, fix)])
         self.streak = np.zeros(len(rows), np.int64)
-        """[n] int64: how many times in a row each prompt was easy."""
+        """[n] int64: how many times in a row each prompt was easy; below 0: hard."""
 
     def score(self, rewards: np.ndarray) -> float:
         """Return the success rate."""
@@ -333,7 +338,9 @@ class Pools(AdaptiveSampler):
     def observe(self, position: int, score: float) -> None:
         """Record the success rate of a row."""
         super().observe(position, score)
-        self.streak[position] = self.streak[position] + 1 if score >= self.options.easy else 0
+        before = int(self.streak[position])
+        easy, hard = score >= self.options.easy, score <= self.options.hard
+        self.streak[position] = max(before, 0) + 1 if easy else min(before, 0) - 1 if hard else 0
 
     def draw(self, number: int) -> np.ndarray:
         """See :class:`AdaptiveSampler`."""
@@ -348,9 +355,10 @@ class Pools(AdaptiveSampler):
 
     def weights(self) -> np.ndarray:
         """Return the weight of each row, [n] float64, without regard to retirement."""
-        weights = np.ones(len(self.rows))
-        weights[self.latest >= self.options.easy] = self.options.easy_weight
-        weights[self.latest <= self.options.hard] = self.options.hard_weight
+        base = np.where(self.streak > 0, self.options.easy_weight, self.options.hard_weight)
+        with np.errstate(over="ignore"):  # of a weight above 1
+            weights: np.ndarray = base ** np.abs(self.streak)
+        np.clip(weights, self.options.least_weight, 1 / self.options.least_weight, out=weights)
         return weights
 
     def retired(self) -> np.ndarray:

@@ -62,6 +62,9 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
         yield from _role(cfg, role, tables.get(role), hardware)
     if supervised(cfg) is None:
         yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
+    if cfg.trainer.exact_rollouts:
+        yield _exact(hardware)
+        yield ""
     if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
         yield "# memory: the fullest GPU of each phase, and a node"
         yield from report_lines(Budget.of(cfg, tables, hardware))
@@ -184,6 +187,13 @@ def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
     sliced = engine.weight_sync_routes and engine.backend == "vllm"
     yield f"weight sync: {weight_path(cfg, sliced=sliced)}"
     yield ""
+
+
+def _exact(hardware: Hardware) -> str:
+    """Return what ``trainer.exact_rollouts`` costs (benchmarks/exact_rollouts.py)."""
+    if hardware.is_cpu:
+        return "exact rollouts: generation takes about 3 times as long, log-probs 3 times, the rest of a step 2 times"
+    return "exact rollouts: batch-invariant kernels, whose cost and remaining gap are not measured on a GPU"
 
 
 def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.plan import Plan
-from bridges.rules import without_split
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import get_path, owner_of
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.roles import active_roles, adapter_configs, is_frozen, trains_draft
+from skyrl_megatron.config.roles import active_roles, adapter_configs, trains_draft
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.training_rules import longest_sequence, training_problems
 from skyrl_megatron.config.schema.models import AUTO
@@ -109,10 +108,6 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         except BridgeError as error:
             raise ConfigError([Problem(key, path, str(error))]) from None
         tables[role] = read[name]
-        if not is_frozen(role) and section.optimizer_config.optimizer == "muon":
-            key = f"trainer.{role}.optimizer_config.optimizer"
-            if problems := [Problem(key, "muon", why) for why in without_split(tables[role].plan.entries)]:
-                raise ConfigError(problems)
     if "policy" in tables and cfg.trainer.policy.model.lora.rank:
         table = tables["policy"]
         table.adapters = [AdapterTable.of(own, table.plan, table.top_k) for own in adapter_configs(cfg).values()]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.quantisation import FP8, EngineForm
+from bridges.rules import without_split
 from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.derive import derive
@@ -20,6 +21,7 @@ from skyrl_megatron.config.roles import (
     adapter_configs,
     adapter_problems,
     has_value_head,
+    is_frozen,
     role_layout,
     trains_draft,
 )
@@ -50,12 +52,13 @@ _CPU_EXPERT_ROWS = 32
 def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     """Yield models that Megatron or the engines cannot build, and weight files that are missing, truncated or of
     another model."""
-    seen: set[str] = set()
+    seen: dict[str, HfModel | None] = {}
     for role in active_roles(run.cfg):
         path, key = getattr(run.cfg.trainer, role).model.path, f"trainer.{role}.model.path"
         if not path or path in seen:
+            yield from _optimizer(run, role, seen.get(path))
             continue
-        seen.add(path)
+        seen[path] = None
         whole = cached_folder(run.cfg, role)
         folder = whole or cached_folder(run.cfg, role, weights=False)
         if whole is None:
@@ -67,14 +70,13 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield NotChecked(f"{key}={path}", missing)
             whole = None
         model, why = _read(run, role, folder)
-        problem = why
+        seen[path], problem = model, why
         if model is not None and whole is not None and problem is None:
             head: Head = "value" if has_value_head(run.cfg, role) else "lm"
             problem = _weights(model, whole, head, run.cfg.trainer.algorithm.value_head_prefix)
         if problem is not None:
             yield Problem(key, path, problem)
-        if model is not None:
-            yield from _clipping(run, role, model)
+        yield from _optimizer(run, role, model)
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
         if model is not None and role == "policy" and _runs_on_cpu(run):
@@ -94,11 +96,18 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
         return None, str(error)
 
 
-def _clipping(run: PlannedRun, role: str, model: HfModel) -> Iterator[Problem]:
-    """Yield why the model's attention, as this run builds it, cannot be clipped, if ``qk_clip`` is set."""
+def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Problem]:
+    """Yield why Muon cannot train the model of a trained role, and why ``qk_clip`` cannot clip its attention, as this
+    run builds it."""
     from skyrl_megatron.runtime.model.description import LOCAL, unsupported_by_te, without_qk_clip
 
-    options = getattr(run.cfg.trainer, role).megatron_config.transformer_config_kwargs
+    if model is None or is_frozen(role):
+        return
+    settings = getattr(run.cfg.trainer, role)
+    if run.training and settings.optimizer_config.optimizer == "muon":
+        for unknown in without_split(model.plan.entries):
+            yield Problem(f"trainer.{role}.optimizer_config.optimizer", "muon", unknown)
+    options = settings.megatron_config.transformer_config_kwargs
     local = options.get("transformer_impl") == LOCAL or unsupported_by_te(model) is not None
     use_te = not run.hardware.is_cpu and not local
     if options.get("qk_clip") and (why := without_qk_clip(model, role_layout(run.cfg, role).tp, use_te)):

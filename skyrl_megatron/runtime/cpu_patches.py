@@ -77,9 +77,12 @@ def gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _forward_gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute :func:`gemm` in a forward pass, as the engine does with ``trainer.exact_rollouts``."""
-    if not exact_ops.active():
+    if exact_ops.active():
+        result = exact_ops.product(x, weight)
+    elif x.is_cuda:  # Megatron's batch-invariant kernels replace aten::mm, but not aten::mm.out
+        result = torch.mm(x, weight.t())
+    else:
         return gemm(x, weight, out)
-    result = exact_ops.product(x, weight)
     return result if out is None else out.copy_(result)
 
 
@@ -117,12 +120,15 @@ def grouped_gemm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor
     """Multiply rows sorted by expert, [n, k], by each expert's matrix, [E, m, k] → [n, m]; differentiable.
 
     ``tokens_per_expert``: [E], sums to n. In bfloat16 on CUDA this is one ``grouped_mm`` kernel, if strides are
-    multiples of 16 bytes; otherwise one GEMM per expert.
+    multiples of 16 bytes; otherwise, and with batch-invariant kernels, one GEMM per expert.
     """
     aligned = (x.shape[1] * x.element_size()) % 16 == 0 and (weight.shape[1] * x.element_size()) % 16 == 0
     if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
-        ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
+
+        if not is_batch_invariant_mode_enabled():
+            ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     result: Tensor = _GroupedGemm.apply(x, weight, tokens_per_expert.tolist())  # type: ignore[no-untyped-call]
     return result
 

@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
 from skyrl_megatron.config.roles import is_frozen, trains_draft
+from skyrl_megatron.config.rules.exact_rules import uses_local_layers
 from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.errors import ConfigError
@@ -66,6 +67,8 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
         "moe_router_enable_expert_bias": megatron.moe_router_enable_expert_bias,
     }
     fields |= {name: value for name, value in optional.items() if value is not None}
+    if role == "policy" and cfg.trainer.exact_rollouts and device.has_cuda() and not uses_local_layers(megatron):
+        fields |= {"batch_invariant_mode": True, "attention_backend": "flash", "flash_attention_version": 3}
     fields |= megatron.transformer_config_kwargs
     fields.pop(FUSED_GRADIENTS, None)
     if not cfg.trainer.gradient_checkpointing or is_frozen(role):

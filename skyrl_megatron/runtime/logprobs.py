@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.softmax import Support, kernel_for
@@ -152,7 +153,21 @@ class _Columns:
         z = logits / torch.tensor(self.settings.temperature)
         if (kept := self.kept(rows)) is not None:
             z = z.masked_fill(~kept, -torch.inf)
-        return exact_ops.log_softmax(z).gather(1, self.targets[rows, None]).squeeze(1)
+        targets = self.targets[rows]
+        if self.group.size() > 1:
+            z, targets = self._gathered(z, targets)
+        return exact_ops.log_softmax(z).gather(1, targets[:, None]).squeeze(1)
+
+    def _gathered(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of all ranks, [rows, vocab_size], and the targets among them."""
+        size, rank, vocabulary = self.group.size(), self.group.rank(), self.settings.vocab_size
+        most = min(self.first // rank, vocabulary) if rank else self.real
+        pieces = [z.new_empty(len(z), most) for _ in range(size)]
+        dist.all_gather(pieces, F.pad(z, (0, most - self.real)), group=self.group)
+        whole = torch.cat(pieces, 1)[:, :vocabulary]
+        targets = torch.where(targets >= 0, targets + self.first, -1)
+        dist.all_reduce(targets, op=dist.ReduceOp.MAX, group=self.group)
+        return whole, targets
 
     def coefficients(self, softmax: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
         """Return the coefficients of :meth:`softmax.Kernel.gradient`, [4, P] fp32.

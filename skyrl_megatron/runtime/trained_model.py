@@ -49,6 +49,20 @@ if TYPE_CHECKING:
 RoleName = Literal["policy", "ref", "critic", "teacher"]
 
 
+def use_exact_operations(exact: bool) -> None:
+    """Let this process's trainer compute a token's log-prob independently of its batch (``trainer.exact_rollouts``).
+
+    On CPU by ``algorithms/exact_ops.py``. On GPUs by Megatron-Core's kernels for products, means and log-softmax,
+    which replace torch's and Transformer Engine's until the process ends.
+    """
+    on_gpu = device.has_cuda()
+    exact_ops.use(exact and not on_gpu)
+    if exact and on_gpu:
+        from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
+
+        enable_batch_invariant_mode()
+
+
 class TrainedModel:
     """One rank's part of the model of ``role``, with its process groups, adapters and optimizer.
 
@@ -62,7 +76,7 @@ class TrainedModel:
         megatron_patches.install()
         if cfg.trainer.deterministic:
             device.use_deterministic_kernels()
-        exact_ops.use(cfg.trainer.exact_rollouts)
+        use_exact_operations(cfg.trainer.exact_rollouts)
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config

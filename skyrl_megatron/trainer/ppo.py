@@ -26,6 +26,7 @@ from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.roles import adapter_names, distils_in_reward, needs_reference, policy_is_reference
+from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
@@ -42,13 +43,12 @@ from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.step_batch import (
     advantage_metrics,
+    check_rollout_gap,
     for_each_adapter,
     logprob_diff_metrics,
     mask_zero_variance_groups,
     optimizer_metrics,
-    require_rollout_gap,
     reward_metrics,
-    rollout_gap_limit,
     route_bytes,
     sequence_lengths,
     training_logprobs_suffice,
@@ -233,13 +233,12 @@ class RayPPOTrainer(TrainingRun):
         read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
         if self._replays_own_routes:
             batch.rollout_routes = []
-        gap_limit = rollout_gap_limit(self.cfg)
         if read and self._policy_learns and training_logprobs_suffice(self.cfg, batch):
             batch.metadata[OWN_LOGPROBS] = True
-        elif read or gap_limit is not None or (self._replays_own_routes and self._policy_learns):
+        elif read or rollout_gap_limit(self.cfg) is not None or (self._replays_own_routes and self._policy_learns):
             batch.old_logprobs = self._old_logprobs(batch)
             self.metrics |= logprob_diff_metrics(batch)
-            require_rollout_gap(self.metrics, gap_limit, self.global_step + 1)
+            check_rollout_gap(self.metrics, self.cfg, self.global_step + 1)
         if self._shares_policy_gpus("critic"):  # it trains next
             self.offload_others("critic")
             batch.values = self._start_scores("critic", batch)()

@@ -16,6 +16,7 @@ from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.roles import distils_in_reward
+from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
@@ -269,17 +270,15 @@ def training_pass_scores(cfg: SkyRLTrainConfig) -> bool:
     )
 
 
-def rollout_gap_limit(cfg: SkyRLTrainConfig) -> float | None:
-    """Return the largest allowed mismatch of a token's log-prob, nats; None: any."""
-    limit = cfg.trainer.max_rollout_gap
-    return 0.0 if limit is None and cfg.trainer.exact_rollouts else limit
-
-
-def require_rollout_gap(metrics: Mapping[str, float], limit: float | None, step: int) -> None:
-    """Raise AlgorithmError if a mismatch of :func:`logprob_diff_metrics` exceeds ``limit``, nats. NaN does."""
-    found = metrics.get(f"policy/{MISMATCH}_max")
-    if limit is not None and found is not None and not found <= limit:
-        raise AlgorithmError(
-            f"step {step}: log-probs of engine and trainer differ by up to {found:.3g} nats, more than "
-            f"trainer.max_rollout_gap={limit:g}: find the cause with skyrl-megatron explain-mismatch"
-        )
+def check_rollout_gap(metrics: Mapping[str, float], cfg: SkyRLTrainConfig, step: int) -> None:
+    """Raise AlgorithmError, or warn, if a mismatch of :func:`logprob_diff_metrics` is larger than allowed. NaN is."""
+    limit, found = rollout_gap_limit(cfg), metrics.get(f"policy/{MISMATCH}_max")
+    if limit is None or found is None or found <= limit:
+        return
+    text = (
+        f"step {step}: log-probs of engine and trainer differ by up to {found:.3g} nats, more than "
+        f"trainer.max_rollout_gap={limit:g}: find the cause with skyrl-megatron explain-mismatch"
+    )
+    if cfg.trainer.rollout_gap_exceeded == "error":
+        raise AlgorithmError(text)
+    warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)

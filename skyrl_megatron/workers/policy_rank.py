@@ -9,6 +9,7 @@ import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import ranks_exchange_weights, trains_draft, weight_bucket_sizes, weight_transport
+from skyrl_megatron.config.rules.exact_rules import requires_equal_bits
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
@@ -43,7 +44,7 @@ def weight_synchronizer(
         hf_config=hf,
         dtype=QUANTISED if engines_quantise(cfg, hf) else dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval,
-        probe_limit=0.0 if cfg.trainer.exact_rollouts else cfg.generator.inference_engine.weight_sync_probe_limit,
+        probe_limit=0.0 if requires_equal_bits(cfg) else cfg.generator.inference_engine.weight_sync_probe_limit,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,

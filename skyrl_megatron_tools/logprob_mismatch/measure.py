@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_megatron import device
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.data.batch import PREFIX, recorded_layers, routes_of
 from skyrl_megatron.types import TokenSupport, TrainingBatch
@@ -130,7 +131,7 @@ class MismatchMeasurement:
         bent, moved = self._trainer(batch, same, temperature=1.0, layers=True, perturbation=EPSILON[coarse])
         _, as_used = self._trainer(batch, used, layers=True)
         own = self._trainer(batch, ComputeMode("natural", "whole"))[1]
-        bits = self.replay.cfg.trainer.exact_rollouts
+        bits = self.replay.cfg.trainer.exact_rollouts and not device.driver_gpu_count()
         limits = {
             name: 0.0 if bits else max(float(relative(found[0][name], moved[0][name]).max()), EPSILON[coarse])
             for name in found[0]

@@ -1,6 +1,8 @@
 """Operations with the same bits in every batch: random batches, cuts and orders, and what a planted fault shows."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def draw(seed, *shape):
@@ -79,6 +81,32 @@ def test_attention_of_whole_sequences_chunks_and_single_tokens(monkeypatch, limi
                 found = exact_ops.attention(q[part], k[seen], v[seen], [end - first], [end], 0.2)
                 assert torch.equal(found, whole[part]), (length, size, first)
         start += length
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 45), min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
+def test_attention_of_any_chunks_in_any_batches(sequences, random):
+    """Each sequence in its chunks, in batches with chunks of others, in any order."""
+    import torch
+
+    from skyrl_megatron.algorithms import exact_ops
+
+    lengths = [sum(chunks) for chunks in sequences]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    q, k, v = draw(0, sum(lengths), 4, 24), draw(1, sum(lengths), 2, 24), draw(2, sum(lengths), 2, 24)
+    whole = exact_ops.attention(q, k, v, lengths, lengths, 0.2)
+    done, waiting = [0] * len(sequences), {i: [*chunks] for i, chunks in enumerate(sequences)}
+    while waiting:
+        batch = random.sample(sorted(waiting), random.randint(1, len(waiting)))
+        parts, seen = [], []
+        for i in batch:
+            first, done[i] = starts[i] + done[i], done[i] + waiting[i].pop(0)
+            parts.append(torch.arange(first, starts[i] + done[i]))
+            seen.append(torch.arange(starts[i], starts[i] + done[i]))
+        rows, keys = torch.cat(parts), torch.cat(seen)
+        found = exact_ops.attention(q[rows], k[keys], v[keys], [*map(len, parts)], [*map(len, seen)], 0.2)
+        assert torch.equal(found, whole[rows])
+        waiting = {i: left for i, left in waiting.items() if left}
 
 
 def test_gradients_are_the_ordinary_ones():

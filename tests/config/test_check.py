@@ -80,6 +80,19 @@ def test_the_configuration_is_printed_when_it_is_asked_for(run_args, capsys):
     assert "weight_sync_backend: " in out.partition("# resolved configuration")[2]
 
 
+def test_the_cost_of_exact_rollouts(run_args, capsys):
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.preflight import check
+
+    args = [*run_args, "trainer.logger=console", "trainer.exact_rollouts=true", "trainer.placement.colocate_all=false"]
+    args += ["trainer.placement.policy_num_gpus_per_node=1", "trainer.algorithm.use_kl_loss=false"]
+    assert check.run(args, Hardware(0, 1)) == 0
+    assert "exact rollouts: generation takes about " in capsys.readouterr().out
+    args += ["trainer.max_rollout_gap=0.01", f"{M}transformer_config_kwargs.transformer_impl=local"]
+    assert check.run(["--check=1x8", *args]) == 0
+    assert "remaining gap are not measured on a GPU" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_shown_after_the_problems(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.preflight import check
@@ -148,6 +161,52 @@ def test_unsupported_model(tmp_path, capsys):
     ]
     assert check.run(args) == 2
     assert "nearest: qwen3_moe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["policy", "critic"])
+def test_a_table_that_does_not_tell_its_matrices_is_refused(tmp_path, monkeypatch, critic):
+    """A plugin's conversion without ``blocks`` is named before anything starts; AdamW trains it."""
+    import dataclasses
+
+    from bridges import families
+    from bridges.conversions import Conversion
+    from bridges.families.llama import FAMILY
+    from bridges.rows import Row
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.preflight.model_checks import model_files
+    from skyrl_megatron.preflight.option_checks import PlannedRun
+    from tests.bridges.tiny_models import save_tiny
+
+    class Folded(Conversion):
+        pass
+
+    class FoldedRow(Row):
+        def conversion(self, dims):
+            return Folded()
+
+    rows = [
+        FoldedRow(row.megatron, row.hf, row.shape, row.split) if row.megatron.endswith("linear_proj.weight") else row
+        for row in FAMILY.layer
+    ]
+    families.supported()  # loads the tables
+    monkeypatch.setitem(families._families, "llama", dataclasses.replace(FAMILY, layer=tuple(rows)))
+    model = str(save_tiny("llama", tmp_path / "model", num_hidden_layers=2))
+    keys = {"trainer.policy.model.path": model}
+    if critic:
+        keys |= {"trainer.critic.model.path": model, "trainer.algorithm.advantage_estimator": "gae"}
+
+    def problems(optimizer):
+        given = keys | {f"trainer.{'critic' if critic else 'policy'}.optimizer_config.optimizer": optimizer}
+        run = PlannedRun(SkyRLTrainConfig.from_cli_overrides(given), Hardware(0))
+        return [str(each) for each in model_files(run) if "matrices" in str(each)]
+
+    assert problems("adam") == []
+    (problem,) = problems("muon")
+    assert f"{'critic' if critic else 'policy'}.optimizer_config.optimizer=muon: decoder.layers." in problem
+    assert (
+        "the table does not say which matrices Folded fuses" in problem and "or train with optimizer=adam" in problem
+    )
 
 
 def test_check_for_another_machine(run_args, capsys):

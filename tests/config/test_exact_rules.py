@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.config.rules import exact_rules
+from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 from tests.config.test_validate import E, M, problems
 
 EXACT = "trainer.exact_rollouts"
@@ -32,12 +34,22 @@ def test_a_dense_model_on_cpu_may_be_exact(tmp_path):
     assert found(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_may_share_each_tensor(tmp_path):
+    """Those of the engine only as many as the trainer's, and only of a dense model."""
+    split, both = [f"{M}tensor_model_parallel_size=2", *TWO], f"{E}tensor_parallel_size=2"
+    assert found(tmp_path, *split) == found(tmp_path, *split, both) == []
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "num_experts_per_tok": 2}
+    assert found(tmp_path, *split, **experts) == []
+    assert [p.key for p in found(tmp_path, *split, both, **experts)] == [f"{E}tensor_parallel_size"]
+
+
 @pytest.mark.parametrize(
     ("args", "key", "words"),
     [
-        ([f"{M}tensor_model_parallel_size=2", *TWO], f"{M}tensor_model_parallel_size", "sums over ranks"),
+        ([f"{M}tensor_model_parallel_size=4", *TWO], f"{M}tensor_model_parallel_size", "sums over so many ranks"),
         ([f"{M}context_parallel_size=2", *TWO], f"{M}context_parallel_size", "attention over ranks"),
-        ([f"{E}tensor_parallel_size=2", *TWO], f"{E}tensor_parallel_size", "sums over ranks"),
+        ([f"{E}tensor_parallel_size=2", *TWO], f"{E}tensor_parallel_size", "sums over so many ranks"),
         (["trainer.policy.model.lora.rank=8"], "trainer.policy.model.lora.rank", "another order"),
         ([f"{W}speculative_config={{method: ngram}}"], f"{W}speculative_config", "drafted tokens"),
         ([f"{W}quantization=fp8"], f"{W}quantization", "other kernels"),
@@ -75,24 +87,63 @@ def test_models_without_exact_operations_are_refused(tmp_path, model, words):
     assert [p for p in found(tmp_path, **model) if p.key == EXACT and words in p.fix]
 
 
+GPUS = Hardware(8, 1)
+LOCAL = f"{K}transformer_impl=local"
+WARNS = "trainer.rollout_gap_exceeded=warn"
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_gpus_are_refused(tmp_path):
-    (problem,) = [p for p in found(tmp_path, hardware=Hardware(8, 1)) if p.key == EXACT]
-    assert "only runs on CPU" in problem.fix
+def test_gpus_need_batch_invariant_kernels_and_leave_a_gap(tmp_path, monkeypatch):
+    """Packages are asked for on the machine that the run is for."""
+    monkeypatch.setattr(exact_rules, "find_spec", lambda name: None)
+
+    def keys(*args, hardware=GPUS, **model):
+        return {p.key: p.fix for p in found(tmp_path, *args, hardware=hardware, **model)}
+
+    bare = keys()
+    assert "not measured" in bare["trainer.max_rollout_gap"]
+    assert "flash_attn_3" in bare[f"{K}transformer_impl"] and "setup.sh gpu" in bare[EXACT]
+    assert set(keys(WARNS, LOCAL)) == {EXACT}
+    elsewhere = Hardware(8, 1, elsewhere=True)
+    assert keys(WARNS, hardware=elsewhere) == keys("trainer.max_rollout_gap=0.01", hardware=elsewhere) == {}
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "num_experts_per_tok": 2}
+    assert "products of experts" in keys(WARNS, hardware=elsewhere, **experts)[f"{K}transformer_impl"]
+    assert keys(WARNS, LOCAL, hardware=elsewhere, **experts) == {}
+    assert "computes in bfloat16" in keys(WARNS, f"{W}dtype=float32", hardware=elsewhere)[f"{W}dtype"]
+    split = keys(WARNS, f"{M}tensor_model_parallel_size=2", *TWO, hardware=elsewhere)
+    assert "sums over so many ranks" in split[f"{M}tensor_model_parallel_size"]
 
 
 def test_the_limit_of_a_step():
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.step_batch import require_rollout_gap, rollout_gap_limit
+    """What is larger ends the run or warns; a weight sync allows no difference only if the run does not."""
+    from skyrl_megatron.config.rules.exact_rules import requires_equal_bits, rollout_gap_limit
+    from skyrl_megatron.trainer.step_batch import check_rollout_gap
 
-    def limit(*args):
-        return rollout_gap_limit(SkyRLTrainConfig.from_cli_overrides([*args]))
+    def cfg(*args):
+        return SkyRLTrainConfig.from_cli_overrides([*args])
 
-    assert limit() is None and limit(f"{EXACT}=true") == 0.0
-    assert limit(f"{EXACT}=true", "trainer.max_rollout_gap=0.1") == limit("trainer.max_rollout_gap=0.1") == 0.1
+    exact, some, warns = f"{EXACT}=true", "trainer.max_rollout_gap=0.1", "trainer.rollout_gap_exceeded=warn"
     name = "policy/rollout_train_logprobs_abs_diff_max"
-    for allowed, gap in [(None, 1.0), (0.0, 0.0), (0.1, 0.1), (0.0, None)]:
-        require_rollout_gap({} if gap is None else {name: gap}, allowed, 3)
-    for allowed, gap in [(0.0, 1e-7), (0.1, 0.2), (0.1, float("nan"))]:
+    for args, limit, equal in [
+        ([], None, False),
+        ([exact], 0.0, True),
+        ([exact, some], 0.1, False),
+        ([some], 0.1, False),
+        ([exact, warns], 0.0, False),
+    ]:
+        run = cfg(*args)
+        assert (rollout_gap_limit(run), requires_equal_bits(run)) == (limit, equal)
+        check_rollout_gap({}, run, 3)
+        check_rollout_gap({name: 1.0 if limit is None else limit}, run, 3)
+    for args, gap in [([exact], 1e-7), ([some], 0.2), ([some], float("nan"))]:
         with pytest.raises(AlgorithmError, match=r"step 3: .*explain-mismatch"):
-            require_rollout_gap({name: gap}, allowed, 3)
+            check_rollout_gap({name: gap}, cfg(*args), 3)
+        with pytest.warns(SkyRLMegatronWarning, match=r"step 3: .*explain-mismatch"):
+            check_rollout_gap({name: gap}, cfg(*args, warns), 3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_without_a_limit_has_no_effect():
+    assert problems("trainer.rollout_gap_exceeded=warn", "trainer.max_rollout_gap=0.1") == []
+    with pytest.raises(SkyRLMegatronWarning, match=r"rollout_gap_exceeded=warn.*any log-prob mismatch"):
+        problems("trainer.rollout_gap_exceeded=warn")

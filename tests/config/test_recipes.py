@@ -41,7 +41,12 @@ MUON = [
     "trainer.policy.optimizer_config.optimizer=muon",
     "trainer.policy.megatron_config.optimizer_config_kwargs={}",
 ]
-"""Keys that the recipe's first lines name for Muon."""
+CLIPPED = [
+    *MUON,
+    "trainer.policy.megatron_config.transformer_config_kwargs.qk_clip=true",
+    "trainer.policy.megatron_config.transformer_config_kwargs.transformer_impl=local",
+]
+"""Keys that the recipe's first lines name for Muon, and for Muon with QK-clip."""
 ROOM_GB = 3
 
 
@@ -69,7 +74,9 @@ def test_every_recipe_is_checked_here_and_named_in_the_documents():
     assert [name for name in sorted(names) if f"`{name}`" not in guide] == []
 
 
-@pytest.mark.parametrize(("recipe", "keys"), [*((recipe, []) for recipe in SHAPES), ("kimi-k2", MUON)])
+@pytest.mark.parametrize(
+    ("recipe", "keys"), [*((recipe, []) for recipe in SHAPES), ("kimi-k2", MUON), ("kimi-k2", CLIPPED)]
+)
 def test_recipe_fits_with_room(models, recipe, keys, capsys):
     from skyrl_megatron.entrypoints import run_moe
 

@@ -152,8 +152,14 @@ RULES = {
     "momentum of 1": ([*MUON, f"{O}muon_momentum=1"], f"{O}muon_momentum", "below 1"),
     "Muon summed over ranks": ([*MUON, f"{O}muon_tp_mode=distributed"], f"{O}muon_tp_mode", "or blockwise"),
     "Megatron's own Muon": ([f"{O}optimizer=muon"], f"{O}optimizer", "optimizer_config.optimizer=muon"),
-    "Muon with fp16 masters": (
-        [*MUON, f"{O}use_precision_aware_optimizer=true", f"{O}main_params_dtype=fp16"],
+    "fp16 masters of Muon": (
+        [*MUON, f"{O}main_params_dtype=fp16"],
+        f"{O}main_params_dtype",
+        "fp32 with optimizer=muon",
+    ),
+    "endless updates": ([*MUON, f"{O}muon_extra_scale_factor=.inf"], f"{O}muon_extra_scale_factor", "positive number"),
+    "narrow state of Muon": (
+        [*MUON, f"{O}use_precision_aware_optimizer=true"],
         f"{O}use_precision_aware_optimizer",
         "not supported with optimizer=muon",
     ),

@@ -68,3 +68,20 @@ def test_what_depends_on_the_node_is_decided_there(tmp_path, monkeypatch):
     assert on_cpu.kv_cache_bytes >= 4 * 64 * 4 * 2 * 2 * 32 * 4 and on_cpu.sleep_mode
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     assert made.on_this_node() == made
+
+
+@pytest.mark.process
+@pytest.mark.vllm
+def test_engines_of_exact_rollouts_do_not_depend_on_the_batch(monkeypatch):
+    """vLLM reads the variable before its kernels are imported."""
+    from skyrl_megatron import device
+    from skyrl_megatron.inference.vllm.settings import worker_environment
+
+    assert "VLLM_BATCH_INVARIANT" not in worker_environment(exact=True)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    assert "VLLM_BATCH_INVARIANT" not in worker_environment()
+    variables = os.environ | worker_environment(exact=True)
+    reads = "from vllm.lora.ops.triton_ops.utils import is_batch_invariant; print('read:', is_batch_invariant)"
+    command = [sys.executable, "-c", reads]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
+    assert "read: True" in run.stdout, run.stdout + run.stderr

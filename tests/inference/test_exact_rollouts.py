@@ -1,8 +1,11 @@
 """``trainer.exact_rollouts``: engine and trainer compute each token's log-prob with the same bits."""
 
 import asyncio
+import contextlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.engines import LoopThread, tiny_settings
 from tests.support.tiny_models import write_tiny_model
@@ -17,43 +20,55 @@ def sampling(i):
     return {"max_tokens": 20 + i, "temperature": TEMPERATURE, "seed": i, "ignore_eos": True}
 
 
-def sampled(folder, **settings):
-    """Samples of all prompts at once, and of a few alone. Prompts are cut into chunks and share cached prefixes."""
+@contextlib.contextmanager
+def engine_of(folder, **changes):
+    """A function that samples requests (id, prompt, sampling) at once, by an engine with small chunks of prompts."""
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
 
     loop = LoopThread()
-    engine = VLLMEngine(tiny_settings(folder, max_num_batched_tokens=96, max_num_seqs=32, **settings))
+    engine = VLLMEngine(tiny_settings(folder, **{"max_num_batched_tokens": 96, "max_num_seqs": 32} | changes))
+
+    async def ask(requests):
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+
     try:
         loop(engine.start(), 590)
-
-        async def ask():
-            every = [engine.generate(f"r{i}", prompt, sampling(i)) for i, prompt in enumerate(PROMPTS)]
-            return await asyncio.gather(*every)
-
-        together = loop(ask())
-        return together, {i: loop(engine.generate(f"alone {i}", PROMPTS[i], sampling(i))) for i in (0, 7, 23)}
+        yield lambda requests: loop(ask(requests))
     finally:
         loop(engine.shutdown())
         loop.close()
 
 
-def scored(folder, rows, counts, overrides):
-    """The trainer's log-probs of the last ``counts`` tokens of each row, and the gradient of their sum."""
+def sampled(folder, **changes):
+    """Samples of all prompts at once, and of a few alone. Prompts are cut into chunks and share cached prefixes."""
+    with engine_of(folder, **changes) as ask:
+        together = ask([(f"r{i}", prompt, sampling(i)) for i, prompt in enumerate(PROMPTS)])
+        return together, {i: ask([(f"alone {i}", PROMPTS[i], sampling(i))])[0] for i in (0, 7, 23)}
+
+
+def rows_to_score(rows, counts):
+    """A batch whose responses are the last ``counts`` tokens of each row."""
     import torch
 
-    from skyrl_megatron.algorithms import exact_ops
-    from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.types import TrainingBatch
-    from tests.training.bodies import config
 
     longest, most = max(map(len, rows)), max(counts)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     mask, response = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), most)
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         tokens[i, -len(row) :], mask[i, -len(row) :], response[i, -count:] = torch.tensor(row), True, 1.0
+    return TrainingBatch(tokens, mask, response, response)
+
+
+def scored(folder, rows, counts, overrides, **layout):
+    """The trainer's log-probs of the last ``counts`` tokens of each row."""
+    from skyrl_megatron.algorithms import exact_ops
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from tests.training.bodies import config
+
     try:
-        trainer = MegatronEngine(config(folder, overrides=overrides))
-        found = trainer.compute_logprobs(TrainingBatch(tokens, mask, response, response), temperature=TEMPERATURE)
+        trainer = MegatronEngine(config(folder, overrides=overrides, **layout))
+        found = trainer.compute_logprobs(rows_to_score(rows, counts), temperature=TEMPERATURE)
         return [found[i, -count:].tolist() for i, count in enumerate(counts)]
     finally:
         exact_ops.use(False)
@@ -82,3 +97,78 @@ def test_log_probs_have_the_same_bits(ranks, tmp_path, family):
     for overrides in (exact, exact | PACKED):
         assert ranks(1, scored, folder, rows, counts, overrides)[0] == engine
     assert ranks(1, scored, folder, rows, counts, {})[0] != engine
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [("qwen3", 1), ("qwen3", 2), ("qwen2", 1), ("qwen3_moe", 1), ("glm4_moe", 1)],
+)
+def test_two_ranks_share_each_tensor(ranks, tmp_path, family, engine):
+    """Tensor parallelism of the trainer, and of both sides. A trainer of one rank differs."""
+    folder = write_tiny_model(family, tmp_path)
+    overrides = {"trainer.exact_rollouts": True} | PACKED
+    samples, _ = sampled(folder, exact=True, exact_parts=2 // engine, tensor_parallel_size=engine)
+    rows = [prompt + list(sample.token_ids) for prompt, sample in zip(PROMPTS, samples, strict=True)]
+    counts = [len(sample.token_ids) for sample in samples]
+    same = [list(sample.logprobs) for sample in samples]
+    assert ranks(2, split, folder, rows, counts, overrides) == [same] * 2
+    assert ranks(1, scored, folder, rows, counts, overrides)[0] != same
+
+
+def split(*arguments):
+    return scored(*arguments, world=2, tp=2)
+
+
+def scored_in_any_packs(folder, samples):
+    """Compare the trainer's log-probs of any of ``samples``, (prompt, tokens, log-probs) each, in any packs."""
+    from skyrl_megatron.algorithms import exact_ops
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from tests.training.bodies import config
+
+    trainer = MegatronEngine(config(folder, overrides={"trainer.exact_rollouts": True}))
+
+    @settings(max_examples=25, deadline=None, database=None, derandomize=True)
+    @given(
+        st.lists(st.sampled_from(samples), min_size=1, max_size=12, unique_by=str),
+        st.sampled_from([-1, 200, 333, 1000, 4000]),
+    )
+    def equal(chosen, most):
+        trainer.cfg.trainer.max_tokens_per_microbatch = most
+        rows, counts = [prompt + tokens for prompt, tokens, _ in chosen], [len(tokens) for _, tokens, _ in chosen]
+        found = trainer.compute_logprobs(rows_to_score(rows, counts), temperature=TEMPERATURE)
+        assert [found[i, -count:].tolist() for i, count in enumerate(counts)] == [one[2] for one in chosen]
+
+    try:
+        equal()
+    finally:
+        exact_ops.use(False)
+
+
+REQUESTS = st.tuples(st.sampled_from([1, 20, 47, 90, 149]), st.integers(20, 22), st.integers(0, 1))
+"""The tokens of the shared prefix, a token of its own, the seed."""
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("chunk", "cached"), [(48, True), (200, False)])
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_any_mix_of_requests_and_any_packs(ranks, tmp_path, family, chunk, cached):
+    """A request samples the same beside any others, and the trainer computes the same log-probs in any packs."""
+    folder, known, mixes = write_tiny_model(family, tmp_path), {}, []
+    with engine_of(folder, exact=True, max_num_batched_tokens=chunk, enable_prefix_caching=cached) as ask:
+
+        @settings(max_examples=15, deadline=None, database=None, derandomize=True)
+        @given(st.lists(REQUESTS, min_size=1, max_size=16, unique=True))
+        def equal(mix):
+            mixes.append(mix)
+            wanted = [
+                (f"{len(mixes)} {each}", [*SHARED[: each[0]], each[1]], sampling(3) | {"seed": each[2]})
+                for each in mix
+            ]
+            for each, sample in zip(mix, ask(wanted), strict=True):
+                found = [*SHARED[: each[0]], each[1]], list(sample.token_ids), list(sample.logprobs)
+                assert known.setdefault(each, found) == found
+
+        equal()
+    assert sum(map(len, mixes)) > 2 * len(known)
+    ranks(1, scored_in_any_packs, folder, list(known.values()))

@@ -6,8 +6,15 @@ import pytest
 
 from tests.lora import bodies, reference
 from tests.training import muon_reference
-from tests.training.conftest import folder  # noqa: F401  (the model of the training step)
-from tests.training.test_muon import CHECKPOINT, KEYS, TOLERANCE, from_and_to_adam, there_and_back
+from tests.training.test_muon import (
+    CHECKPOINT,
+    KEYS,
+    TOLERANCE,
+    cut_matrices,
+    folder,  # noqa: F401
+    from_and_to_adam,
+    there_and_back,
+)
 
 SEPARATE = {f"{bodies.HOW}lora_type": "canonical_lora"}
 SAVED = {
@@ -47,12 +54,13 @@ def set_gradients(engine, whole):
         factor.tensor.data.copy_(weights)
 
 
-def muon_body(folder, layout, overrides, gradients, start):  # noqa: F811
-    """``HF module.letter`` → factor after the steps, on the ranks that gather it."""
+def muon_body(folder, layout, overrides, gradients, start, cut):  # noqa: F811
+    """``HF module.letter`` → factor after the steps, on the ranks that gather it. ``cut``: a rank has part of one."""
     from skyrl_megatron.runtime.lora.folder import stream_factors
     from skyrl_megatron.runtime.optimizer import step_if_finite
 
     engine = bodies.adapted_engine(folder, layout, KEYS | overrides, start)
+    assert not cut or any(each.dim() == 2 for each in cut_matrices(engine.optimizer))
     for whole in gradients:
         set_gradients(engine, whole)
         assert not step_if_finite(engine.optimizer, engine.lr_schedule, engine.chunks).skipped
@@ -81,7 +89,7 @@ def test_every_layout(ranks, folder, name):  # noqa: F811
     plan, separate = plan_of(folder), bool(keys)
     start = reference.start_factors(plan, separate=separate)
     gradients = [reference.start_factors(plan, separate=separate, seed=seed) for seed in (11, 12)]
-    outcomes = ranks(layout["world"], muon_body, folder, layout, keys, gradients, start)
+    outcomes = ranks(layout["world"], muon_body, folder, layout, keys, gradients, start, name == "tp2·dp2·ep2")
     found = {key: factor for outcome in outcomes for key, factor in outcome.items()}
     assert found.keys() == start.keys()
     errors = {}

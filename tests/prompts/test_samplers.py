@@ -183,6 +183,18 @@ def test_pools_draw_by_weight_and_treat_the_unseen_as_neutral():
     assert sampler.metrics() == {"observed_share": 0.75, "easy_share": 0.25, "hard_share": 0.25, "retired_share": 0.0}
 
 
+def test_weights_of_pools_fall_with_each_time_in_a_row():
+    sampler = sampler_of("pools", sampled([6]), 2, easy_weight=0.25, hard_weight=0.5, least_weight=0.1)
+    for row, scores in enumerate([[0.0] * 3, [0.0] * 9, [1.0, 1.0], [0.0, 0.0, 0.25], [0.0, 0.0, 1.0]]):
+        for score in scores:
+            sampler.observe(row, score)
+    assert sampler.weights().tolist() == [0.125, 0.1, 0.1, 1.0, 0.25, 1.0]
+    again = sampler_of("pools", sampled([6]), 2, easy_weight=0.25, hard_weight=0.5, least_weight=0.1)
+    assert again.weights().tolist() == [1.0] * 6
+    again.load_state(json.loads(json.dumps(sampler.state())))
+    assert again.weights().tolist() == sampler.weights().tolist()
+
+
 def test_pools_retire_with_a_floor_and_return():
     sampler = sampler_of("pools", sampled([20]), 4, retire_after=2, floor=0.5)
     for row in range(16):

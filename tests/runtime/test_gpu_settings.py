@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from skyrl_megatron.errors import ConfigError
 from tests.bridges.tiny_models import LATENT_FAMILIES, TINY, save_tiny, tiny_config
 
 LAYOUTS = {
@@ -50,7 +51,7 @@ def fused_kernels(monkeypatch):
             monkeypatch.setattr(module, name, lambda *_: None)
 
 
-def config_of(model_type, layout, **overrides):
+def config_of(model_type, layout, fields=None, **overrides):
     import torch
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -60,7 +61,7 @@ def config_of(model_type, layout, **overrides):
     if model_type not in LATENT_FAMILIES:
         overrides["num_key_value_heads"] = 2
     model = read_hf_model(tiny_config(model_type, num_hidden_layers=4, **overrides))
-    return transformer_config(model, ParallelConfig(**layout), dtype=torch.bfloat16, use_te=True)
+    return transformer_config(model, ParallelConfig(**layout), dtype=torch.bfloat16, use_te=True, overrides=fields)
 
 
 @pytest.mark.parametrize("model_type", sorted(set(TINY) - OUR_LAYERS))
@@ -274,6 +275,66 @@ def test_the_grouped_product_takes_our_arguments():
     x, weight, out = run("meta", grouped_mm)
     out.backward(torch.empty_like(out))
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+# ---------------------------------------------------------------------- exact rollouts
+def test_exact_rollouts_take_batch_invariant_attention(fused_kernels, monkeypatch):
+    """Megatron accepts the fields; our layers have their own attention."""
+    from skyrl_megatron import device
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.engine_settings import transformer_kwargs
+
+    cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.exact_rollouts": True})
+    plain = transformer_kwargs(cfg, "policy")
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    names = ("batch_invariant_mode", "attention_backend", "flash_attention_version")
+    fields = {name: value for name, value in transformer_kwargs(cfg, "policy").items() if name in names}
+    assert fields == dict(zip(names, (True, "flash", 3), strict=True)) and names[0] not in plain
+    found = config_of("qwen3", {}, fields=fields)
+    assert found.batch_invariant_mode and (found.attention_backend.name, found.flash_attention_version) == ("flash", 3)
+    with pytest.raises(ConfigError, match="flash-attention-version 3 or 4"):
+        config_of("qwen3", {}, fields=fields | {"flash_attention_version": 2})
+    cfg.trainer.policy.megatron_config.transformer_config_kwargs["transformer_impl"] = "local"
+    assert names[0] not in transformer_kwargs(cfg, "policy")
+
+
+def test_exact_rollouts_take_batch_invariant_products(monkeypatch):
+    """Of each expert, by fake tensors. Transformer Engine is not installed, so its part of Megatron's kernels is left
+    out."""
+    import torch
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from skyrl_megatron import device
+    from skyrl_megatron.algorithms import exact_ops
+    from skyrl_megatron.runtime.cpu_patches import grouped_gemm
+    from skyrl_megatron.runtime.trained_model import use_exact_operations
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def products(counts):
+        called.clear()
+        with FakeTensorMode(), Called():
+            options = dict(device="cuda:0", dtype=torch.bfloat16)
+            out = grouped_gemm(torch.empty(24, 64, **options), torch.empty(3, 32, 64, **options), counts)
+            assert out.shape == (24, 32)
+        return [name for name in called if "mm" in name]
+
+    called = []
+    counts = SimpleNamespace(tolist=lambda: [10, 0, 14], to=lambda device: torch.empty(3, device=device).long())
+    assert products(counts) == ["aten._grouped_mm.default"]
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(batch_invariant_kernels, "_te_patch_for_batch_invariant", lambda: None)
+    try:
+        use_exact_operations(True)
+        assert batch_invariant_kernels.is_batch_invariant_mode_enabled() and not exact_ops.active()
+        assert products(counts) == ["aten.mm.default"] * 3
+    finally:
+        batch_invariant_kernels.disable_batch_invariant_mode()
 
 
 # ---------------------------------------------------------------------- whole down projections

@@ -36,20 +36,26 @@ FAMILIES = {
     "qwen2": dict(num_hidden_layers=4, num_key_value_heads=2),
     "deepseek_v3": dict(num_hidden_layers=4),
     "gpt_oss": dict(num_hidden_layers=4, num_key_value_heads=2),
+    "deepseek_v32": dict(num_hidden_layers=4),
 }
-"""Grouped queries with biases, multi-latent attention, a sliding window with sinks."""
+"""Grouped queries with biases, multi-latent attention, a sliding window with sinks, keys that an indexer selects."""
 CASES = [("qwen2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "dp2")]
 FURTHER = [(family, layout) for family in FAMILIES for layout in LAYOUTS | MORE if (family, layout) not in CASES]
 
 
 def largest_logits(folder, batch):
     """[layers, heads]: the largest logit of transformers' eager attention, each row alone."""
+    from unittest import mock
+
     import torch
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-    from transformers.masking_utils import eager_mask
+    from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import repeat_kv
 
-    found = {}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    file = sys.modules[type(model).__module__]
+    attention, found = file.eager_attention_forward, {}  # the family's own: gpt-oss has sinks
 
     def recording(module, query, key, value, attention_mask, scaling, **options):
         with torch.no_grad():
@@ -59,15 +65,9 @@ def largest_logits(folder, batch):
             before = found.get(module.layer_idx)
             found[module.layer_idx] = largest if before is None else largest.maximum(before)
         module.num_key_value_groups = query.shape[1] // key.shape[1]
-        attention = sys.modules[type(module).__module__].eager_attention_forward  # the family's own: gpt-oss has sinks
         return attention(module, query, key, value, attention_mask, scaling)
 
-    AttentionInterface.register("recording", recording)
-    AttentionMaskInterface.register("recording", eager_mask)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="recording", experts_implementation="eager"
-    )
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(file, "eager_attention_forward", recording):
         for row, length in enumerate(batch.lengths.tolist()):
             model(batch.sequences[row, -length:][None], use_cache=False)
     return torch.stack([found[layer] for layer in sorted(found)])
@@ -201,6 +201,19 @@ def test_a_single_head(ranks, model):
     changed = check_weights(outcomes, logits, threshold, hf)
     layer = int(logits.amax(1).argmax())
     assert changed == {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_b_proj", "kv_b_proj")}
+
+
+def test_a_draft_head(ranks, model, tmp_path):
+    """It is a layer like the others, in an optimizer with gradient buffers of its own."""
+    from tests.training import draft_reference
+
+    folder, batch = draft_reference.save_with_draft("deepseek_v3", tmp_path / "model"), model("deepseek_v3")[1]
+    keys = {f"{MEGATRON}mtp.train": True}
+    ((before, after, *_), _) = ranks(2, clip_body, folder, batch, 1e-4, LAYOUTS["dp2"], keys)
+    changed = {name for (name, index), weight in before.items() if not after[name, index].equal(weight)}
+    assert changed == {name for name, _ in before if name.endswith(("q_b_proj.weight", "kv_b_proj.weight"))}
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert len(changed) == 2 * (layers + 1)
 
 
 def masters_of(engine):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.hf_model import rope_parameters
+from skyrl_megatron.config.hf_model import EXPERT_COUNTS, rope_parameters
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.models import MegatronConfig
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 KEY = "trainer.exact_rollouts"
@@ -17,7 +19,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "hy_v
 """Families whose layers all have exact operations on both sides (``tests/inference/test_exact_rollouts.py``)."""
 _M = "trainer.policy.megatron_config."
 _E = "generator.inference_engine."
-_SUM = "sums over ranks have another order than in one matrix product"
+_SUM = "sums over so many ranks have another order than the other side's"
 _MODEL = {
     "sliding_window": "attention in a window has no exact operation",
     "rope_scaling": "scaled rotary angles are computed in two ways",
@@ -28,18 +30,24 @@ _ENGINE_KWARGS = {
     "speculative_config": "drafted tokens are scored in another way",
     "quantization": "quantised weights are multiplied by other kernels",
     "kv_cache_dtype": "the trainer does not round keys and values",
-    "dtype": "the trainer computes in float32",
 }
-_TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "transformer_impl", "fp8")
+_TRAINER_KWARGS = ("moe_expert_capacity_factor", "moe_router_fusion", "fp8")
+
+
+def rollout_gap_limit(cfg: SkyRLTrainConfig) -> float | None:
+    """Return the largest allowed mismatch of a token's log-prob, nats; None: any."""
+    limit = cfg.trainer.max_rollout_gap
+    return 0.0 if limit is None and cfg.trainer.exact_rollouts else limit
+
+
+def requires_equal_bits(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether a run ends when a log-prob of engine and trainer differs in a bit."""
+    return rollout_gap_limit(cfg) == 0 and cfg.trainer.rollout_gap_exceeded == "error"
 
 
 def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield each setting that breaks ``trainer.exact_rollouts``. ``hf``: the policy's ``config.json``, or empty."""
     if not cfg.trainer.exact_rollouts:
-        return
-    if not hardware.is_cpu:
-        fix = "only runs on CPU have the same operations in engine and trainer: set it to false"
-        yield Problem(KEY, True, f"{fix}; {_E}weight_sync_probe_limit and trainer.max_rollout_gap bound the gap")
         return
     family = hf.get("model_type")
     if hf and family not in FAMILIES:
@@ -48,8 +56,34 @@ def exact_problems(cfg: SkyRLTrainConfig, hardware: Hardware, hf: Mapping[str, A
         )
     else:
         yield from _model_problems(cfg, hf)
-    yield from _layout_problems(cfg)
-    yield from _engine_problems(cfg)
+    experts, on_cpu = any((hf.get(name) or 0) > 1 for name in EXPERT_COUNTS), hardware.is_cpu
+    yield from _layout_problems(cfg, most=2 if on_cpu else 1, experts=experts)  # a sum of two numbers has no order
+    yield from _engine_problems(cfg, "float32" if on_cpu or not cfg.trainer.bf16 else "bfloat16")
+    if not on_cpu:
+        yield from _gpu_problems(cfg, hardware, experts=experts)
+
+
+def uses_local_layers(megatron: MegatronConfig) -> bool:
+    """Return whether a role asks for this package's layers instead of Transformer Engine's."""
+    return megatron.transformer_config_kwargs.get("transformer_impl") == "local"
+
+
+def _gpu_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, experts: bool) -> Iterator[Problem]:
+    """Yield what batch-invariant kernels on GPUs need. Those of engine and trainer differ, so a gap is left."""
+    if requires_equal_bits(cfg):
+        fix = "kernels of engine and trainer differ on GPUs, by an amount that is not measured yet: set it, or "
+        yield Problem("trainer.max_rollout_gap", cfg.trainer.max_rollout_gap, fix + "rollout_gap_exceeded=warn")
+    key = f"{_M}transformer_config_kwargs.transformer_impl"
+    local = uses_local_layers(cfg.trainer.policy.megatron_config)
+    if experts and not local:
+        fix = f"Transformer Engine's products of experts depend on the batch: set it to local, or {KEY} to false"
+        yield Problem(key, None, fix)
+    elif not local and not hardware.elsewhere and find_spec("flash_attn_3") is None:
+        fix = "Transformer Engine's attention needs the package flash_attn_3, which is not installed: install it, set "
+        yield Problem(key, None, f"{fix}this to local, or {KEY} to false")
+    if not hardware.elsewhere and find_spec("transformer_engine") is None:
+        fix = "Megatron-Core's batch-invariant kernels need Transformer Engine: run launch/setup.sh gpu, or set it to "
+        yield Problem(KEY, True, f"{fix}false")
 
 
 def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
@@ -78,29 +112,39 @@ def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Pr
         yield Problem(f"{_M}moe_router_dtype", "fp64", fix)
 
 
-def _layout_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+def _layout_problems(cfg: SkyRLTrainConfig, *, most: int, experts: bool) -> Iterator[Problem]:
+    """``most``: ranks that may share a tensor."""
     trainer, engine = cfg.trainer.policy.megatron_config, cfg.generator.inference_engine
+    engines = 1 if experts else min(most, trainer.tensor_model_parallel_size)  # an engine splits experts, too
     degrees = {
-        f"{_M}tensor_model_parallel_size": (trainer.tensor_model_parallel_size, _SUM),
-        f"{_M}context_parallel_size": (trainer.context_parallel_size, "attention over ranks has no exact operation"),
-        f"{_M}expert_tensor_parallel_size": (trainer.expert_tensor_parallel_size or 1, _SUM),
-        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, _SUM),
-        f"{_E}expert_parallel_size": (engine.expert_parallel_size, _SUM),
+        f"{_M}tensor_model_parallel_size": (trainer.tensor_model_parallel_size, most, _SUM),
+        f"{_M}context_parallel_size": (trainer.context_parallel_size, 1, "attention over ranks is not exact"),
+        f"{_M}expert_tensor_parallel_size": (trainer.expert_tensor_parallel_size or 1, 1, _SUM),
+        f"{_E}tensor_parallel_size": (engine.tensor_parallel_size, engines, _SUM),
+        f"{_E}expert_parallel_size": (engine.expert_parallel_size, 1, _SUM),
     }
-    for key, (value, why) in degrees.items():
-        if value > 1:
-            yield Problem(key, value, f"{why}: set it to 1, or {KEY} to false")
+    for key, (value, limit, why) in degrees.items():
+        if value > limit:
+            yield Problem(key, value, f"{why}: set it to {limit}, or {KEY} to false")
 
 
-def _engine_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+def _engine_problems(cfg: SkyRLTrainConfig, dtype: str) -> Iterator[Problem]:
+    """``dtype``: the trainer's."""
     engine = cfg.generator.inference_engine
     ours = engine.run_engines_locally and engine.backend == "vllm" and not engine.enable_registry
     if not ours:
         fix = f"engines that this run does not start compute in their own way: set {_E}run_engines_locally=true, "
         yield Problem(KEY, True, fix + "backend=vllm and enable_registry=false, or this to false")
     for name, why in _ENGINE_KWARGS.items():
-        if (value := engine.engine_init_kwargs.get(name)) not in (None, "auto", "float32"):
+        if (value := engine.engine_init_kwargs.get(name)) not in (None, "auto"):
             yield Problem(f"{_E}engine_init_kwargs.{name}", value, f"{why}: remove it, or set {KEY} to false")
+    dtypes = {
+        f"{_E}model_dtype": engine.model_dtype,
+        f"{_E}engine_init_kwargs.dtype": engine.engine_init_kwargs.get("dtype"),
+    }
+    for key, value in dtypes.items():
+        if value not in (None, "auto", dtype):
+            yield Problem(key, value, f"the trainer computes in {dtype}: set it to that, or {KEY} to false")
     if cfg.generator.sampling_params.logprobs is None:
         fix = f"engines must return log-probs: set it to 0, or {KEY} to false"
         yield Problem("generator.sampling_params.logprobs", None, fix)

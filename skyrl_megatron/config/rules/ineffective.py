@@ -146,6 +146,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         lambda cfg, hardware: not generates_ahead(cfg),
     ),
     IneffectiveSetting(
+        "any log-prob mismatch is allowed: set trainer.max_rollout_gap",
+        f"{_T}rollout_gap_exceeded",
+        lambda cfg, hardware: cfg.trainer.max_rollout_gap is None and not cfg.trainer.exact_rollouts,
+    ),
+    IneffectiveSetting(
         "trainer.oversampling.ratio is 0",
         _in_all(f"{_T}oversampling.", "unfinished max_staleness_steps"),
         lambda cfg, hardware: not cfg.trainer.oversampling.ratio,

@@ -25,10 +25,10 @@ _MASTERS = "main_params_dtype"
 
 
 def optimizer_problems(
-    options: Mapping[str, Any], section: str, hardware: Hardware, *, bf16: bool
+    options: Mapping[str, Any], section: str, hardware: Hardware, *, bf16: bool, muon: bool = False
 ) -> Iterator[Problem]:
     """Yield every problem of ``optimizer_config_kwargs`` in ``section``. ``bf16``: whether the weights are
-    bfloat16."""
+    bfloat16. ``muon``: whether Muon trains them."""
     aware, on_host = options.get(_AWARE), options.get(_ON_HOST)
     distributed = options.get(_DISTRIBUTED, True)
     if on_host and hardware.is_cpu:
@@ -43,11 +43,11 @@ def optimizer_problems(
     for name, value in options.items():
         if not name.endswith("_dtype"):
             continue
-        if wrong := _type_problem(name, value, aware=bool(aware), on_host=bool(on_host)):
+        if wrong := _type_problem(name, value, aware=bool(aware), on_host=bool(on_host), muon=muon):
             yield Problem(f"{section}{name}", value, wrong)
 
 
-def _type_problem(name: str, value: object, *, aware: bool, on_host: bool) -> str | None:
+def _type_problem(name: str, value: object, *, aware: bool, on_host: bool, muon: bool) -> str | None:
     """Return the fix for a field that names a dtype; None if the field is valid."""
     if not isinstance(value, str) or value not in OPTIMIZER_DTYPES:
         return f"unknown dtype: use one of {', '.join(OPTIMIZER_DTYPES)}"
@@ -57,6 +57,8 @@ def _type_problem(name: str, value: object, *, aware: bool, on_host: bool) -> st
         return "ddp_config.grad_reduce_in_fp32 sets the dtype of gradients: remove this key"
     if name not in (*_MOMENTS, _MASTERS):
         return None
+    if muon:
+        return "master weights and moments are fp32 with optimizer=muon: remove this key"
     if on_host:
         return f"must be fp32 with {_ON_HOST}: remove one of the two keys"
     if not aware:
@@ -123,12 +125,11 @@ def megatron_problems(
     for name, fix in UNSUPPORTED_FIELDS.items():
         if (value := megatron.transformer_config_kwargs.get(name)) not in (None, False, 0, "none"):
             yield Problem(f"{section}transformer_config_kwargs.{name}", value, fix)
+    optimizer = None if is_frozen(role) else getattr(cfg.trainer, role).optimizer_config.optimizer
+    options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
     if role != "ref":
-        options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
-        yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16)
-    if not is_frozen(role):
-        optimizer = getattr(cfg.trainer, role).optimizer_config.optimizer
-        options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
+        yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16, muon=optimizer == "muon")
+    if optimizer is not None:
         yield from muon_problems(optimizer, options, key)
     yield from _clipping(cfg, role, megatron, section)
     yield from _attention(cfg, megatron, section, hardware)

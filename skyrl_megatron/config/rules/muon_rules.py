@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -136,4 +137,4 @@ def _wrong(name: str, value: Any) -> str | None:
         return None if number and isinstance(value, int) and 1 <= value <= 100 else "must be a number from 1 to 100"
     if name == "momentum":
         return None if number and 0 <= value < 1 else "must be at least 0 and below 1"
-    return None if number and value > 0 else "must be a positive number"
+    return None if number and 0 < value < math.inf else "must be a positive number"

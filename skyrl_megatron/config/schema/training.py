@@ -161,7 +161,7 @@ class TrainerConfig(BaseConfig):
     """Use the best installed fused attention kernel. False: unfused attention, which does not support context
     parallelism. On CPU: false."""
     disable_fast_tokenizer: bool = False
-    """No effect: since version 5, transformers has only fast tokenizers."""
+    """No effect: transformers has only fast tokenizers."""
     project_name: str = "skyrl"
     """Name of the project, for trackers and the log folder."""
     run_name: str = "test_run"
@@ -191,7 +191,7 @@ class TrainerConfig(BaseConfig):
     """Number of tokens whose log-probabilities are computed from logits at a time, to limit memory. None: all at
     once."""
     fused_lm_head_logprob: bool = False
-    """Compute log-probabilities from hidden states in chunks, without materialising the full logits."""
+    """Compute log-probabilities from hidden states in chunks, without the full logits."""
     deterministic: bool | None = None
     """Make runs with the same configuration, seed and layout bitwise equal, at some cost in speed. None: true on CPU,
     else false. Samples of fully asynchronous rollouts (`fully_async`) still depend on timing."""
@@ -230,4 +230,6 @@ class TrainerConfig(BaseConfig):
     exact_rollouts: bool = False
     """Engine and trainer give each token the same log-prob, bit for bit (docs/guides/routing-replay.md)."""
     max_rollout_gap: NonNegative | None = None
-    """Largest log-prob mismatch, in nats, above which a step fails. None: 0 with `exact_rollouts`."""
+    """Largest log-prob mismatch of a step, in nats. None: 0 with `exact_rollouts`, else any."""
+    rollout_gap_exceeded: Annotated[str, OneOf("error", "warn")] = "error"
+    """Handling of a larger one. `warn`: the run continues, and each such step warns."""

@@ -165,6 +165,7 @@ def unpacked(travelled: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
 
 __all__ = [
     "EXACT_EXTENSION",
+    "EXACT_PARTS",
     "WORKER_EXTENSION",
     "AsyncEngineArgs",
     "AsyncLLM",
@@ -179,6 +180,8 @@ __all__ = [
 
 WORKER_EXTENSION = "skyrl_megatron.inference.vllm.compat.WorkerExtension"
 EXACT_EXTENSION = "skyrl_megatron.inference.vllm.exact.ExactExtension"
+EXACT_PARTS = "exact_parts"
+"""Key of vLLM's ``additional_config``: ``EngineSettings.exact_parts``."""
 
 
 # ------------------------------------------------------------------ starting an engine

@@ -6,10 +6,12 @@ the model is built, and the import replaces the layers' functions. Weights are n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
@@ -19,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -35,7 +38,9 @@ class ExactExtension(compat.WorkerExtension):
 
 # ------------------------------------------------------------------ linear layers, norms, activations
 def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = exact_ops.linear  # type: ignore[assignment]
+    known = get_current_vllm_config().additional_config
+    parts = known[compat.EXACT_PARTS] if isinstance(layer, RowParallelLinear) else 1
+    layer.cpu_linear = partial(exact_ops.linear, parts=parts)  # type: ignore[assignment]
 
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:

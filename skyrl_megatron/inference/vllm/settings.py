@@ -21,13 +21,19 @@ from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots, adapter
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
 
-def worker_environment() -> dict[str, str]:
-    """Return environment variables of engine processes, to be set before an engine starts."""
+def worker_environment(*, exact: bool = False) -> dict[str, str]:
+    """Return environment variables of engine processes, to be set before vLLM is imported.
+
+    ``exact``: of :class:`EngineSettings`. On GPUs vLLM then computes by kernels that do not depend on the batch
+    (vllm/model_executor/determinism/batch_invariant.py).
+    """
     shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     shared |= device.compiler_environment()
     if not device.has_cuda():
         # vLLM's default binding pins every engine to the first core and requires as many NUMA nodes as tp ranks
         shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": processes.omp_threads()}
+    elif exact:
+        shared |= {"VLLM_BATCH_INVARIANT": "1"}
     return shared
 
 
@@ -156,6 +162,8 @@ class EngineSettings:
     """Further engine arguments of vLLM, applied last."""
     exact: bool = False
     """Compute as the trainer does (``trainer.exact_rollouts``)."""
+    exact_parts: int = 1
+    """Tensor-parallel ranks of the trainer for each of the engine: a rank adds as many products. Only on CPU."""
     adapters: AdapterSlots | None = None
     """Weight updates send adapters. None: they send weights."""
 
@@ -229,6 +237,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     Warns as :func:`warn_of_truncation`. Raises EngineError if the model folder has no readable ``config.json``.
     """
     generator, engine = cfg.generator, cfg.generator.inference_engine
+    megatron = cfg.trainer.policy.megatron_config
     warn_of_truncation(cfg)
     repo = hub.model_repo(cfg, "policy")
     extra = dict(engine.engine_init_kwargs)
@@ -259,6 +268,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "logprobs_at_temperature": bool(truncations(generator.sampling_params)) and not returns_sampling_support(cfg),
         "return_support": returns_sampling_support(cfg),
         "exact": cfg.trainer.exact_rollouts,
+        "exact_parts": max(megatron.tensor_model_parallel_size // engine.tensor_parallel_size, 1),
         "clear_kv_cache": cfg.trainer.fully_async.clear_kv_cache_on_weight_sync,
         "extra": extra,
         "adapters": adapters,

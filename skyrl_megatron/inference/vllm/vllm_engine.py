@@ -77,14 +77,16 @@ class VLLMEngine(InferenceEngine):
         _require_memory(settings)
         if not device.has_cuda():
             processes.start_server()  # it imports vLLM in parallel with this process
+        os.environ.update(worker_environment(exact=settings.exact))
         from skyrl_megatron.inference.vllm import compat
         from skyrl_megatron.weight_sync import vllm_backend
 
-        os.environ.update(worker_environment())
         platform = platform_arguments(hf)
+        by_extension = settings.exact and not device.has_cuda()
         arguments = {
-            "worker_extension_cls": compat.EXACT_EXTENSION if settings.exact else compat.WORKER_EXTENSION,
+            "worker_extension_cls": compat.EXACT_EXTENSION if by_extension else compat.WORKER_EXTENSION,
             "weight_transfer_config": {"backend": vllm_backend.BACKEND},
+            **({"additional_config": {compat.EXACT_PARTS: settings.exact_parts}} if by_extension else {}),
         } | (settings.arguments() | platform | dict(settings.extra))
 
         def launch() -> Any:

@@ -1,9 +1,12 @@
 """The trainer's loop: what it does in which order, with ranks and engines that only take notes."""
 
 import asyncio
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+
+from skyrl_megatron.errors import AlgorithmError
 
 
 class Prompts:
@@ -197,10 +200,18 @@ def _batch_of(uids):
 
 
 def gap(cfg):
-    """What a step allows engine and trainer to differ by."""
-    from skyrl_megatron.trainer.step_batch import rollout_gap_limit
+    """What a step allows engine and trainer to differ by, and what a larger gap does."""
+    from skyrl_megatron.algorithms.metrics import MISMATCH
+    from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
+    from skyrl_megatron.trainer.step_batch import check_rollout_gap
 
-    return rollout_gap_limit(cfg)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            check_rollout_gap({f"policy/{MISMATCH}_max": 9.0}, cfg, 1)
+        except AlgorithmError:
+            return rollout_gap_limit(cfg), "ends"
+    return rollout_gap_limit(cfg), len(caught)
 
 
 def oversampling(cfg):

@@ -159,6 +159,7 @@ LOOP = {
     f"{T}update_epochs_per_batch": Row(2, loop.plan),
     f"{T}seed": Row(7, loop.plan),
     f"{T}max_rollout_gap": Row(0.1, loop.gap),
+    f"{T}rollout_gap_exceeded": Row("warn", loop.gap, {f"{T}max_rollout_gap": 0.1}),
     f"{T}ckpt_interval": Row(1, loop.plan),
     f"{T}hf_save_interval": Row(1, loop.plan),
     f"{T}export_path": Row("out/elsewhere", loop.evaluation),
