@@ -23,6 +23,7 @@ from bridges.rules import CheckpointLocation, Entry, checkpoint_location
 from bridges.source import (
     HF_SUBFOLDER,
     PASSTHROUGH,
+    SCORE,
     MegatronSource,
     Source,
     copy_assets,
@@ -296,13 +297,16 @@ def export_megatron(
     source = MegatronSource(megatron, template)
     plan = source.plan
     passthrough = {} if drop_mtp else _passthrough(source, template)
+    if source.has_value_head:
+        passthrough[SCORE] = source
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
     for entry in plan.entries:
         for piece in entry.hf:
             kept = dtype is None or entry.bound.row.keep_dtype
             tensors[piece.name] = (piece.shape, source.dtype(piece.name) if kept else dtype)  # type: ignore[assignment]
     for name, origin in passthrough.items():
-        tensors[name] = (origin.shapes()[name], origin.dtype(name))
+        kept = dtype is None or name != SCORE
+        tensors[name] = (origin.shapes()[name], origin.dtype(name) if kept else dtype)  # type: ignore[assignment]
     unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
     if unknown:
         raise BridgeError(f"{megatron} holds {unknown}, which safetensors does not support; set --dtype")

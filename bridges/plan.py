@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridges.errors import BridgeError
@@ -99,6 +99,18 @@ class Plan:
                 + more
                 + "\nUse the config.json that belongs to these weights, or fetch the folder again."
             )
+
+
+def without_output_layer(plan: Plan) -> Plan:
+    """Return the plan of the same model without the output layer of the vocabulary, as a critic has it."""
+    entries = tuple(entry for entry in plan.entries if entry.name != "output_layer.weight")
+    kept = {piece.name for entry in entries for piece in entry.hf}
+    return replace(
+        plan,
+        entries=entries,
+        by_name={entry.name: entry for entry in entries},
+        hf={name: shape for name, shape in plan.hf.items() if name in kept},
+    )
 
 
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")

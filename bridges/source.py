@@ -14,7 +14,7 @@ from torch import Tensor
 from bridges.errors import BridgeError
 from bridges.files import read_hf_config, refuse_outside, refuse_special
 from bridges.hf_io import HfFolder
-from bridges.plan import PREDICTION_LAYERS, Plan
+from bridges.plan import PREDICTION_LAYERS, Plan, without_output_layer
 from bridges.quantized import DequantizedFolder
 from bridges.rows import Shape
 from bridges.rules import CheckpointLocation, Entry, checkpoint_locations
@@ -55,6 +55,15 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
     return result
 
 
+def value_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model with a value head, for transformers' ``AutoModelForTokenClassification``.
+
+    ``architecture``: that of the family.
+    """
+    classifier = architecture.replace("ForCausalLM", "ForTokenClassification")
+    return {**config, "architectures": [classifier], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+
+
 def asset_files(source: Path) -> list[Path]:
     """Return the small files of a HF folder, without ``config.json``.
 
@@ -83,6 +92,8 @@ def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
 
 MANIFEST = "MANIFEST.json"  # in a training run's checkpoint, next to a folder for each role
 PASSTHROUGH = "carried."  # key prefix of tensors that are copied unchanged (multi-token prediction)
+OUTPUT_LAYER = "output_layer.weight"  # key of the vocabulary's output layer, or of a value head [1, H]
+SCORE = "score.weight"  # HF name of a value head, as in ...ForTokenClassification; loads with any prefix setting
 # key prefixes of a training checkpoint that are not weights
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 
@@ -144,7 +155,10 @@ def open_source(path: Path, template: Path | None = None) -> Source:
 
 
 class MegatronSource:
-    """A Megatron folder read as HF tensors. ``template``: folder with ``config.json`` if the checkpoint has none."""
+    """A Megatron folder read as HF tensors. ``template``: folder with ``config.json`` if the checkpoint has none.
+
+    A value head (of a critic or a reward model) in place of the output layer is the HF tensor :data:`SCORE`.
+    """
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
         self.path = path
@@ -152,10 +166,17 @@ class MegatronSource:
         self.hf_files = _hf_files(path, template)
         self.config = read_hf_config(self.hf_files)
         self.plan = Plan.of(self.config)
+        last = self.checkpoint.tensors.get(OUTPUT_LAYER)
+        self.has_value_head = last is not None and last.shape == (1, self.plan.shape.dims["H"])
+        if self.has_value_head:
+            self.plan = without_output_layer(self.plan)
+            if not any("Classification" in name for name in self.config.get("architectures") or ()):
+                self.config = value_config(self.config, self.plan.family.architecture)
         self.places = self._places()
         self.passthrough = {
             key.removeprefix(PASSTHROUGH): key for key in self.checkpoint.tensors if key.startswith(PASSTHROUGH)
         }
+        self._unchanged = self.passthrough | ({SCORE: OUTPUT_LAYER} if self.has_value_head else {})
         self._by_hf = {
             piece.name: (entry, position)
             for entry in self.plan.entries
@@ -168,7 +189,7 @@ class MegatronSource:
     def _places(self) -> dict[str, CheckpointLocation]:
         stored = self.checkpoint.tensors
         uniform = not any(key.startswith("decoder.layers.0.") for key in stored)
-        places, problems, used = {}, [], set()
+        places, problems, used = {}, [], {OUTPUT_LAYER} if self.has_value_head else set()
         for entry in self.plan.entries:
             candidates = checkpoint_locations(entry, self.plan.shape, uniform=uniform)
             place = next((place for place in candidates if place.key in stored), None)
@@ -201,12 +222,12 @@ class MegatronSource:
 
     def shapes(self) -> dict[str, Shape]:
         """Return name → shape of every tensor, multi-token-prediction layers included if the checkpoint has them."""
-        extra = {name: self.checkpoint.tensors[key].shape for name, key in self.passthrough.items()}
+        extra = {name: self.checkpoint.tensors[key].shape for name, key in self._unchanged.items()}
         return {**self.plan.hf, **extra}
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype stored in the checkpoint."""
-        key = self.passthrough.get(name) or self.places[self._by_hf[name][0].name].key
+        key = self._unchanged.get(name) or self.places[self._by_hf[name][0].name].key
         return self.checkpoint.tensors[key].dtype
 
     def parts(self, entry: Entry) -> tuple[Tensor, ...]:
@@ -226,9 +247,9 @@ class MegatronSource:
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """Return a tensor by HF name. The last converted entry is cached, because q, k and v are read in turn."""
-        if name in self.passthrough:
-            shape = self.checkpoint.tensors[self.passthrough[name]].shape
-            whole = self.checkpoint.read(self.passthrough[name], (0,) * len(shape), shape)
+        if name in self._unchanged:
+            shape = self.checkpoint.tensors[self._unchanged[name]].shape
+            whole = self.checkpoint.read(self._unchanged[name], (0,) * len(shape), shape)
             return whole if index is None else whole[index]
         entry, position = self._by_hf[name]
         if entry.hf[position].index is not None:

@@ -183,7 +183,7 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
             for number, row in enumerate(dataset):
                 if problem := kind.row_problem(row):
                     skip = f"{settings.SECTION}.invalid_rows=skip"
-                    yield Problem(key, name, f"row {number}: {problem}; or set {skip}")
+                    yield Problem(key, name, f"row {number}: {problem}: correct or remove the row, or set {skip}")
                     return
         if chat is None:
             continue

@@ -148,7 +148,7 @@ def conversation_problem(row: Mapping[str, Any]) -> str:
     messages, tools = row.get(MESSAGES), row.get(TOOLS)
     if messages is None:
         return f"no column {MESSAGES!r}; the columns are {', '.join(row)}"
-    if row.get("images") or (isinstance(messages, list) and any(map(_has_image, messages))):
+    if row.get("images") or has_image(messages):
         return f"{MESSAGES} has an image, but only text is trained"
     if problem := messages_problem(messages):
         return f"{MESSAGES} {problem}"
@@ -168,9 +168,13 @@ def conversation_problem(row: Mapping[str, Any]) -> str:
     return "" if isinstance(listed, list) else f"{TOOLS} is {tools!r:.80}, it must be a list or its JSON text"
 
 
-def _has_image(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") in IMAGES for part in content)
+def has_image(messages: Any) -> bool:
+    """Return whether a message has an image, a video or sound."""
+    contents = (
+        [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
 
 
 def taught_batch(sequences: Sequence[Taught], uids: Sequence[str]) -> TrainingBatch:

@@ -19,7 +19,15 @@ from skyrl_megatron.config.schema.generator import DPOConfig, RewardConfig, SFTC
 from skyrl_megatron.data.packing import TOGETHER
 from skyrl_megatron.data.prompts import as_rendered, messages_problem
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.chat_rows import MESSAGES, TOOLS, ChatRows, Taught, conversation_problem, taught_batch
+from skyrl_megatron.rollout.chat_rows import (
+    MESSAGES,
+    TOOLS,
+    ChatRows,
+    Taught,
+    conversation_problem,
+    has_image,
+    taught_batch,
+)
 from skyrl_megatron.types import TrainingBatch
 
 PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
@@ -147,6 +155,8 @@ def pair_problem(row: Mapping[str, Any]) -> str:
 def _list_problem(row: Mapping[str, Any], name: str) -> str:
     if row.get(name) is None:
         return f"no {name!r}; the columns are {', '.join(row)}"
+    if has_image(row[name]):
+        return f"{name} has an image, but only text is trained"
     problem = messages_problem(row[name])
     return f"{name} {problem}" if problem else ""
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from torch import Tensor
 
 from skyrl_megatron import device
@@ -239,6 +240,7 @@ class MegatronEngine(TrainedModel):
         """Drop the gradients accumulated since the last step."""
         for trained in self._trained.values():
             self._clear(trained)
+        reset_model_temporary_tensors(self.model.config, self.chunks)  # tokens per expert, for the routers' biases
 
     def _clear(self, trained: TrainingState) -> None:
         if not self._memory.away("gradients"):

@@ -21,11 +21,11 @@ from bridges.hf_io import HfWriter, TensorInfo
 from bridges.quantized import DequantizedFolder, ScaledMatrix, join_matrices
 from bridges.rows import Shape
 from bridges.rules import Entry, check_divisible, shard, unshard
-from bridges.source import Source, copy_assets, open_hf, output_config
+from bridges.source import SCORE, Source, copy_assets, open_hf, output_config, value_config
 from bridges.staging import byte_blocks, staged, write_all, write_file
 from skyrl_megatron.errors import CheckpointError, ModelLoadError
 from skyrl_megatron.runtime.model.build import ModelChunks
-from skyrl_megatron.runtime.model.description import EXPORTED, check_tensors
+from skyrl_megatron.runtime.model.description import check_tensors
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights, weight_locations
 from skyrl_megatron.runtime.model.scaled_weights import give_memory, keep_scaled, weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups, from_rank_0, raise_on_all_ranks
@@ -183,7 +183,7 @@ def stream_hf(
             yield HfTensor(piece.name, tensor, piece.index)
     last = model.chunks[-1]
     if model.head == "value" and last.post_process and groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
-        yield HfTensor(EXPORTED, of(last.output_layer.weight))
+        yield HfTensor(SCORE, of(last.output_layer.weight))
 
 
 def gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
@@ -305,7 +305,7 @@ def _declared(
     }
     if model.head == "value":
         tensors.pop("lm_head.weight", None)
-        tensors[EXPORTED] = ((1, model.config.hidden_size), dtype)
+        tensors[SCORE] = ((1, model.config.hidden_size), dtype)
     tensors |= {name: tensors[original] for name, original in model.hf.plan.repeats.items()}
     return tensors | {name: (source.shapes()[name], source.dtype(name)) for name, source in passthrough.items()}
 
@@ -320,8 +320,4 @@ def _passthrough(model: ModelChunks, template: Path | None) -> dict[str, Source]
 
 def _config(model: ModelChunks, dtype: torch.dtype | None) -> dict[str, Any]:
     config = output_config(model.hf.config, dtype or model.config.params_dtype, drop_mtp=False)
-    if model.head == "value":
-        family = model.hf.plan.family
-        config["architectures"] = [family.architecture.replace("ForCausalLM", "ForTokenClassification")]
-        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return config
+    return value_config(config, model.hf.plan.family.architecture) if model.head == "value" else config

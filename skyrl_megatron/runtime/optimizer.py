@@ -39,6 +39,7 @@ from skyrl_megatron.runtime import muon
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
+from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.mtp import draft_of
 from skyrl_megatron.runtime.qk_clip import clip_qk, take_max_logits
 
@@ -406,6 +407,7 @@ def prepare_training(
     if adapters is not None and (folder := adapter_folder(cfg)) is not None:
         load_adapter(adapters, groups, folder, base)
     if settings.megatron_config.freeze_moe_router and not adapted:
+        freeze_expert_bias(model.chunks)
         for chunk in model.chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".router." not in name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridges.source import HF_SUBFOLDER, asset_files
 from skyrl_megatron.errors import CheckpointError
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 
 
-def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> Checkpointer:
+def run_checkpointer(
+    cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks], described: Mapping[str, Mapping[str, Any]] | None = None
+) -> Checkpointer:
     """Return the checkpointer of the trained ``roles``, under ``trainer.ckpt_path``.
 
+    ``described``: role → entries of ``config.json`` that replace the model's, for conversion.
     With ``megatron_config.async_dist_ckpt_save``, a save returns once all ranks have copied their state.
     """
     return Checkpointer(
@@ -34,18 +38,22 @@ def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> C
         hub_commits=cfg.trainer.hub_commits,
         asynchronous=cfg.trainer.policy.megatron_config.async_dist_ckpt_save,
         timeout_s=cfg.trainer.phase_timeout_s,
-        model_files=_model_files(cfg, roles),
+        model_files=_model_files(cfg, {role: (described or {}).get(role, {}) for role in roles}),
     )
 
 
-def _model_files(cfg: SkyRLTrainConfig, roles: Iterable[str]) -> dict[str, bytes]:
-    """Return path in a checkpoint → content, for config, tokenizer and license of the models of ``roles``."""
+def _model_files(cfg: SkyRLTrainConfig, described: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """Return path in a checkpoint → content, for config, tokenizer and license of the models of the roles
+    ``described``."""
     found = {}
-    for role in {"policy", "critic"}.intersection(roles):
+    for role in {"policy", "critic"}.intersection(described):
         folder = cached_folder(cfg, role, weights=False)
         if folder is not None and (folder / CONFIG).is_file():
             for path in (folder / CONFIG, *asset_files(folder)):
                 found[f"{role}/{HF_SUBFOLDER}/{path.name}"] = path.read_bytes()
+            if described[role]:
+                config = json.loads((folder / CONFIG).read_bytes()) | dict(described[role])
+                found[f"{role}/{HF_SUBFOLDER}/{CONFIG}"] = json.dumps(config, indent=2).encode()
     return found
 
 

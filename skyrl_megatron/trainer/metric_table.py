@@ -191,6 +191,10 @@ TABLE = (
     ),
     Metric("policy/moe_dead_experts*", "share", "Experts that got no token", "grows: routing collapse"),
     Metric("policy/moe_router_entropy*", "nats", "Mean entropy of the router", "falls towards 0: routing collapse"),
+    Metric(
+        "policy/moe_load_balancing_loss*", "", "The load-balancing loss, without its coefficient; 1 is even", "grows"
+    ),
+    Metric("policy/moe_z_loss*", "", "The z-loss of router logits, without its coefficient", "grows"),
     Metric("policy/moe_routing_replayed*", "share", "Tokens that were trained with the engine's routing"),
     Metric(
         "policy/moe_routing_mismatch*",

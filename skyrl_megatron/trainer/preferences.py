@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from bridges.families import get_family
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
 from skyrl_megatron.algorithms.preferences import (
     KL,
@@ -28,7 +29,6 @@ from skyrl_megatron.config.schema.generator import DPOConfig
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.preference_rows import other_answers, preference_batch
 from skyrl_megatron.trainer.callbacks import notify
-from skyrl_megatron.trainer.checkpoints import prepare_export
 from skyrl_megatron.trainer.reference_cache import ReferenceCache
 from skyrl_megatron.trainer.sft import SFTTrainer
 from skyrl_megatron.types import TrainingBatch
@@ -175,22 +175,15 @@ class RewardTrainer(PreferenceTrainer):
         """Return the scores, [B, T]."""
         return self.policy.start_values(batch)()
 
-    def save_models(self) -> None:
-        """Export the model for ``AutoModelForSequenceClassification``, as ``export_path/global_step_N/policy``."""
-        with self.phases("save_hf_model"):
-            folder = prepare_export(self.cfg.trainer.export_path, self.global_step, "policy")
-            self.policy.export_hf(str(folder), self.described())
-
-    def described(self) -> dict[str, Any]:
-        """Return the entries of ``config.json``. transformers reads the score at the last token that is not padding,
-        so the token for padding is none that ends an answer."""
+    def described(self, role: str) -> dict[str, Any]:
+        """Return what ``AutoModelForSequenceClassification`` needs. transformers reads the score at the last token
+        that is not padding, so the token for padding is none that ends an answer."""
         ends = self.train_dataset.chat.end_token
         tokens = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids)
         padding = next((token for token in tokens if token not in (None, ends)), None)
-        family = read_hf_config(self.cfg) or {}
-        (architecture,) = family["architectures"]
+        family = get_family(str((read_hf_config(self.cfg) or {}).get("model_type")))
         return {
-            "architectures": [f"{architecture.partition('For')[0]}ForSequenceClassification"],
+            "architectures": [family.architecture.replace("ForCausalLM", "ForSequenceClassification")],
             "id2label": {"0": "score"},
             "label2id": {"score": 0},
             "pad_token_id": padding,

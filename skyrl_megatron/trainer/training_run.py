@@ -213,7 +213,7 @@ class TrainingRun:
         for name, role in self.roles.items():
             if not is_frozen(role.name) or (name == "ref" and self.cfg.trainer.update_ref_every_epoch):
                 trained |= role.checkpointed()
-        self.checkpoints = run_checkpointer(self.cfg, trained)
+        self.checkpoints = run_checkpointer(self.cfg, trained, {name: self.described(name) for name in trained})
 
     def start_engines(self) -> None:
         """Wait until the engines answer, unless nothing is sampled. Engines that share GPUs with the models sleep
@@ -339,7 +339,12 @@ class TrainingRun:
             for role in (self.policy, self.critic):
                 if role is not None:
                     self.offload_others(role.name)
-                    role.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step, role.name)))
+                    folder = prepare_export(self.cfg.trainer.export_path, self.global_step, role.name)
+                    role.export_hf(str(folder), self.described(role.name))
+
+    def described(self, role: str) -> dict[str, Any]:
+        """Return entries of ``config.json`` that replace those of a role's model, in exports and checkpoints."""
+        return {}
 
     def save_on_stop(self) -> None:
         """Save a checkpoint of the last complete step, unless it is saved already."""

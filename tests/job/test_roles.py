@@ -53,7 +53,11 @@ Trainer.begin_training = begin_training
 
 def test_ppo_with_a_critic(folder):
     """A step in which the critic learns alone, and one of both, which is evaluated; the two take turns, and are saved
-    and exported."""
+    and exported. The critic's checkpoint is converted."""
+    from bridges.convert import compare
+    from bridges.source import open_hf
+    from skyrl_megatron.cli import convert
+
     keys = {"trainer__critic_warmup_steps": 1, "trainer__hf_save_interval": 2, "trainer__eval_interval": 2}
     done = runs.run(folder, TAKE_TURNS, **critic(folder, **keys)).check()
     one, two = done.lines
@@ -73,8 +77,12 @@ def test_ppo_with_a_critic(folder):
     assert [size > 0 for size in held["critic"]] == [False, True, True, False], "it leaves before the policy trains"
     assert held["policy"][1:3] == [0, 0] and held["policy"][3] > 0, "it leaves before the critic scores and trains"
     assert {path.name for path in (folder / "ckpts/global_step_2").iterdir()} >= {"policy", "critic"}
-    exported = json.loads((folder / "exports/global_step_2/critic/config.json").read_text())
-    assert exported["architectures"] == ["Qwen3MoeForTokenClassification"]
+    converted, exported = folder / "converted", folder / "exports/global_step_2/critic"
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["Qwen3MoeForTokenClassification"]
+    assert convert([str(folder / "ckpts/global_step_2/critic"), str(converted)]) == 0
+    assert json.loads((converted / "config.json").read_text()) == json.loads((exported / "config.json").read_text())
+    assert not compare(converted, exported).differences, "the value head included"
+    assert "score.weight" in open_hf(converted).shapes()
 
 
 HASHES = """

@@ -1,115 +1,39 @@
 """``skyrl-megatron sft`` as users start it."""
 
-import json
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 
-from tests.job import runs
+from tests.job import row_runs
+from tests.job.row_runs import exported, metrics_of, run, steps_of
 from tests.support import hub_endpoint
 
 pytestmark = pytest.mark.process
-KEYS = {
-    "sft.max_length": 256,
-    "trainer.train_batch_size": 16,
-    "trainer.epochs": 1,
-    "trainer.eval_interval": 4,
-    "trainer.ckpt_interval": 1,
-    "trainer.hf_save_interval": 4,
-    "trainer.bf16": "false",
-    "trainer.logger": "console",
-    "trainer.policy.optimizer_config.lr": 1e-3,
-    "trainer.placement.policy_num_gpus_per_node": 2,
-    "trainer.policy.megatron_config.expert_model_parallel_size": 2,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """64 conversations about sums, of one and two turns, and a model."""
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
-
-    folder = tmp_path_factory.mktemp("sft")
-    write_embedded_model(folder / "model")
-    draw = random.Random(0)
-    with (folder / "rows.jsonl").open("w") as file:
-        for _ in range(64):
-            messages = []
-            for _ in range(draw.choice((1, 2))):
-                first, second = draw.randint(0, 9), draw.randint(0, 9)
-                messages.append({"role": "user", "content": f"What is {first} + {second}?"})
-                messages.append({"role": "assistant", "content": f"the answer is {first + second}"})
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return folder
-
-
-def start(folder, place, variables=None, **keys):
-    """Start the command; what it writes is in ``place``."""
-    own = {
-        "trainer.policy.model.path": folder / "model",
-        "data.train_data": f"[{folder / 'rows.jsonl'}]",
-        "data.val_data": f"[{folder / 'rows.jsonl'}]",
-        "trainer.log_path": place / "logs",
-        "trainer.ckpt_path": place / "ckpt",
-        "trainer.export_path": place / "exports",
-    }
-    command = [sys.executable, "-m", "skyrl_megatron", "sft"]
-    command += [f"{key}={value}" for key, value in (KEYS | own | keys).items()]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=runs.environment(folder) | (variables or {}),
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=runs.TIMEOUT_S)
-    assert process.returncode == 0, (out[-4000:], err[-4000:])
-    return out
-
-
-def exported(place):
-    return {path.name: path.read_bytes() for path in sorted((place / "exports/global_step_4/policy").iterdir())}
-
-
-def metrics(place):
-    text = (place / "logs/skyrl/test_run/metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return row_runs.prepare(tmp_path_factory.mktemp("sft"))
 
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
     """(folder, output) of a run that nothing interrupts."""
     place = tmp_path_factory.mktemp("whole")
-    return place, finish(start(folder, place))
+    return place, run("sft", folder, place)
 
 
 def test_rows_are_learned(whole):
     place, out = whole
-    losses = [line["eval/all/loss"] for line in metrics(place) if "eval/all/loss" in line]
+    losses = [line["eval/all/loss"] for line in metrics_of(place) if "eval/all/loss" in line]
     assert len(losses) == 2 and losses[1] < 0.8 * losses[0], losses
     assert "ended after step 4 of 4" in out and "model.safetensors" in "".join(exported(place))
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_killed_run_is_resumed_bit_for_bit(folder, tmp_path, whole, step):
-    process = start(folder, tmp_path)
-    deadline = time.monotonic() + runs.TIMEOUT_S
-    while not (tmp_path / f"ckpt/global_step_{step}").exists() and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    finish(start(folder, tmp_path))
-    assert exported(tmp_path) == exported(Path(whole[0]))
+@pytest.mark.parametrize("moment", [row_runs.EVALUATION, "a checkpoint", "a step"])
+def test_a_killed_run_is_resumed_bit_for_bit(folder, tmp_path, whole, moment):
+    row_runs.kill_during(moment, row_runs.start("sft", folder, tmp_path), tmp_path)
+    assert ("resumed from" in run("sft", folder, tmp_path)) == (moment == "a step")
+    assert exported(tmp_path) == exported(whole[0])
 
 
 M = "trainer.policy.megatron_config."
@@ -131,10 +55,10 @@ def test_layouts_learn_the_same(folder, tmp_path, kind):
     import torch
     from safetensors.torch import load_file
 
-    rows = (folder / "rows.jsonl").read_bytes()
+    rows = (folder / "talks.jsonl").read_bytes()
     short = {"trainer.max_training_steps": 2, "trainer.hf_save_interval": 2, "trainer.eval_interval": 0}
     short |= {"trainer.eval_before_train": "false", f"{M}optimizer_config_kwargs.adam_eps": 1e-3}
-    mixed = {"data.train_data": f"[{folder / 'rows.jsonl'},acme/talks]", "data.sampler": "mixture"}
+    mixed = {"data.train_data": f"[{folder / 'talks.jsonl'},acme/talks]", "data.sampler": "mixture"}
     mixed |= {"data.sampler_options.weights": "[3,1]"}
     losses, weights = {}, {}
     with hub_endpoint.serve() as hub:
@@ -142,10 +66,11 @@ def test_layouts_learn_the_same(folder, tmp_path, kind):
         variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
         for name, layout in LAYOUTS.items():
             place = tmp_path / name
-            out = finish(start(folder, place, variables, **(short | mixed | layout | KINDS[kind])))
+            started = row_runs.start("sft", folder, place, variables, **(short | mixed | layout | KINDS[kind]))
+            out = row_runs.finish(started)
             assert "hub: datasets/acme/talks@main is commit" in out
-            losses[name] = [line["sft/loss"] for line in metrics(place) if "sft/loss" in line]
-            kl = [line["policy/policy_kl"] for line in metrics(place) if "policy/policy_kl" in line]
+            losses[name] = [line["sft/loss"] for line in steps_of(place)]
+            kl = [line["policy/policy_kl"] for line in metrics_of(place) if "policy/policy_kl" in line]
             assert kl == [] if kind == "adapters" else kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-6
             weights[name] = load_file(place / "exports/global_step_2/policy/model.safetensors")
             adapter = place / "exports/global_step_2/adapter/adapter_config.json"

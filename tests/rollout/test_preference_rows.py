@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.rollout.test_chat_rows import tokenizer  # noqa: F401
+from tests.rollout.test_chat_rows import IMAGE, tokenizer  # noqa: F401
 
 USER, AGAIN = {"role": "user", "content": "1+1=?"}, {"role": "user", "content": "and 2?"}
 RIGHT, WRONG = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}
@@ -71,6 +71,7 @@ BAD = {
     ),
     "rejected: the conversation ends with 'user'": ("sigmoid", PAIR | {"rejected": [WRONG, AGAIN]}),
     "chosen: the roles are out of order: 'assistant' comes after": ("sigmoid", PAIR | {"chosen": [RIGHT, RIGHT]}),
+    "prompt has an image, but only text is trained": ("sigmoid", PAIR | {"prompt": [IMAGE]}),
     "longer than dpo.max_length=64": ("sigmoid", PAIR | {"rejected": [WRONG | {"content": "3" * 70}]}),
     "no 'completion'; the columns are": ("kto", PAIR),
     "label is 'good', it must be true or false": ("kto", LABELLED | {"label": "good"}),

@@ -35,12 +35,11 @@ def scorer(folder, tmp_path_factory):
     return place
 
 
-def step(folder, layout, overrides=None):
-    """(metrics, {HF name: gradient}) of this rank's share."""
+def engine_of(folder, layout, overrides=None):
+    """(engine, its share of the pairs)."""
     from skyrl_megatron.config.schema.generator import RewardConfig
     from skyrl_megatron.data.packing import split_units
     from skyrl_megatron.rollout.preference_rows import preference_batch
-    from skyrl_megatron.runtime.hf_weights import stream_hf
     from skyrl_megatron.runtime.preference import RewardEngine
     from tests.training.bodies import NO_DISTRIBUTED, config
 
@@ -48,7 +47,16 @@ def step(folder, layout, overrides=None):
     cfg = config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm | (overrides or {}))
     cfg.reward = RewardConfig()
     engine, batch = RewardEngine(cfg), preference_batch(rows())
-    part = batch.select(split_units(batch, engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
+    return engine, batch.select(
+        split_units(batch, engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
+    )
+
+
+def step(folder, layout, overrides=None):
+    """(metrics, {HF name: gradient}) of this rank's share."""
+    from skyrl_megatron.runtime.hf_weights import stream_hf
+
+    engine, part = engine_of(folder, layout, overrides)
     metrics = engine.forward_backward(part)
     engine.reduce_gradients()
     pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
@@ -103,3 +111,44 @@ def test_every_layout_has_the_same_loss_and_gradients(ranks, scorer, alone, name
             assert metrics[metric] == pytest.approx(alone[0][metric], rel=1e-6), metric
         close(gradients, alone[1])
     assert set().union(*(gradients for _, gradients in outcomes)) == alone[1].keys()
+
+
+def save(folder, root, layout):
+    """Take a step, save a checkpoint and export the model."""
+    from skyrl_megatron.runtime.hf_weights import save_hf
+    from tests.checkpoint.ranks import RankCheckpointer
+    from tests.checkpoint.training import state_of
+
+    engine, part = engine_of(folder, layout)
+    engine.forward_backward(part)
+    engine.optim_step()
+    checkpoints = RankCheckpointer(root, state_of(engine))
+    checkpoints.save(1)
+    checkpoints.close()
+    save_hf(engine.model, engine.groups, f"{root}/exported")
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])
+def test_a_checkpoint_with_a_value_head_is_converted(ranks, folder, scorer, tmp_path, capsys, name):
+    """The tensors are those of the export. ``config.json`` is that of a reward model, which a run writes into its
+    checkpoints, or made from that of a language model, as of a critic."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    from bridges.convert import compare, export_megatron
+    from skyrl_megatron.cli import convert
+
+    layout = (LAYOUTS | MORE)[name]
+    ranks(layout["world"], save, scorer, str(tmp_path), layout)
+    for template, auto, absent in (
+        (scorer, AutoModelForSequenceClassification, set()),
+        (folder, AutoModelForTokenClassification, {"score.bias"}),  # which transformers sets to zero
+    ):
+        out = tmp_path / auto.__name__
+        export_megatron(tmp_path / "global_step_1", out, template=template)
+        assert not compare(out, tmp_path / "exported").differences
+        model, loading = auto.from_pretrained(out, output_loading_info=True, num_labels=1)
+        assert set(loading["missing_keys"]) == absent, loading
+        assert not loading["unexpected_keys"] and not loading["mismatched_keys"]
+        assert type(model).__name__.endswith(auto.__name__.removeprefix("AutoModel"))
+    assert convert(["verify", str(tmp_path / "global_step_1"), str(out), "--hf-template", str(folder)]) == 0
+    assert "every tensor is bit-equal" in capsys.readouterr().out

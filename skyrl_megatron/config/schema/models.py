@@ -232,7 +232,8 @@ class MegatronConfig(BaseConfig):
     moe_router_score_function: Annotated[str | None, OneOf("softmax", "sigmoid")] = None
     """Score function of router logits. None: that of the model's configuration."""
     moe_router_enable_expert_bias: bool | None = None
-    """Add a bias per expert when the router selects experts. None: as in the model's configuration."""
+    """Add a bias per expert when the router selects experts. None: as in the model's configuration. It is constant
+    unless `transformer_config_kwargs.moe_router_bias_update_rate` is above 0."""
     ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     """Gradient buffers."""
     torch_profiler_config: MegatronTorchProfilerConfig = field(default_factory=MegatronTorchProfilerConfig)
@@ -280,7 +281,7 @@ class MegatronConfig(BaseConfig):
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction."""
     freeze_moe_router: bool = False
-    """Do not train the router weights."""
+    """Do not train the router weights. The bias per expert stays too."""
     moe_per_layer_logging: bool = False
     """Log load balance and entropy of the router of each layer, in addition to their means."""
     async_dist_ckpt_save: bool = False

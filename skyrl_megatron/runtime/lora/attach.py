@@ -32,6 +32,7 @@ from skyrl_megatron.runtime.lora.targets import Selection
 from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS
+from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -153,9 +154,8 @@ def attach(
     ``settings.rank``.
     """
     adapters = Adapters(model, groups, selection, settings)
+    freeze_expert_bias(model.chunks)
     for chunk in model.chunks:
-        for module in chunk.modules():
-            module.frozen_expert_bias = True  # else Megatron continues to balance the router
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
 

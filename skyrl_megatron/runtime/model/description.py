@@ -12,7 +12,7 @@ from bridges.errors import BridgeError
 from bridges.family import MegatronModelConfig
 from bridges.files import read_hf_config
 from bridges.plan import Plan
-from bridges.source import Source
+from bridges.source import SCORE, Source
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.layout import PREFIX, ModelDimensions
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
@@ -213,13 +213,13 @@ def _import_error() -> str | None:
 def check_tensors(plan: Plan, source: Source, head: Literal["lm", "value"], prefix: str) -> str | None:
     """Compare a folder with ``plan``; return the name of its value head's weight, None if it has none.
 
-    ``prefix``: ``trainer.algorithm.value_head_prefix``; its tensor is preferred to :data:`EXPORTED`. A policy ignores
+    ``prefix``: ``trainer.algorithm.value_head_prefix``; its tensor is preferred to :data:`SCORE`. A policy ignores
     value heads, a critic needs no LM head. Raises BridgeError for tensors that differ from the plan, and for a value
     head of a critic that is not [1, H] or has a bias.
     """
     shapes, where = dict(source.shapes()), str(source.path)
     found = {}
-    for name in (f"{prefix}.weight", EXPORTED):
+    for name in (f"{prefix}.weight", SCORE):
         for tensor in (name, _bias(name)):
             if tensor in shapes and tensor not in plan.hf:
                 found[tensor] = shapes.pop(tensor)
@@ -243,7 +243,3 @@ def check_tensors(plan: Plan, source: Source, head: Literal["lm", "value"], pref
 
 def _bias(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
-
-
-EXPORTED = "score.weight"
-"""HF name of a value head [1, H], as in ``…ForTokenClassification``. Loading accepts it with any prefix setting."""

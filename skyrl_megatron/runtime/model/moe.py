@@ -255,8 +255,12 @@ class TokenWeightedRouter(TopKRouter):
     """
 
     load: Tensor | None = None
-    """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
-    Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
+    """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 3] float64: tokens per expert,
+    Σ z-loss, Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
+
+    balance: Tensor | None = None
+    """Σ load-balancing loss · tokens of the micro-batch since that call, this rank's part, [] float64; None without
+    such a loss."""
 
     placement: ExpertPlacement | None = None
     """The slots of the experts (``give_placement``)."""
@@ -306,7 +310,8 @@ class TokenWeightedRouter(TopKRouter):
     def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
         entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1)
-        columns = torch.cat([routing_map, entropy[:, None], torch.ones_like(entropy)[:, None]], dim=1)
+        z = logits.logsumexp(-1).square()
+        columns = torch.cat([routing_map, torch.stack([z, entropy, torch.ones_like(entropy)], dim=1)], dim=1)
         if padding_mask is not None:
             columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)
         found = columns.sum(0, dtype=torch.float64)
@@ -342,6 +347,27 @@ class TokenWeightedRouter(TopKRouter):
             "load_balancing_loss",
             self.tp_cp_group,
             valid_token_count=total / self.tp_cp_group.size(),
+        )
+        return attached
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        needs_dp_avg: bool = True,
+        valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        """Attach a load-balancing loss as ``TopKRouter`` does, and add it to ``balance`` with the weight that its
+        gradient has."""
+        if not self.is_mtp_layer:
+            tokens = activation.shape[0] if valid_token_count is None else valid_token_count
+            found = (aux_loss.detach() / aux_loss_coeff * tokens * self.tp_cp_group.size()).double()
+            self.balance = found if self.balance is None else self.balance + found
+        attached: Tensor = super().attach_and_log_load_balancing_loss(
+            activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, needs_dp_avg, valid_token_count
         )
         return attached
 
@@ -382,6 +408,15 @@ def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
     return [module for module in modules if isinstance(module, TokenWeightedRouter) and not module.is_mtp_layer]
 
 
+def freeze_expert_bias(chunks: Iterable[torch.nn.Module]) -> None:
+    """Keep the bias per expert of all routers, which Megatron else updates with each step
+    (``moe_router_bias_update_rate``)."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.frozen_expert_bias = True
+
+
 def router_metrics(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
 ) -> tuple[dict[str, float], dict[int, Tensor]]:
@@ -389,32 +424,41 @@ def router_metrics(
 
     ``moe_load_imbalance``: tokens of the busiest expert divided by the mean (1 is even). ``moe_dead_experts``: share
     of experts without a token. ``moe_router_entropy``: mean entropy of the routing distribution, in nats. With
-    replayed routes also ``moe_routing_replayed``, the share of tokens with routes, and ``moe_routing_mismatch``, the
-    share of these that the model would have sent to other experts. Metrics are means over layers; ``per_layer`` adds
-    each layer as ``…/layer_N``. Both results are empty without experts. Collective over all ranks; with tp > 1 the
-    sequence is split, so each token is counted on one rank.
+    ``moe_z_loss_coeff``, ``moe_z_loss``, and with a load-balancing loss ``moe_load_balancing_loss`` (1 is even), both
+    as the step adds them to its loss, without their coefficients. With replayed routes also ``moe_routing_replayed``,
+    the share of tokens with routes, and ``moe_routing_mismatch``, the share of these that the model would have sent to
+    other experts. Metrics are means over layers; ``per_layer`` adds each layer as ``…/layer_N``. Both results are
+    empty without experts. Collective over all ranks; with tp > 1 the sequence is split, so each token is counted on
+    one rank.
     """
     if not config.num_moe_experts:
         return {}, {}
-    load = torch.zeros(config.num_layers, config.num_moe_experts + 4, dtype=torch.float64, device=device.device())
+    load = torch.zeros(config.num_layers, config.num_moe_experts + 6, dtype=torch.float64, device=device.device())
     for router in routers_of(chunks):
         if router.load is not None:
-            load[router.layer_number - 1, :-2] += router.load
+            load[router.layer_number - 1, :-3] += router.load
             router.load = None
+        if router.balance is not None:
+            load[router.layer_number - 1, -3] += router.balance
+            router.balance = None
         replay = router.router_replay
         if isinstance(replay, RoutingReplay) and replay.mismatch is not None:
             load[router.layer_number - 1, -2:] += replay.mismatch
             replay.mismatch = None
     dist.all_reduce(load)
-    layers = load[:, -3].nonzero().flatten().tolist()
+    layers = load[:, -4].nonzero().flatten().tolist()
     if not layers:
         return {}, {}
-    experts, (entropy, tokens, replayed, elsewhere) = load[layers, :-4], load[layers, -4:].unbind(1)
+    experts, (z, entropy, tokens, balance, replayed, elsewhere) = load[layers, :-6], load[layers, -6:].unbind(1)
     found = {
         "moe_load_imbalance": (experts.amax(1) / experts.mean(1)).tolist(),
         "moe_dead_experts": (experts == 0).double().mean(1).tolist(),
         "moe_router_entropy": (entropy / tokens).tolist(),
     }
+    if config.moe_z_loss_coeff:
+        found["moe_z_loss"] = (z / tokens).tolist()
+    if balance.any():
+        found["moe_load_balancing_loss"] = (balance / tokens).tolist()
     if replayed.any():
         found |= {
             "moe_routing_replayed": (replayed / tokens).tolist(),

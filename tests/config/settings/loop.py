@@ -111,7 +111,7 @@ def plan(cfg):
         ranks=[],
         dispatch=lambda part: part,
         train_mini_batch=lambda part, more_follow: notes.append(("update", part.uids)) or {"skipped": 0.0},
-        export_hf=lambda folder: notes.append(("export", folder)),
+        export_hf=lambda folder, described: notes.append(("export", folder)),
         offload=lambda *parts: None,
         score_speed=dict,
     )
