@@ -177,6 +177,9 @@ def base_config() -> str:
 def main(arguments: list[str]) -> int:
     """Write CONFIG.md and the YAML file, or the whole text into the given file."""
     root = Path(__file__).parents[2]
+    if arguments in (["-h"], ["--help"]):
+        print(main.__doc__)
+        return 0
     if arguments:
         Path(arguments[0]).write_text(document(whole=True))
         return 0
