@@ -32,9 +32,9 @@ def test_files_that_documents_name_exist():
 def test_documents_stay_short():
     by_hand = [*FRONT, "benchmarks/RESULTS.md", *(name for name in DOCUMENTS if name.startswith("docs/"))]
     sizes = {name: (ROOT / name).stat().st_size for name in by_hand if name != "docs/metrics.md"}
-    assert sum(sizes.values()) <= 150_000, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+    assert sum(sizes.values()) <= 160_000, sorted(sizes.items(), key=lambda item: -item[1])[:10]
     assert sizes["ARCHITECTURE.md"] <= 12_000
-    assert (ROOT / "CONFIG.md").stat().st_size <= 40_000
+    assert (ROOT / "CONFIG.md").stat().st_size <= 46_000
 
 
 def test_a_prompts_way_is_short():
