@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import ChatTemplateConfig
-from skyrl_megatron.data.tokenizer import render, require_template
+from skyrl_megatron.data.tokenizer import render, require_template, stop_tokens_of
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
 
@@ -81,8 +81,11 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
     ) -> None:
         require_template(tokenizer, template)
+        self.stop_token_ids = tuple(stop_tokens_of(tokenizer) if stop_token_ids is None else stop_token_ids)
         self.tokenizer: Any = tokenizer  # its type hints are narrower than what templates take
         self.template, self.kwargs = template, dict(kwargs or {})
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
@@ -139,11 +142,16 @@ class ChatFormat:
             )
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
 
-    def taught(
-        self, messages: ConversationType, *, last: bool = False, tools: Sequence[Any] | None = None, start: int = 0
+    def trained_sequences(
+        self,
+        messages: ConversationType,
+        *,
+        trained: Sequence[bool] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> list[tuple[list[int], list[int], list[int]]]:
-        """Return (prompt, response, mask) of each sequence that teaches the assistant's messages from the message
-        ``start`` on, or only the ``last`` message. The mask is 1 on the tokens of an answer and on its end token.
+        """Return (prompt, response, mask) of each sequence that trains the assistant's messages. ``trained``: for each
+        message whether it is trained, of which only those of the assistant may be; None: all of the assistant. The
+        mask is 1 on the tokens of a trained answer and on its end token.
 
         The tokens are those of a rollout: the prompt of an answer is tokenized with its generation prompt, and the
         answer alone. An answer continues the sequence of the answers before it, unless the template renders these
@@ -153,7 +161,7 @@ class ChatFormat:
         sequences: list[list[tuple[list[int], int]]] = []
         known = ""  # the text of the current sequence
         for place, message in enumerate(messages):
-            if message["role"] != "assistant" or place < (len(messages) - 1 if last else start):
+            if message["role"] != "assistant" or not (trained is None or trained[place]):
                 continue
             before = self._render(messages[:place], True, tools)
             through = self._render(messages[: place + 1], False, tools)
