@@ -1,19 +1,21 @@
 """The prompt dataset.
 
-A row is ``{prompt: chat messages, env_class, reward_spec, extra_info, …}``.
+A row is ``{prompt: chat messages, env_class, reward_spec, tools, extra_info, …}``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
+from skyrl_megatron.data.message_form import MessageForm
+from skyrl_megatron.data.messages import EMPTY_TOOLS, declared_tools, messages_problem
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.data.tokenizer import render, require_template
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 TEACHER_KEY, TEACHERS = "teacher", "trainer.teacher.models"
 """The column with the name of a row's teacher, and the configuration key that defines the names."""
-REWARD_SPEC = "reward_spec"
+REWARD_SPEC, TOOLS = "reward_spec", "tools"
+_OF_VERL = "reward_model"
 ROLE_KEY = "role"
 """The column with the role of a row, for the estimator ``rae``."""
 
@@ -43,7 +46,9 @@ class PromptDataset:
     with which the generator renders prompts.
 
     An item is ``(messages, env_class, extras, uid)``. ``env_class`` is None if the row has none, ``extras`` are all
-    other columns, and ``uid`` is the row number over all sources, which does not depend on the filter.
+    other columns, and ``uid`` is the row number over all sources, which does not depend on the filter. The column
+    ``tools``, a list of objects or its JSON text, is written into the prompt by the template. ``say`` names what the
+    template does not read; with ``strict`` a key of messages that nothing reads is an error.
 
     ``adapters``: names of the policy's adapters, if they have names. The column ``adapter`` selects one for each row;
     it is optional if there is one adapter. The extras of every item contain it.
@@ -68,6 +73,7 @@ class PromptDataset:
         adapters: Sequence[str] = (),
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
+        strict: bool = False,
     ) -> None:
         names = [datasets] if isinstance(datasets, str) else list(datasets)
         if not names:
@@ -81,8 +87,15 @@ class PromptDataset:
             require_prompts(source, name, prompt_key)
             require_known(source, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
         self.adapters = list(adapters)
-        self.names, self.rows = names, JoinedRows(sources)
+        self.names, self.rows, self.strict = names, JoinedRows(sources), strict
+        self.form = MessageForm(tokenizer, template, template_kwargs or {}, thinking="ignore")
+        self.notes: Counter[str] = Counter()
+        """What of the prompts the template leaves out, as text → number of rows."""
         self.kept = self._short_enough(enough)
+        if _OF_VERL in self.rows.column_names and REWARD_SPEC not in self.rows.column_names:
+            say(f"data: the column {_OF_VERL!r} is not {REWARD_SPEC!r}, which environments read: rename it")
+        for note, count in self.notes.items():
+            say(f"data: {note} ({count} of {len(self.rows)} rows)")
         self.num_filtered = 0 if enough is not None and len(self.kept) >= enough else len(self.rows) - len(self.kept)
         """Number of prompts dropped because they are too long."""
         if self.num_filtered:
@@ -98,11 +111,11 @@ class PromptDataset:
 
     def __getitem__(self, item: int) -> tuple[list[dict[str, Any]], str | None, dict[str, Any], str]:
         number = int(self.kept[item])
-        extras = dict(self.rows[number])
+        extras, _ = self.rows.as_written(number, dict(self.rows[number]), (self.prompt_key, TOOLS))
         messages, env_class = extras.pop(self.prompt_key), extras.pop(self.env_class_key, None)
         if self.adapters:
             extras[ADAPTER_KEY] = extras.get(ADAPTER_KEY) or self.adapters[0]
-        return [as_rendered(message) for message in messages], env_class, extras, str(number)
+        return self.form.fitted(messages), env_class, extras, str(number)
 
     def adapters_of(self, uids: Sequence[str]) -> list[str]:
         """Return the name of the adapter for each uid; [] if adapters have no names."""
@@ -172,11 +185,11 @@ class PromptDataset:
     def _short_enough(self, enough: int | None) -> np.ndarray:
         """Check and tokenize every prompt until ``enough`` are found; return the numbers of the rows to keep."""
         kept, first = [], 0
-        for batch in self.rows.batches([self.prompt_key, self.env_class_key, REWARD_SPEC]):
+        for batch in self.rows.batches([self.prompt_key, self.env_class_key, REWARD_SPEC, TOOLS]):
             for number, row in enumerate(batch, first):
                 if problem := row_problem(row, self.prompt_key, self.env_class_key):
                     raise DataError(f"{self.rows.place(number)}: {problem}")
-            texts = [self._rendered(row[self.prompt_key], number) for number, row in enumerate(batch, first)]
+            texts = [self._rendered(row, number) for number, row in enumerate(batch, first)]
             lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
             kept.append(first + np.flatnonzero(np.asarray(lengths) <= self.max_prompt_length))
             first += len(batch)
@@ -184,19 +197,33 @@ class PromptDataset:
                 break
         return np.concatenate(kept) if kept else np.zeros(0, np.int64)
 
-    def _rendered(self, messages: Iterable[Mapping[str, Any]], number: int) -> str:
+    def _rendered(self, row: dict[str, Any], number: int) -> str:
+        """Return the text of a prompt, and count what the template leaves out of it."""
+        row, nulls = self.rows.as_written(number, row, (self.prompt_key, TOOLS))
+        tools = declared_tools(row.get(TOOLS))
+        self.form.unread.clear()
+        self.form.notes.clear()
         try:
-            text: Any = render(
-                self.tokenizer,
-                [as_rendered(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._render,
-            )
+            messages = self.form.fitted(row[self.prompt_key])
+            settings = self._render | {"add_generation_prompt": True, "tokenize": False}
+            text: Any = render(self.tokenizer, messages, **settings, **({"tools": tools} if tools else {}))
+        except DataError as error:
+            raise DataError(f"{self.rows.place(number)}: {self.prompt_key}: {error}") from error
         except Exception as error:  # expressions and raise_exception of a template can raise anything
             raise DataError(
                 f"{self.rows.place(number)}: the chat template cannot render {self.prompt_key}: {error}"
             ) from error
+        unread = [f"nothing reads the key {name!r} of messages" for name in sorted(self.form.unread)]
+        if unread and self.strict:
+            raise DataError(f"{self.rows.place(number)}: {unread[0]}: remove it, or set data.strict_rows=false")
+        notes = [*unread, *sorted(self.form.notes)]
+        if nulls:
+            notes.append("null fields that the columns' types add to tool calls and tools are left out")
+        if tools and not self.form.writes_tools:
+            notes.append("the chat template leaves out the tools")
+        if row.get(TOOLS) and not tools and row[TOOLS] not in EMPTY_TOOLS:
+            notes.append(f"only the environment gets the column {TOOLS!r}, which describes no tools")
+        self.notes.update(notes)
         return str(text)
 
 
@@ -243,34 +270,3 @@ def row_problem(row: Mapping[str, Any], prompt_key: str = "prompt", env_class_ke
     if not isinstance(row.get(REWARD_SPEC), dict | None):
         return f"{REWARD_SPEC} is {row[REWARD_SPEC]!r:.80}, it must be an object, such as {{'ground_truth': …}}"
     return None
-
-
-def messages_problem(messages: Any) -> str | None:
-    """Return the problem of a list of chat messages; None if it is valid."""
-    if messages is None or (isinstance(messages, list) and not messages):
-        return "is empty"
-    if not isinstance(messages, list):
-        return f"is {messages!r:.80}, it must be a list of messages with role and content"
-    for message in messages:
-        if not isinstance(message, dict) or message.get("role") is None or not _says_something(message):
-            return f"holds {message!r:.80}, which is no message with role and content"
-        if not isinstance(message["role"], str) or not message["role"]:
-            return f"holds a message whose role is {message['role']!r:.80}, it must be text"
-        if not isinstance(message.get("content"), str | None):
-            return f"holds a message whose content is {message['content']!r:.80}, it must be text"
-    return None
-
-
-def _says_something(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has content or tool calls."""
-    return message.get("content") is not None or bool(message.get("tool_calls"))
-
-
-def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, which Arrow adds for fields of other messages.
-
-    ``content`` stays null for a message that only calls tools, as in OpenAI's format, which templates expect.
-    """
-    rendered = {key: value for key, value in message.items() if value is not None}
-    rendered.setdefault("content", None)
-    return rendered

@@ -69,6 +69,15 @@ class Rows(ABC):
         """Return file and row number of a row, for messages."""
         return f"{self.files[0]}, row {number}"
 
+    def as_written(self, number: int, row: DatasetRow, columns: Sequence[str]) -> tuple[DatasetRow, int]:
+        """Return the row ``number`` without the null fields that Arrow adds to objects in ``columns``, and their number
+        below the objects of a list: a column has one type, so each object gets the fields of all others.
+
+        A null that a row of an Arrow table really had cannot be told from these. Nulls of JSON files, of JSON text, and
+        elements of lists are kept.
+        """
+        return row, 0
+
     @cached_property
     def fingerprint(self) -> list[dict[str, Any]]:
         """Name, size and content hash of each file. Takes about a second per GB."""
@@ -182,15 +191,25 @@ class ArrowRows(Rows):
         """Yield all rows in order, a thousand at a time, with those of ``columns`` that exist (None: all)."""
         names = [name for name in self.column_names if columns is None or name in columns]
         table = self._table.select_columns(names)
-        for first in range(0, len(table), BATCH_ROWS):
-            size = min(BATCH_ROWS, len(table) - first)
+        for first in range(0, len(self), BATCH_ROWS):  # a table without columns has no rows
+            size = min(BATCH_ROWS, len(self) - first)
             with self._text_of(range(first, first + size)):
-                found = table[first : first + size]
+                found = table[first : first + size] if names else {}
             yield [{name: found[name][offset] for name in names} for offset in range(size)]
 
     def place(self, number: int) -> str:
         """Return data set and row number of a row, for messages."""
         return f"{self._name}, row {number}"
+
+    def as_written(self, number: int, row: DatasetRow, columns: Sequence[str]) -> tuple[DatasetRow, int]:
+        """See :class:`Rows`."""
+        features, removed = self._table.features, [0]
+        changed = {
+            name: _without_nulls(row[name], features[name], removed, 0)
+            for name in columns
+            if row.get(name) is not None and name in features
+        }
+        return (row | changed if changed else row), removed[0]
 
     @contextmanager
     def _text_of(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -220,6 +239,10 @@ class PartOfRows(Rows):
         """Return file and row number of a row, for messages."""
         return self._rows.place(self._range[number])
 
+    def as_written(self, number: int, row: DatasetRow, columns: Sequence[str]) -> tuple[DatasetRow, int]:
+        """See :class:`Rows`."""
+        return self._rows.as_written(self._range[number], row, columns)
+
 
 class JoinedRows(Rows):
     """The concatenated rows of several sources. A row has the columns of its source."""
@@ -248,9 +271,32 @@ class JoinedRows(Rows):
         source, row = self._source(number)
         return source.place(row)
 
+    def as_written(self, number: int, row: DatasetRow, columns: Sequence[str]) -> tuple[DatasetRow, int]:
+        """See :class:`Rows`."""
+        source, of_source = self._source(number)
+        return source.as_written(of_source, row, columns)
+
     def _source(self, number: int) -> tuple[Rows, int]:
         place = bisect_right(self.ends, number)
         return self._sources[place], number - (self.ends[place - 1] if place else 0)
+
+
+def _without_nulls(value: Any, feature: Any, removed: list[int], depth: int) -> Any:
+    """Return a value of an Arrow type without null fields of objects; count those deeper than 1 in ``removed``."""
+    if value is None:
+        return None
+    if isinstance(feature, dict):
+        kept = {}
+        for name, field in value.items():
+            if field is not None:
+                kept[name] = _without_nulls(field, feature[name], removed, depth + 1)
+            elif depth > 1:
+                removed[0] += 1
+        return kept
+    inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) else None)
+    if inner is not None and isinstance(value, list):
+        return [_without_nulls(each, inner, removed, depth + 1) for each in value]
+    return value
 
 
 def load_source(
@@ -295,7 +341,8 @@ def _parquet_rows(path: Path, num_workers: int) -> Rows:
     except Exception as error:
         if _has_no_rows(path):
             raise DataError(f"{path} has no rows: write it again, or name another") from error
-        raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}") from error
+        fix = "; write a map as JSON text, or the rows as JSONL" if "Arrow type map<" in str(error) else ""
+        raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}{fix}") from error
     return ArrowRows(found, [path], str(path))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from skyrl_megatron.config.fields import Fraction, NonNegativeInt, Positive
 from skyrl_megatron.config.load import BaseConfig
+from skyrl_megatron.data.messages import is_finite_number
 from skyrl_megatron.errors import ConfigError, DataError, Problem, SkyRLMegatronError, with_origin
 from skyrl_megatron.plugins import SAMPLERS
 
@@ -234,7 +235,7 @@ class EasyToHard(Sampler):
         super().__init__(rows, batch, seed, options)
         values = rows.column(options.column)
         for uid, value in zip(rows.uids.tolist(), values, strict=True):
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not (isinstance(value, bool) or is_finite_number(value)):
                 raise DataError(
                     f"{rows.rows.place(uid)}: {options.column} is {value!r:.40}, it must be a finite number"
                 )

@@ -51,6 +51,11 @@ def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
             return exit_code(getattr(error, "number", signal.SIGINT))
 
 
+def with_strict_rows(args: Sequence[str], section: str) -> list[str]:
+    """Return the arguments of a command with its option ``--strict-rows`` as the key that it sets."""
+    return [f"{section}.strict_rows=true" if arg == "--strict-rows" else arg for arg in args]
+
+
 @contextmanager
 def readable_warnings() -> Iterator[None]:
     """Print warnings of this package, also deprecations, as one line on stderr, without file and source line."""

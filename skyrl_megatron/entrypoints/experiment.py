@@ -228,6 +228,7 @@ class BasePPOExp:
             adapters=tuple(self.cfg.trainer.policy.model.lora.adapters),
             hub_commits=self.cfg.trainer.hub_commits,
             say=_say(self.cfg),
+            strict=self.cfg.data.strict_rows,
         )
         missing = dataset.rows_without_reward_spec(self.cfg.environment.env_class)
         warn_of_missing_answers(", ".join(sources), missing, len(dataset.rows))

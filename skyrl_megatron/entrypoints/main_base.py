@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command
+from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.runtime_env import start_server
 
@@ -39,6 +39,7 @@ usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--ch
   --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or a size such as 80GB)
   --host-memory 2TB
                   with --check: memory of a node
+  --strict-rows   data.strict_rows=true: refuse prompts whose messages have a key that nothing reads
   --help          print this text
 
 All keys with their meaning: CONFIG.md"""
@@ -59,6 +60,7 @@ def main(
     if {"-h", "--help"} & set(args):
         print("\n".join([HELP, *_own_help(config)]))
         return 0
+    args = with_strict_rows(args, "data")
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=config, scripted=_brings_data(experiment))
     return run_command(lambda: _train(args, experiment, config), beats=True)

@@ -1,4 +1,4 @@
-"""Supervised training: ``skyrl-megatron sft [--config FILE.yaml] [--check [--show-config]] key=value …``
+"""Supervised training: ``skyrl-megatron sft [--config FILE.yaml] [--check [--show-config]] [--strict-rows] key=value …``
 
 Trains the model of ``trainer.policy.model.path`` on the answers of conversations: rows with a column ``messages``, and
 optionally ``tools``, in ``data.train_data``. The loss on ``data.val_data`` is the evaluation. Layouts, optimizer,
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.config.schema.sft import SFTTrainConfig
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command
+from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.runtime_env import start_server
 
@@ -40,6 +40,7 @@ def run_on_rows(
 
         print("\n".join([about, "Keys of this command:", *own_keys(cls)]))
         return 0
+    args = with_strict_rows(args, next(name for name in ("sft", "dpo", "reward") if name in cls.__dataclass_fields__))
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=cls)
     return run_command(lambda: _train(args, cls, trainer), beats=True)
@@ -81,7 +82,8 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
             assert settings is not None
             chat = ChatFormat(self.tokenizer, load_template(generator.chat_template), generator.chat_template_kwargs)
             commits, say = self.cfg.trainer.hub_commits, self.start_up.say
-            return rows_class(settings)(sources, chat, settings, hub_commits=commits, say=say)
+            declared = [column] if (column := self.cfg.data.sampler_options.get("column")) else []
+            return rows_class(settings)(sources, chat, settings, hub_commits=commits, say=say, declared=declared)
 
         def get_inference_client(self) -> Any:
             return None

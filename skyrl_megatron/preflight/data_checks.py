@@ -181,9 +181,10 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
             yield from _sampler(run, [rows[name] for name in names])
         for name, dataset in rows.items() if settings.invalid_rows == "error" else ():
             for number, row in enumerate(dataset):
-                if problem := kind.row_problem(row):
-                    skip = f"{settings.SECTION}.invalid_rows=skip"
-                    yield Problem(key, name, f"row {number}: {problem}: correct or remove the row, or set {skip}")
+                _, _, problem, details = kind.checked(dataset, number, row, settings)
+                if problem:
+                    fix = f"correct or remove the row, or set {settings.SECTION}.invalid_rows=skip"
+                    yield Problem(key, name, f"row {number}: {problem}{details}: {fix}")
                     return
         if chat is None:
             continue
@@ -356,7 +357,13 @@ def _lengths(run: PlannedRun, key: str, names: Sequence[str], chat: ChatFormat, 
     limit = run.cfg.trainer.max_prompt_length
     try:
         dataset = PromptDataset(
-            names, chat.tokenizer, limit, template=chat.template, template_kwargs=chat.kwargs, enough=needed
+            names,
+            chat.tokenizer,
+            limit,
+            template=chat.template,
+            template_kwargs=chat.kwargs,
+            enough=needed,
+            strict=run.cfg.data.strict_rows,
         )
     except DataError as error:
         text = str(error)

@@ -1,24 +1,27 @@
 """Conversations as training data of ``skyrl-megatron sft``.
 
 A row is ``{messages: chat messages, tools, …}``. ``tools`` is optional: a list, or its JSON text. The assistant's
-messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`).
+messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`), except those that a flag
+leaves out (:data:`~skyrl_megatron.data.messages.FLAGS`). Nothing of a row is dropped in silence: a column or a key that
+nothing reads is named with its count, and what the chat template would leave out of an answer is an error.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from skyrl_megatron.config.schema.generator import SFTConfig
 from skyrl_megatron.data.batch import collate
-from skyrl_megatron.data.prompts import as_rendered, messages_problem
-from skyrl_megatron.data.row_files import JoinedRows, load_source
+from skyrl_megatron.data.message_form import MessageForm
+from skyrl_megatron.data.messages import FLAGS, TOKEN_MASKS, flag_of, messages_problem, read_tools, trained_messages
+from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
+from skyrl_megatron.data.row_shapes import format_of, format_of_messages, in_messages
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.templates import ChatFormat
@@ -27,6 +30,8 @@ from skyrl_megatron.types import TrainingBatch
 logger = logging.getLogger(__name__)
 
 MESSAGES, TOOLS = "messages", "tools"
+DECLARED = frozenset((TOOLS, "images", "extra_info", *FLAGS, *TOKEN_MASKS))
+"""Columns that every command knows, beside those of its messages."""
 PRECEDING = {
     "system": (None,),
     "developer": (None,),
@@ -52,6 +57,11 @@ class ChatRows:
     that cannot be trained, with file and row.
     """
 
+    COLUMNS: ClassVar[tuple[str, ...]] = (MESSAGES,)
+    """Columns with chat messages."""
+    OTHERS: ClassVar[tuple[str, ...]] = ()
+    """Other columns of the command."""
+
     def __init__(
         self,
         datasets: Sequence[str],
@@ -61,16 +71,25 @@ class ChatRows:
         enough: int | None = None,
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
+        declared: Sequence[str] = (),
     ) -> None:
         if not datasets:
             raise DataError("no data set is given: set data.train_data")
         self.names, self.chat, self.settings = list(datasets), chat, settings
         self.rows = JoinedRows([load_source(name, 1, hub_commits or {}, say) for name in datasets])
+        self.form = MessageForm(
+            chat.tokenizer, chat.template, chat.kwargs, thinking=settings.thinking, section=settings.SECTION
+        )
+        self.declared = DECLARED.union(self.COLUMNS, self.OTHERS, declared)
         self.skipped: Counter[str] = Counter()
         """Problem → number of rows that were skipped because of it."""
+        self.notes: Counter[str] = Counter()
+        """What was left out of rows or changed, as text → number of rows."""
         self.kept = self._valid_rows(enough)
         for problem, count in self.skipped.items():
             say(f"data: skipped {count} of {len(self.rows)} rows: {problem}")
+        for note, count in self.notes.items():
+            say(f"data: {note} ({count} of {len(self.rows)} rows)")
         if not len(self.kept):
             raise DataError(f"{', '.join(self.names)}: none of {len(self.rows)} rows can be trained")
 
@@ -97,7 +116,7 @@ class ChatRows:
         for number, row in enumerate(self.rows):
             if enough is not None and len(kept) >= enough:
                 break
-            kind, details = self._problem(row)
+            kind, details = self._problem(number, row)
             if not kind:
                 kept.append(number)
             elif self.settings.invalid_rows == "skip":
@@ -109,10 +128,13 @@ class ChatRows:
                 )
         return np.asarray(kept, np.int64)
 
-    def _problem(self, row: Mapping[str, Any]) -> tuple[str, str]:
+    def _problem(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
         """Return why a row cannot be trained, as (kind, details); ("", "") if it can."""
-        if kind := self.row_problem(row):
-            return kind, ""
+        row, notes, kind, details = self.checked(self.rows, number, row, self.settings)
+        if kind:
+            return kind, details
+        self.form.unread.clear()
+        self.form.notes.clear()
         try:
             longest = max(len(prompt) + len(response) for prompt, response, _ in self._sequences(row))
         except DataError as error:
@@ -120,11 +142,52 @@ class ChatRows:
         if longest > self.settings.max_length:
             kind = f"longer than {self.settings.SECTION}.max_length={self.settings.max_length}"
             return kind, f" ({longest} tokens)"
+        unread = [f"the column {name!r}" for name in row if name not in self.declared and row[name] is not None]
+        unread += [f"the key {name!r} of messages" for name in sorted(self.form.unread)]
+        if unread and self.settings.strict_rows:
+            return f"nothing reads {unread[0]}", f" ({self.settings.SECTION}.strict_rows)"
+        self.notes.update([*(f"nothing reads {each}" for each in unread), *notes, *sorted(self.form.notes)])
         return "", ""
+
+    @classmethod
+    def checked(
+        cls, rows: Rows, number: int, row: Mapping[str, Any], settings: SFTConfig
+    ) -> tuple[dict[str, Any], list[str], str, str]:
+        """Return a row with chat messages, what was left out of it, and why it has the wrong form, as (kind, details);
+        ("", "") if it has the right one. ``row``: as in the file."""
+        try:
+            read, notes = cls._read(rows, number, row, settings)
+            kind = (
+                f"the row is not trained ({_set_flag(read)})" if flag_of(read, "") is False else cls.row_problem(read)
+            )
+        except DataError as error:
+            return dict(row), [], str(error), ""
+        if not kind:
+            return read, notes, "", ""
+        seems = format_of_messages(read.get(cls.COLUMNS[0])) or format_of_messages(read.get(cls.COLUMNS[-1]))
+        if read.get(cls.COLUMNS[-1]) is None:
+            seems = seems or format_of(read)
+        hint = f"; {settings.SECTION}.format={seems} reads such rows" if seems and seems != settings.format else ""
+        return read, notes, kind, hint
+
+    @classmethod
+    def _read(
+        cls, rows: Rows, number: int, row: Mapping[str, Any], settings: SFTConfig
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return a row with chat messages, and what was left out of it."""
+        columns = (*cls.COLUMNS, "conversations", TOOLS, "functions")
+        written, nulls = rows.as_written(number, dict(row), columns)
+        notes = ["null fields that the columns' types add to tool calls and tools are left out"] if nulls else []
+        return in_messages(written, settings.format, cls.COLUMNS), notes
+
+    def _row(self, item: int) -> dict[str, Any]:
+        """Return the row of an item, with chat messages."""
+        number = int(self.kept[item])
+        return self._read(self.rows, number, self.rows[number], self.settings)[0]
 
     def _item(self, item: int) -> dict[str, Any]:
         """Return what an item has in addition to uid and source."""
-        return {"sequences": self._sequences(self.rows[int(self.kept[item])])}
+        return {"sequences": self._sequences(self._row(item))}
 
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
         """Return all sequences of a row."""
@@ -132,12 +195,12 @@ class ChatRows:
 
     def _taught(self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int = 0) -> list[Taught]:
         """Return the sequences that teach the assistant's messages from the message ``start`` on."""
-        if isinstance(tools, str):
-            tools = json.loads(tools)
-        rendered = [as_rendered(message) for message in messages]
-        first = len(messages) - 1 if self.settings.turns == "last" else start
-        trained = [place >= first and message["role"] == "assistant" for place, message in enumerate(messages)]
-        return self.chat.trained_sequences(rendered, trained=trained, tools=tools)
+        trained = trained_messages(messages, start, last=self.settings.turns == "last")
+        if not any(trained):
+            raise DataError("no message of the assistant is trained: the flags of the messages leave out all")
+        if (declared := read_tools(tools)) and not self.form.writes_tools:
+            self.form.notes.add("the chat template leaves out the tools")
+        return self.chat.trained_sequences(self.form.fitted(messages), trained=trained, tools=declared)
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
@@ -145,9 +208,13 @@ class ChatRows:
         return conversation_problem(row)
 
 
+def _set_flag(row: Mapping[str, Any]) -> str:
+    return next(f"{name} is {row[name]!r}" for name in FLAGS if row.get(name) is not None)
+
+
 def conversation_problem(row: Mapping[str, Any]) -> str:
     """Return why a row is no conversation that ends with the assistant; "" if it is one."""
-    messages, tools = row.get(MESSAGES), row.get(TOOLS)
+    messages = row.get(MESSAGES)
     if messages is None:
         return f"no column {MESSAGES!r}; the columns are {', '.join(row)}"
     if row.get("images") or has_image(messages):
@@ -164,10 +231,11 @@ def conversation_problem(row: Mapping[str, Any]) -> str:
     if roles[-1] != "assistant":
         return f"the conversation ends with {roles[-1]!r}, not with the assistant"
     try:
-        listed = json.loads(tools) if isinstance(tools, str) and tools else tools or []
-    except ValueError:
-        listed = None
-    return "" if isinstance(listed, list) else f"{TOOLS} is {tools!r:.80}, it must be a list or its JSON text"
+        trained_messages(messages)
+        read_tools(row.get(TOOLS))
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def has_image(messages: Any) -> bool:

@@ -56,7 +56,7 @@ class RolloutConfig:
     """Settings shared by all episodes of a batch."""
 
     chat: ChatFormat
-    conversation: Callable[[ConversationType], ChatConversation]
+    conversation: Callable[[ChatFormat, ConversationType], ChatConversation]
     pool: EnvPool
     gym_config: SkyRLGymConfig
     sampling: Mapping[str, Any]
@@ -149,7 +149,7 @@ class Episode:
         self.started = time.perf_counter()
         try:
             messages = await self._in_pool(self._open)
-            self.conversation = self.config.conversation(messages)
+            self.conversation = self.config.conversation(self.config.chat, messages)
         except _EnvFailed as failure:
             self.error = str(failure)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 from uuid import uuid4
 
+from skyrl_megatron.data.messages import declared_tools
+from skyrl_megatron.data.prompts import TOOLS
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
@@ -31,6 +35,7 @@ from skyrl_megatron.rollout.interface import (
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
 from skyrl_megatron.rollout.partial import EarlyEnd, PartialRollouts
+from skyrl_megatron.rollout.templates import ChatFormat
 
 INTERRUPT_S = 30.0
 """How long an interrupted trajectory may take until it has recorded what it has."""
@@ -55,6 +60,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         cfg = self.generator_cfg
         self.retokenizes = self.chat.marks_answers and cfg.use_conversation_multi_turn and cfg.max_turns > 1
         """Whether each turn tokenizes the whole conversation again (:class:`RetokenizedConversation`)."""
+        self._chat_with = lru_cache(maxsize=64)(self._make_chat_with)
         self._own_loop = type(self).agent_loop is not SkyRLGymGenerator.agent_loop
         if problems := list(self._problems()):
             raise ConfigError(problems)
@@ -105,6 +111,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
         config = self._rollout_config(sampling_params, max_tokens, max_input_length)
         extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
+        config = self._with_tools(config, env_extras)
         episode = Episode(config, prompt, env_class, extras, trajectory_id, recording=log is not None)
         known = PartialTrajectory() if log is None else log.stored(trajectory_id)
         partial = log if isinstance(log, PartialRollouts) else None
@@ -212,7 +219,13 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         limits, log = self._limits(), batch.get("trajectory_log")
         config = self._rollout_config(sampling, *limits)
         episodes = [
-            Episode(config, prompt, env_class, self._setup_env_extras(env_class, extra, prompt, sampling, *limits), id)
+            Episode(
+                self._with_tools(config, extra),
+                prompt,
+                env_class,
+                self._setup_env_extras(env_class, extra, prompt, sampling, *limits),
+                id,
+            )
             for prompt, env_class, extra, id in zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
         ]
         if isinstance(log, PartialRollouts):
@@ -334,9 +347,19 @@ class SkyRLGymGenerator(ConfiguredGenerator):
             kind = RetokenizedConversation
         else:
             kind = ChatConversation if cfg.use_conversation_multi_turn else OneMessageConversation
-        conversation = partial(kind, self.chat, append_end_token=cfg.append_eos_token_after_stop_str_in_multi_turn)
+        conversation = partial(kind, append_end_token=cfg.append_eos_token_after_stop_str_in_multi_turn)
         skip, gym = self.nonfinite == "skip", self.skyrl_gym_cfg
         return RolloutConfig(self.chat, conversation, self.pool, gym, sampling, cfg.max_turns, max_input_length, skip)
+
+    def _with_tools(self, config: RolloutConfig, extras: Mapping[str, Any]) -> RolloutConfig:
+        """Return the settings of an episode whose row declares tools, which the template writes."""
+        tools = declared_tools(extras.get(TOOLS))
+        return replace(config, chat=self._chat_with(json.dumps(tools, default=str))) if tools else config
+
+    def _make_chat_with(self, tools: str) -> ChatFormat:
+        chat = self.chat
+        kwargs = {**chat.kwargs, TOOLS: json.loads(tools)}
+        return ChatFormat(chat.tokenizer, chat.template, kwargs, stop_token_ids=chat.stop_token_ids)
 
     def _request(
         self,

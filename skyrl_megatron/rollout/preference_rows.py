@@ -2,22 +2,26 @@
 
 A pair is ``{prompt: chat messages, chosen: chat messages, rejected: chat messages, tools, …}``. Without ``prompt``, or
 if it is text, ``chosen`` and ``rejected`` are whole conversations, and the messages that both begin with are the
-prompt. A pair for a reward model may have a ``margin``. A labelled answer, for the loss ``kto``, is ``{prompt,
-completion, label, tools, …}``. The names are those of TRL.
+prompt. Answers that repeat the prompt lose it. A pair for a reward model may have a ``margin``. A labelled answer, for
+the loss ``kto``, is ``{prompt, completion, label, tools, …}``. The names are those of TRL.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_megatron.config.schema.generator import DPOConfig, RewardConfig, SFTConfig
+from skyrl_megatron.data.messages import as_rendered, flag_of, is_finite_number, messages_problem
 from skyrl_megatron.data.packing import TOGETHER
-from skyrl_megatron.data.prompts import as_rendered, messages_problem
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.chat_rows import (
     MESSAGES,
@@ -29,6 +33,8 @@ from skyrl_megatron.rollout.chat_rows import (
     taught_batch,
 )
 from skyrl_megatron.types import TrainingBatch
+
+logger = logging.getLogger(__name__)
 
 PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
 COMPLETION, LABEL = "completion", "label"
@@ -47,23 +53,22 @@ class PairRows(ChatRows):
     """Pairs of answers. An item has ``sequences`` and in ``sides`` 1 for each of the better answer and -1 for each of
     the other one."""
 
+    COLUMNS = (PROMPT, CHOSEN, REJECTED)
+
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
         """Return why a row is no pair of two different answers; "" if it is one."""
         return pair_problem(row)
 
-    def _problem(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        found = super()._problem(row)
-        if not found[0] and len(set(map(str, self._answers(row)))) == 1:
-            return "the tokens of chosen and rejected are equal", ""
-        return found
-
     def _item(self, item: int) -> dict[str, Any]:
-        chosen, rejected = self._answers(self.rows[int(self.kept[item])])
+        chosen, rejected = self._answers(self._row(item))
         return {"sequences": [*chosen, *rejected], "sides": [1] * len(chosen) + [-1] * len(rejected)}
 
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
-        return [sequence for answer in self._answers(row) for sequence in answer]
+        answers = self._answers(row)
+        if answers[0] == answers[1]:
+            raise DataError("the tokens of chosen and rejected are equal")
+        return [sequence for answer in answers for sequence in answer]
 
     def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
         prompt, *answers = split_pair(row)
@@ -75,11 +80,13 @@ class ScoredRows(PairRows):
     score: a value is that of the state before a token (``runtime/critic.py``), here after the token that ends the
     answer. An item has the ``margin`` of its pair too."""
 
+    OTHERS = (MARGIN,)
+
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
         """Return why a row is no pair of two different answers, or has a margin that is no number; "" if neither."""
         margin = row.get(MARGIN)
-        if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
+        if margin is not None and not is_finite_number(margin):
             return f"{MARGIN} is {margin!r:.80}, it must be a finite number"
         return pair_problem(row)
 
@@ -87,6 +94,9 @@ class ScoredRows(PairRows):
         return {**super()._item(item), "margin": float(self.rows[int(self.kept[item])].get(MARGIN) or 0.0)}
 
     def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
+        for name in (CHOSEN, REJECTED):
+            if flag_of(row[name][-1], f"the last message of {name}: ") is False:
+                raise DataError(f"the last message of {name} is not trained by its flag, but it is what gets a score")
         end = self.chat.end_token
         last = [answer[-1] for answer in super()._answers(row)]
         return [[(prompt, [*response, end], [*[0] * len(response), 1])] for prompt, response, _ in last]
@@ -94,8 +104,12 @@ class ScoredRows(PairRows):
 
 class LabelledRows(ChatRows):
     """Single answers with a label. An item has ``sequences``, ``sides`` (1 if the answer is good, else -1), and in
-    ``others`` the answer of the row before to the prompt of this one, cut at ``max_length``: the data of the KL
-    divergence of ``kto``."""
+    ``others`` the answer of another row to the prompt of this one, cut at ``max_length``: the data of the KL divergence
+    of ``kto``. The other row is the nearest one with another prompt, of two the one before; the last row is before the
+    first one."""
+
+    COLUMNS = (PROMPT, COMPLETION)
+    OTHERS = (LABEL,)
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
@@ -105,32 +119,90 @@ class LabelledRows(ChatRows):
                 return problem
         if not isinstance(row.get(LABEL), bool):
             return f"{LABEL} is {row.get(LABEL)!r:.80}, it must be true or false"
-        if row[COMPLETION][0]["role"] != "assistant":
-            return f"{COMPLETION} begins with {row[COMPLETION][0]['role']!r}, not with the assistant"
-        return _answer_problem(row, COMPLETION, [*row[PROMPT], *row[COMPLETION]])
+        try:
+            answer = _without_prompt(row[PROMPT], row[COMPLETION], COMPLETION)
+        except DataError as error:
+            return str(error)
+        if answer[0]["role"] != "assistant":
+            return f"{COMPLETION} begins with {answer[0]['role']!r}, not with the assistant"
+        return _answer_problem(row, COMPLETION, [*row[PROMPT], *answer])
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._prompts: list[bytes] = []  # a hash of the prompt of each row that is kept
         super().__init__(*args, **kwargs)
         if len(self) < 2 and kwargs.get("enough") is None:
             raise DataError(f"{', '.join(self.names)}: dpo.loss=kto needs two rows, whose answers it exchanges")
+        if len(set(self._prompts)) < 2 and kwargs.get("enough") is None:
+            kwargs.get("say", logger.warning)(
+                f"data: all {len(self)} rows have the same prompt: the KL divergence of dpo.loss=kto, which is that of"
+                " answers to other prompts, is an estimate from answers to this one"
+            )
+
+    def _problem(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
+        kind, details = super()._problem(number, row)
+        if not kind:
+            read = self._read(self.rows, number, row, self.settings)[0]
+            prompt = [as_rendered(message) for message in read[PROMPT]]
+            text = json.dumps(prompt, sort_keys=True, default=str)
+            self._prompts.append(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+        return kind, details
+
+    @cached_property
+    def _exchanged(self) -> np.ndarray:
+        """[n] int64: for each row the nearest one with another prompt."""
+        return nearest_others(self._prompts)
 
     def _item(self, item: int) -> dict[str, Any]:
-        row, before = (self.rows[int(self.kept[place])] for place in (item, item - 1))
+        row, other = self._row(item), self._row(int(self._exchanged[item]))
         sequences = self._sequences(row)
-        others = self._taught([*row[PROMPT], *before[COMPLETION]], row.get(TOOLS), len(row[PROMPT]))
+        answer = _without_prompt(other[PROMPT], other[COMPLETION], COMPLETION)
+        others = self._taught([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
         limit = self.settings.max_length
         cut = [(prompt, *(part[: limit - len(prompt)] for part in rest)) for prompt, *rest in others]
         return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": cut}
 
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
-        return self._taught([*row[PROMPT], *row[COMPLETION]], row.get(TOOLS), len(row[PROMPT]))
+        answer = _without_prompt(row[PROMPT], row[COMPLETION], COMPLETION)
+        return self._taught([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
+
+
+def nearest_others(prompts: Sequence[bytes]) -> np.ndarray:
+    """Return for each row the nearest one with another prompt, of two the one before, [n] int64; the row before if
+    there is one prompt only. The rows are a ring: the last one is before the first."""
+    n = len(prompts)
+    new = np.asarray([prompts[row] != prompts[row - 1] for row in range(n)])
+    starts = np.flatnonzero(new)
+    if not len(starts):
+        return (np.arange(n) - 1) % n
+    ring = np.concatenate([starts - n, starts, starts + n])
+    rows = np.arange(n)
+    at = np.searchsorted(ring, rows, side="right")
+    before, after = ring[at - 1] - 1, ring[at]
+    return np.where(rows - before <= after - rows, before, after) % n
+
+
+def _without_prompt(prompt: Sequence[Any], answer: Sequence[Any], name: str) -> list[Any]:
+    """Return the messages of an answer without the prompt, if it begins with the whole prompt. Raises DataError if it
+    begins with another prompt."""
+    begin = list(map(as_rendered, answer[: len(prompt)]))
+    if begin == list(map(as_rendered, prompt)):
+        if len(answer) == len(prompt):
+            raise DataError(f"{name} has no message of the assistant after those of the prompt")
+        return list(answer[len(prompt) :])
+    if begin[0]["role"] in ("user", "system", "developer"):
+        raise DataError(
+            f"{name} begins with {begin[0]['role']!r}, not with the assistant: it may repeat the prompt only if it begins"
+            " with exactly the messages of prompt"
+        )
+    return list(answer)
 
 
 def split_pair(row: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the messages (prompt, better answer, other answer) of a pair."""
     chosen, rejected = ([as_rendered(message) for message in row[name]] for name in (CHOSEN, REJECTED))
     if isinstance(row.get(PROMPT), list):
-        return [as_rendered(message) for message in row[PROMPT]], chosen, rejected
+        prompt = [as_rendered(message) for message in row[PROMPT]]
+        return prompt, _without_prompt(prompt, chosen, CHOSEN), _without_prompt(prompt, rejected, REJECTED)
     same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     same = min(len(chosen), len(rejected)) if same is None else same
     return chosen[:same], chosen[same:], rejected[same:]
@@ -141,7 +213,10 @@ def pair_problem(row: Mapping[str, Any]) -> str:
     for name in (CHOSEN, REJECTED, *([PROMPT] if isinstance(row.get(PROMPT), list) else [])):
         if problem := _list_problem(row, name):
             return problem
-    prompt, *answers = split_pair(row)
+    try:
+        prompt, *answers = split_pair(row)
+    except DataError as error:
+        return str(error)
     if answers[0] == answers[1]:
         return f"{CHOSEN} and {REJECTED} are equal"
     for name, answer in zip((CHOSEN, REJECTED), answers, strict=True):

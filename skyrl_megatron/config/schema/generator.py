@@ -28,6 +28,8 @@ class DataConfig(BaseConfig):
     `easy_to_hard`, `pools` (by success rate), or a plugin's (docs/guides/data.md)."""
     sampler_options: dict[str, Any] = field(default_factory=dict)
     """Options of the sampler (docs/guides/data.md)."""
+    strict_rows: bool = False
+    """Refuse a prompt whose messages have a key that nothing reads, which is otherwise named once."""
 
 
 @dataclass
@@ -42,6 +44,15 @@ class SFTConfig(BaseConfig):
     """Messages of the assistant that are trained."""
     invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
     """Handling of a row that cannot be trained: end the run with its file and row, or skip and count it."""
+    format: Annotated[
+        str, OneOf("messages", "sharegpt", "alpaca", "prompt_completion", "anthropic", "openai_functions")
+    ] = "messages"
+    """Form of the rows (docs/guides/sft.md): chat messages, or that of another tool, which is converted."""
+    thinking: Annotated[str, OneOf("template", "content", "drop")] = "template"
+    """Thinking that the chat template would not write, from whichever key: an error, or write it into the content
+    (between `<think>` and `</think>`), or drop and count it."""
+    strict_rows: bool = False
+    """Take a row with a column or a key of messages that nothing reads as invalid. Otherwise it is named once."""
 
     @property
     def longest(self) -> int:

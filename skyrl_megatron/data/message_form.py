@@ -1,0 +1,284 @@
+"""What a chat template reads of messages and tool calls, found out by rendering: templates name the thinking of an
+answer differently, want the arguments of a tool call as an object or as text, and leave out what they do not know.
+
+Messages get the form in which vLLM's chat endpoint renders them (``vllm/renderers/chat_utils.py``): arguments are
+objects, parts of text are joined, an empty list of tool calls is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from skyrl_megatron.data.messages import FLAGS, THINKING, as_rendered, calls_of, part_text
+from skyrl_megatron.data.tokenizer import render
+from skyrl_megatron.errors import DataError
+
+_SIGN, _OTHER_SIGN = "HEREstandsTHEprobe", "ANDhereANOTHER"
+_QUESTION = {"role": "user", "content": "?"}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {}}}  # Mistral: 9 letters
+_PLAIN = {"role", "content"}
+_STANDARD = {"role", "content", "tool_calls", *FLAGS}
+_OF_RESULTS = {"name", "tool_call_id"}
+_FLAGS = frozenset(FLAGS)
+
+
+class MessageForm:
+    """The form of messages for one chat template. ``template`` and ``kwargs``: as in
+    :class:`~skyrl_megatron.rollout.templates.ChatFormat`.
+
+    ``thinking``: what happens to thinking in a key that the template does not read: ``template`` (DataError),
+    ``content`` (it is written into the content, between ``<think>`` and ``</think>``), ``drop``, or ``ignore`` (it
+    counts as a key that nothing reads).
+    """
+
+    def __init__(
+        self, tokenizer: Any, template: str | None, kwargs: Mapping[str, Any], *, thinking: str, section: str = ""
+    ) -> None:
+        self.tokenizer, self.template, self.kwargs = tokenizer, template, dict(kwargs)
+        self.thinking, self.section = thinking, section
+        self.unread: set[str] = set()
+        """Keys of messages that nothing reads; the caller clears it."""
+        self.notes: set[str] = set()
+        """What was changed or left out, as text; the caller clears it."""
+        self._thinking_key = lru_cache(maxsize=None)(self._find_thinking_key)
+        self._writes_role = lru_cache(maxsize=None)(self._try_role)
+        self._keeps_inline = lru_cache(maxsize=None)(self._try_inline)
+
+    def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return valid messages (:func:`~skyrl_megatron.data.messages.messages_problem`) as the template reads them.
+
+        Raises DataError with the number of a message whose thinking, tool calls or role the template leaves out.
+        """
+        return [
+            message if self._is_plain(message) else self._fitted(messages, number)  # type: ignore[misc]
+            for number, message in enumerate(messages)
+        ]
+
+    def _is_plain(self, message: Mapping[str, Any]) -> bool:
+        """Return whether a message has nothing to fit."""
+        if message.keys() != _PLAIN or not isinstance(content := message["content"], str):
+            return False
+        role = message["role"]
+        return "</think>" not in content if role == "assistant" else role == "user" or self._writes_role(role)
+
+    def _fitted(self, messages: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+        message = as_rendered(messages[number])
+        role = message["role"]
+        if not self._writes_role(role):
+            raise DataError(f"message {number}: the chat template leaves out messages of the role {role!r}")
+        for flag in message.keys() & _FLAGS:
+            del message[flag]
+        if isinstance(message["content"], list):
+            parts = [part_text(part) for part in message["content"]]
+            message["content"] = (self.part_separator if role != "tool" else "\n").join(parts)
+        if role == "assistant":
+            self._fit_calls(message, number)
+            self._fit_thinking(message, number, messages[number - 1]["role"] if number else "")
+            if message["content"] is None:
+                message["content"] = self.empty_content
+        for key in message.keys() - _STANDARD - self.read_keys:
+            if role not in ("tool", "function") or key not in _OF_RESULTS:
+                self.unread.add(key)
+        return message
+
+    # ------------------------------------------------------------------------------------------------ tool calls
+    def _fit_calls(self, message: dict[str, Any], number: int) -> None:
+        if "tool_calls" not in message:
+            return
+        if not message["tool_calls"]:
+            del message["tool_calls"]  # templates ask whether there is such a key
+            return
+        if self.argument_type is None and self.thinking == "ignore":
+            self.notes.add("the chat template leaves out the tool calls of a prompt")
+            return
+        if self.argument_type is None:
+            raise DataError(
+                f"message {number}: the chat template leaves out tool calls: set generator.chat_template to one that has"
+                " them"
+            )
+        calls = []
+        for call, text in calls_of(message, number):
+            if self.argument_type is str:
+                function = call.get("function", call)
+                function["arguments"] = text or json.dumps(function["arguments"], ensure_ascii=False)
+                self.notes.add("arguments of tool calls stay text, as the chat template writes them")
+            calls.append(call)
+        message["tool_calls"] = calls
+
+    @cached_property
+    def argument_type(self) -> type | None:
+        """``dict`` or ``str``: as what the template takes the arguments of a tool call; None: it has no tool calls."""
+        as_object, as_text = (self._with_arguments(given) for given in ({_SIGN: "v"}, f'{{"{_SIGN}": "v"}}'))
+        if as_object is not None and _SIGN in as_object and f"{{'{_SIGN}'" not in as_object:
+            return dict
+        if as_text is not None and _SIGN in as_text:
+            return str
+        if as_object is None and as_text is None:
+            return dict  # the row's own rendering tells what is wrong
+        return dict if as_object is not None and _SIGN in as_object else None
+
+    def _with_arguments(self, arguments: Any) -> str | None:
+        call = {**_CALL, "function": {"name": "probe", "arguments": arguments}}
+        texts = (
+            self._try([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}])
+            for content in (self.empty_content, "")
+        )
+        return next((text for text in texts if text is not None), None)
+
+    @cached_property
+    def empty_content(self) -> str | None:
+        """The content of a message that only calls tools: None, or ``""`` if the template writes it as ``None``."""
+        for arguments in ({}, "{}"):
+            call = {**_CALL, "function": {"name": "probe", "arguments": arguments}}
+            text = self._try([_QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
+            if text is not None:
+                return "" if "None" in text else None
+        return None
+
+    # -------------------------------------------------------------------------------------------------- thinking
+    def _fit_thinking(self, message: dict[str, Any], number: int, before: str) -> None:
+        given = {key: message.pop(key) for key in THINKING if key in message}
+        case = bool(message.get("tool_calls")), before == "tool"
+        if "</think>" in (message["content"] or ""):
+            self._check_inline(message, number, case)
+        if not given:
+            return
+        name, thinking = next(iter(given.items()))
+        for key, value in given.items():
+            if not isinstance(value, str):
+                raise DataError(f"message {number}: {key} is {value!r:.80}, it must be text")
+            if value != thinking:
+                raise DataError(f"message {number}: {name} and {key} differ: keep one of them")
+        key = self._thinking_key(name, *case)
+        if key is not None:
+            message[key] = thinking
+        elif not thinking.strip():
+            return
+        elif self.thinking == "content" or (self.parses_content and self._keeps_inline(*case)):
+            if "</think>" in (message["content"] or ""):
+                raise DataError(f"message {number}: {name} and the content both have thinking: keep one of them")
+            message["content"] = inline(thinking, message["content"])
+            self._check_inline(message, number, case)
+        elif self.thinking == "ignore":
+            self.unread.add(name)
+        elif self.thinking == "drop":
+            self.notes.add(f"{name} is dropped ({self.section}.thinking=drop)")
+        else:
+            raise DataError(
+                f"message {number}: the chat template does not write {name} in this place, nor thinking by another key:"
+                f" set {self.section}.thinking=content to write it into the content, {self.section}.thinking=drop, or"
+                " another generator.chat_template"
+            )
+
+    def _check_inline(self, message: dict[str, Any], number: int, case: tuple[bool, bool]) -> None:
+        """Raise DataError if the template drops thinking that a message has in its content, or writes other thinking
+        before it."""
+        if self._keeps_inline(*case) or self.thinking == "ignore":
+            return
+        if self.thinking == "drop":
+            message["content"] = str(message["content"]).rpartition("</think>")[2].lstrip("\n")
+            self.notes.add(f"<think> in the content is dropped ({self.section}.thinking=drop)")
+            return
+        raise DataError(
+            f"message {number}: the chat template does not write the thinking (<think>) of the content in this place:"
+            f" set {self.section}.thinking=drop, or another generator.chat_template"
+        )
+
+    def _find_thinking_key(self, name: str, calls: bool, after_result: bool) -> str | None:
+        """Return by which key the template writes the thinking of an answer, if possible by ``name``."""
+        for key in (name, *THINKING):
+            text = self._try(_conversation(calls, after_result, {key: _SIGN}, self.argument_type, self.empty_content))
+            if text is not None and _SIGN in text:
+                return key
+        return None
+
+    def _try_inline(self, calls: bool, after_result: bool) -> bool:
+        plain, thinking = (
+            self._try(_conversation(calls, after_result, {"content": content}, self.argument_type, ""))
+            for content in (_OTHER_SIGN, inline(_SIGN, _OTHER_SIGN))
+        )
+        if plain is None or thinking is None:
+            return True  # the row's own rendering tells what is wrong
+        return _SIGN in thinking and thinking.count("</think>") == max(plain.count("</think>"), 1)
+
+    @cached_property
+    def parses_content(self) -> bool:
+        """Whether the template looks for ``</think>`` in the content, so that it writes the space around it."""
+        return any("</think>" in text for text in self._texts)
+
+    # -------------------------------------------------------------------------------------------- keys and roles
+    def _try_role(self, role: str) -> bool:
+        """Return whether the template writes messages of a role."""
+        if role in ("user", "assistant"):
+            return True
+        message = {"role": role, "content": _SIGN}
+        if role == "tool":
+            calls = _conversation(True, False, {}, self.argument_type, self.empty_content)
+            text = self._try([*calls, {**message, "tool_call_id": _CALL["id"], "name": "probe"}])
+        else:
+            text = self._try([message, _QUESTION])
+        return text is None or _SIGN in text
+
+    @cached_property
+    def part_separator(self) -> str:
+        """What the template writes between two parts of text: its own, or a newline if it takes no parts, as vLLM."""
+        parts = [{"type": "text", "text": sign} for sign in (_SIGN, _OTHER_SIGN)]
+        text = self._try([{"role": "user", "content": parts}])
+        between = (text or "").partition(_SIGN)[2].partition(_OTHER_SIGN)
+        return between[0] if between[1] and "'" not in between[0] else "\n"
+
+    @cached_property
+    def read_keys(self) -> frozenset[str]:
+        """Names that occur in the template as a key, an attribute or a text of its own."""
+        from jinja2 import nodes
+        from transformers.utils.chat_template_utils import _cached_compile_jinja_template
+
+        env: Any = _cached_compile_jinja_template("").environment
+        names: set[str] = set()
+        for text in self._texts:
+            tree = env.parse(text)
+            names |= {node.attr for node in tree.find_all(nodes.Getattr)}
+            names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return frozenset(names)
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template writes the tools that a row declares."""
+        function = {"name": _SIGN, "description": _SIGN, "parameters": {"type": "object", "properties": {}}}
+        text = self._try([_QUESTION], tools=[{"type": "function", "function": function, **function}])
+        return text is None or _SIGN in text
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The template, and if the tokenizer has one for tools, that too."""
+        if self.template is not None or not hasattr(self.tokenizer, "get_chat_template"):
+            return [self.template or str(getattr(self.tokenizer, "chat_template", ""))]
+        return list({self.tokenizer.get_chat_template(None, tools) for tools in (None, [_CALL])})
+
+    def _try(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
+        """Return the text of a conversation; None if the template refuses it."""
+        try:
+            given = {**self.kwargs, **options, "tokenize": False}
+            return str(render(self.tokenizer, list(messages), template=self.template, **given))
+        except Exception:  # whatever a template's expressions and its own raise_exception raise
+            return None
+
+
+def inline(thinking: str, content: str | None) -> str:
+    """Return a content that begins with thinking, in the form of Qwen3 and DeepSeek-R1."""
+    body = thinking.strip("\n")
+    return f"<think>\n{body}\n</think>\n\n{content or ''}"
+
+
+def _conversation(
+    calls: bool, after_result: bool, answer: Mapping[str, Any], arguments: type | None, empty: str | None
+) -> list[dict[str, Any]]:
+    """Return a conversation that ends with an ``answer``, which may call a tool and come after the result of one."""
+    function = {"name": "probe", "arguments": "{}" if arguments is str else {}}
+    called = {"role": "assistant", "content": empty, "tool_calls": [{**_CALL, "function": function}]}
+    result = {"role": "tool", "content": "!", "tool_call_id": _CALL["id"], "name": "probe"}
+    last = {**called, **answer} if calls else {"role": "assistant", "content": _OTHER_SIGN, **answer}
+    return [_QUESTION, *([called, result] if after_result else []), last]
