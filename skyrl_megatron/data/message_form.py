@@ -96,8 +96,8 @@ class MessageForm:
             return
         if self.argument_type is None:
             raise DataError(
-                f"message {number}: the chat template leaves out tool calls: set generator.chat_template to one that has"
-                " them"
+                f"message {number}: the chat template leaves out tool calls: set generator.chat_template to one that"
+                " writes them"
             )
         calls = []
         for call, text in calls_of(message, number):
@@ -135,7 +135,8 @@ class MessageForm:
             call = {**_CALL, "function": {"name": "probe", "arguments": arguments}}
             text = self._try([_QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
             if text is not None:
-                return "" if "None" in text else None
+                empty = self._try([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
+                return "" if "None" in text and empty is not None and "None" not in empty else None
         return None
 
     # -------------------------------------------------------------------------------------------------- thinking
@@ -168,9 +169,9 @@ class MessageForm:
             self.notes.add(f"{name} is dropped ({self.section}.thinking=drop)")
         else:
             raise DataError(
-                f"message {number}: the chat template does not write {name} in this place, nor thinking by another key:"
-                f" set {self.section}.thinking=content to write it into the content, {self.section}.thinking=drop, or"
-                " another generator.chat_template"
+                f"message {number}: the chat template does not write {name} in this place, nor thinking by another"
+                f" key: set {self.section}.thinking=content to write it into the content, or drop, or set another"
+                " generator.chat_template"
             )
 
     def _check_inline(self, message: dict[str, Any], number: int, case: tuple[bool, bool]) -> None:

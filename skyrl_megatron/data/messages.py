@@ -112,11 +112,22 @@ def calls_of(message: Mapping[str, Any], number: int) -> Iterator[tuple[dict[str
 def from_json(text: str, name: str) -> Any:
     """Return the value of a JSON text. Raises DataError that begins with ``name``."""
     try:
-        return json.loads(text)
+        return _JSON.decode(text.strip())
     except RecursionError:
         raise DataError(f"{name} is nested too deeply") from None
     except ValueError as error:
         raise DataError(f"{name} is {text!r:.80}, which is no JSON: {error}") from None
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text:.40} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
@@ -125,8 +136,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     listed = value
     try:
         if isinstance(listed, str):
-            listed = json.loads(listed) if listed.strip() else None
-        listed = [json.loads(tool) if isinstance(tool, str) else tool for tool in listed or []]
+            listed = _JSON.decode(listed.strip()) if listed.strip() else None
+        listed = [_JSON.decode(tool) if isinstance(tool, str) else tool for tool in listed or []]
     except (TypeError, ValueError, RecursionError):
         listed = None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
@@ -163,7 +174,8 @@ def flag_of(holder: Mapping[str, Any], where: str) -> bool | None:
                 f"{where}{name} is {value!r:.40}, but only whole messages are left out of training, by {FLAGS[0]}=0"
             )
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise DataError(f"{where}{name} is {value!r:.40}, but only 0 and 1 (false and true) can be obeyed")
+            fix = "only 0, 1, false and true are"
+            raise DataError(f"{where}{name} is {value!r:.40}, which cannot be obeyed: {fix}")
         chosen[name] = bool(value)
     if len(set(chosen.values())) > 1:
         raise DataError(f"{where}{' and '.join(chosen)} contradict each other: keep one of them")

@@ -70,11 +70,11 @@ class Rows(ABC):
         return f"{self.files[0]}, row {number}"
 
     def as_written(self, number: int, row: DatasetRow, columns: Sequence[str]) -> tuple[DatasetRow, int]:
-        """Return the row ``number`` without the null fields that Arrow adds to objects in ``columns``, and their number
-        below the objects of a list: a column has one type, so each object gets the fields of all others.
+        """Return the row ``number`` without the null fields that Arrow adds to objects in ``columns``, and their
+        number below the objects of a list: a column has one type, so each object gets the fields of all others.
 
-        A null that a row of an Arrow table really had cannot be told from these. Nulls of JSON files, of JSON text, and
-        elements of lists are kept.
+        A null that a row of an Arrow table really had cannot be told from these. Nulls of JSON files and of JSON text,
+        and null elements of lists, are kept.
         """
         return row, 0
 

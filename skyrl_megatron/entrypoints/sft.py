@@ -1,8 +1,9 @@
-"""Supervised training: ``skyrl-megatron sft [--config FILE.yaml] [--check [--show-config]] [--strict-rows] key=value …``
+"""Supervised training: ``skyrl-megatron sft [--config FILE.yaml] [--check [--show-config]] key=value …``
 
 Trains the model of ``trainer.policy.model.path`` on the answers of conversations: rows with a column ``messages``, and
 optionally ``tools``, in ``data.train_data``. The loss on ``data.val_data`` is the evaluation. Layouts, optimizer,
-adapters, checkpoints and exports are set as in every run (CONFIG.md). Guide: docs/guides/sft.md.
+adapters, checkpoints and exports are set as in every run (CONFIG.md). ``--strict-rows``: a column or key that nothing
+reads is an error (``sft.strict_rows=true``). Guide: docs/guides/sft.md.
 """
 
 from __future__ import annotations

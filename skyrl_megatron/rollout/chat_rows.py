@@ -2,8 +2,8 @@
 
 A row is ``{messages: chat messages, tools, …}``. ``tools`` is optional: a list, or its JSON text. The assistant's
 messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`), except those that a flag
-leaves out (:data:`~skyrl_megatron.data.messages.FLAGS`). Nothing of a row is dropped in silence: a column or a key that
-nothing reads is named with its count, and what the chat template would leave out of an answer is an error.
+leaves out (:data:`~skyrl_megatron.data.messages.FLAGS`). Nothing of a row is dropped in silence: a column or a key
+that nothing reads is named with its count, and what the chat template would leave out of an answer is an error.
 """
 
 from __future__ import annotations

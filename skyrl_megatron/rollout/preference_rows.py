@@ -104,9 +104,9 @@ class ScoredRows(PairRows):
 
 class LabelledRows(ChatRows):
     """Single answers with a label. An item has ``sequences``, ``sides`` (1 if the answer is good, else -1), and in
-    ``others`` the answer of another row to the prompt of this one, cut at ``max_length``: the data of the KL divergence
-    of ``kto``. The other row is the nearest one with another prompt, of two the one before; the last row is before the
-    first one."""
+    ``others`` the answer of another row to the prompt of this one, cut at ``max_length``: the data of the KL
+    divergence of ``kto``. The other row is the nearest one with another prompt, of two the one before; the last row is
+    before the first one."""
 
     COLUMNS = (PROMPT, COMPLETION)
     OTHERS = (LABEL,)
@@ -191,8 +191,8 @@ def _without_prompt(prompt: Sequence[Any], answer: Sequence[Any], name: str) -> 
         return list(answer[len(prompt) :])
     if begin[0]["role"] in ("user", "system", "developer"):
         raise DataError(
-            f"{name} begins with {begin[0]['role']!r}, not with the assistant: it may repeat the prompt only if it begins"
-            " with exactly the messages of prompt"
+            f"{name} begins with {begin[0]['role']!r}, not with the assistant: it may repeat the prompt only if it"
+            " begins with exactly the messages of prompt"
         )
     return list(answer)
 
