@@ -23,6 +23,8 @@ _PLAIN = {"role", "content"}
 _STANDARD = {"role", "content", "tool_calls", *FLAGS}
 _OF_RESULTS = {"name", "tool_call_id"}
 _FLAGS = frozenset(FLAGS)
+_BOTH = ({_SIGN: "v"}, f'{{"{_SIGN}": "v"}}')
+"""Arguments of a call as an object, and as text."""
 
 
 class MessageForm:
@@ -62,7 +64,7 @@ class MessageForm:
         if message.keys() != _PLAIN or not isinstance(content := message["content"], str):
             return False
         role = message["role"]
-        return "</think>" not in content if role == "assistant" else role == "user" or self._writes_role(role)
+        return self._writes_role(role) and not (role == "assistant" and "</think>" in content)
 
     def _fitted(self, messages: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
         message = as_rendered(messages[number])
@@ -91,14 +93,18 @@ class MessageForm:
         if not message["tool_calls"]:
             del message["tool_calls"]  # templates ask whether there is such a key
             return
-        if self.argument_type is None and self.thinking == "ignore":
+        if not self.writes_calls and self.thinking == "ignore":
             self.notes.add("the chat template leaves out the tool calls of a prompt")
             return
-        if self.argument_type is None:
+        if not self.writes_calls:
             raise DataError(
                 f"message {number}: the chat template leaves out tool calls: set generator.chat_template to one that"
                 " writes them"
             )
+        if self.argument_type is None:
+            self.unread.add("arguments")
+        if message["content"] and not self.writes_content_of_calls:
+            self.unread.add("content (beside tool calls)")
         calls = []
         for call, text in calls_of(message, number):
             if self.argument_type is str:
@@ -109,9 +115,16 @@ class MessageForm:
         message["tool_calls"] = calls
 
     @cached_property
+    def writes_calls(self) -> bool:
+        """Whether the template writes tool calls, or refuses them itself."""
+        texts = [self._with_arguments(arguments) for arguments in _BOTH]
+        return texts == [None, None] or any(text and _OTHER_SIGN in text for text in texts)
+
+    @cached_property
     def argument_type(self) -> type | None:
-        """``dict`` or ``str``: as what the template takes the arguments of a tool call; None: it has no tool calls."""
-        as_object, as_text = (self._with_arguments(given) for given in ({_SIGN: "v"}, f'{{"{_SIGN}": "v"}}'))
+        """``dict`` or ``str``: as what the template takes the arguments of a tool call; None: it does not write
+        them."""
+        as_object, as_text = (self._with_arguments(arguments) for arguments in _BOTH)
         if as_object is not None and _SIGN in as_object and f"{{'{_SIGN}'" not in as_object:
             return dict
         if as_text is not None and _SIGN in as_text:
@@ -120,31 +133,34 @@ class MessageForm:
             return dict  # the row's own rendering tells what is wrong
         return dict if as_object is not None and _SIGN in as_object else None
 
-    def _with_arguments(self, arguments: Any) -> str | None:
-        call = {**_CALL, "function": {"name": "probe", "arguments": arguments}}
-        texts = (
-            self._try([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}])
-            for content in (self.empty_content, "")
-        )
-        return next((text for text in texts if text is not None), None)
+    def _with_arguments(self, arguments: Any, content: str | None = "") -> str | None:
+        call = {**_CALL, "function": {"name": _OTHER_SIGN, "arguments": arguments}}
+        return self._try([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}])
 
     @cached_property
     def empty_content(self) -> str | None:
-        """The content of a message that only calls tools: None, or ``""`` if the template writes it as ``None``."""
-        for arguments in ({}, "{}"):
-            call = {**_CALL, "function": {"name": "probe", "arguments": arguments}}
-            text = self._try([_QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
-            if text is not None:
-                empty = self._try([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
-                return "" if "None" in text and empty is not None and "None" not in empty else None
+        """The content of a message that only calls tools: None, or ``""`` (vLLM's) if the template takes only that."""
+        for arguments in _BOTH:
+            null, empty = (self._with_arguments(arguments, content) for content in (None, ""))
+            if empty is not None and _OTHER_SIGN in empty and "None" not in empty:
+                return "" if null is None or "None" in null else None
         return None
+
+    @cached_property
+    def writes_content_of_calls(self) -> bool:
+        """Whether the template writes the text of a message that calls tools too."""
+        arguments = "{}" if self.argument_type is str else {}
+        text = self._with_arguments(arguments, _SIGN)
+        return text is None or _SIGN in text
 
     # -------------------------------------------------------------------------------------------------- thinking
     def _fit_thinking(self, message: dict[str, Any], number: int, before: str) -> None:
         given = {key: message.pop(key) for key in THINKING if key in message}
         case = bool(message.get("tool_calls")), before == "tool"
-        if "</think>" in (message["content"] or ""):
-            self._check_inline(message, number, case)
+        if "</think>" in (message["content"] or "") and not self._keeps_inline(*case):
+            given |= self._inline_as_key(message, case) if not given else {}
+            if not given:
+                self._without_inline(message, number)
         if not given:
             return
         name, thinking = next(iter(given.items()))
@@ -162,7 +178,8 @@ class MessageForm:
             if "</think>" in (message["content"] or ""):
                 raise DataError(f"message {number}: {name} and the content both have thinking: keep one of them")
             message["content"] = inline(thinking, message["content"])
-            self._check_inline(message, number, case)
+            if not self._keeps_inline(*case):
+                self._without_inline(message, number)
         elif self.thinking == "ignore":
             self.unread.add(name)
         elif self.thinking == "drop":
@@ -174,10 +191,21 @@ class MessageForm:
                 " generator.chat_template"
             )
 
-    def _check_inline(self, message: dict[str, Any], number: int, case: tuple[bool, bool]) -> None:
-        """Raise DataError if the template drops thinking that a message has in its content, or writes other thinking
-        before it."""
-        if self._keeps_inline(*case) or self.thinking == "ignore":
+    def _inline_as_key(self, message: dict[str, Any], case: tuple[bool, bool]) -> dict[str, str]:
+        """Take the thinking out of the content of a message whose template reads it by a key only; {} if it reads
+        none, or the content does not begin with it."""
+        key, begins = self._thinking_key(THINKING[0], *case), message["content"].lstrip()
+        if key is None or not begins.startswith("<think>"):
+            return {}
+        thinking, _, message["content"] = begins.removeprefix("<think>").partition("</think>")
+        message["content"] = message["content"].lstrip("\n")
+        self.notes.add(f"<think> in the content is given to the chat template as {key}, which it reads")
+        return {key: thinking.strip("\n")}
+
+    def _without_inline(self, message: dict[str, Any], number: int) -> None:
+        """Drop thinking in the content, which the template would drop or write after other thinking. Raises DataError
+        unless that is asked for."""
+        if self.thinking == "ignore":
             return
         if self.thinking == "drop":
             message["content"] = str(message["content"]).rpartition("</think>")[2].lstrip("\n")
@@ -213,10 +241,12 @@ class MessageForm:
     # -------------------------------------------------------------------------------------------- keys and roles
     def _try_role(self, role: str) -> bool:
         """Return whether the template writes messages of a role."""
-        if role in ("user", "assistant"):
-            return True
         message = {"role": role, "content": _SIGN}
-        if role == "tool":
+        if role == "user":
+            text = self._try([message])
+        elif role == "assistant":
+            text = self._try([_QUESTION, message])
+        elif role == "tool":
             calls = _conversation(True, False, {}, self.argument_type, self.empty_content)
             text = self._try([*calls, {**message, "tool_call_id": _CALL["id"], "name": "probe"}])
         else:
@@ -228,8 +258,9 @@ class MessageForm:
         """What the template writes between two parts of text: its own, or a newline if it takes no parts, as vLLM."""
         parts = [{"type": "text", "text": sign} for sign in (_SIGN, _OTHER_SIGN)]
         text = self._try([{"role": "user", "content": parts}])
-        between = (text or "").partition(_SIGN)[2].partition(_OTHER_SIGN)
-        return between[0] if between[1] and "'" not in between[0] else "\n"
+        between, written, _ = (text or "").partition(_SIGN)[2].partition(_OTHER_SIGN)
+        joined = {"role": "user", "content": _SIGN + between + _OTHER_SIGN}
+        return between if written and text == self._try([joined]) else "\n"
 
     @cached_property
     def read_keys(self) -> frozenset[str]:
