@@ -48,6 +48,7 @@ class MessageForm:
         self._thinking_key = lru_cache(maxsize=None)(self._find_thinking_key)
         self._writes_role = lru_cache(maxsize=None)(self._try_role)
         self._keeps_inline = lru_cache(maxsize=None)(self._try_inline)
+        self._reads_key = lru_cache(maxsize=None)(self._try_key)
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return valid messages (:func:`~skyrl_megatron.data.messages.messages_problem`) as the template reads them.
@@ -81,8 +82,8 @@ class MessageForm:
             self._fit_thinking(message, number, messages[number - 1]["role"] if number else "")
             if message["content"] is None:
                 message["content"] = self.empty_content
-        for key in message.keys() - _STANDARD - self.read_keys:
-            if role not in ("tool", "function") or key not in _OF_RESULTS:
+        for key in message.keys() - _STANDARD:
+            if not (role == "tool" and key in _OF_RESULTS) and not self._reads_key(role, key):
                 self.unread.add(key)
         return message
 
@@ -241,17 +242,27 @@ class MessageForm:
     # -------------------------------------------------------------------------------------------- keys and roles
     def _try_role(self, role: str) -> bool:
         """Return whether the template writes messages of a role."""
-        message = {"role": role, "content": _SIGN}
-        if role == "user":
-            text = self._try([message])
-        elif role == "assistant":
-            text = self._try([_QUESTION, message])
-        elif role == "tool":
-            calls = _conversation(True, False, {}, self.argument_type, self.empty_content)
-            text = self._try([*calls, {**message, "tool_call_id": _CALL["id"], "name": "probe"}])
-        else:
-            text = self._try([message, _QUESTION])
+        text = self._of_role(role)
         return text is None or _SIGN in text
+
+    def _of_role(self, role: str, **others: Any) -> str | None:
+        """Return the text of a conversation with a message of a role."""
+        message = {"role": role, "content": _SIGN, **others}
+        if role == "user":
+            return self._try([message])
+        if role == "assistant":
+            return self._try([_QUESTION, message])
+        if role == "tool":
+            calls = _conversation(True, False, {}, self.argument_type, self.empty_content)
+            return self._try([*calls, {"tool_call_id": _CALL["id"], "name": "probe", **message}])
+        return self._try([message, _QUESTION])
+
+    def _try_key(self, role: str, key: str) -> bool:
+        """Return whether the template reads a key of messages of a role."""
+        if key not in self._names:
+            return False
+        text = self._of_role(role, **{key: _OTHER_SIGN})
+        return text is None or text != self._of_role(role)
 
     @cached_property
     def part_separator(self) -> str:
@@ -263,7 +274,7 @@ class MessageForm:
         return between if written and text == self._try([joined]) else "\n"
 
     @cached_property
-    def read_keys(self) -> frozenset[str]:
+    def _names(self) -> frozenset[str]:
         """Names that occur in the template as a key, an attribute or a text of its own."""
         from jinja2 import nodes
         from transformers.utils.chat_template_utils import _cached_compile_jinja_template

@@ -170,9 +170,8 @@ def flag_of(holder: Mapping[str, Any], where: str) -> bool | None:
         if value is None or name not in _SELECTING:
             continue
         if name in TOKEN_MASKS:
-            raise DataError(
-                f"{where}{name} is {value!r:.40}, but only whole messages are left out of training, by {FLAGS[0]}=0"
-            )
+            fix = "only whole messages are left out of training, by weight=0"
+            raise DataError(f"{where}{name} is {value!r:.40}, which cannot be obeyed: {fix}")
         if not isinstance(value, int | float) or value not in (0, 1):
             fix = "only 0, 1, false and true are"
             raise DataError(f"{where}{name} is {value!r:.40}, which cannot be obeyed: {fix}")

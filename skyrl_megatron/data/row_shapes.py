@@ -70,7 +70,7 @@ def _turn(turn: Any) -> Any:
         return turn
     kept = {key: value for key, value in turn.items() if key not in ("from", "value")}
     speaker, said = turn["from"], turn.get("value")
-    if speaker not in SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise DataError(f"a turn is from {speaker!r:.40}, but only {', '.join(SPEAKERS)} are known")
     if speaker == "function_call":
         calls = from_json(said, "the value of a function_call") if isinstance(said, str) else said
@@ -81,7 +81,7 @@ def _turn(turn: Any) -> Any:
 
 def _with_system(row: Row, columns: Sequence[str]) -> Row:
     system = row.pop("system", None)
-    if system and isinstance(row[columns[0]], list):
+    if system and isinstance(row.get(columns[0]), list):
         row[columns[0]] = [{"role": "system", "content": system}, *row[columns[0]]]
     return row
 
@@ -173,8 +173,10 @@ def _openai_functions(row: Row, columns: Sequence[str]) -> Row:
     functions = row.pop("functions", None)
     if isinstance(functions, str):
         functions = from_json(functions, "functions") if functions.strip() else None
-    if functions:
+    if isinstance(functions, list):
         row["tools"] = [{"type": "function", "function": function} for function in functions]
+    elif functions is not None:
+        raise DataError(f"functions is {functions!r:.80}, it must be a list or its JSON text")
     return row
 
 

@@ -103,6 +103,138 @@ def test_answers_whose_tokens_are_equal(tokenizer, tmp_path):  # noqa: F811
         read(tmp_path, tokenizer, [same])
 
 
+@pytest.mark.parametrize("files", [1, 2])
+def test_kto_takes_the_nearest_answer_to_another_prompt(tokenizer, tmp_path, files):  # noqa: F811
+    """Also of rows made from pairs, whose neighbours have the same prompt, and over the borders of files."""
+    from skyrl_megatron.config.schema.generator import DPOConfig
+    from skyrl_megatron.rollout.preference_rows import LabelledRows
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    lines = [
+        {
+            "prompt": [{"role": "user", "content": f"{number}+{number}=?"}],
+            "completion": [{"role": "assistant", "content": str(4 * number + place)}],
+            "label": not place,
+        }
+        for number, count in enumerate((2, 1, 3, 2))
+        for place in range(count)
+    ]
+    names = [tmp_path / f"{number}.jsonl" for number in range(files)]
+    for number, name in enumerate(names):
+        part = lines[number * 4 : (number + 1) * 4] if files == 2 else lines
+        name.write_text("".join(json.dumps(line) + "\n" for line in part))
+    rows = LabelledRows(list(map(str, names)), ChatFormat(tokenizer), DPOConfig(loss="kto", max_length=64))
+    assert len(rows) == 8
+    nearest = [7, 2, 1, 2, 2, 6, 5, 0]  # of two the one before; the last row is before the first
+    for place, other in enumerate(nearest):
+        ((prompt, response, _),) = rows[place]["others"]
+        assert prompt == rows[place]["sequences"][0][0]
+        answer = lines[other]["completion"][0]["content"]
+        assert tokenizer.decode(response, skip_special_tokens=True).strip() == answer, place
+
+
+def test_nearest_others_against_a_search():
+    import random
+
+    from skyrl_megatron.rollout.preference_rows import nearest_others
+
+    rng = random.Random(0)
+    for _ in range(100):
+        prompts = [rng.choice([b"a", b"b", b"c"]) for _ in range(rng.randint(2, 9))]
+        n = len(prompts)
+        for row, other in enumerate(nearest_others(prompts).tolist()):
+            steps = [step for distance in range(1, n + 1) for step in (-distance, distance)]
+            right = next((row + step for step in steps if prompts[(row + step) % n] != prompts[row]), row - 1)
+            assert other == right % n, (prompts, row)
+
+
+def test_kto_with_one_prompt_is_said(tokenizer, tmp_path):  # noqa: F811
+    other = LABELLED | {"completion": [WRONG], "label": False}
+    rows, said = read(tmp_path, tokenizer, [LABELLED, other], "kto")
+    assert len(rows) == 2 and "all 2 rows have the same prompt: the KL divergence of dpo.loss=kto" in said[0]
+
+
+def test_answers_that_repeat_the_prompt(tokenizer, tmp_path):  # noqa: F811
+    """They lose it if it is exactly the column; else the row is an error."""
+    from skyrl_megatron.errors import DataError
+
+    repeats = {"prompt": [USER], "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
+    rows, _ = read(tmp_path, tokenizer, [PAIR, repeats, PAIR | {"chosen": [USER, RIGHT]}])
+    items = [texts(tokenizer, rows[place]) for place in range(3)]
+    assert items[0] == items[1] == items[2]
+    for column, bad in (
+        ("chosen", repeats | {"prompt": [AGAIN]}),
+        ("rejected", repeats | {"rejected": [AGAIN, WRONG]}),
+        ("chosen", repeats | {"prompt": [{"role": "system", "content": "Add."}, USER]}),
+    ):
+        with pytest.raises(
+            DataError, match=rf"row 0: {column} begins with 'user', .* begins with exactly the messages"
+        ):
+            read(tmp_path, tokenizer, [bad])
+    with pytest.raises(DataError, match="chosen has no message of the assistant after those of the prompt"):
+        read(tmp_path, tokenizer, [repeats | {"chosen": [USER]}])
+    other = LABELLED | {"prompt": [AGAIN]}
+    rows, _ = read(tmp_path, tokenizer, [LABELLED | {"completion": [USER, RIGHT]}, LABELLED, other], "kto")
+    assert rows[0]["sequences"] == rows[1]["sequences"]
+    assert tokenizer.decode(rows[2]["others"][0][1]).startswith("2")
+
+
+def test_flags_of_answers(tokenizer, tmp_path):  # noqa: F811
+    """A message of an answer may be left out of training, but not what a reward model scores."""
+    from skyrl_megatron.config.schema.generator import RewardConfig
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.preference_rows import ScoredRows
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    two = {"prompt": [USER], "chosen": [WRONG | {"weight": 0}, AGAIN, RIGHT], "rejected": [WRONG]}
+    rows, _ = read(tmp_path, tokenizer, [two])
+    assert "3" not in texts(tokenizer, rows[0])[0][2]
+    with pytest.raises(DataError, match="row 0: no message of the assistant is trained"):
+        read(tmp_path, tokenizer, [PAIR | {"rejected": [WRONG | {"loss": False}]}])
+    with pytest.raises(DataError, match=r"row 0: weight is 0.5, which cannot be obeyed"):
+        read(tmp_path, tokenizer, [PAIR | {"weight": 0.5}])
+    (tmp_path / "scored.jsonl").write_text(json.dumps(PAIR | {"chosen": [RIGHT | {"weight": 0}]}))
+    with pytest.raises(DataError, match="row 0: the last message of chosen is not trained by its flag, but"):
+        ScoredRows([str(tmp_path / "scored.jsonl")], ChatFormat(tokenizer), RewardConfig(max_length=64))
+
+
+@pytest.mark.parametrize("margin", [10**400, -(10**400), True, "1", [1], {}])
+def test_a_margin_that_is_no_number(tokenizer, tmp_path, margin):  # noqa: F811
+    from skyrl_megatron.config.schema.generator import RewardConfig
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.preference_rows import ScoredRows
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (PAIR | {"margin": 2}, PAIR | {"margin": margin})))
+    chat, given = ChatFormat(tokenizer), {"max_length": 64}
+    with pytest.raises(DataError, match=r"row 1: margin is .*, it must be a finite number"):
+        ScoredRows([str(path)], chat, RewardConfig(**given))
+    rows = ScoredRows([str(path)], chat, RewardConfig(**given, invalid_rows="skip"))
+    assert [rows[place]["margin"] for place in range(len(rows))] == [2.0]
+
+
+def test_pairs_of_other_tools(tokenizer, tmp_path):  # noqa: F811
+    """In the format that is named; tokens are those of the same pair as messages."""
+    from skyrl_megatron.errors import DataError
+
+    turn = [{"from": "human", "value": "1+1=?"}]
+    lines = {
+        "sharegpt": {
+            "conversations": turn,
+            "chosen": {"from": "gpt", "value": "2"},
+            "rejected": {"from": "gpt", "value": "3"},
+        },
+        "alpaca": {"instruction": "1+1=?", "chosen": "2", "rejected": "3"},
+        "prompt_completion": {"prompt": "1+1=?", "chosen": "2", "rejected": "3"},
+    }
+    expected = read(tmp_path, tokenizer, [PAIR])[0][0]
+    for form, line in lines.items():
+        assert read(tmp_path, tokenizer, [line], format=form)[0][0]["sequences"] == expected["sequences"]
+        with pytest.raises(DataError, match="row 0: "):
+            read(tmp_path, tokenizer, [line])
+
+
 def test_kto_needs_two_rows(tokenizer, tmp_path):  # noqa: F811
     from skyrl_megatron.errors import DataError
 
