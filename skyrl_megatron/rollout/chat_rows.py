@@ -46,10 +46,10 @@ class ChatRows:
 
     ``datasets``: as in ``data.train_data``. The constructor reads and tokenizes every row once. An item is
     ``{uid, sequences, source}``: the row number over all data sets, the row's sequences, and the name of its data set.
-    ``enough``: stop after this many rows and keep only these (None: read all).
+    ``enough``: stop after this many rows and keep only these (None: read all). ``only``: read this row alone.
 
-    Raises DataError for data sets that cannot be read, and, unless ``settings.invalid_rows`` is ``skip``, for a row
-    that cannot be trained, with file and row.
+    Raises DataError for data sets that cannot be read, for a row ``only`` that does not exist, and, unless
+    ``settings.invalid_rows`` is ``skip``, for a row that cannot be trained, with file and row.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ChatRows:
         settings: SFTConfig,
         *,
         enough: int | None = None,
+        only: int | None = None,
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
     ) -> None:
@@ -68,7 +69,7 @@ class ChatRows:
         self.rows = JoinedRows([load_source(name, 1, hub_commits or {}, say) for name in datasets])
         self.skipped: Counter[str] = Counter()
         """Problem → number of rows that were skipped because of it."""
-        self.kept = self._valid_rows(enough)
+        self.kept = self._valid_rows(enough) if only is None else self._one_row(only)
         for problem, count in self.skipped.items():
             say(f"data: skipped {count} of {len(self.rows)} rows: {problem}")
         if not len(self.kept):
@@ -109,6 +110,12 @@ class ChatRows:
                 )
         return np.asarray(kept, np.int64)
 
+    def _one_row(self, number: int) -> np.ndarray:
+        require_row(self.rows, number)
+        if any(problem := self._problem(self.rows[number])):
+            raise DataError(f"{self.rows.place(number)}: {''.join(problem)}: correct the row")
+        return np.asarray([number], np.int64)
+
     def _problem(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """Return why a row cannot be trained, as (kind, details); ("", "") if it can."""
         if kind := self.row_problem(row):
@@ -121,6 +128,10 @@ class ChatRows:
             kind = f"longer than {self.settings.SECTION}.max_length={self.settings.max_length}"
             return kind, f" ({longest} tokens)"
         return "", ""
+
+    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+        """Return the sequences of an item, each with the name that its answer has in the row."""
+        return [("answer", sequence) for sequence in self._sequences(self.rows[int(self.kept[item])])]
 
     def _item(self, item: int) -> dict[str, Any]:
         """Return what an item has in addition to uid and source."""
@@ -141,6 +152,12 @@ class ChatRows:
     def row_problem(row: Mapping[str, Any]) -> str:
         """Return why a row has the wrong form; "" if it has the right one."""
         return conversation_problem(row)
+
+
+def require_row(rows: JoinedRows, number: int) -> None:
+    """Raise DataError unless there is a row ``number``, counted from 0 over all data sets."""
+    if number >= len(rows):
+        raise DataError(f"row {number}: the data have {len(rows)} rows, numbered from 0 to {len(rows) - 1}")
 
 
 def conversation_problem(row: Mapping[str, Any]) -> str:
