@@ -7,6 +7,7 @@ before it runs. The output may be :data:`GROWTH` times as long as the input, plu
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,38 @@ def load_tokenizer(
             f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; download it again"
         ) from error
     return tokenizer
+
+
+def stop_tokens_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens at which an engine stops with the model of a tokenizer's folder, first the tokenizer's own
+    end-of-sequence token.
+
+    They are those of vLLM (``SamplingParams.update_from_generation_config``): the tokenizer's, and ``eos_token_id`` of
+    ``generation_config.json``, one or a list; of ``config.json`` only if the other file is missing.
+    """
+    eos = getattr(tokenizer, "eos_token_id", None)
+    folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
+    listed = _model_stops(folder) if str(folder) != "." and folder.is_dir() else ()
+    return tuple(dict.fromkeys([*([] if eos is None else [int(eos)]), *listed]))
+
+
+def _model_stops(folder: Path) -> Sequence[int]:
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        if (folder / "generation_config.json").is_file():
+            config = GenerationConfig.from_pretrained(folder)
+        elif (folder / "config.json").is_file():
+            try:
+                config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+            except (ValueError, KeyError):  # a family that transformers does not know
+                config = GenerationConfig.from_model_config(json.loads((folder / "config.json").read_bytes()))
+        else:
+            return ()
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder}: the stop tokens cannot be read: {_first_line(error)}") from error
+    stops = config.eos_token_id
+    return [stops] if isinstance(stops, int) else list(stops or ())
 
 
 def require_template(tokenizer: Any, template: str | None) -> None:

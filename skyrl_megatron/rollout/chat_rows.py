@@ -1,7 +1,7 @@
 """Conversations as training data of ``skyrl-megatron sft``.
 
 A row is ``{messages: chat messages, tools, …}``. ``tools`` is optional: a list, or its JSON text. The assistant's
-messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.taught`).
+messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class ChatRows:
         if isinstance(tools, str):
             tools = json.loads(tools)
         rendered = [as_rendered(message) for message in messages]
-        return self.chat.taught(rendered, last=self.settings.turns == "last", tools=tools, start=start)
+        first = len(messages) - 1 if self.settings.turns == "last" else start
+        trained = [place >= first and message["role"] == "assistant" for place, message in enumerate(messages)]
+        return self.chat.trained_sequences(rendered, trained=trained, tools=tools)
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:

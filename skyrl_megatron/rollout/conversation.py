@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_megatron.data.encoding import after_stop
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.protocol import Generation
@@ -97,26 +98,37 @@ class ChatConversation:
         environment replaces it.
         """
         start, sampled = len(self.ids), list(generation.token_ids)
+        stopped = sampled[-1:] if sampled and sampled[-1] in self.chat.stop_ids else []
+        said = text if rewritten is None else rewritten
         if rewritten is not None:
-            sampled, added = [], self.chat.tokenizer.encode(rewritten, add_special_tokens=False)
+            sampled, added = [], self.chat.encoder.continued(rewritten)
         else:
-            added = self._end_of(generation, at_stop_string)
+            added = [] if stopped or not at_stop_string else self._end_of_turn()
         self.ids += sampled + added
         self.turns.append(Turn(start, generation, len(sampled), len(added), reward))
-        self.messages.append({"role": "assistant", "content": text if rewritten is None else rewritten})
+        if stopped and (end := self.chat.tokenizer.decode(stopped)):
+            said = said.removesuffix(end)  # the template writes it again
+        self.messages.append({"role": "assistant", "content": said})
 
-    def _end_of(self, generation: Generation, at_stop_string: bool) -> list[int]:
-        end = self.chat.end_token
-        ended = generation.token_ids[-1:] == [end]
-        return [end] if at_stop_string and self.append_end_token and not ended else []
+    def _end_of_turn(self) -> list[int]:
+        """Return what ends a turn that ended at a stop string."""
+        return [self.chat.end_token] if self.append_end_token else []
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
-        """Append messages of the environment, before another turn."""
+        """Append messages of the environment, before another turn.
+
+        A stop token that ends the turn stays, also where the template writes another one in earlier messages: gpt-oss
+        goes on after its ``<|return|>`` instead of ``<|end|>``, because nothing that was sampled is changed.
+        """
         self.messages += observations
         between = self.chat.after_answer(observations)
-        has_end = bool(between) and between[0] == self.chat.end_token
-        ended = bool(self.ids) and self.ids[-1] == self.chat.end_token
-        if has_end and (ended or (at_stop_string and not self.append_end_token)):
+        turn, closing = self.turns[-1], self.chat.closing_token
+        ends = bool(between) and (between[0] == closing or between[0] in self.chat.stop_ids)
+        if at_stop_string and turn.kept and turn.appended and ends:
+            self.ids[-1] = between.pop(0)  # what ends a turn depends on the next message
+        elif turn.kept + turn.appended and self.ids[-1] in self.chat.stop_ids:
+            between = after_stop(between, self.ids[-1], closing)
+        elif at_stop_string and not self.append_end_token and between[:1] == [closing]:
             between = between[1:]
         self.ids += between
 
@@ -136,12 +148,12 @@ class OneMessageConversation(ChatConversation):
     End tokens between turns are removed. If the last turn stopped without an end token, one is appended, masked.
     """
 
-    def _end_of(self, generation: Generation, at_stop_string: bool) -> list[int]:
+    def _end_of_turn(self) -> list[int]:
         return []
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
         last = self.turns[-1]
-        if last.kept and self.ids[-1] == self.chat.end_token:
+        if last.kept and self.ids[-1] in self.chat.stop_ids:
             self.ids.pop()
             last.kept -= 1
         self.ids += self.chat.observation(observations)
@@ -149,7 +161,7 @@ class OneMessageConversation(ChatConversation):
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
         last = self.turns[-1]
         complete = stop_reason == "stop" and last.kept > 0 and not last.appended
-        if complete and len(self.ids) == last.start + last.kept and self.ids[-1] != self.chat.end_token:
+        if complete and len(self.ids) == last.start + last.kept and self.ids[-1] not in self.chat.stop_ids:
             self.ids.append(self.chat.end_token)
             last.appended = 1
         return super().sequences(stop_reason)

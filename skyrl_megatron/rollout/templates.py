@@ -9,21 +9,25 @@ that treat the last answer, or earlier thinking, differently.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import ChatTemplateConfig
-from skyrl_megatron.data.tokenizer import render, require_template
+from skyrl_megatron.data.encoding import Encoder
+from skyrl_megatron.data.tokenizer import render, require_template, stop_tokens_of
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
+from skyrl_megatron.rollout.trained_answers import TrainedSequence, trained_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = "HEREstandsTHEanswer"
 _STAND_IN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER})
+_USER: ConversationType = [{"role": "user", "content": "?"}]
+_TOOL: ConversationType = [{"role": "tool", "content": "?", "tool_call_id": "0", "name": "?"}]
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 _CHATML_OTHERS = (
@@ -81,22 +85,94 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
     ) -> None:
         require_template(tokenizer, template)
+        self.stop_token_ids = tuple(stop_tokens_of(tokenizer) if stop_token_ids is None else stop_token_ids)
         self.tokenizer: Any = tokenizer  # its type hints are narrower than what templates take
         self.template, self.kwargs = template, dict(kwargs or {})
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
         """Whether the template marks the text of the assistant (``{% generation %}``)."""
+        self.encoder = Encoder(tokenizer)
+        self._stop_before = cache(self._find_stop_before)
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
         self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
 
+    # ------------------------------------------------------------------ where answers end
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: those of the model; and, if the template ends answers with none of them, the
+        special token that it writes there instead, as ChatML does with a base model."""
+        model = frozenset(self.stop_token_ids)
+        after = [self._text_after([]), self._text_after(_USER), self._text_after([], generation_prompt=False)]
+        stops = re.compile(rf"\s*(?:{self._names(model)})") if model else None
+        if self.closing_token is None or (stops and any(text and stops.match(text) for text in after)):
+            return model
+        return model | {self.closing_token}
+
+    @cached_property
+    def stops(self) -> re.Pattern[str]:
+        """Finds a token of :attr:`stop_ids` in a text. Raises DataError if there is none."""
+        if not self.stop_ids:
+            raise DataError("the model has no end-of-sequence token: set eos_token_id in its generation_config.json")
+        return re.compile(self._names(self.stop_ids))
+
+    @cached_property
+    def next_stop(self) -> re.Pattern[str]:
+        """Matches such a token, its first group, after white space."""
+        return re.compile(rf"\s*({self.stops.pattern})")
+
+    def _names(self, tokens: Iterable[int]) -> str:
+        names = sorted((str(self.tokenizer.convert_ids_to_tokens(token)) for token in tokens), key=len, reverse=True)
+        return "|".join(map(re.escape, names))
+
+    def id_of(self, stop: str) -> int:
+        """Return the id of a token of :attr:`stop_ids`."""
+        return int(self.tokenizer.convert_tokens_to_ids(stop))
+
+    @cached_property
+    def closing_token(self) -> int | None:
+        """The special token that the template writes after every answer before another message (``<|im_end|>``,
+        ``<|end|>`` of gpt-oss); None if it is the next message that ends an answer (GLM)."""
+        texts = [self._text_after(following) for following in (_USER, _TOOL, [])]
+        firsts = {tuple(self.encoder.continued(text)[:1]) for text in [t for t in texts if t is not None][:2]}
+        first = firsts.pop() if len(firsts) == 1 else ()
+        special = bool(first) and (first[0] in self.stop_token_ids or first[0] in self.tokenizer.all_special_ids)
+        return int(first[0]) if special else None
+
     @cached_property
     def end_token(self) -> int:
-        """Token that ends an answer: that of the template, else the tokenizer's end-of-sequence token."""
-        after = self.after_answer([])
-        ends = after and after[0] in self.tokenizer.all_special_ids
-        return int(after[0] if ends else self.tokenizer.eos_token_id)
+        """The stop token of an answer without tool calls that ends a conversation."""
+        written = self.next_stop.match(self._text_after([], generation_prompt=False) or "")
+        return self.id_of(written[1]) if written else self.stop_before("user")
 
+    def stop_before(self, role: str) -> int:
+        """Return the token with which an answer stops before a message of a role, or the tokenizer's
+        end-of-sequence token if the template writes none."""
+        return self._stop_before(role)
+
+    def _find_stop_before(self, role: str) -> int:
+        text = self._text_after(_TOOL if role == "tool" else [{"role": role, "content": "?"}])
+        written = None if text is None else self.next_stop.match(text)
+        return self.id_of(written[1]) if written else (*self.stop_token_ids, *self.stop_ids)[0]
+
+    @cached_property
+    def rest_after_stop(self) -> str:
+        """What the template writes after the stop token of an answer that ends a conversation. Raises DataError if it
+        omits answers."""
+        text = self._after_marker([], generation_prompt=False)
+        written = self.stops.search(text)
+        return text[written.end() :] if written else ""
+
+    def _text_after(self, following: ConversationType, *, generation_prompt: bool = True) -> str | None:
+        """Implement :meth:`_after_marker`; None if the template cannot render it."""
+        try:
+            return self._after_marker(following, generation_prompt=generation_prompt)
+        except DataError:
+            return None
+
+    # ------------------------------------------------------------------ tokens
     def prompt(self, messages: ConversationType, *, generation_prompt: bool = True) -> list[int]:
         """Tokenize a conversation, by default with the generation prompt of the next answer."""
         if _is_plain(messages):
@@ -106,7 +182,8 @@ class ChatFormat:
     def after_answer(self, observations: ConversationType) -> list[int]:
         """Return the tokens between two turns: end of the answer, observations, and the next generation prompt.
 
-        The first one is the end token, if the template has one. Skip it if it was sampled.
+        The first one ends the answer. :func:`~skyrl_megatron.data.encoding.after_stop` leaves it out if a stop token
+        was sampled.
         """
         if _is_plain(observations):
             return list(self._after_answer(_pairs(observations)))
@@ -114,8 +191,7 @@ class ChatFormat:
 
     def observation(self, observations: ConversationType) -> list[int]:
         """Tokenize the texts without the template, for conversations inside one assistant message."""
-        texts = (message["content"] for message in observations)
-        return [token for text in texts for token in self.tokenizer.encode(text, add_special_tokens=False)]
+        return self.encoder.continued("".join(message["content"] for message in observations))
 
     def answers(self, messages: ConversationType, start: int) -> tuple[list[int], list[int], list[int]]:
         """Return (prompt, response, mask) of a whole conversation.
@@ -139,42 +215,32 @@ class ChatFormat:
             )
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
 
-    def taught(
-        self, messages: ConversationType, *, last: bool = False, tools: Sequence[Any] | None = None, start: int = 0
-    ) -> list[tuple[list[int], list[int], list[int]]]:
-        """Return (prompt, response, mask) of each sequence that teaches the assistant's messages from the message
-        ``start`` on, or only the ``last`` message. The mask is 1 on the tokens of an answer and on its end token.
+    def trained_sequences(
+        self,
+        messages: ConversationType,
+        *,
+        trained: Sequence[bool] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> list[TrainedSequence]:
+        """Return (prompt, response, mask) of each sequence that trains the assistant's messages. ``trained``: for each
+        message whether it is trained, of which only those of the assistant may be; None: all of the assistant. The
+        mask is 1 on the tokens of a trained answer and on its end token.
 
-        The tokens are those of a rollout: the prompt of an answer is tokenized with its generation prompt, and the
-        answer alone. An answer continues the sequence of the answers before it, unless the template renders these
-        differently in its prompt, for example without their thinking. Then it begins a new sequence.
+        A sequence is what the template writes, tokenized once, up to the stop token of its last answer
+        (:mod:`skyrl_megatron.rollout.trained_answers`). An answer continues the sequence of the answers before it,
+        unless the template renders these differently in its prompt, for example without their thinking. Then it begins
+        a new sequence. Raises DataError, with the number of the message, if the tokens of an answer are ambiguous.
         """
-        ending = self.tokenizer.decode([self.end_token])
-        sequences: list[list[tuple[list[int], int]]] = []
-        known = ""  # the text of the current sequence
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant" or place < (len(messages) - 1 if last else start):
-                continue
-            before = self._render(messages[:place], True, tools)
-            through = self._render(messages[: place + 1], False, tools)
-            if not through.startswith(before):
-                raise DataError(
-                    "the chat template renders an answer differently from what follows its generation prompt: set"
-                    " generator.chat_template, or chat_template_kwargs"
-                )
-            if not sequences or not before.startswith(known):
-                sequences.append([])
-                known = ""
-            answer, ended, rest = through[len(before) :].rpartition(ending)
-            pieces = [(before[len(known) :], 0), (answer if ended else rest, 1)]
-            sequences[-1] += [(self.tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in pieces]
-            sequences[-1].append(([self.end_token], 1))
-            known = through[: len(through) - len(rest)] if ended else through
-        return [_joined(pieces) for pieces in sequences]
+        return trained_sequences(self, messages, trained, tools)
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, tools: Sequence[Any] | None = None
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
     ) -> str:
+        """Render a conversation. Raises DataError if the template cannot."""
         try:
             text: str = render(
                 self.tokenizer,
@@ -194,29 +260,25 @@ class ChatFormat:
         return tuple(self._text_prompt(_messages(messages), generation_prompt))
 
     def _text_prompt(self, messages: ConversationType, generation_prompt: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(self._render(messages, generation_prompt), add_special_tokens=False)
-        return ids
+        return self.encoder.whole(self.text(messages, generation_prompt=generation_prompt))
 
     def _tokenize_after_answer(self, observations: _Pairs) -> tuple[int, ...]:
         return tuple(self._text_after_answer(_messages(observations)))
 
     def _text_after_answer(self, observations: ConversationType) -> list[int]:
-        text = self._render([*_STAND_IN, *observations], True)
-        _, found, after = text.partition(_MARKER)
-        if not found:
+        return self.encoder.continued(self._after_marker(observations))
+
+    def _after_marker(self, following: ConversationType, *, generation_prompt: bool = True) -> str:
+        """Return what the template writes after an answer that ``following`` messages and a generation prompt
+        follow."""
+        text = self.text([*_STAND_IN, *following], generation_prompt=generation_prompt)
+        _, marked, after = text.partition(_MARKER)
+        if not marked:
             raise DataError(
                 "the chat template omits assistant messages, so it cannot render several turns: set another"
                 " generator.chat_template"
             )
-        ids: list[int] = self.tokenizer.encode(after, add_special_tokens=False)
-        return ids
-
-
-def _joined(pieces: Sequence[tuple[list[int], int]]) -> tuple[list[int], list[int], list[int]]:
-    """Return (prompt, response, mask) of (tokens, whether they are trained) in order; the first are the prompt."""
-    (prompt, _), *rest = pieces
-    response = [token for tokens, _ in rest for token in tokens]
-    return prompt, response, [trained for tokens, trained in rest for _ in tokens]
+        return after
 
 
 type _Pairs = tuple[tuple[str, str], ...]

@@ -125,7 +125,8 @@ class WarmedUpTrainer(RayPPOTrainer):
         picked, sequences = self.train_dataset.collate_fn(drawn), []
         for row in picked:
             known = known_answer(row, self.cfg.environment.env_class, self.cfg.generator.max_turns, rng)
-            sequences += self.generator.chat.taught(known, last=True)
+            last_only = [place == len(known) - 1 for place in range(len(known))]
+            sequences += self.generator.chat.trained_sequences(known, trained=last_only)
         uids = [str(row["uid"]) for row in picked]
         batch = taught_batch(sequences, uids)
         batch.adapters = self.train_dataset.adapters_of(uids)

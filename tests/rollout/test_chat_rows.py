@@ -26,7 +26,7 @@ def taught(tokenizer, messages, template=None, **options):
     from skyrl_megatron.rollout.templates import ChatFormat
 
     found = []
-    for prompt, response, mask in ChatFormat(tokenizer, template).taught(messages, **options):
+    for prompt, response, mask in ChatFormat(tokenizer, template).trained_sequences(messages, **options):
         assert len(response) == len(mask)
         trained = [token for token, one in zip(response, mask, strict=True) if one]
         found.append((tokenizer.decode([*prompt, *response]), tokenizer.decode(trained)))
@@ -37,7 +37,7 @@ def test_every_answer_is_trained_with_its_end_token(tokenizer):
     messages = [USER, ANSWER, {"role": "user", "content": "and 2?"}, {"role": "assistant", "content": "4"}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert taught(tokenizer, messages) == [(whole, "2<|end|>4<|end|>")]
-    assert taught(tokenizer, messages, last=True) == [(whole, "4<|end|>")]
+    assert taught(tokenizer, messages, trained=[False, False, False, True]) == [(whole, "4<|end|>")]
 
 
 def test_a_template_with_text_after_the_end_token(tokenizer):

@@ -17,6 +17,7 @@ import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -37,7 +38,8 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from skyrl_megatron.data.tokenizer import guard_templates
+from skyrl_megatron.data.encoding import Encoder, after_stop
+from skyrl_megatron.data.tokenizer import guard_templates, stop_tokens_of
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.vllm.requests import call_app, with_config_keys
@@ -233,11 +235,8 @@ class _SplicingRenderer(OnlineRenderer):
             prefix = exchange.prefix_of_text(prompt_input)
             if prefix is not None:
                 rest = prompt_input[prefix.after :]
-                encode = self.renderer.get_tokenizer().encode
-                prompt_input = [
-                    *prefix.ids,
-                    *(encode(rest, add_special_tokens=False) if isinstance(rest, str) else rest),
-                ]
+                continued = Encoder(self.renderer.get_tokenizer()).continued
+                prompt_input = [*prefix.ids, *(continued(rest) if isinstance(rest, str) else rest)]
         try:
             inputs = await super().preprocess_completion(
                 request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache
@@ -272,8 +271,9 @@ class _SplicingRenderer(OnlineRenderer):
         """Return the tokens of the template after an answer, up to the next one; None if they cannot be separated.
 
         The answer is replaced by a marker, and the text after it is tokenized. The first token, the end of the answer,
-        is left out if it was sampled. A template that demands the tool calls of the answer gets them; then what they
-        render to is left out as well, which needs an end token that was sampled.
+        is left out if a stop token was sampled (:func:`~skyrl_megatron.data.encoding.after_stop`). A template that
+        demands the tool calls of the answer gets them; then what they render to is left out as well, which needs an
+        end token that was sampled.
         """
         tokenizer = self.renderer.get_tokenizer()
         calls = [each.get("tool_calls") for each in messages[prefix.first : prefix.after]]
@@ -288,14 +288,34 @@ class _SplicingRenderer(OnlineRenderer):
             _, found, text = str(prompt.get("prompt") or "").partition(marker)
             if not found:
                 continue
-            after: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            after = Encoder(tokenizer).continued(text)
             ended = prefix.ids[-1]
             if kept:
                 if ended not in tokenizer.all_special_ids or ended not in after:
                     continue
                 after = after[after.index(ended) :]
-            return after[1:] if after[:1] == [ended] else after
+            if after[:1] != [ended] and ended not in self._stop_ids:
+                return after
+            closing = None if after[:1] == [ended] else await self._closing(params)
+            return after_stop(after, ended, closing)
         return None
+
+    @cached_property
+    def _stop_ids(self) -> frozenset[int]:
+        return frozenset(stop_tokens_of(self.renderer.get_tokenizer()))
+
+    async def _closing(self, params: Any) -> int | None:
+        """Return the token that the template writes after every answer, whatever follows; None if there is none."""
+        marker, firsts = f"answer{secrets.token_hex(8)}", []
+        asked: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
+        for following in ({"role": "user"}, {"role": "tool", "tool_call_id": "0"}):
+            try:
+                _, prompt = await self.renderer.render_messages_async([*asked, following | {"content": "?"}], params)
+            except (VLLMValidationError, ValueError, TypeError, KeyError):
+                continue
+            after = str(prompt.get("prompt") or "").partition(marker)[2]
+            firsts.append(self.renderer.get_tokenizer().encode(after, add_special_tokens=False)[:1])
+        return firsts[0][0] if firsts and firsts[0] and all(first == firsts[0] for first in firsts) else None
 
 
 class _NoEngine:

@@ -1,0 +1,97 @@
+"""Texts as tokens: a whole text, a text that continues another one, and the places in a text where tokens must end.
+
+Pieces of a text that are encoded alone are not its tokens. Tokenizers of sentencepiece put a space before each text
+(``▁``), and a token may reach over the end of a piece.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from skyrl_megatron.errors import DataError
+
+_BEFORE = ("\n", ".", "x")
+"""Texts after which a text is encoded, to have its tokens without the space before the first one."""
+
+
+class Encoder:
+    """Encodes texts, without the special tokens that a tokenizer adds."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def whole(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a sequence."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def continued(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows other tokens, without a space that the tokenizer puts before a
+        text. Raises DataError if the tokenizer cannot show them."""
+        if not text or not self._adds_space:
+            return self.whole(text)
+        for before in _BEFORE:
+            first, both = self.whole(before), self.whole(before + text)
+            if both[: len(first)] == first:
+                return both[len(first) :]
+        raise DataError(f"the tokenizer has no tokens for {text[:40]!r} in the middle of a text")
+
+    def divided(self, text: str, ends: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return (tokens of the text, number of tokens up to each of ``ends``, ascending positions in the text).
+
+        Where a token would reach over one of ``ends``, the text before and the text after it are encoded one after the
+        other: an engine gets the tokens of the text before, and samples those of the text after it.
+        """
+        if not getattr(self.tokenizer, "is_fast", False):
+            return self._divided_anew(text, ends, self.whole)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
+        )
+        ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
+        last = [end for _, end in spans]
+        counts: list[int] = []
+        for end in ends:
+            count = bisect_right(last, end)
+            sure = self._spans_hold_spaces or " " not in text[max(end - 1, 0) : end + 1]
+            if not sure or (count < len(ids) and spans[count][0] < end):
+                before = self.whole(text[:end])
+                count = len(before)
+                if ids[:count] != before:
+                    return self._divided_anew(text, ends, self.whole)
+            counts.append(count)
+        return ids, counts
+
+    def _divided_anew(self, text: str, ends: Sequence[int], encode: Any) -> tuple[list[int], list[int]]:
+        """Implement :meth:`divided` by encoding beginnings of the text. ``encode``: of this text."""
+        ids, counts = encode(text), []
+        for place, end in enumerate(ends):
+            before = encode(text[:end])
+            if ids[: len(before)] != before:
+                after, more = self._divided_anew(text[end:], [each - end for each in ends[place:]], self.continued)
+                return [*before, *after], [*counts, *(len(before) + count for count in more)]
+            counts.append(len(before))
+        return ids, counts
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return self.whole("\nx") != [*self.whole("\n"), *self.whole("x")]
+
+    @cached_property
+    def _spans_hold_spaces(self) -> bool:
+        """Whether the spans of tokens hold their spaces: those of some tokenizers leave them out."""
+        spans = self.tokenizer("x y z", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        bounds = [(0, 0), *spans, (5, 5)]
+        return all(end == start for (_, end), (start, _) in pairwise(bounds))
+
+
+def after_stop(after: Sequence[int], stopped: int, closing: int | None) -> list[int]:
+    """Return the tokens that follow a sampled stop token, of those that a template writes ``after`` an answer.
+
+    The first of them is left out if it is the same token, or if it is the one that closes every answer
+    (``closing``): the sampled token stands in its place.
+    """
+    return list(after[1:] if after and after[0] in (stopped, closing) else after)
