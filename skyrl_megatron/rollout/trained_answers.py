@@ -16,7 +16,6 @@ trained. If not, because it drops their thinking or ends them with another token
 
 from __future__ import annotations
 
-import os.path
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,9 @@ SWITCHES = (
     ("reasoning_effort", "high"),
 )
 """Arguments with which chat templates turn thinking off or on."""
+
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with its thinking; a template reads one of them, or none."""
 
 type TrainedSequence = tuple[list[int], list[int], list[int]]
 """(prompt ids, response ids, mask of the response): 1 on trained tokens."""
@@ -105,7 +107,7 @@ def _rewritten_answer(
     The answer follows the longest end of its own prompt, ``before``, that ``text`` still holds. That end must be there
     once, and must have the generation prompt; without one, all of the message before the answer.
     """
-    same = len(os.path.commonprefix([before, text]))
+    same = next((n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), min(len(before), len(text)))
     rest = text[same:]
     # If a longer end of the prompt is in the rest, a shorter one is too.
     length = bisect_left(range(1, len(before) + 1), 1, key=lambda size: int(before[-size:] not in rest))
@@ -118,9 +120,7 @@ def _rewritten_answer(
     return rest.partition(end)[2]
 
 
-def _why_not(
-    chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None
-) -> str:
+def _why_not(chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None) -> str:
     """Return why an answer cannot be told from its generation prompt, and what makes it possible."""
     opening = _generation_prompt(chat, messages, number, tools)
     differs = f"the chat template does not begin the answer with its generation prompt {opening[-60:]!r}"
@@ -130,7 +130,10 @@ def _why_not(
         if other.text(messages[: number + 1], tools=tools).startswith(prompt):
             setting = f"generator.chat_template_kwargs.{name}={str(value).lower()}"
             return f"{differs}: set {setting}, or give the answer the thinking that this prompt asks for"
-    return f"{differs}: give the answer the thinking that this prompt asks for, or set generator.chat_template"
+    return (
+        f"{differs}: give the answer the thinking that this prompt asks for, or set generator.chat_template or"
+        " generator.chat_template_kwargs"
+    )
 
 
 def _generation_prompt(
@@ -147,6 +150,10 @@ def _omitted(message: Mapping[str, Any], answer: str) -> str:
     content = message.get("content")
     if isinstance(content, str) and (spoken := content.rpartition("</think>")[2].strip()) and spoken not in answer:
         return f"the text {spoken[:40]!r}"
+    for name in THINKING:
+        thinking = message.get(name)
+        if isinstance(thinking, str) and thinking.strip() and thinking.strip() not in answer:
+            return f"the thinking {thinking.strip()[:40]!r} of {name}"
     calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = Counter(call["name"] for call in calls if isinstance(call, Mapping) and isinstance(call.get("name"), str))
     for name, count in names.items():
