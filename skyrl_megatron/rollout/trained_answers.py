@@ -145,7 +145,7 @@ def _generation_prompt(
 
 
 def _omitted(message: Mapping[str, Any], answer: str) -> str:
-    """Return what a template leaves out of an answer, as some do with text beside tool calls or all calls but one; ""
+    """Return what a template leaves out of an answer, as some do with the text of tool calls, or all calls but one; ""
     if it writes everything."""
     content = message.get("content")
     if isinstance(content, str) and (spoken := content.rpartition("</think>")[2].strip()) and spoken not in answer:
