@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the documentation site into build/site. Warnings (broken links, pages without a place in the navigation) are errors.
 #   launch/docs.sh [--quiet] [mkdocs options]      --quiet: print only errors and the warnings that cause them
-# First it writes the pages that the code determines and git ignores: docs/{errors,families,faults,options}.md.
+# First it writes the pages that the code determines and git ignores: docs/{answers,errors,families,faults,options}.md.
 # To read the site: python -m http.server --directory build/site (search needs a server, the rest is plain files).
 # mkdocs is in a separate environment, .venv-docs (launch/requirements/docs.txt). Run launch/setup.sh before.
 set -euo pipefail
@@ -20,6 +20,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$want" ]; then
   printf '%s' "$want" >"$venv/.installed"
 fi
 .venv/bin/python launch/site/errors.py
+.venv/bin/python launch/site/answers.py
 .venv/bin/python -m bridges.catalog
 .venv/bin/python -m tests.faults.matrix >docs/faults.md
 .venv/bin/python -m skyrl_megatron.config.document docs/options.md

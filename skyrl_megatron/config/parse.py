@@ -83,7 +83,7 @@ def warn_deprecated(used: Mapping[str, str]) -> None:
 CHECK_SWITCHES = ("--check", "--show-config")
 CHECK_OPTIONS = (*CHECK_SWITCHES, "--gpu", "--host-memory")
 """Options that only ``--check`` reads."""
-OPTIONS = (*CHECK_OPTIONS, "--config", "--help", "--recipe")
+OPTIONS = (*CHECK_OPTIONS, "--config", "--help", "--recipe", "--show-row")
 """Options of the commands; the message for a mistyped option names the closest one."""
 
 

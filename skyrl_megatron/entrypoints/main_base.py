@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.entrypoints import show_row
 from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.runtime_env import start_server
@@ -39,6 +40,7 @@ usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--ch
   --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or a size such as 80GB)
   --host-memory 2TB
                   with --check: memory of a node
+  --show-row N    print row N of data.train_data as it is rendered; sft, dpo and reward mark what is trained; --json
   --strict-rows   data.strict_rows=true: refuse prompts whose messages have a key that nothing reads
   --help          print this text
 
@@ -63,6 +65,8 @@ def main(
     args = with_strict_rows(args, "data")
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=config, scripted=_brings_data(experiment))
+    if show_row.is_asked(args):
+        return show_row.run(args, config)
     return run_command(lambda: _train(args, experiment, config), beats=True)
 
 

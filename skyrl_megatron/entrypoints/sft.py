@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.config.schema.sft import SFTTrainConfig
+from skyrl_megatron.entrypoints import show_row
 from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
 from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.runtime_env import start_server
@@ -44,6 +45,8 @@ def run_on_rows(
     args = with_strict_rows(args, next(name for name in ("sft", "dpo", "reward") if name in cls.__dataclass_fields__))
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=cls)
+    if show_row.is_asked(args):
+        return show_row.run(args, cls)
     return run_command(lambda: _train(args, cls, trainer), beats=True)
 
 

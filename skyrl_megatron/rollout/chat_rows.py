@@ -51,10 +51,10 @@ class ChatRows:
 
     ``datasets``: as in ``data.train_data``. The constructor reads and tokenizes every row once. An item is
     ``{uid, sequences, source}``: the row number over all data sets, the row's sequences, and the name of its data set.
-    ``enough``: stop after this many rows and keep only these (None: read all).
+    ``enough``: stop after this many rows and keep only these (None: read all). ``only``: read this row alone.
 
-    Raises DataError for data sets that cannot be read, and, unless ``settings.invalid_rows`` is ``skip``, for a row
-    that cannot be trained, with file and row.
+    Raises DataError for data sets that cannot be read, for a row ``only`` that does not exist, and, unless
+    ``settings.invalid_rows`` is ``skip``, for a row that cannot be trained, with file and row.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = (MESSAGES,)
@@ -69,6 +69,7 @@ class ChatRows:
         settings: SFTConfig,
         *,
         enough: int | None = None,
+        only: int | None = None,
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
         declared: Sequence[str] = (),
@@ -85,7 +86,7 @@ class ChatRows:
         """Problem → number of rows that were skipped because of it."""
         self.notes: Counter[str] = Counter()
         """What was left out of rows or changed, as text → number of rows."""
-        self.kept = self._valid_rows(enough)
+        self.kept = self._valid_rows(enough) if only is None else self._one_row(only)
         for problem, count in self.skipped.items():
             say(f"data: skipped {count} of {len(self.rows)} rows: {problem}")
         for note, count in self.notes.items():
@@ -127,6 +128,12 @@ class ChatRows:
                     f"{self.settings.SECTION}.invalid_rows=skip"
                 )
         return np.asarray(kept, np.int64)
+
+    def _one_row(self, number: int) -> np.ndarray:
+        require_row(self.rows, number)
+        if any(problem := self._problem(number, self.rows[number])):
+            raise DataError(f"{self.rows.place(number)}: {''.join(problem)}: correct the row")
+        return np.asarray([number], np.int64)
 
     def _problem(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
         """Return why a row cannot be trained, as (kind, details); ("", "") if it can."""
@@ -185,6 +192,10 @@ class ChatRows:
         number = int(self.kept[item])
         return self._read(self.rows, number, self.rows[number], self.settings)[0]
 
+    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+        """Return the sequences of an item, each with the name that its answer has in the row."""
+        return [("answer", sequence) for sequence in self._sequences(self._row(item))]
+
     def _item(self, item: int) -> dict[str, Any]:
         """Return what an item has in addition to uid and source."""
         return {"sequences": self._sequences(self._row(item))}
@@ -210,6 +221,12 @@ class ChatRows:
 
 def _set_flag(row: Mapping[str, Any]) -> str:
     return next(f"{name} is {row[name]!r}" for name in FLAGS if row.get(name) is not None)
+
+
+def require_row(rows: JoinedRows, number: int) -> None:
+    """Raise DataError unless there is a row ``number``, counted from 0 over all data sets."""
+    if number >= len(rows):
+        raise DataError(f"row {number}: the data have {len(rows)} rows, numbered from 0 to {len(rows) - 1}")
 
 
 def conversation_problem(row: Mapping[str, Any]) -> str:

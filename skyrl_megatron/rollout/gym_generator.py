@@ -357,9 +357,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         return replace(config, chat=self._chat_with(json.dumps(tools, default=str))) if tools else config
 
     def _make_chat_with(self, tools: str) -> ChatFormat:
-        chat = self.chat
-        kwargs = {**chat.kwargs, TOOLS: json.loads(tools)}
-        return ChatFormat(chat.tokenizer, chat.template, kwargs, stop_token_ids=chat.stop_token_ids)
+        return self.chat.with_kwargs({**self.chat.kwargs, TOOLS: json.loads(tools)})
 
     def _request(
         self,

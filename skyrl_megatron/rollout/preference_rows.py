@@ -64,6 +64,11 @@ class PairRows(ChatRows):
         chosen, rejected = self._answers(self._row(item))
         return {"sequences": [*chosen, *rejected], "sides": [1] * len(chosen) + [-1] * len(rejected)}
 
+    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+        """Return the sequences of an item, named ``chosen`` or ``rejected``."""
+        answers = zip((CHOSEN, REJECTED), self._answers(self._row(item)), strict=True)
+        return [(name, sequence) for name, answer in answers for sequence in answer]
+
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
         answers = self._answers(row)
         if answers[0] == answers[1]:
@@ -92,6 +97,12 @@ class ScoredRows(PairRows):
 
     def _item(self, item: int) -> dict[str, Any]:
         return {**super()._item(item), "margin": float(self.rows[int(self.kept[item])].get(MARGIN) or 0.0)}
+
+    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+        """Return the two answers as the model reads them; the token at which it is scored is marked as trained."""
+        named = super().named_sequences(item)
+        # The value of the added token is that of the state after the end token, and the token itself is never read.
+        return [(name, (prompt, ids[:-1], [*mask[:-2], 1])) for name, (prompt, ids, mask) in named]
 
     def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
         for name in (CHOSEN, REJECTED):
@@ -130,9 +141,11 @@ class LabelledRows(ChatRows):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._prompts: list[bytes] = []  # a hash of the prompt of each row that is kept
         super().__init__(*args, **kwargs)
-        if len(self) < 2 and kwargs.get("enough") is None:
+        if kwargs.get("enough") is not None or kwargs.get("only") is not None:
+            return
+        if len(self) < 2:
             raise DataError(f"{', '.join(self.names)}: dpo.loss=kto needs two rows, whose answers it exchanges")
-        if len(set(self._prompts)) < 2 and kwargs.get("enough") is None:
+        if len(set(self._prompts)) < 2:
             kwargs.get("say", logger.warning)(
                 f"data: all {len(self)} rows have the same prompt: the KL divergence of dpo.loss=kto, which is that of"
                 " answers to other prompts, is an estimate from answers to this one"
@@ -160,6 +173,11 @@ class LabelledRows(ChatRows):
         limit = self.settings.max_length
         cut = [(prompt, *(part[: limit - len(prompt)] for part in rest)) for prompt, *rest in others]
         return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": cut}
+
+    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+        """Return the sequences of an item, named by the label of the answer."""
+        row = self._row(item)
+        return [("good answer" if row[LABEL] else "bad answer", sequence) for sequence in self._sequences(row)]
 
     def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
         answer = _without_prompt(row[PROMPT], row[COMPLETION], COMPLETION)

@@ -28,6 +28,7 @@ _MARKER = "HEREstandsTHEanswer"
 _STAND_IN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER})
 _USER: ConversationType = [{"role": "user", "content": "?"}]
 _TOOL: ConversationType = [{"role": "tool", "content": "?", "tool_call_id": "0", "name": "?"}]
+_STAND_IN_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 _CHATML_OTHERS = (
@@ -98,6 +99,10 @@ class ChatFormat:
         self._stop_before = cache(self._find_stop_before)
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
         self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatFormat:
+        """Return the same format with other arguments of the template."""
+        return ChatFormat(self.tokenizer, self.template, kwargs, stop_token_ids=self.stop_token_ids)
 
     # ------------------------------------------------------------------ where answers end
     @cached_property
@@ -271,7 +276,11 @@ class ChatFormat:
     def _after_marker(self, following: ConversationType, *, generation_prompt: bool = True) -> str:
         """Return what the template writes after an answer that ``following`` messages and a generation prompt
         follow."""
-        text = self.text([*_STAND_IN, *following], generation_prompt=generation_prompt)
+        messages = [*_STAND_IN, *following]
+        try:
+            text = self.text(messages, generation_prompt=generation_prompt)
+        except DataError:  # of a template for tools alone
+            text = self.text(messages, generation_prompt=generation_prompt, tools=_STAND_IN_TOOLS)
         _, marked, after = text.partition(_MARKER)
         if not marked:
             raise DataError(

@@ -16,6 +16,8 @@ trained. If not, because it drops their thinking or ends them with another token
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,18 @@ from skyrl_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from skyrl_megatron.rollout.templates import ChatFormat
+
+SWITCHES = (
+    ("enable_thinking", False),
+    ("thinking", False),
+    ("enable_thinking", True),
+    ("thinking", True),
+    ("reasoning_effort", "high"),
+)
+"""Arguments with which chat templates turn thinking off or on."""
+
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with its thinking; a template reads one of them, or none."""
 
 type TrainedSequence = tuple[list[int], list[int], list[int]]
 """(prompt ids, response ids, mask of the response): 1 on trained tokens."""
@@ -55,10 +69,12 @@ def trained_sequences(
         before = chat.text(messages[:number], generation_prompt=True, tools=tools)
         text = chat.text(messages[: number + 1], tools=tools)
         if not text.startswith(before):
-            raise DataError(
-                f"message {number}: the chat template renders an answer differently from what follows its generation"
-                " prompt: set generator.chat_template, or chat_template_kwargs"
-            )
+            answer = _rewritten_answer(chat, messages, number, before, text, tools)
+            if answer is None:
+                raise DataError(f"message {number}: {_why_not(chat, messages, number, tools)}")
+            text = before + answer
+        if omitted := _omitted(message, text[len(before) :]):
+            raise DataError(f"message {number}: the chat template does not write {omitted}: change the message")
         if not sequences or not _continues(chat, sequences[-1], before):
             sequences.append(_Sequence(""))
         written = chat.stops.search(text, len(before))
@@ -75,6 +91,75 @@ def trained_sequences(
             current.text, current.stop = text, _stop_after(chat, messages, number, text, tools)
         current.answers.append((number, len(before), len(current.text)))
     return [_tokens(chat, sequence) for sequence in sequences]
+
+
+def _rewritten_answer(
+    chat: ChatFormat,
+    messages: Sequence[Mapping[str, Any]],
+    number: int,
+    before: str,
+    text: str,
+    tools: Sequence[Any] | None,
+) -> str | None:
+    """Return the text of an answer with which the template renders its prompt differently, as gpt-oss drops the
+    thinking of tool calls once they are answered; None if it cannot be told from the prompt.
+
+    The answer follows the longest end of its own prompt, ``before``, that ``text`` still holds. That end must be there
+    once, and must have the generation prompt; without one, all of the message before the answer.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), min(len(before), len(text)))
+    rest = text[same:]
+    # If a longer end of the prompt is in the rest, a shorter one is too.
+    length = bisect_left(range(1, len(before) + 1), 1, key=lambda size: int(before[-size:] not in rest))
+    end = before[len(before) - length :]
+    opening = _generation_prompt(chat, messages, number, tools)
+    needed = opening if opening != before else ""
+    needed = needed or str(messages[number - 1].get("content") or before)
+    if not end or needed not in end or rest.count(end) != 1:
+        return None
+    return rest.partition(end)[2]
+
+
+def _why_not(chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None) -> str:
+    """Return why an answer cannot be told from its generation prompt, and what makes it possible."""
+    opening = _generation_prompt(chat, messages, number, tools)
+    differs = f"the chat template does not begin the answer with its generation prompt {opening[-60:]!r}"
+    for name, value in SWITCHES:
+        other = chat.with_kwargs({**chat.kwargs, name: value})
+        prompt = other.text(messages[:number], generation_prompt=True, tools=tools)
+        if other.text(messages[: number + 1], tools=tools).startswith(prompt):
+            setting = f"generator.chat_template_kwargs.{name}={str(value).lower()}"
+            return f"{differs}: set {setting}, or give the answer the thinking that this prompt asks for"
+    return (
+        f"{differs}: give the answer the thinking that this prompt asks for, or set generator.chat_template or"
+        " generator.chat_template_kwargs"
+    )
+
+
+def _generation_prompt(
+    chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None
+) -> str:
+    """Return what the template adds after the messages before an answer, or, if it changes these, all of its text."""
+    before = chat.text(messages[:number], generation_prompt=True, tools=tools)
+    return before.removeprefix(chat.text(messages[:number], tools=tools))
+
+
+def _omitted(message: Mapping[str, Any], answer: str) -> str:
+    """Return what a template leaves out of an answer, as some do with the text of tool calls, or all calls but one; ""
+    if it writes everything."""
+    content = message.get("content")
+    if isinstance(content, str) and (spoken := content.rpartition("</think>")[2].strip()) and spoken not in answer:
+        return f"the text {spoken[:40]!r}"
+    for name in THINKING:
+        thinking = message.get(name)
+        if isinstance(thinking, str) and thinking.strip() and thinking.strip() not in answer:
+            return f"the thinking {thinking.strip()[:40]!r} of {name}"
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    names = Counter(call["name"] for call in calls if isinstance(call, Mapping) and isinstance(call.get("name"), str))
+    for name, count in names.items():
+        if answer.count(name) < count:
+            return f"{count - answer.count(name)} of {count} calls of {name!r}"
+    return ""
 
 
 def _continues(chat: ChatFormat, sequence: _Sequence, prompt: str) -> bool:

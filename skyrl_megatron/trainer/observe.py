@@ -22,6 +22,7 @@ import numpy as np
 
 from skyrl_megatron import progress as spans
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.progress import Span
 from skyrl_megatron.rollout.interface import GeneratorOutput
@@ -78,6 +79,8 @@ def _as_number(part: str) -> tuple[int, str]:
     return (int(part), "") if part.isdigit() else (-1, part)
 
 
+ANSWERS = ("rejected", "preferred")
+"""Names of an answer in a page, by whether it is the better one."""
 MOST_TOKENS = 65_536
 """Maximum tokens of the samples of a step."""
 MOST_GROUPS = 512
@@ -96,6 +99,8 @@ class SampleLog:
     def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
         self.folder, self.tokenizer = run_folder(cfg) / SAMPLES, tokenizer
         self.rows, self.interval = cfg.trainer.samples_per_step, sample_interval(cfg, total_steps)
+        self.of_rows = supervised(cfg) is not None
+        """Whether the samples are rows of data, which have neither rewards nor advantages."""
         self._pieces: dict[int, str] = {}
         self._facts: dict[str, Sequence[Any] | None] = {}
 
@@ -133,6 +138,7 @@ class SampleLog:
             "format": SAMPLE_FORMAT,
             "step": step,
             "rows": len(batch),
+            "of_rows": self.of_rows,
             "samples": samples,
             "pieces": {str(token): self._piece(int(token)) for token in ids},
             **reward_groups(batch),
@@ -169,9 +175,11 @@ class SampleLog:
         def last(values: Any, kind: str = "<f4") -> str | None:
             return None if values is None else _packed(np.asarray(values)[-response:] if response else [], kind)
 
-        rewards = None if batch.rewards is None else batch.rewards[row].numpy()
+        rewards = None if batch.rewards is None or self.of_rows else batch.rewards[row].numpy()
+        advantages = None if batch.advantages is None or self.of_rows else batch.advantages[row].numpy()
         return {
             "uid": batch.uids[row],
+            "answer": "" if batch.preferences is None else ANSWERS[float(batch.preferences[row, 0]) > 0],
             "adapter": batch.adapters[row] if batch.adapters else "",
             "reward": None if rewards is None else float(rewards.sum()),
             "stop": facts.get("stop_reasons") or "",
@@ -182,7 +190,7 @@ class SampleLog:
             "sampled": None if sampled is None else _packed(sampled, "u1"),
             "engine": last(None if batch.rollout_logprobs is None else batch.rollout_logprobs[row].numpy()),
             "trainer": last(logprobs),
-            "advantages": last(None if batch.advantages is None else batch.advantages[row].numpy()),
+            "advantages": last(advantages),
             "rewards": last(rewards),
             "support": last(support, "<i4"),
         }

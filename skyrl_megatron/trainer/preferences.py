@@ -57,7 +57,9 @@ class PreferenceTrainer(SFTTrainer):
         """Return the answers of the step's rows."""
         with self.phases("read_rows"):
             self.rows = next(self.rollouts.prompts)
-            return preference_batch(self.rows)
+            batch = preference_batch(self.rows)
+        self.keep_samples(batch)
+        return batch
 
     def update_on(self, batch: TrainingBatch) -> None:
         """Take the optimizer steps of a training step."""

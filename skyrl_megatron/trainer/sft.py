@@ -29,7 +29,16 @@ class SFTTrainer(RayPPOTrainer):
     def collect_experience(self) -> TrainingBatch:
         """Return the sequences of the step's rows."""
         with self.phases("read_rows"):
-            return batch_of(next(self.rollouts.prompts))
+            batch = batch_of(next(self.rollouts.prompts))
+        self.keep_samples(batch)
+        return batch
+
+    def keep_samples(self, batch: TrainingBatch) -> None:
+        """Store some sequences with what is trained of them for the report, in the steps that are due for it."""
+        with self.phases("keep_samples"):
+            rows = self.watch.keep_samples(self.global_step + 1, batch, None)
+            if rows and self.tracker.takes_samples:
+                self.tracker.samples(self.watch.samples.texts(batch, rows), self.global_step + 1)
 
     def update_on(self, batch: TrainingBatch) -> None:
         """Take the optimizer steps of a training step."""

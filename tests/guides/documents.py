@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = tuple(ROOT / "docs" / name for name in ("errors.md", "families.md", "faults.md", "options.md"))
+GENERATED = tuple(
+    ROOT / "docs" / name for name in ("answers.md", "errors.md", "families.md", "faults.md", "options.md")
+)
 """Pages that launch/docs.sh writes and git ignores."""
 DOCUMENTS = sorted(set((ROOT / "docs").rglob("*.md")) - set(GENERATED))
 ALL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CONFIG.md", "SECURITY.md")]

@@ -28,6 +28,23 @@ def test_rows_are_learned(whole):
     assert "ended after step 4 of 4" in out and "model.safetensors" in "".join(exported(place))
 
 
+def test_the_page_shows_what_is_trained_of_some_rows(whole):
+    """Samples of the first step: rows of the data, the mask of their answers, and no rewards."""
+    import base64
+    import json
+    import struct
+
+    place, _ = whole
+    record = json.loads(next(place.glob("**/samples/step_1.json")).read_text())
+    assert record["of_rows"] and record["samples"]
+    for sample in record["samples"]:
+        mask = base64.b64decode(sample["mask"])
+        tokens = struct.unpack(f"<{len(mask)}i", base64.b64decode(sample["tokens"]))
+        trained = "".join(record["pieces"][str(token)] for token, one in zip(tokens, mask, strict=True) if one)
+        assert "<|end|>" in trained and "<|user|>" not in trained
+        assert sample["reward"] is None and sample["advantages"] is None
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("moment", [row_runs.EVALUATION, "a checkpoint", "a step"])
 def test_a_killed_run_is_resumed_bit_for_bit(folder, tmp_path, whole, moment):

@@ -122,13 +122,17 @@ def test_linters_part(checkout):
 
 
 def test_trackers_part(checkout):
-    copy(checkout, "launch/requirements/trackers.sh")
+    copy(checkout, "launch/requirements/trackers.sh", "launch/requirements/templates.sh")
     make_environment(checkout)
+    write(checkout, ".venv-templates/installed.txt", (ROOT / "launch/requirements/templates.sh").read_text())
     for path in ("launch/requirements/trackers.txt", ".venv-trackers/installed.txt"):
         write(checkout, path, "no-such-tracker==1.0\n")
     green(checkout, "trackers", **OFFLINE)
     (checkout / ".venv-trackers/installed.txt").unlink()
     red(checkout, "trackers", said="no-such-tracker", **OFFLINE)
+    write(checkout, ".venv-trackers/installed.txt", "no-such-tracker==1.0\n")
+    (checkout / ".venv-templates/installed.txt").unlink()
+    red(checkout, "trackers", said="trl", **OFFLINE)
 
 
 def test_lint_part(checkout):

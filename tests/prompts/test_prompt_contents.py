@@ -118,5 +118,5 @@ def test_a_map_is_refused_with_its_fix(tmp_path):
 
     kind = pa.map_(pa.string(), pa.int64())
     pq.write_table(pa.table({"arguments": pa.array([[("a", 1)]], kind)}), tmp_path / "data.parquet")
-    with pytest.raises(DataError, match="map<string, int64.*write a map as JSON text, or the rows as JSONL"):
+    with pytest.raises(DataError, match=r"map<string, int64.*write a map as JSON text, or the rows as JSONL"):
         dataset([str(tmp_path / "data.parquet")])

@@ -70,7 +70,9 @@ def test_a_template_that_does_not_continue_its_generation_prompt(tokenizer):
     from skyrl_megatron.errors import DataError
 
     other = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}think{% endif %}"
-    with pytest.raises(DataError, match=r"differently from what follows its generation prompt: set generator\.chat_"):
+    with pytest.raises(
+        DataError, match=r"does not begin the answer with its generation prompt .*, or set generator\.chat_"
+    ):
         taught(tokenizer, [USER, ANSWER], other)
 
 

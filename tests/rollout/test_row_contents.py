@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.chat_families import CHATML_CALLS, QWEN25, QWEN3
+from tests.support.chat_families import CHATML_CALLS, QWEN3, QWEN25
 
 USER, ANSWER = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}
 TOOLS_HEAD = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -17,8 +17,8 @@ ONLY_CONTENT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %
 THINKS_IN_CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>"
     "{{ m.reasoning_content if m.tool_calls else '' }}</think>{% endif %}{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DROPS_INLINE = ONLY_CONTENT.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
 
@@ -159,9 +159,12 @@ def test_what_a_template_leaves_out_of_a_call(tmp_path):
         path, ONLY_CONTENT
     )
     assert read(path, NAMES_ONLY)[1] == ["data: nothing reads the key 'arguments' of messages (1 of 1 rows)"]
-    text = write(tmp_path / "text.jsonl", [{"messages": [USER, calling(call("f", {}), content="wait")]}])
+    said = calling(call("f", {}), content="wait")
     drops_text = QWEN25.replace("m.content or not m.tool_calls", "not m.tool_calls")
-    assert "'content (beside tool calls)'" in read(text, drops_text)[1][0]
+    text = write(tmp_path / "text.jsonl", [{"messages": [USER, said]}])
+    assert ", row 0: message 1: the chat template does not write the text 'wait'" in refused(text, drops_text)
+    text = write(tmp_path / "history.jsonl", [{"messages": [USER, said | {"weight": 0}, RESULT, ANSWER]}])
+    assert "the key 'content (beside tool calls)' of messages" in read(text, drops_text)[1][0]
 
 
 # ----------------------------------------------------------------------------------------------------- tools
@@ -325,7 +328,8 @@ def test_parts_of_text(tmp_path):
     path = write(tmp_path / "rows.jsonl", lines)
     loops = ONLY_CONTENT.replace(
         "{{ m.content or '' }}",
-        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% endif %}",
     )
     for template, text in ((QWEN25, "1+1\n=?"), (loops, "1+1=?")):
         rows, _ = read(path, template)

@@ -26,8 +26,9 @@ async function fill(run, below) {
   if (!step) { below.replaceChildren(el("p", { class: "note" }, "The samples of this step are not in the file.")); return; }
   const list = step.samples.map(unpacked), detail = el("div", { class: "card" }), table = el("div", {});
   look.sample = Math.min(look.sample, list.length - 1);
-  const choose = (number, focus) => { look.sample = number; table.replaceChildren(sampleTable(list, choose)); showSample(list[number], step.pieces, detail); if (focus) table.querySelector("tr.chosen").focus(); };
-  const rail = el("div", { class: "card" }, groupsOf(step, list, choose), el("h3", {}, `${list.length} samples kept of ${step.rows}`), table);
+  const choose = (number, focus) => { look.sample = number; table.replaceChildren(sampleTable(list, choose, step.of_rows)); showSample(list[number], step.pieces, detail); if (focus) table.querySelector("tr.chosen").focus(); };
+  const groups = step.of_rows ? null : groupsOf(step, list, choose), kinds = step.of_rows ? "sequences" : "samples";
+  const rail = el("div", { class: "card" }, groups, el("h3", {}, `${list.length} ${kinds} kept of ${step.rows}`), table);
   below.replaceChildren(el("div", { class: "samples" }, rail, detail));
   if (list.length) choose(look.sample);
 }
@@ -42,7 +43,28 @@ function groupsOf(step, list, choose) {
   return el("div", { style: "margin-bottom:.8em" }, el("h3", {}, "groups"), el("p", { class: "note" }, `${step.flat_groups} of ${step.group_count} have equal rewards for all responses (hatched)${step.groups.length < step.group_count ? `; ${step.groups.length} are shown` : ""}. Darker: higher reward.`), el("div", { class: "groups" }, ...squares));
 }
 
-function sampleTable(list, choose) {
+/** Columns of the table: name → text of a sample. Rows of data have no reward, but a share that is trained. */
+const SAMPLE_COLUMNS = {
+  prompt: (sample) => sample.uid,
+  reward: (sample) => format(sample.reward),
+  advantage: (sample) => format(meanOf(sample.advantages, sample.mask)),
+  tokens: (sample) => String(sample.tokens.length),
+  ended: (sample) => sample.stop || "",
+};
+const ROW_COLUMNS = {
+  row: (sample) => sample.uid,
+  answer: (sample) => sample.answer || "",
+  tokens: (sample) => String(sample.prompt.length + sample.tokens.length),
+  trained: (sample) => String(trainedOf(sample)),
+};
+
+function trainedOf(sample) {
+  return sample.mask.reduce((count, one) => count + (one ? 1 : 0), 0);
+}
+
+function sampleTable(list, choose, ofRows) {
+  const { answer, ...others } = ROW_COLUMNS, named = list.some((sample) => sample.answer);
+  const columns = ofRows ? (named ? ROW_COLUMNS : others) : SAMPLE_COLUMNS, numbers = ["reward", "advantage", "tokens", "trained"];
   const key = (number) => (event) => {
     const to = { ArrowDown: number + 1, ArrowUp: number - 1, Enter: number, Home: 0, End: list.length - 1 }[event.key];
     if (to === undefined) return;
@@ -50,8 +72,8 @@ function sampleTable(list, choose) {
     choose(Math.max(0, Math.min(list.length - 1, to)), true);
   };
   const rows = list.map((sample, number) => el("tr", { tabindex: 0, class: number === look.sample ? "chosen" : "", "aria-selected": String(number === look.sample), click: () => choose(number), keydown: key(number) },
-    el("td", {}, sample.uid), el("td", { class: "number" }, format(sample.reward)), el("td", { class: "number" }, format(meanOf(sample.advantages, sample.mask))), el("td", { class: "number" }, String(sample.tokens.length)), el("td", {}, sample.stop || "")));
-  return el("div", { class: "scroll list" }, el("table", { class: "samplelist" }, el("thead", {}, el("tr", {}, ...["prompt", "reward", "advantage", "tokens", "ended"].map((name) => el("th", {}, name)))), el("tbody", {}, ...rows)));
+    ...Object.entries(columns).map(([name, text]) => el("td", numbers.includes(name) ? { class: "number" } : {}, text(sample)))));
+  return el("div", { class: "scroll list" }, el("table", { class: "samplelist" }, el("thead", {}, el("tr", {}, ...Object.keys(columns).map((name) => el("th", {}, name)))), el("tbody", {}, ...rows)));
 }
 
 function meanOf(values, mask) {
@@ -75,7 +97,8 @@ function showSample(sample, pieces, detail) {
     body.replaceChildren(box, caption);
   };
   draw();
-  const facts = [`prompt ${sample.uid}`, `reward ${format(sample.reward)}`, `${sample.prompt.length} + ${sample.tokens.length} tokens`, sample.stop && `ended: ${sample.stop}`, sample.adapter && `adapter ${sample.adapter}`,
+  const ofRows = sample.reward === null || sample.reward === undefined;
+  const facts = [ofRows ? `row ${sample.uid}` : `prompt ${sample.uid}`, ofRows ? sample.answer : `reward ${format(sample.reward)}`, ofRows && `${trainedOf(sample)} trained`, `${sample.prompt.length} + ${sample.tokens.length} tokens`, sample.stop && `ended: ${sample.stop}`, sample.adapter && `adapter ${sample.adapter}`,
     sample.versions.length && `versions ${[...new Set(sample.versions.map((span) => span[0]))].join(", ")}`].filter(Boolean);
   detail.replaceChildren(el("h3", {}, facts.join(" · ")), el("div", { style: "height:.5em" }), bar, body);
 }

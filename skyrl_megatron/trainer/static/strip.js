@@ -5,7 +5,7 @@ const COLOURINGS = {
   "log-prob difference": { of: (s) => s.trainer && s.engine && s.engine.map((v, i) => (s.own[i] ? s.trainer[i] - v : NaN)), unit: "nats, trainer − engine", signed: true },
   advantage: { of: (s) => s.advantages, unit: "advantage", signed: true },
   "log-prob": { of: (s) => s.engine && s.engine.map((v, i) => (s.own[i] ? -v : NaN)), unit: "−log-prob, nats" },
-  mask: { of: (s) => s.mask && Float32Array.from(s.mask), unit: "trained on" },
+  mask: { of: (s) => s.mask && Float32Array.from(s.mask), unit: "trained on", from: 0, to: 1 },
   support: { of: (s) => s.support && Float32Array.from(s.support), unit: "vocabulary entries sampled from; 0: all" },
   version: { of: (s) => s.versions.length > 0 && versionOf(s), unit: "weights that sampled it" },
   reward: { of: (s) => s.rewards, unit: "reward at the token", signed: true },
@@ -35,8 +35,8 @@ function tinted(value, low, high, signed) {
 
 /** The tokens of a sample. Returns {box, legend}; arrow keys move from token to token. */
 function strip(sample, pieces, kind, say) {
-  const { of, unit, signed } = COLOURINGS[kind], values = of(sample), box = el("div", { class: "strip", tabindex: 0, role: "group", "aria-label": "tokens of the sample" });
-  let low = Infinity, high = -Infinity;
+  const { of, unit, signed, from = Infinity, to = -Infinity } = COLOURINGS[kind], values = of(sample), box = el("div", { class: "strip", tabindex: 0, role: "group", "aria-label": "tokens of the sample" });
+  let low = from, high = to;
   if (values) for (const v of values) if (v === v) { low = Math.min(low, v); high = Math.max(high, v); }
   const piece = (id) => (pieces[id] ?? `⟨${id}⟩`).replaceAll("\n", "⏎\n");
   const spans = [];
