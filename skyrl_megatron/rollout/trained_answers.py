@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.data.messages import THINKING
 from skyrl_megatron.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ SWITCHES = (
     ("reasoning_effort", "high"),
 )
 """Arguments with which chat templates turn thinking off or on."""
-
-THINKING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message with its thinking; a template reads one of them, or none."""
 
 type TrainedSequence = tuple[list[int], list[int], list[int]]
 """(prompt ids, response ids, mask of the response): 1 on trained tokens."""
@@ -145,17 +143,17 @@ def _generation_prompt(
 
 
 def _omitted(message: Mapping[str, Any], answer: str) -> str:
-    """Return what a template leaves out of an answer, as some do with the text of tool calls, or all calls but one; ""
-    if it writes everything."""
-    content = message.get("content")
+    """Return what a template leaves out of an answer, as some do with text next to tool calls, with thinking, or with
+    all calls but one; "" if it writes everything."""
+    content, calls = message.get("content"), message.get("tool_calls") or ()
     if isinstance(content, str) and (spoken := content.rpartition("</think>")[2].strip()) and spoken not in answer:
         return f"the text {spoken[:40]!r}"
     for name in THINKING:
         thinking = message.get(name)
         if isinstance(thinking, str) and thinking.strip() and thinking.strip() not in answer:
             return f"the thinking {thinking.strip()[:40]!r} of {name}"
-    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    names = Counter(call["name"] for call in calls if isinstance(call, Mapping) and isinstance(call.get("name"), str))
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    names = Counter(function["name"] for function in functions if isinstance(function.get("name"), str))
     for name, count in names.items():
         if answer.count(name) < count:
             return f"{count - answer.count(name)} of {count} calls of {name!r}"

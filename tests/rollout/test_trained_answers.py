@@ -156,7 +156,8 @@ def conversations(draw, family):
         messages.append(user(draw(TEXTS)))
         for _ in range(draw(st.integers(0, 2)) if family.calls else 0):
             count = draw(st.integers(1, family.calls))
-            messages.append(answer(draw(TEXTS | st.just("")), draw(thoughts(family)), count))
+            beside = TEXTS | st.just("") if family.text_of_calls else st.just("")
+            messages.append(answer(draw(beside), draw(thoughts(family)), count))
             messages += [tool(draw(TEXTS), number) for number in range(count)]
         messages.append(answer(draw(TEXTS), draw(thoughts(family))))
     flags = [draw(st.integers(0, 3)) > 0 and message["role"] == "assistant" for message in messages]

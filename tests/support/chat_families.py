@@ -31,6 +31,8 @@ class Family:
     thinks: str = "sometimes"
     """Whether messages think: never, sometimes, always."""
     system: bool = True
+    text_of_calls: bool = True
+    """Whether the template writes the text of a message with tool calls."""
     spaces: bool = False
     """Whether the tokenizer is one of sentencepiece, which writes spaces as ``▁``."""
 
@@ -285,6 +287,7 @@ FAMILIES = {
         harmony_said,
         harmony_stop,
         calls=1,
+        text_of_calls=False,
     ),
     "qwen2.5": Family(
         QWEN25, CHATML, ("<|im_end|>", "<|endoftext|>"), qwen25_said, always("<|im_end|>"), thinks="never"
@@ -316,6 +319,7 @@ FAMILIES = {
         llama3_said,
         always("<|eot_id|>"),
         calls=1,
+        text_of_calls=False,
         thinks="never",
     ),
     "deepseek": Family(
