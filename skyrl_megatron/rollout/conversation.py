@@ -128,6 +128,8 @@ class ChatConversation:
             self.ids[-1] = between.pop(0)  # what ends a turn depends on the next message
         elif turn.kept + turn.appended and self.ids[-1] in self.chat.stop_ids:
             between = after_stop(between, self.ids[-1], closing)
+        elif turn.kept and between[:1] == self.ids[-1:] and between[0] in self.chat.tokenizer.all_special_ids:
+            between = between[1:]  # stopped at a token of the request, which also begins the next message
         elif at_stop_string and not self.append_end_token and between[:1] == [closing]:
             between = between[1:]
         self.ids += between

@@ -108,13 +108,13 @@ class ChatFormat:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer: those of the model; and, if the template ends answers with none of them, the
-        special token that it writes there instead, as ChatML does with a base model."""
+        special tokens that it writes there instead, as ChatML does with a base model, and GLM with the next message."""
         model = frozenset(self.stop_token_ids)
         after = [self._text_after([]), self._text_after(_USER), self._text_after([], generation_prompt=False)]
         stops = re.compile(rf"\s*(?:{self._names(model)})") if model else None
-        if self.closing_token is None or (stops and any(text and stops.match(text) for text in after)):
+        if stops and any(text and stops.match(text) for text in after):
             return model
-        return model | {self.closing_token}
+        return model | {first for following in (_USER, _TOOL) if (first := self._special_after(following)) is not None}
 
     @cached_property
     def stops(self) -> re.Pattern[str]:
@@ -140,9 +140,13 @@ class ChatFormat:
     def closing_token(self) -> int | None:
         """The special token that the template writes after every answer before another message (``<|im_end|>``,
         ``<|end|>`` of gpt-oss); None if it is the next message that ends an answer (GLM)."""
-        texts = [self._text_after(following) for following in (_USER, _TOOL, [])]
-        firsts = {tuple(self.encoder.continued(text)[:1]) for text in [t for t in texts if t is not None][:2]}
-        first = firsts.pop() if len(firsts) == 1 else ()
+        written = [following for following in (_USER, _TOOL, []) if self._text_after(following) is not None][:2]
+        firsts = {self._special_after(following) for following in written}
+        return firsts.pop() if len(firsts) == 1 else None
+
+    def _special_after(self, following: ConversationType) -> int | None:
+        """Return the special token with which the text after an answer begins; None if there is none."""
+        first = self.encoder.continued(self._text_after(following) or "")[:1]
         special = bool(first) and (first[0] in self.stop_token_ids or first[0] in self.tokenizer.all_special_ids)
         return int(first[0]) if special else None
 

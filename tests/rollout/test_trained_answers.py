@@ -203,3 +203,15 @@ def test_random_conversations_are_what_the_template_writes(name):
                 assert prompt == encode(begin) or len(runs) > 1
 
     check()
+
+
+def test_a_template_that_ends_answers_with_none_of_the_models_stops():
+    """Without a generation_config.json, GLM's answers end with what the template writes after them."""
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    tokenizer = family_tokenizer("glm")
+    chat = ChatFormat(tokenizer)
+    assert tokenizer.decode(chat.stop_token_ids) == "<|endoftext|>"
+    messages = [user("1+1=?"), answer("", calls=1), tool("4"), answer("2"), user("and?"), answer("4")]
+    ((_, runs),) = shown(chat, messages)
+    assert [text.rpartition("<|")[2] for text in runs] == ["observation|>", "user|>", "user|>"]
