@@ -108,7 +108,7 @@ class ChatFormat:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer: those of the model; and, if the template ends answers with none of them, the
-        special tokens that it writes there instead, as ChatML does with a base model, and GLM with the next message."""
+        special tokens that it writes there instead, as ChatML does with a base model and GLM with the next message."""
         model = frozenset(self.stop_token_ids)
         after = [self._text_after([]), self._text_after(_USER), self._text_after([], generation_prompt=False)]
         stops = re.compile(rf"\s*(?:{self._names(model)})") if model else None
