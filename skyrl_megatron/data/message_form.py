@@ -105,7 +105,7 @@ class MessageForm:
         if self.argument_type is None:
             self.unread.add("arguments")
         if message["content"] and not self.writes_content_of_calls:
-            self.unread.add("content (beside tool calls)")
+            self.unread.add("content (with tool calls)")
         calls = []
         for call, text in calls_of(message, number):
             if self.argument_type is str:

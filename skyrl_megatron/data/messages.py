@@ -89,8 +89,8 @@ def calls_of(message: Mapping[str, Any], number: int) -> Iterator[tuple[dict[str
     calls = message["tool_calls"]
     if not isinstance(calls, list):
         raise DataError(f"message {number}: tool_calls is {calls!r:.80}, it must be a list")
-    for place, call in enumerate(calls):
-        where = f"message {number}, tool call {place}"
+    for position, call in enumerate(calls):
+        where = f"message {number}, tool call {position}"
         nested = isinstance(call, dict) and call.get("function") is not None
         function = call["function"] if nested else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -146,7 +146,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 
 EMPTY_TOOLS = ("[]", "null")
-"""Texts of no tools, beside the empty one."""
+"""Texts of no tools, in addition to the empty one."""
 
 
 def declared_tools(value: Any) -> list[dict[str, Any]]:

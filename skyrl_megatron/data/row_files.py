@@ -73,7 +73,7 @@ class Rows(ABC):
         """Return the row ``number`` without the null fields that Arrow adds to objects in ``columns``, and their
         number below the objects of a list: a column has one type, so each object gets the fields of all others.
 
-        A null that a row of an Arrow table really had cannot be told from these. Nulls of JSON files and of JSON text,
+        A null that a row of an Arrow table really had looks like these. Nulls of JSON files and of JSON text,
         and null elements of lists, are kept.
         """
         return row, 0
@@ -295,7 +295,7 @@ def _without_nulls(value: Any, feature: Any, removed: list[int], depth: int) -> 
         return kept
     inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) else None)
     if inner is not None and isinstance(value, list):
-        return [_without_nulls(each, inner, removed, depth + 1) for each in value]
+        return [_without_nulls(element, inner, removed, depth + 1) for element in value]
     return value
 
 

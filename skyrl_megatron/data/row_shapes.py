@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.data.messages import from_json
+from skyrl_megatron.data.row_files import DatasetRow
 from skyrl_megatron.errors import DataError
-
-type Row = dict[str, Any]
 
 MESSAGES_FORMAT = "messages"
 SPEAKERS = {
@@ -30,7 +29,7 @@ SPEAKERS = {
 """``from`` of a ShareGPT turn → role."""
 
 
-def in_messages(row: Mapping[str, Any], form: str, columns: Sequence[str]) -> Row:
+def in_messages(row: Mapping[str, Any], form: str, columns: Sequence[str]) -> DatasetRow:
     """Return a row in the format ``form`` with chat messages in ``columns``. Raises DataError."""
     return dict(row) if form == MESSAGES_FORMAT else CONVERTERS[form](dict(row), columns)
 
@@ -56,7 +55,7 @@ def format_of_messages(messages: Any) -> str | None:
     return "anthropic" if kinds & {"tool_use", "tool_result", "thinking"} else None
 
 
-def _sharegpt(row: Row, columns: Sequence[str]) -> Row:
+def _sharegpt(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     first = "conversations" if "conversations" in row else columns[0]
     turns = {name: row.pop(name, None) for name in (first, *columns[1:])}
     for name, column in zip(turns, columns, strict=True):
@@ -79,14 +78,14 @@ def _turn(turn: Any) -> Any:
     return {**kept, "role": SPEAKERS[speaker], "content": said}
 
 
-def _with_system(row: Row, columns: Sequence[str]) -> Row:
+def _with_system(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     system = row.pop("system", None)
     if system and isinstance(row.get(columns[0]), list):
         row[columns[0]] = [{"role": "system", "content": system}, *row[columns[0]]]
     return row
 
 
-def _alpaca(row: Row, columns: Sequence[str]) -> Row:
+def _alpaca(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     question = [row.pop("instruction", None), row.pop("input", None)]
     if wrong := [part for part in question if not isinstance(part, str | None)]:
         raise DataError(f"instruction or input is {wrong[0]!r:.80}, it must be text")
@@ -104,7 +103,7 @@ def _alpaca(row: Row, columns: Sequence[str]) -> Row:
     return _with_system(row, columns)
 
 
-def _prompt_completion(row: Row, columns: Sequence[str]) -> Row:
+def _prompt_completion(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     prompt = row.pop("prompt", None)
     asked = [_said("user", prompt)] if isinstance(prompt, str) else prompt
     if len(columns) > 1:
@@ -119,7 +118,7 @@ def _prompt_completion(row: Row, columns: Sequence[str]) -> Row:
     return row | {columns[0]: [*not_trained, *answer]}
 
 
-def _anthropic(row: Row, columns: Sequence[str]) -> Row:
+def _anthropic(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     for name in columns:
         if isinstance(row.get(name), list):
             row[name] = [message for turn in row[name] for message in _from_blocks(turn)]
@@ -166,7 +165,7 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {**rest, "parameters": tool["input_schema"]}}
 
 
-def _openai_functions(row: Row, columns: Sequence[str]) -> Row:
+def _openai_functions(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     for name in columns:
         if isinstance(row.get(name), list):
             row[name] = [_without_function(message) for message in row[name]]
@@ -191,7 +190,7 @@ def _without_function(message: Any) -> Any:
     return kept
 
 
-def _said(role: str, content: Any) -> Row:
+def _said(role: str, content: Any) -> DatasetRow:
     return {"role": role, "content": content}
 
 
@@ -202,7 +201,7 @@ def _answer(given: Any) -> Any:
     return [given] if isinstance(given, Mapping) else given
 
 
-CONVERTERS: dict[str, Callable[[Row, Sequence[str]], Row]] = {
+CONVERTERS: dict[str, Callable[[DatasetRow, Sequence[str]], DatasetRow]] = {
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGES, TOOLS = "messages", "tools"
 DECLARED = frozenset((TOOLS, "images", "extra_info", *FLAGS, *TOKEN_MASKS))
-"""Columns that every command knows, beside those of its messages."""
+"""Columns that every command knows, in addition to those of its messages."""
 PRECEDING = {
     "system": (None,),
     "developer": (None,),
@@ -153,7 +153,7 @@ class ChatRows:
         unread += [f"the key {name!r} of messages" for name in sorted(self.form.unread)]
         if unread and self.settings.strict_rows:
             return f"nothing reads {unread[0]}", f" ({self.settings.SECTION}.strict_rows)"
-        self.notes.update([*(f"nothing reads {each}" for each in unread), *notes, *sorted(self.form.notes)])
+        self.notes.update([*(f"nothing reads {name}" for name in unread), *notes, *sorted(self.form.notes)])
         return "", ""
 
     @classmethod

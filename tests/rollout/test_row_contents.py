@@ -164,7 +164,7 @@ def test_what_a_template_leaves_out_of_a_call(tmp_path):
     text = write(tmp_path / "text.jsonl", [{"messages": [USER, said]}])
     assert ", row 0: message 1: the chat template does not write the text 'wait'" in refused(text, drops_text)
     text = write(tmp_path / "history.jsonl", [{"messages": [USER, said | {"weight": 0}, RESULT, ANSWER]}])
-    assert "the key 'content (beside tool calls)' of messages" in read(text, drops_text)[1][0]
+    assert "the key 'content (with tool calls)' of messages" in read(text, drops_text)[1][0]
 
 
 # ----------------------------------------------------------------------------------------------------- tools

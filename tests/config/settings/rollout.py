@@ -97,6 +97,20 @@ def experiment(cfg):
     return prompts, type(made.get_generator(cfg, made.tokenizer, None)).__name__
 
 
+def unread_keys(cfg):
+    """The prompts of a file with a key that nothing reads; the error where they are refused."""
+    from pathlib import Path
+
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+    from skyrl_megatron.errors import SkyRLMegatronError
+
+    file = str(Path(cfg.data.train_data[0]).with_name("named.jsonl"))
+    try:
+        return len(BasePPOExp(cfg)._dataset("data.train_data", [file]))
+    except SkyRLMegatronError as error:
+        return str(error)
+
+
 def order(cfg):
     """The first prompts of the run; the error where it cannot choose them."""
     from skyrl_megatron.data.loader import run_loader

@@ -246,6 +246,7 @@ ROLLOUT = {
     "data.eval_sets": Row({"more": {"data": ["train.parquet"]}}, rollout.experiment),
     "data.sampler": Row("in_order", rollout.order),
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
+    "data.strict_rows": Row(True, rollout.unread_keys),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
     f"{G}min_token_in_rate": Row(0.99, rollout.judgement, {f"{G}name": "tests_generator"}),
