@@ -22,12 +22,12 @@ from skyrl_megatron.rollout.interface import (
     GeneratorInterface,
     GeneratorOutput,
     get_metrics_from_generator_output,
-    last_reward,
-    total_reward,
+    sampled_trajectories,
 )
 from skyrl_megatron.rollout.outputs import (
     concatenate_generator_outputs,
     prepare_generator_input,
+    rewards_of_rows,
     row_uids,
     select_rows,
 )
@@ -142,8 +142,11 @@ async def _sample(
 
 
 def _scores(source: str, sampled: Sampled, samples: int) -> dict[str, float]:
+    """Return the scores over the samples that were scored, and the number of those that failed."""
     scores = get_metrics_from_generator_output(sampled.output, sampled.uids)
+    failed = sum(trajectory.failed for trajectory in sampled_trajectories(sampled.output, sampled.uids))
     named = {
+        f"eval/{source}/num_failed": float(failed),
         f"eval/{source}/avg_score": scores["avg_score"],
         f"eval/{source}/pass_at_{samples}": scores["pass_at_n"],
         f"eval/{source}/mean_positive_reward": scores["mean_positive_reward"],
@@ -162,18 +165,21 @@ def _set_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any)
 
 def _group_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any) -> dict[str, float]:
     metrics = _scores(name, sampled, one.n)
-    metrics.pop(f"eval/{name}/pass_at_{one.n}")
+    metrics.pop(f"eval/{name}/pass_at_{one.n}", None)
     prompts: dict[str, list[tuple[Hashable, bool]]] = defaultdict(list)
-    last = sampled.output.get("is_last_step") or [True] * len(sampled.uids)
-    for row in np.flatnonzero(last).tolist():
-        answer = _answer(sampled.output, row, tokenizer) if one.majority_at else None
-        prompts[sampled.uids[row]].append((answer, last_reward(sampled.output["rewards"][row]) > 0))
-    for k in one.ks:
-        shares = [pass_at_k(len(each), sum(passed for _, passed in each), k) for each in prompts.values()]
-        metrics[f"eval/{name}/pass_at_{k}"] = sum(shares) / len(shares)
-    for k in sorted(set(one.majority_at)):
-        shares = [majority_at_k([a for a, _ in each], [float(p) for _, p in each], k) for each in prompts.values()]
-        metrics[f"eval/{name}/majority_at_{k}"] = sum(shares) / len(shares)
+    for trajectory in sampled_trajectories(sampled.output, sampled.uids):
+        if not trajectory.failed:
+            answer = _answer(sampled.output, trajectory.rows[-1], tokenizer) if one.majority_at else None
+            prompts[trajectory.uid].append((answer, trajectory.last_reward > 0))
+
+    for k in sorted({*one.ks, *one.majority_at}):
+        enough = [samples for samples in prompts.values() if len(samples) >= k]  # others failed
+        if enough and k in one.ks:
+            shares = [pass_at_k(len(samples), sum(passed for _, passed in samples), k) for samples in enough]
+            metrics[f"eval/{name}/pass_at_{k}"] = sum(shares) / len(shares)
+        if enough and k in one.majority_at:
+            shares = [majority_at_k([a for a, _ in votes], [float(p) for _, p in votes], k) for votes in enough]
+            metrics[f"eval/{name}/majority_at_{k}"] = sum(shares) / len(shares)
     return metrics
 
 
@@ -197,14 +203,16 @@ def _dump(cfg: SkyRLTrainConfig, step: int, name: str, sampled: Sampled, rows: S
         return
     folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{step}"
     private_folder(folder)
-    output = sampled.output
+    output, scores = sampled.output, rewards_of_rows(sampled.output)
+    errors = output.get("errors") or [None] * len(scores)
     with (folder / f"{name.replace('/', '_')}.jsonl").open("w") as file:
         for row in rows:
             entry = {
                 "uid": sampled.uids[row],
                 "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
                 "response": tokenizer.decode(output["response_ids"][row]),
-                "score": total_reward(output["rewards"][row]),
+                "score": scores[row],
                 "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
+                "error": errors[row],
             }
             file.write(json.dumps(entry) + "\n")

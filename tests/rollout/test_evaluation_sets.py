@@ -65,7 +65,9 @@ def test_scores_of_a_set_and_of_its_groups(tmp_path):
 
 def test_one_group_is_not_told_twice(tmp_path):
     found, _, _ = scores(tmp_path, ["#### 15"] * 2, Prompts("easy", "easy"), n=1, group_by="level")
-    assert set(found) == {"eval/hard/avg_score", "eval/hard/mean_positive_reward", "eval/hard/pass_at_1"}
+    assert set(found) == {
+        f"eval/hard/{name}" for name in ("avg_score", "mean_positive_reward", "pass_at_1", "num_failed")
+    }
 
 
 def test_a_set_beside_the_evaluation_data(tmp_path):
