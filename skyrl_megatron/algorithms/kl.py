@@ -84,9 +84,9 @@ def penalize_rewards(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [B, T] (``algorithm.use_kl_in_reward``).
 
-    Returns (rewards [B, T], metrics). ``avg_kl`` is the mean over ``trajectories`` (None: the rows) of their mean token
-    KL; it updates the controller. ``avg_kl_max`` is the mean over trajectories of their largest token KL. Both leave
-    out trajectories without a trained token.
+    Returns (rewards [B, T], metrics). ``avg_kl`` is the mean over ``trajectories`` (None: the rows) of their mean
+    token KL; it updates the controller. ``avg_kl_max`` is the mean over trajectories of their largest token KL. Both
+    leave out trajectories without a trained token.
     """
     kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
     whole = trajectories or Trajectories(None, len(kl), kl.device)

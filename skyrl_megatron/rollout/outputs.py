@@ -26,7 +26,6 @@ from skyrl_megatron.rollout.interface import (
     TrajectoryID,
     apply_overlong_filtering,
     sampled_trajectories,
-    trajectory_rows,
     zero_where_not_stopped,
 )
 from skyrl_megatron.types import TokenSupport, TrainingBatch

@@ -1,4 +1,4 @@
-"""A trajectory is one sample, whatever its rows: random trajectories say the same in one row, step-wise, and merged."""
+"""A trajectory is one sample, whatever its rows: random ones say the same in one row, step-wise, and merged."""
 
 import random
 
@@ -151,6 +151,25 @@ def test_one_row_and_several_rows_say_the_same(estimator, generator):
     assert any(whole["advantages"])
 
 
+def test_a_step_has_the_uid_of_every_row():
+    """The source of a synchronous run gives the trainer rows, not trajectories."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from skyrl_megatron.trainer.rollout_source import PromptRollouts
+
+    trajectories = [([(2, 1, 0.5), (2, 1, 0.5)], "stop", None, {}) for _ in range(8)]
+    output, uids = sampled("step-wise", trajectories)
+    prompts = [f"p{number // 4}" for number in range(8)]
+    trainer = SimpleNamespace(
+        train_dataloader=[["prompts"]],
+        prepare_generator_input=lambda prompts_of_step, phase: ({}, prompts),
+        phases=lambda name: nullcontext(),
+        generate=lambda generator_input: output,
+    )
+    assert PromptRollouts(trainer).sample() == (output, uids) and len(uids) == 16
+
+
 def test_the_reward_is_the_sum_of_all_turns():
     """Two samples: 1 in the first turn and 0 in the last, and nothing. The numbers are worked out by hand."""
     turns = [(2, 1, 1.0), (3, 1, 0.0)]
@@ -179,8 +198,8 @@ def test_the_filter_of_groups_with_equal_rewards_masks_all_rows():
 
 @pytest.mark.filterwarnings("ignore:.*trajectories. environment:UserWarning")
 def test_a_sample_is_left_out_as_a_whole(tmp_path):
-    """An error, NaN, or no score of a reward model concerns all rows of the trajectory. The reward model is a stand-in:
-    a real one gives no NaN when it is asked to."""
+    """An error, or no score of a reward model, concerns all rows of the trajectory. The reward model is a stand-in: a
+    real one gives no NaN when it is asked to."""
     import torch
 
     from skyrl_megatron.config import SkyRLTrainConfig
