@@ -117,7 +117,7 @@ def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
 
 def reached(cfg: SkyRLTrainConfig, step: int, metrics: Mapping[str, Any]) -> StepLimit | None:
     """Return the limit that ``trainer.stop_when`` sets if the metrics of ``step`` fulfil it, else None."""
-    if cfg.trainer.stop_when is None or step < 1:
+    if cfg.trainer.stop_when is None:
         return None
     condition = StopCondition.parse(cfg.trainer.stop_when)
     value = metrics.get(condition.metric)
