@@ -129,7 +129,7 @@ class Mixture(Sampler):
 
     The j-th prompt of data set s comes at the virtual time (j + u_s) / w_s, with u_s in [0, 1) from the seed (stride
     scheduling). A data set is shuffled anew whenever all its rows have been taken. An epoch is as many batches as the
-    rows fill, and the next one goes on where it ends: a time that no batch takes could be that of one data set.
+    rows fill, and the next one continues there: a time that no batch takes could always be that of one data set.
     """
 
     Options = MixtureOptions

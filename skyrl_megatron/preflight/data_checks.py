@@ -168,14 +168,14 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
                 yield from _lengths(run, key, names, chat, needed)
             elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
                 yield _too_few(needed, f"{count} prompts")
-    if run.training:
-        yield from name_problems(run.cfg, groups)
-        yield from metric_problems(run.cfg, groups) if not list(metric_problems(run.cfg, {})) else ()
+    yield from name_problems(run.cfg, groups)
+    if run.training and not list(metric_problems(run.cfg, {})):  # else reported without the data
+        yield from metric_problems(run.cfg, groups)
     yield from _environments(run, named)
 
 
 def _groups(run: PlannedRun, key: str, rows: Iterable[Rows]) -> dict[str, set[str]]:
-    """Return by whose values of which column the rows of held-out data are scored (:data:`Groups`)."""
+    """Return by whose values of which column the rows of held-out data are scored (``HeldOutGroups``)."""
     name, column = key, DATASET_KEY
     if key != VAL_DATA:
         name = key.split(".")[2]

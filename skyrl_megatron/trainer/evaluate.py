@@ -17,7 +17,7 @@ from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.rules.evaluation_rules import (
     VAL_DATA,
-    Groups,
+    HeldOutGroups,
     group_name,
     metric_problems,
     name_problems,
@@ -107,10 +107,10 @@ async def evaluate(
     return metrics
 
 
-def require_metrics(cfg: SkyRLTrainConfig, eval_dataset: Any, sets: Mapping[str, Any]) -> None:
-    """Raise ConfigError if ``trainer.stop_when`` or ``best_metric`` reads a metric that the run will not have, or if
-    two parts of the held-out data would have scores of the same names. A data set of a user's own class, without
-    ``values_of``, is not looked into."""
+def require_metrics(cfg: SkyRLTrainConfig, eval_dataset: Any, sets: Mapping[str, Any], *, trains: bool = True) -> None:
+    """Raise ConfigError if two parts of the held-out data would have scores of the same names, or if
+    ``trainer.stop_when`` or ``best_metric`` of a run that ``trains`` reads a metric that it will not have. A custom
+    data set without ``values_of`` is not looked into."""
     groups: dict[str, Collection[str]] = {}
     if hasattr(eval_dataset, "values_of"):
         groups[VAL_DATA] = eval_dataset.values_of(DATASET_KEY)
@@ -118,11 +118,11 @@ def require_metrics(cfg: SkyRLTrainConfig, eval_dataset: Any, sets: Mapping[str,
         if hasattr(dataset, "values_of"):
             groups[name] = dataset.values_of(eval_sets(cfg.data.eval_sets)[name].group_by)
     _require_names(cfg, groups)
-    if problems := list(metric_problems(cfg, groups)):
+    if trains and (problems := list(metric_problems(cfg, groups))):
         raise ConfigError(problems)
 
 
-def _require_names(cfg: SkyRLTrainConfig, groups: Groups) -> None:
+def _require_names(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> None:
     if problems := list(name_problems(cfg, groups)):
         raise ConfigError(problems)
 

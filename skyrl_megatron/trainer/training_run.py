@@ -419,7 +419,8 @@ class TrainingRun:
             return
         interval, was_last = self.cfg.trainer.hf_save_interval, self.is_last_step
         self.limit, self.total_steps = limit, limit.steps
-        exported = interval <= 0 or export_due(self.global_step, interval, is_last=was_last)
+        step = self.global_step  # at step 0 nothing was published yet
+        exported = interval <= 0 or (step > 0 and export_due(step, interval, is_last=was_last))
         self.begin_training()
         self.recovery.run(self._save_this_step)
         if not exported:

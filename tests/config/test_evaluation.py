@@ -1,5 +1,6 @@
 """Evaluation sets, the condition that ends a run, and the metric of the best checkpoint: what is refused, and how."""
 
+import math
 import warnings
 
 import pytest
@@ -140,6 +141,30 @@ def test_the_best_has_a_direction(verb, metric, better):
     assert len(found) == (not better) and all(
         "higher or lower values of it are better is not known" in x for x in found
     )
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "kept"),
+    [
+        ("eval/all/loss", [4.2, 3.8, 3.9, math.nan, 3.1], [1, 2, 5]),
+        ("eval/all/avg_score", [0.2, 0.1, math.nan, 0.3], [1, 4]),
+    ],
+)
+def test_the_best_checkpoint_is_kept(metric, values, kept):
+    """The trainer's rule alone: steps whose evaluation has these values."""
+    from types import SimpleNamespace
+
+    from skyrl_megatron.trainer.training_run import TrainingRun
+
+    marked = []
+    run = SimpleNamespace(cfg=SkyRLTrainConfig.from_cli_overrides({"trainer.best_metric": metric}), best=None)
+    run.recovery = SimpleNamespace(run=lambda save: save())
+    run._save_this_step = lambda: setattr(run.checkpoints, "saved_step", run.global_step)
+    run.checkpoints = SimpleNamespace(saved_step=None, mark_best=lambda name, value: marked.append(run.global_step))
+    for run.global_step, value in enumerate(values, 1):
+        run.metrics = {metric: value}
+        TrainingRun.keep_best(run)
+    assert marked == kept
 
 
 def test_a_metric_of_ones_own_is_declared():

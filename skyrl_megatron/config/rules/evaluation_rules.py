@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 VAL_DATA = "data.val_data"
-type Groups = Mapping[str, Collection[str]]
+type HeldOutGroups = Mapping[str, Collection[str]]
 """What the held-out data says: :data:`VAL_DATA` → its values of ``data_source``, and name of a set → those of its
 column ``group_by``. A key that is missing is not known yet."""
 
@@ -51,7 +51,7 @@ def evaluation_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     yield from metric_problems(cfg, {})
 
 
-def metric_problems(cfg: SkyRLTrainConfig, groups: Groups) -> Iterator[Problem]:
+def metric_problems(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> Iterator[Problem]:
     """Yield a problem for each metric of ``trainer.stop_when`` and ``trainer.best_metric`` that the run will not have,
     and for a best metric of which no direction is known."""
     trainer = cfg.trainer
@@ -75,7 +75,7 @@ def metric_problems(cfg: SkyRLTrainConfig, groups: Groups) -> Iterator[Problem]:
             yield Problem(key, value, fix)
 
 
-def _unknown(cfg: SkyRLTrainConfig, key: str, value: str, metric: str, groups: Groups) -> Iterator[Problem]:
+def _unknown(cfg: SkyRLTrainConfig, key: str, value: str, metric: str, groups: HeldOutGroups) -> Iterator[Problem]:
     scores = {f"eval/{name}/{score}" for name, of_name in held_out(cfg, groups).items() for score in of_name}
     known = sorted(scores) + [f"reward/{name}" for name in reward_names(cfg)]
     if metric in known or _may_be_of_data(cfg, metric, groups):
@@ -93,7 +93,7 @@ def _unknown(cfg: SkyRLTrainConfig, key: str, value: str, metric: str, groups: G
     yield Problem(key, value, fix)
 
 
-def _may_be_of_data(cfg: SkyRLTrainConfig, metric: str, groups: Groups) -> bool:
+def _may_be_of_data(cfg: SkyRLTrainConfig, metric: str, groups: HeldOutGroups) -> bool:
     """Return whether a score may be that of a part of the data that is not read yet."""
     name, _, score = metric.removeprefix("eval/").rpartition("/")
     if not metric.startswith("eval/") or not name or supervised(cfg) is not None:
@@ -107,7 +107,7 @@ def _may_be_of_data(cfg: SkyRLTrainConfig, metric: str, groups: Groups) -> bool:
     return name != "all" and score in val_scores(cfg)
 
 
-def held_out(cfg: SkyRLTrainConfig, groups: Groups) -> dict[str, list[str]]:
+def held_out(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> dict[str, list[str]]:
     """Return NAME → the scores ``eval/NAME/…`` that an evaluation of the run has, as far as they are known."""
     names: dict[str, list[str]] = {}
     if cfg.data.val_data:
@@ -153,7 +153,7 @@ def _names(cfg: SkyRLTrainConfig, beginning: str, numbers: Mapping[str, Collecti
     return names_below(beginning, "train" if rows is None else rows.SECTION, conditions, numbers)
 
 
-def name_problems(cfg: SkyRLTrainConfig, groups: Groups) -> Iterator[Problem]:
+def name_problems(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> Iterator[Problem]:
     """Yield a problem for each part of the held-out data whose scores would have the names of others."""
     sets, adapters = read_eval_sets(cfg.data.eval_sets)[0], cfg.trainer.policy.model.lora.adapters
     for source in groups.get(VAL_DATA, ()):
