@@ -24,7 +24,7 @@ def prepare(folder):
     save_with_draft("deepseek_v3", folder / "drafted")
     template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}{{ hint }}"
     (folder / "chat.jinja").write_text(template)
-    (folder / "order.txt").write_text("5\n3\n9\n1\n0\n")
+    (folder / "order.txt").write_text("5\n3\n9\n1\n")
     for name in ("databases", "others"):
         place = folder / name / "spider" / "database" / "x"
         place.mkdir(parents=True)
