@@ -113,6 +113,22 @@ def _path(cls: Callable[..., Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+METRICS: dict[str, dict[str, str]] = {}
+"""Name or pattern of a metric that :func:`register_metric` added → ``better``, ``unit`` and ``meaning``."""
+
+
+def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: str = "") -> None:
+    """Declare a metric of your own, which a trainer, a generator or a callback of yours measures.
+
+    ``trainer.stop_when`` and ``trainer.best_metric`` take only names of docs/metrics.md and declared ones. ``name``:
+    ``*`` stands for anything without a slash. ``direction``: ``higher`` or ``lower`` values are better; "": neither.
+    Raises ConfigError for another direction.
+    """
+    if direction not in ("higher", "lower", ""):
+        raise ConfigError([Problem(f"metric {name}: direction", direction, 'must be "higher", "lower" or ""')])
+    METRICS[name] = {"better": direction, "unit": unit, "meaning": meaning}
+
+
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")

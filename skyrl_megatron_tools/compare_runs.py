@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, LaunchError, Problem
 
-MORE_IS_BETTER = ("eval/all/avg_score", "reward/avg_raw_reward", "trainer/tokens_per_second")
-LESS_IS_BETTER = ("timing/step", "policy/rollout_train_logprobs_abs_diff_mean")
 GATES: dict[str, float] = {
     "reward/avg_raw_reward": 0.05,
     "eval/all/avg_score": 0.05,
@@ -52,7 +51,8 @@ class MetricComparison:
     @property
     def out_of_band(self) -> bool:
         """Whether the change is larger than allowed and no known improvement."""
-        better = self.change > 0 if self.name in MORE_IS_BETTER else self.change < 0 and self.name in LESS_IS_BETTER
+        row = describe(self.name)
+        better = row is not None and self.change != 0 and row.better == ("higher" if self.change > 0 else "lower")
         return not better and abs(self.change) > self.band
 
 

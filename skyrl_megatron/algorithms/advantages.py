@@ -24,7 +24,7 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.distillation import distillation
 from skyrl_megatron.algorithms.gdpo import gdpo
-from skyrl_megatron.algorithms.groups import Groups, Index
+from skyrl_megatron.algorithms.groups import Groups, Index, Trajectories
 from skyrl_megatron.algorithms.masked import (
     check_mask,
     check_token_tensors,
@@ -160,7 +160,8 @@ def run_estimator(
             raise AlgorithmError(
                 f"{name} propagates reward through time or counts trajectories: it cannot use step-wise trajectories"
             )
-        return _stepwise(name, estimator, tensors | parts, uids, is_last_step, nonfinite, options)
+        options |= {"loss_mask": loss_mask, "truncated": truncated, "nonfinite": nonfinite}
+        return _of_trajectories(name, estimator, tensors | parts, uids, is_last_step, options)
     # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
     named = inspect.signature(estimator).parameters
     masks = {"loss_mask": loss_mask, "truncated": truncated}
@@ -182,41 +183,39 @@ def run_estimator(
     return advantages, returns
 
 
-def _stepwise(
+def _of_trajectories(
     name: str,
     estimator: Estimator,
     tensors: dict[str, Tensor | None],
     uids: np.ndarray | Tensor,
     is_last_step: Tensor,
-    nonfinite: str,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Give all rows (steps) of a trajectory the advantage of its last row, which has the reward.
+    """Give all rows of a trajectory the advantage of the trajectory.
 
-    The estimator runs on the last rows with a mask of ones, so that every column holds its (constant) advantage.
+    The estimator sees one row for each: the trajectory's reward at the last token, and masks of ones, so that every
+    column holds its (constant) advantage. ``loss_mask`` is 0 for a trajectory without a trained token.
     """
     rewards, mask = tensors["token_level_rewards"], tensors["response_mask"]
     assert rewards is not None and mask is not None
-    last = is_last_step.to(rewards.device, torch.bool)
-    if last.shape != (len(rewards),) or not bool(last[-1:].all()):
-        raise AlgorithmError(
-            f"is_last_step must be [B] = [{len(rewards)}] and end with a last step, got shape {tuple(last.shape)}"
-        )
-    trajectory = last.cumsum(0) - last.long()  # [B] number of the trajectory that a row belongs to
-    values, parts = tensors["values"], tensors.get("reward_parts")
+    trajectories = Trajectories(is_last_step, len(rewards), rewards.device)
+    last, columns = trajectories.last, rewards.shape[1]
+    totals = rewards.new_zeros(len(trajectories), columns)
+    totals[:, -1] = trajectories.rewards(rewards)
+    if (loss_mask := options["loss_mask"]) is not None:
+        options["loss_mask"] = trajectories.trained(loss_mask)[:, None].to(rewards.dtype).expand(-1, columns)
+    rows = {key: tensors.get(key) for key in ("values", "reward_parts")} | {"truncated": options["truncated"]}
+    options |= {key: None if value is None else value[last] for key, value in rows.items()}
     advantages, returns = run_estimator(
         name,
         estimator,
-        token_level_rewards=rewards[last],
-        response_mask=torch.ones_like(rewards[last]),
+        token_level_rewards=totals,
+        response_mask=torch.ones_like(totals),
         index=uids[last if isinstance(uids, Tensor) else last.numpy(force=True)],
-        values=None if values is None else values[last],
-        nonfinite=nonfinite,
-        reward_parts=None if parts is None else parts[last],
         **options,
     )
     spread = mask.to(rewards.dtype)
-    return advantages[trajectory] * spread, returns[trajectory] * spread
+    return advantages[trajectories.ids] * spread, returns[trajectories.ids] * spread
 
 
 def _checked(name: str, result: object, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -473,8 +472,8 @@ def compute_advantages_and_returns(
     ``token_level_rewards`` [B, T] floating, ``response_mask`` [B, T] in {0, 1}, ``index`` [B] prompt uids, ``values``
     [B, T] for gae, ``config`` the AlgorithmConfig. Other keyword arguments are passed to the estimator, except these:
 
-    - ``is_last_step`` [B] bool: rows are steps of trajectories, in order, and all steps get the advantage of the last
-      one (outcome estimators only).
+    - ``is_last_step`` [B] bool: rows are parts of trajectories, in order. The estimator sees one row for each, whose
+      reward is the sum over all its rows, and all of them get its advantage (outcome estimators only).
     - ``loss_mask`` [B, T], the trained tokens, ``truncated`` [B] bool, the responses that were cut off, and
       ``reward_parts`` [B, R]. Only estimators with a parameter of that name get them: gae gets the first two.
     - ``roles`` [B] and ``baselines``, for rae.

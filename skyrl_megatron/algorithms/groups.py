@@ -1,4 +1,4 @@
-"""Groups: the responses to the same prompt, and their statistics."""
+"""Trajectories: the rows of one sample. Groups: the samples of the same prompt, and their statistics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,60 @@ from skyrl_megatron.errors import AlgorithmError
 
 type Index = Sequence[object] | np.ndarray | Tensor
 """[B] uid of each row's prompt."""
+
+
+class Trajectories:
+    """The rows of N trajectories: adjacent, and the last row of each has ``is_last_step`` [B] (None: a row each).
+
+    Step-wise a trajectory has a row for each turn, that of an agent may have one for each path. It is one sample: it
+    has one reward, the sum over its rows, one length, and one advantage, which all its rows get.
+
+    ``ids`` [B] int64 numbers the trajectories in order; ``last`` [N] int64 are their last rows. Raises AlgorithmError
+    if ``is_last_step`` has another length, or does not end with a last row.
+    """
+
+    __slots__ = ("ids", "last", "several")
+
+    def __init__(self, is_last_step: Tensor | None, rows: int, device: torch.device | None = None) -> None:
+        self.several = is_last_step is not None
+        """Whether a trajectory may have several rows."""
+        if is_last_step is None:
+            self.ids = self.last = torch.arange(rows, device=device)
+            return
+        ends = is_last_step.to(device, torch.bool)
+        if ends.shape != (rows,) or not bool(ends[-1:].all()):
+            raise AlgorithmError(
+                f"is_last_step must be [B] = [{rows}] and end with a last step, got shape {tuple(ends.shape)}"
+            )
+        self.ids = ends.cumsum(0) - ends.long()
+        self.last = ends.nonzero().flatten()
+
+    def __len__(self) -> int:
+        return len(self.last)
+
+    def sum(self, of_rows: Tensor) -> Tensor:
+        """Return the sums of ``of_rows`` [B] over the rows of each trajectory, [N]."""
+        return of_rows.new_zeros(len(self)).index_add_(0, self.ids, of_rows) if self.several else of_rows
+
+    def rewards(self, token_rewards: Tensor) -> Tensor:
+        """Return the reward of each trajectory [N], the sum of ``token_rewards`` [B, T] over all its rows."""
+        return self.sum(token_rewards.sum(dim=1))
+
+    def largest(self, of_rows: Tensor) -> Tensor:
+        """Return the largest of ``of_rows`` [B] in each trajectory, [N]."""
+        return of_rows.new_zeros(len(self)).scatter_reduce(0, self.ids, of_rows, "amax", include_self=False)
+
+    def any(self, of_rows: Tensor) -> Tensor:
+        """Return [N] bool: whether ``of_rows`` [B] bool holds for a row of each trajectory."""
+        return self.sum(of_rows.long()) > 0
+
+    def trained(self, loss_mask: Tensor) -> Tensor:
+        """Return [N] bool: whether ``loss_mask`` [B, T] has a token of each trajectory."""
+        return self.any((loss_mask > 0).any(dim=1))
+
+    def of_last[T](self, of_rows: Sequence[T]) -> list[T]:
+        """Return the entries of ``of_rows`` [B] at the last rows, [N]."""
+        return [of_rows[row] for row in self.last.tolist()]
 
 
 class Groups:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.masked import keep_masked, masked_mean
+from skyrl_megatron.algorithms.groups import Trajectories
+from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.errors import AlgorithmError
 
@@ -79,16 +80,19 @@ def penalize_rewards(
     loss_mask: Tensor,
     kl_coef: float,
     kl_estimator_type: str = "k3",
+    trajectories: Trajectories | None = None,
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [B, T] (``algorithm.use_kl_in_reward``).
 
-    Returns (rewards [B, T], metrics). ``avg_kl`` is the mean over sequences of their mean token KL; it updates the
-    controller. ``avg_kl_max`` is the mean over sequences of their largest token KL. Both leave out sequences without a
-    trained token.
+    Returns (rewards [B, T], metrics). ``avg_kl`` is the mean over ``trajectories`` (None: the rows) of their mean
+    token KL; it updates the controller. ``avg_kl_max`` is the mean over trajectories of their largest token KL. Both
+    leave out trajectories without a trained token.
     """
     kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
-    trained = (loss_mask > 0).any(dim=1).double()
-    means, largest = masked_mean(kl, loss_mask, dim=1).double(), kl.abs().amax(dim=1).double()
+    whole = trajectories or Trajectories(None, len(kl), kl.device)
+    trained = whole.trained(loss_mask).double()
+    means = (whole.sum((kl * loss_mask).sum(1)) / whole.sum(loss_mask.sum(1)).clamp(min=1)).double()
+    largest = whole.largest(kl.abs().amax(dim=1)).double()
     metrics: ReducibleMetrics = {
         "avg_kl": Mean((means * trained).sum(), trained.sum()),
         "avg_kl_max": Mean((largest * trained).sum(), trained.sum()),

@@ -68,6 +68,14 @@ class PromptLoader:
                 f"{len(self.sampler)} prompts do not fill one batch of {batch_size}: lower trainer.train_batch_size,"
                 " or add prompts to data.train_data"
             )
+        if drop_last and self.sampler.same_order and (rest := len(self.sampler) % batch_size):
+            warnings.warn(
+                f"{KEY}={name}: the last {rest} of {len(self.sampler)} prompts fill no batch of {batch_size}, and are"
+                " never trained: the order is the same in each epoch. Choose a trainer.train_batch_size that divides"
+                " their number, or another sampler",
+                SkyRLMegatronWarning,
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         """Count the batches of an epoch."""

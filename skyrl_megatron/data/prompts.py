@@ -14,6 +14,7 @@ import numpy as np
 
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
+from skyrl_megatron.config.schema.evaluation import UNKNOWN
 from skyrl_megatron.data.message_form import MessageForm
 from skyrl_megatron.data.messages import EMPTY_TOOLS, declared_tools, messages_problem
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
@@ -164,6 +165,13 @@ class PromptDataset:
         """Count the rows without ``reward_spec`` of each environment."""
         rows = self.rows.each([self.env_class_key, REWARD_SPEC])
         return Counter(row.get(self.env_class_key) or default for row in rows if not row.get(REWARD_SPEC))
+
+    def values_of(self, column: str, missing: str = UNKNOWN) -> list[str]:
+        """Return the different values of a column, as texts, in alphabetical order; ``missing`` for rows without."""
+        if column not in self.rows.column_names:
+            return [missing]
+        values = [row.get(column, missing) for row in self.rows.each([column])]
+        return sorted({str(values[number]) for number in self.kept.tolist()})
 
     @property
     def sampled_rows(self) -> SampledRows:

@@ -84,6 +84,8 @@ class Sampler:
 
     Options: ClassVar[type[BaseConfig]] = NoOptions
     """The dataclass of the options."""
+    same_order: ClassVar[bool] = False
+    """Whether every epoch has the same order."""
 
     def __init__(self, rows: SampledRows, batch: int, seed: int, options: Any) -> None:
         self.rows, self.batch, self.seed, self.options = rows, batch, seed, options
@@ -99,6 +101,8 @@ class Sampler:
 
 class InOrder(Sampler):
     """The rows in the order of the data, in each epoch."""
+
+    same_order = True
 
     def epoch(self, number: int) -> np.ndarray:
         """See :class:`Sampler`."""
@@ -125,7 +129,8 @@ class Mixture(Sampler):
     """The data sets by weight, whatever their sizes: at any time each has had its share to within one prompt or two.
 
     The j-th prompt of data set s comes at the virtual time (j + u_s) / w_s, with u_s in [0, 1) from the seed (stride
-    scheduling). A data set is shuffled anew whenever all its rows have been taken.
+    scheduling). A data set is shuffled anew whenever all its rows have been taken. An epoch is as many batches as the
+    rows fill, and the next one continues there: a time that no batch takes could always be that of one data set.
     """
 
     Options = MixtureOptions
@@ -146,6 +151,10 @@ class Mixture(Sampler):
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # data set → (pass over it, order of its rows)
         if empty := [name for name, members in zip(names, self.members, strict=True) if not len(members)]:
             raise DataError(f"{empty[0]}: {rows.limit} leaves no row: change it, or remove the data set")
+
+    def __len__(self) -> int:
+        rows = len(self.rows)
+        return rows - rows % self.batch or rows
 
     def epoch(self, number: int) -> np.ndarray:
         """See :class:`Sampler`."""
@@ -188,6 +197,7 @@ class FixedList(Sampler):
     """The rows that a file lists, in its order; an epoch is one pass over the list. A row may be listed repeatedly."""
 
     Options = ListOptions
+    same_order = True
 
     def __init__(self, rows: SampledRows, batch: int, seed: int, options: ListOptions) -> None:
         super().__init__(rows, batch, seed, options)
@@ -227,7 +237,8 @@ class EasyToHardOptions(BaseConfig):
 
 
 class EasyToHard(Sampler):
-    """The rows by a column with their difficulty, ascending, in each epoch. Equal ones are shuffled anew."""
+    """The rows by a column with their difficulty, ascending, in each epoch. Equal ones are shuffled anew. Rows that
+    fill no batch are left out at random, not at the end, where they would always be the hardest."""
 
     Options = EasyToHardOptions
 
@@ -241,9 +252,16 @@ class EasyToHard(Sampler):
                 )
         self.values = np.asarray(values, np.float64)
 
+    def __len__(self) -> int:
+        rows = len(self.rows)
+        return rows - rows % self.batch or rows
+
     def epoch(self, number: int) -> np.ndarray:
         """See :class:`Sampler`."""
-        return np.lexsort((np.random.default_rng([self.seed, number]).permutation(len(self)), self.values))
+        draw = np.random.default_rng([self.seed, number])
+        order = np.lexsort((draw.permutation(len(self.rows)), self.values))
+        left_out = draw.choice(len(order), len(order) - len(self), replace=False)
+        return np.delete(order, left_out)
 
 
 class AdaptiveSampler(Sampler):

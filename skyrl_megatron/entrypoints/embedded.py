@@ -322,9 +322,10 @@ def _write_curriculum(args: Sequence[str], hardware: Hardware) -> None:
     passed: dict[int, list[bool]] = {}
     for line in (work / "pass_rates/dumped_evals/global_step_0/train.jsonl").read_text().splitlines():
         answer = json.loads(line)
-        passed.setdefault(int(answer["uid"]), []).append(answer["score"] > 0)
-    rates = [sum(passed[uid]) / len(passed[uid]) for uid in sorted(passed)]
+        if answer["error"] is None:
+            passed.setdefault(int(answer["uid"]), []).append(answer["score"] > 0)
     sizes = [float(sum(map(int, f"{a}{b}"))) for a, b in _operands(train)]
+    rates = [sum(answers) / len(answers) for answers in (passed.get(uid, [False]) for uid in range(len(sizes)))]
     found = curriculum(difficulty(rates, sizes), 16, number)
     unfinished = order.with_suffix(".new")
     unfinished.write_text("".join(f"{uid}\n" for uid in found))

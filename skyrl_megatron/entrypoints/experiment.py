@@ -34,6 +34,7 @@ from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
+from skyrl_megatron.trainer.evaluate import require_metrics
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models
@@ -70,6 +71,7 @@ class BasePPOExp:
             self.train_dataset = self.get_train_dataset()
             self.eval_dataset = self.get_eval_dataset()
             self.eval_sets = self.get_eval_sets()
+            require_metrics(self.cfg, self.eval_dataset, self.eval_sets, trains=self.trains)
         held_out = sum(map(len, (self.eval_dataset or (), *self.eval_sets.values())))
         sizes = [0 if self.train_dataset is None else len(self.train_dataset), held_out]
         self.start_up.done(f"data: {sizes[0]} rows to train on, {sizes[1]} to evaluate on")

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from bridges.errors import BridgeError
 from bridges.files import read_json
 from skyrl_megatron.config.derive import is_data_file, supervised
 from skyrl_megatron.config.roles import active_roles
-from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
+from skyrl_megatron.config.rules.evaluation_rules import VAL_DATA, metric_problems, name_problems
+from skyrl_megatron.config.schema.evaluation import DATASET_KEY, SETS, UNKNOWN, read_eval_sets
 from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
@@ -150,6 +151,7 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from _conversations(run, chat, settings)
         return
     named: set[str | None] = set()
+    groups: dict[str, set[str]] = {}
     with _quiet():
         for key, names, needed in _sources(run):
             rows, found = _open_all(run, key, names)
@@ -158,13 +160,31 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from wrong
             if not names or len(rows) < len(set(names)):
                 continue
+            if key != "data.train_data":
+                groups |= _groups(run, key, rows.values())
             if key == "data.train_data" and not wrong:
                 yield from _sampler(run, [rows[name] for name in names])
             if chat is not None and not wrong:
                 yield from _lengths(run, key, names, chat, needed)
             elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
                 yield _too_few(needed, f"{count} prompts")
+    yield from name_problems(run.cfg, groups)
+    if run.training and not list(metric_problems(run.cfg, {})):  # else reported without the data
+        yield from metric_problems(run.cfg, groups)
     yield from _environments(run, named)
+
+
+def _groups(run: PlannedRun, key: str, rows: Iterable[Rows]) -> dict[str, set[str]]:
+    """Return by whose values of which column the rows of held-out data are scored (``HeldOutGroups``)."""
+    name, column = key, DATASET_KEY
+    if key != VAL_DATA:
+        name = key.split(".")[2]
+        column = read_eval_sets(run.cfg.data.eval_sets)[0][name].group_by
+    values: set[str] = set()
+    for part in rows:
+        known = column in part.column_names
+        values |= {str(row.get(column, UNKNOWN)) for row in part.each([column])} if known else {UNKNOWN}
+    return {name: values}
 
 
 def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig) -> Iterator[Problem | NotChecked]:

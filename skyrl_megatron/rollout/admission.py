@@ -16,7 +16,7 @@ from skyrl_megatron.config.fields import Count, NonNegativeInt
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.errors import ConfigError, DataError, Problem, SkyRLMegatronError, with_origin
 from skyrl_megatron.plugins import GATES
-from skyrl_megatron.rollout.interface import GeneratorOutput, total_reward
+from skyrl_megatron.rollout.interface import GeneratorOutput, sampled_trajectories
 
 KEY = "trainer.algorithm.dynamic_sampling.gates"
 
@@ -60,9 +60,8 @@ class RewardGate(Gate):
 
     def admits(self, group: GeneratorOutput, version: int) -> bool:
         """See :class:`Gate`."""
-        count = len(group["rewards"])
-        last, errors = group.get("is_last_step") or [True] * count, group.get("errors") or [None] * count
-        rewards = [total_reward(group["rewards"][row]) for row in range(count) if last[row] and errors[row] is None]
+        trajectories = sampled_trajectories(group, [""] * len(group["rewards"]))
+        rewards = [trajectory.reward for trajectory in trajectories if not trajectory.failed]
         return bool(rewards) and _within(float(np.mean(rewards)), self.options.low, self.options.high)
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from skyrl_megatron.config.schema.evaluation import data_set_names
 from skyrl_megatron.config.schema.generator import SFTConfig
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.data.message_form import MessageForm
@@ -50,7 +51,8 @@ class ChatRows:
     """The conversations of one or several data sets, tokenized on demand.
 
     ``datasets``: as in ``data.train_data``. The constructor reads and tokenizes every row once. An item is
-    ``{uid, sequences, source}``: the row number over all data sets, the row's sequences, and the name of its data set.
+    ``{uid, sequences, source, name}``: the row number over all data sets, the row's sequences, its data set, and the
+    name of that in metrics.
     ``enough``: stop after this many rows and keep only these (None: read all). ``only``: read this row alone.
 
     Raises DataError for data sets that cannot be read, for a row ``only`` that does not exist, and, unless
@@ -77,6 +79,7 @@ class ChatRows:
         if not datasets:
             raise DataError("no data set is given: set data.train_data")
         self.names, self.chat, self.settings = list(datasets), chat, settings
+        self.short_names = data_set_names(self.names)
         self.rows = JoinedRows([load_source(name, 1, hub_commits or {}, say) for name in datasets])
         self.form = MessageForm(
             chat.tokenizer, chat.template, chat.kwargs, thinking=settings.thinking, section=settings.SECTION
@@ -100,7 +103,7 @@ class ChatRows:
     def __getitem__(self, item: int) -> dict[str, Any]:
         number = int(self.kept[item])
         source = self.names[int(np.searchsorted(self.rows.ends, number, side="right"))]
-        return {"uid": str(number), "source": source, **self._item(item)}
+        return {"uid": str(number), "source": source, "name": self.short_names[source], **self._item(item)}
 
     @property
     def sampled_rows(self) -> SampledRows:

@@ -184,6 +184,8 @@ class StepwiseConversation(ChatConversation):
         self.prompt_length = len(self.ids)
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
+        if not self.turns:  # the next prompt was too long: the trajectory ends with the row of an earlier turn
+            self.rows[-1].stop_reason = stop_reason
         return self.rows + (super().sequences(stop_reason) if self.turns else [])
 
 

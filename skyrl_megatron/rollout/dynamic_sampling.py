@@ -12,7 +12,7 @@ import numpy as np
 
 from skyrl_megatron.config import DynamicSamplingConfig
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.interface import GeneratorOutput, total_reward
+from skyrl_megatron.rollout.interface import GeneratorOutput, sampled_trajectories
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
 
 Batch = tuple[GeneratorOutput, list[str]]
@@ -99,38 +99,43 @@ class DynamicSampler:
 
 
 def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bool]]:
-    """Return (rows, whether the rewards differ) for each prompt, in order.
+    """Return (rows, whether the rewards of trajectories differ) for each prompt, in order.
 
-    A step-wise trajectory counts with its last row. Trajectories whose environment failed do not count. For a prompt
-    with one sample in the batch the second value is True.
+    Trajectories that failed do not count. For a prompt with one sample in the batch the second value is True.
     """
-    last = output.get("is_last_step") or [True] * len(uids)
-    errors = output.get("errors") or [None] * len(uids)
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    rows: dict[str, list[int]] = {}
+    rewards: dict[str, list[float]] = {}
     samples: dict[str, int] = {}
-    for row, uid in enumerate(uids):
-        rows, rewards = found.setdefault(uid, ([], []))
-        rows.append(row)
-        samples[uid] = samples.get(uid, 0) + bool(last[row])
-        if last[row] and errors[row] is None:
-            rewards.append(total_reward(output["rewards"][row]))
+    for trajectory in sampled_trajectories(output, uids):
+        uid = trajectory.uid
+        rows.setdefault(uid, []).extend(trajectory.rows)
+        samples[uid] = samples.get(uid, 0) + 1
+        rewards.setdefault(uid, []).extend([] if trajectory.failed else [trajectory.reward])
     return [
-        (rows, samples[uid] == 1 or max(rewards, default=0) - min(rewards, default=0) > TOLERANCE)
-        for uid, (rows, rewards) in found.items()
+        (of_prompt, samples[uid] == 1 or max(rewards[uid], default=0) - min(rewards[uid], default=0) > TOLERANCE)
+        for uid, of_prompt in rows.items()
     ]
 
 
+def zero_variance(output: GeneratorOutput, uids: list[str]) -> float | None:
+    """Return the share of prompts with several samples whose rewards are all the same; None without such prompts.
+    ``uids``: [rows]."""
+    several = [rewards for rewards in _rewards_by_uid(output, uids).values() if len(rewards) > 1]
+    return sum(max(each) - min(each) <= TOLERANCE for each in several) / len(several) if several else None
+
+
 def measured_rewards(output: GeneratorOutput, uids: list[str]) -> dict[str, list[float]]:
-    """Return the total rewards of the trajectories of each prompt by uid, without those whose environment failed or
-    whose reward is not finite. ``uids``: [rows] or, step-wise, [trajectories]."""
-    uids = row_uids(output, uids)
-    last = output.get("is_last_step") or [True] * len(uids)
-    errors = output.get("errors") or [None] * len(uids)
-    found: dict[str, list[float]] = {uid: [] for uid in uids}
-    for row, uid in enumerate(uids):
-        if last[row] and errors[row] is None and math.isfinite(reward := total_reward(output["rewards"][row])):
-            found[uid].append(reward)
-    return found
+    """Return the rewards of the trajectories of each prompt by uid, without those that failed or whose reward is not
+    finite. ``uids``: [rows] or, step-wise, [trajectories]."""
+    return _rewards_by_uid(output, row_uids(output, uids))
+
+
+def _rewards_by_uid(output: GeneratorOutput, uids: list[str]) -> dict[str, list[float]]:
+    measured: dict[str, list[float]] = {uid: [] for uid in uids}
+    for trajectory in sampled_trajectories(output, uids):
+        if not trajectory.failed and math.isfinite(trajectory.reward):
+            measured[trajectory.uid].append(trajectory.reward)
+    return measured
 
 
 def distinct_uids(names: list[list[str]]) -> list[str]:

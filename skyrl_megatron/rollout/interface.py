@@ -201,18 +201,68 @@ def checked_reward(value: Any, env_class: str, name: str) -> float:
     return reward
 
 
-def total_reward(reward: float | Sequence[float] | np.ndarray) -> float:
-    """Return the total reward of a row, given one number or one per token."""
-    return float(sum(reward)) if isinstance(reward, Sequence | np.ndarray) else float(reward)
+@dataclass(slots=True)
+class SampledTrajectory:
+    """The rows of a trajectory in an output, and what it counts as: one sample, whatever the number of its rows."""
+
+    uid: str
+    """Of its prompt."""
+    rows: list[int]
+    reward: float
+    """The sum of its rewards over all rows."""
+    last_reward: float
+    """That of its last turn."""
+    positive_reward: float
+    """The sum of its positive rewards."""
+    failed: bool
+    """Whether it is no sample, as its environment or agent failed."""
+
+
+def sampled_trajectories(output: GeneratorOutput, uids: Sequence[str]) -> list[SampledTrajectory]:
+    """Return the trajectories of an output, in order. ``uids`` [rows] are those of the prompts.
+
+    The only place that says what reward a trajectory has: scores, filters, gates, samplers and reports ask it. From
+    the tensors of a batch, :meth:`~skyrl_megatron.algorithms.groups.Trajectories.rewards` computes the same.
+    """
+    rewards = output["rewards"]
+    errors = output.get("errors") or [None] * len(rewards)
+    return [
+        SampledTrajectory(
+            uids[rows[-1]],
+            rows,
+            # One sum over all tokens, so that the rounding does not depend on the rows.
+            float(sum(tokens := [reward for row in rows for reward in _token_rewards(rewards[row])])),
+            last_reward(rewards[rows[-1]]),
+            float(sum(max(reward, 0.0) for reward in tokens)),
+            any(errors[row] is not None for row in rows),
+        )
+        for rows in trajectory_rows(output)
+    ]
+
+
+def trajectory_rows(output: GeneratorOutput) -> list[list[int]]:
+    """Return the rows of each trajectory of an output, which are adjacent."""
+    last = output.get("is_last_step") or [True] * len(output["rewards"])
+    rows: list[list[int]] = [[]]
+    for row, is_last in enumerate(last):
+        rows[-1].append(row)
+        if is_last:
+            rows.append([])
+    return [each for each in rows if each]
+
+
+def _token_rewards(reward: float | Sequence[float] | np.ndarray) -> Sequence[float] | np.ndarray:
+    return reward if isinstance(reward, Sequence | np.ndarray) else [float(reward)]
 
 
 def last_reward(reward: float | Sequence[float] | np.ndarray) -> float:
     """Return the reward of a row's last turn (that of its last token), or the row's only reward."""
-    return float(reward[-1]) if isinstance(reward, Sequence | np.ndarray) else float(reward)
+    return float(_token_rewards(reward)[-1])
 
 
 def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) -> list[Any]:
-    """Return the rewards with 0 for rows that did not end with ``stop`` (``zero_reward_on_non_stop``)."""
+    """Return the rewards with 0 for rows whose trajectory did not end with ``stop`` (``zero_reward_on_non_stop``).
+    ``stop_reasons`` [rows] are those of the trajectories."""
     zeros = ([0.0] * len(reward) if isinstance(reward, list) else 0.0 for reward in rewards)
     return [
         kept if reason == "stop" else zero for kept, zero, reason in zip(rewards, zeros, stop_reasons, strict=True)
@@ -220,7 +270,8 @@ def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) 
 
 
 def apply_overlong_filtering(loss_masks: Sequence[Tokens], stop_reasons: Sequence[str]) -> list[Tokens]:
-    """Return the masks with 0 for rows that did not end with ``stop`` (DAPO, arXiv:2503.14476, section 3.4)."""
+    """Return the masks with 0 for rows whose trajectory did not end with ``stop`` (DAPO, arXiv:2503.14476, section
+    3.4). ``stop_reasons`` [rows] are those of the trajectories."""
     return [
         mask if reason == "stop" else np.zeros_like(np.asarray(mask))
         for mask, reason in zip(loss_masks, stop_reasons, strict=True)
@@ -230,24 +281,21 @@ def apply_overlong_filtering(loss_masks: Sequence[Tokens], stop_reasons: Sequenc
 def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: Sequence[str]) -> MetricsOutput:
     """Return the scores of a batch; ``uids`` [rows] are those of the prompts.
 
-    ``avg_score``: mean total reward. ``pass_at_n``: share of prompts with a trajectory whose last reward is positive.
-    ``mean_positive_reward``: mean over trajectories of the sum of their positive rewards. A step-wise trajectory
-    counts with its last row. Raises DataError for an empty batch.
+    ``avg_score``: mean reward of a trajectory. ``pass_at_n``: share of prompts with a trajectory whose last reward is
+    positive. ``mean_positive_reward``: mean over trajectories of the sum of their positive rewards. Trajectories that
+    failed are no samples: None if all did. Raises DataError for an empty batch.
     """
-    rewards = generator_output["rewards"]
-    last = generator_output.get("is_last_step") or [True] * len(rewards)
-    rows = [row for row, is_last in enumerate(last) if is_last]
-    if not rows:
+    trajectories = sampled_trajectories(generator_output, uids)
+    if not trajectories:
         raise DataError("cannot compute scores: the batch holds no trajectory")
+    scored = [each for each in trajectories if not each.failed]
+    if not scored:
+        return {"avg_score": None, "pass_at_n": None, "mean_positive_reward": None}
     passed: dict[str, bool] = defaultdict(bool)
-    for row in rows:
-        passed[uids[row]] |= last_reward(rewards[row]) > 0
-    positive = [
-        total_reward(np.maximum(rewards[row], 0.0)) if np.ndim(rewards[row]) else max(rewards[row], 0.0)
-        for row in rows
-    ]
+    for each in scored:
+        passed[each.uid] |= each.last_reward > 0
     return {
-        "avg_score": float(np.mean([total_reward(rewards[row]) for row in rows])),
+        "avg_score": float(np.mean([each.reward for each in scored])),
         "pass_at_n": sum(passed.values()) / len(passed),
-        "mean_positive_reward": float(np.mean(positive)),
+        "mean_positive_reward": float(np.mean([each.positive_reward for each in scored])),
     }

@@ -25,7 +25,7 @@ from skyrl_megatron.rollout.interface import (
     TrainingPhase,
     TrajectoryID,
     apply_overlong_filtering,
-    total_reward,
+    sampled_trajectories,
     zero_where_not_stopped,
 )
 from skyrl_megatron.types import TokenSupport, TrainingBatch
@@ -126,7 +126,7 @@ def _joined_versions(
 
 def get_rollout_metrics(
     responses: Sequence[Tokens],
-    rewards: Sequence[Any],
+    rewards: Sequence[float],
     env_metrics: Sequence[Mapping[str, Any]] | None = None,
     env_classes: Sequence[str] | None = None,
     loss_masks: Sequence[Tokens] | None = None,
@@ -135,11 +135,12 @@ def get_rollout_metrics(
 ) -> dict[str, float]:
     """Return the metrics ``generate/*`` and ``environment/*`` over the rows of a batch.
 
+    ``rewards`` [rows]: of the row's trajectory (:func:`rewards_of_rows`).
     ``loss_masks`` adds the numbers of sampled tokens, in total and per turn. ``trajectory_completion_times``
     [trajectories] in seconds, and their parts by name, add ``generate/trajectory_time_*``.
     """
     lengths = np.asarray([len(response) for response in responses], dtype=np.float64)
-    totals = np.asarray([total_reward(reward) for reward in rewards])
+    totals = np.asarray(rewards, dtype=np.float64)
     metrics = {f"generate/{name}_num_tokens": value for name, value in _spread(lengths).items()}
     metrics["generate/avg_tokens_non_zero_rewards"] = _mean(lengths[totals > 0])
     metrics["generate/avg_tokens_zero_rewards"] = _mean(lengths[totals == 0])
@@ -227,6 +228,15 @@ def prepare_generator_input(
     return made, uids
 
 
+def rewards_of_rows(output: GeneratorOutput) -> list[float]:
+    """Return the reward of each row's trajectory."""
+    rewards = [0.0] * len(output["rewards"])
+    for trajectory in sampled_trajectories(output, [""] * len(rewards)):
+        for row in trajectory.rows:
+            rewards[row] = trajectory.reward
+    return rewards
+
+
 def row_uids(output: GeneratorOutput, uids: Sequence[str]) -> list[str]:
     """Return the uid of each row, given the ``uids`` of trajectories: step-wise, a trajectory has several rows."""
     ids = output.get("trajectory_ids")
@@ -246,6 +256,8 @@ def make_generator_output(
     _check_failures(trajectories, env_classes)
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     reasons = [row.stop_reason for row in rows]
+    ends = [trajectory.rows[-1].stop_reason for trajectory in trajectories for _ in trajectory.rows]
+    last = [row is trajectory.rows[-1] for trajectory in trajectories for row in trajectory.rows]
     responses: list[Tokens] = [row.response_ids for row in rows]
     masks: list[Tokens] = [row.loss_mask for row in rows]
     one_turn = config.max_turns == 1 and not config.step_wise_trajectories
@@ -253,22 +265,13 @@ def make_generator_output(
     logprobs: list[Tokens] = [row.rollout_logprobs for row in rows if row.rollout_logprobs is not None]
     routes = [row.rollout_expert_indices for row in rows]
     supports = [row.rollout_support for row in rows]
-    metrics = get_rollout_metrics(
-        responses,
-        rewards,
-        [trajectory.rows[-1].env_metrics for trajectory in trajectories],
-        env_classes,
-        masks,
-        [trajectory.seconds for trajectory in trajectories],
-        {"llm": [t.llm_seconds for t in trajectories], "env": [t.env_seconds for t in trajectories]},
-    )
     output: GeneratorOutput = {
         "prompt_token_ids": [row.prompt_ids for row in rows],
         "response_ids": responses,
-        "rewards": zero_where_not_stopped(rewards, reasons) if config.zero_reward_on_non_stop else rewards,
-        "loss_masks": apply_overlong_filtering(masks, reasons) if config.apply_overlong_filtering else masks,
+        "rewards": rewards,
+        "loss_masks": apply_overlong_filtering(masks, ends) if config.apply_overlong_filtering else masks,
         "stop_reasons": reasons,
-        "rollout_metrics": {**metrics, **_trajectory_metrics(trajectories)},
+        "rollout_metrics": None,
         "rollout_logprobs": logprobs if len(logprobs) == len(rows) else None,
         "trajectory_ids": [id for id, trajectory in zip(ids, trajectories, strict=True) for _ in trajectory.rows],
         "rollout_expert_indices": None if all(row is None for row in routes) else routes,
@@ -277,10 +280,20 @@ def make_generator_output(
         "env_metrics": [row.env_metrics for row in rows],
         "parsed_answers": [row.parsed_answer for row in rows],
         "errors": [row.error for row in rows],
-        "is_last_step": None,
+        "is_last_step": last if config.step_wise_trajectories else None,
     }
-    if config.step_wise_trajectories:
-        output["is_last_step"] = [row is trajectory.rows[-1] for trajectory in trajectories for row in trajectory.rows]
+    metrics = get_rollout_metrics(
+        responses,
+        rewards_of_rows(output),
+        [trajectory.rows[-1].env_metrics for trajectory in trajectories],
+        env_classes,
+        masks,
+        [trajectory.seconds for trajectory in trajectories],
+        {"llm": [t.llm_seconds for t in trajectories], "env": [t.env_seconds for t in trajectories]},
+    )
+    output["rollout_metrics"] = {**metrics, **_trajectory_metrics(trajectories)}
+    if config.zero_reward_on_non_stop:
+        output["rewards"] = zero_where_not_stopped(rewards, ends)
     return merge_stepwise_output(output) if config.merge_stepwise_output else output
 
 
@@ -337,7 +350,8 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
         else:
             joined[key] = [entry for value in values for entry in value]
     metrics = _join_metrics([output.get("rollout_metrics") or {} for output in outputs])
-    fresh = get_rollout_metrics(joined["response_ids"], joined["rewards"], loss_masks=joined["loss_masks"])
+    rewards = rewards_of_rows(cast(GeneratorOutput, joined))
+    fresh = get_rollout_metrics(joined["response_ids"], rewards, loss_masks=joined["loss_masks"])
     joined["rollout_metrics"] = {**metrics, **fresh}
     return cast(GeneratorOutput, joined)
 
@@ -437,17 +451,15 @@ def observation_mask(output: GeneratorOutput, batch: TrainingBatch) -> torch.Ten
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:
     """Make the training batch from the rows; ``uids`` [rows] are those of the prompts.
 
-    A row whose environment failed gets a separate uid and masks of 0, so that it affects neither the baseline of its
-    prompt nor any mean. Raises DataError for an invalid output.
+    The rows of a trajectory that failed get a separate uid and masks of 0, so that it affects neither the baseline of
+    its prompt nor any mean. Raises DataError for an invalid output.
     """
     validate_generator_output(output)
-    errors = output.get("errors") or [None] * len(uids)
+    failed = {row for each in sampled_trajectories(output, uids) if each.failed for row in each.rows}
     batch = collate(
         output["prompt_token_ids"],
         output["response_ids"],
-        uids=[
-            failed_uid(uid, row) if error else uid for row, (uid, error) in enumerate(zip(uids, errors, strict=True))
-        ],
+        uids=[failed_uid(uid, row) if row in failed else uid for row, uid in enumerate(uids)],
         rewards=output["rewards"],
         loss_masks=output["loss_masks"],
         rollout_logprobs=output["rollout_logprobs"],
@@ -457,7 +469,6 @@ def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingB
     )
     if (reasons := output.get("stop_reasons")) is not None:
         batch.truncated = torch.tensor([reason == "length" for reason in reasons])
-    failed = np.flatnonzero([error is not None for error in errors])
-    batch.response_mask[failed] = 0.0
-    batch.loss_mask[failed] = 0.0
+    batch.response_mask[list(failed)] = 0.0
+    batch.loss_mask[list(failed)] = 0.0
     return batch

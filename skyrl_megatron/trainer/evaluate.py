@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,26 @@ import numpy as np
 from skyrl_megatron.algorithms.sample_scores import majority_at_k, pass_at_k
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import ADAPTER_KEY
-from skyrl_megatron.config.schema.evaluation import BEST, SETS, STOP, EvalSetConfig, StopCondition, eval_sets
-from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.config.rules.evaluation_rules import (
+    VAL_DATA,
+    HeldOutGroups,
+    group_name,
+    metric_problems,
+    name_problems,
+)
+from skyrl_megatron.config.schema.evaluation import DATASET_KEY, UNKNOWN, EvalSetConfig, eval_sets
+from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.inference.sampling_params import engine_sampling
 from skyrl_megatron.rollout.interface import (
     GeneratorInterface,
     GeneratorOutput,
     get_metrics_from_generator_output,
-    last_reward,
-    total_reward,
+    sampled_trajectories,
 )
 from skyrl_megatron.rollout.outputs import (
     concatenate_generator_outputs,
     prepare_generator_input,
+    rewards_of_rows,
     row_uids,
     select_rows,
 )
@@ -36,9 +43,6 @@ from skyrl_megatron.trainer.event_loop import with_timeout
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.schema.generator import SamplingParams
-
-DATASET_KEY = "data_source"
-"""Column of a row that names its dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class Sampled:
     uids: list[str]
     extras: list[Mapping[str, Any]]
 
-    def rows_by(self, column: str, default: str = "unknown") -> dict[str, list[int]]:
+    def rows_by(self, column: str, default: str = UNKNOWN) -> dict[str, list[int]]:
         """Return value of the column, in alphabetical order → rows."""
         found: dict[str, list[int]] = defaultdict(list)
         for row, extra in enumerate(self.extras):
@@ -70,8 +74,8 @@ async def evaluate(
     global_step: int,
     sets: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}``, the same for ``all`` prompts, and for
-    each named adapter as ``eval/adapter/<name>/…``; and the scores of each set as ``eval/<set>/…``.
+    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward, num_failed}``, the same for ``all``
+    prompts, and for each named adapter as ``eval/adapter/<name>/…``; and the scores of each set as ``eval/<set>/…``.
 
     Samples ``eval_n_samples_per_prompt`` responses per prompt with ``eval_sampling_params``, for ``eval_batch_size``
     prompts at a time. ``sets``: name → dataset, for each of ``data.eval_sets``. With ``dump_eval_results``, prompts,
@@ -84,12 +88,9 @@ async def evaluate(
         n = settings.eval_n_samples_per_prompt
         sampled = await _sample(cfg, eval_dataset, generator, n, settings.eval_sampling_params, global_step)
         metrics |= _scores("all", sampled, n)
-        for source, rows in sampled.rows_by(DATASET_KEY).items():
-            if source in (sets or ()):
-                fix = (
-                    f"data.val_data has rows of a data set {source}, whose scores have the same names: rename the set"
-                )
-                raise ConfigError([Problem(f"{SETS}.{source}", source, fix)])
+        sources = sampled.rows_by(DATASET_KEY)
+        _require_names(cfg, {VAL_DATA: sources})
+        for source, rows in sources.items():
             metrics |= _scores(source, sampled.select(rows), n)
             _dump(cfg, global_step, source, sampled, rows, tokenizer)
         owners = sampled.rows_by(ADAPTER_KEY)
@@ -106,17 +107,23 @@ async def evaluate(
     return metrics
 
 
-def require_scores(cfg: SkyRLTrainConfig, scores: Mapping[str, float]) -> None:
-    """Raise ConfigError if ``trainer.stop_when`` or ``best_metric`` reads a score that evaluations do not have."""
-    trainer = cfg.trainer
-    asked = [(BEST, trainer.best_metric, trainer.best_metric)] if trainer.best_metric else []
-    if trainer.stop_when:
-        asked.append((STOP, trainer.stop_when, StopCondition.parse(trainer.stop_when).metric))
-    fix = f"evaluations have no such score: use one of {', '.join(scores)}"
-    problems = [
-        Problem(key, value, fix) for key, value, metric in asked if metric.startswith("eval/") and metric not in scores
-    ]
-    if problems:
+def require_metrics(cfg: SkyRLTrainConfig, eval_dataset: Any, sets: Mapping[str, Any], *, trains: bool = True) -> None:
+    """Raise ConfigError if two parts of the held-out data would have scores of the same names, or if
+    ``trainer.stop_when`` or ``best_metric`` of a run that ``trains`` reads a metric that it will not have. A custom
+    data set without ``values_of`` is not looked into."""
+    groups: dict[str, Collection[str]] = {}
+    if hasattr(eval_dataset, "values_of"):
+        groups[VAL_DATA] = eval_dataset.values_of(DATASET_KEY)
+    for name, dataset in sets.items():
+        if hasattr(dataset, "values_of"):
+            groups[name] = dataset.values_of(eval_sets(cfg.data.eval_sets)[name].group_by)
+    _require_names(cfg, groups)
+    if trains and (problems := list(metric_problems(cfg, groups))):
+        raise ConfigError(problems)
+
+
+def _require_names(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> None:
+    if problems := list(name_problems(cfg, groups)):
         raise ConfigError(problems)
 
 
@@ -142,8 +149,11 @@ async def _sample(
 
 
 def _scores(source: str, sampled: Sampled, samples: int) -> dict[str, float]:
+    """Return the scores over the samples that were scored, and the number of those that failed."""
     scores = get_metrics_from_generator_output(sampled.output, sampled.uids)
+    failed = sum(trajectory.failed for trajectory in sampled_trajectories(sampled.output, sampled.uids))
     named = {
+        f"eval/{source}/num_failed": float(failed),
         f"eval/{source}/avg_score": scores["avg_score"],
         f"eval/{source}/pass_at_{samples}": scores["pass_at_n"],
         f"eval/{source}/mean_positive_reward": scores["mean_positive_reward"],
@@ -156,24 +166,27 @@ def _set_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any)
     metrics = _group_scores(name, one, sampled, tokenizer)
     groups = sampled.rows_by(one.group_by)
     for group, rows in groups.items() if len(groups) > 1 else ():
-        metrics |= _group_scores(f"{name}/{group.replace('/', '_')}", one, sampled.select(rows), tokenizer)
+        metrics |= _group_scores(f"{name}/{group_name(group)}", one, sampled.select(rows), tokenizer)
     return metrics
 
 
 def _group_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any) -> dict[str, float]:
     metrics = _scores(name, sampled, one.n)
-    metrics.pop(f"eval/{name}/pass_at_{one.n}")
+    metrics.pop(f"eval/{name}/pass_at_{one.n}", None)
     prompts: dict[str, list[tuple[Hashable, bool]]] = defaultdict(list)
-    last = sampled.output.get("is_last_step") or [True] * len(sampled.uids)
-    for row in np.flatnonzero(last).tolist():
-        answer = _answer(sampled.output, row, tokenizer) if one.majority_at else None
-        prompts[sampled.uids[row]].append((answer, last_reward(sampled.output["rewards"][row]) > 0))
-    for k in one.ks:
-        shares = [pass_at_k(len(each), sum(passed for _, passed in each), k) for each in prompts.values()]
-        metrics[f"eval/{name}/pass_at_{k}"] = sum(shares) / len(shares)
-    for k in sorted(set(one.majority_at)):
-        shares = [majority_at_k([a for a, _ in each], [float(p) for _, p in each], k) for each in prompts.values()]
-        metrics[f"eval/{name}/majority_at_{k}"] = sum(shares) / len(shares)
+    for trajectory in sampled_trajectories(sampled.output, sampled.uids):
+        if not trajectory.failed:
+            answer = _answer(sampled.output, trajectory.rows[-1], tokenizer) if one.majority_at else None
+            prompts[trajectory.uid].append((answer, trajectory.last_reward > 0))
+
+    for k in sorted({*one.ks, *one.majority_at}):
+        enough = [samples for samples in prompts.values() if len(samples) >= k]  # others failed
+        if enough and k in one.ks:
+            shares = [pass_at_k(len(samples), sum(passed for _, passed in samples), k) for samples in enough]
+            metrics[f"eval/{name}/pass_at_{k}"] = sum(shares) / len(shares)
+        if enough and k in one.majority_at:
+            shares = [majority_at_k([a for a, _ in votes], [float(p) for _, p in votes], k) for votes in enough]
+            metrics[f"eval/{name}/majority_at_{k}"] = sum(shares) / len(shares)
     return metrics
 
 
@@ -197,14 +210,16 @@ def _dump(cfg: SkyRLTrainConfig, step: int, name: str, sampled: Sampled, rows: S
         return
     folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{step}"
     private_folder(folder)
-    output = sampled.output
+    output, scores = sampled.output, rewards_of_rows(sampled.output)
+    errors = output.get("errors") or [None] * len(scores)
     with (folder / f"{name.replace('/', '_')}.jsonl").open("w") as file:
         for row in rows:
             entry = {
                 "uid": sampled.uids[row],
                 "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
                 "response": tokenizer.decode(output["response_ids"][row]),
-                "score": total_reward(output["rewards"][row]),
+                "score": scores[row],
                 "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
+                "error": errors[row],
             }
             file.write(json.dumps(entry) + "\n")

@@ -18,9 +18,9 @@ import wsgiref.simple_server
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
 from skyrl_megatron.progress import Span
-from skyrl_megatron.trainer.metric_table import describe
 
 CONNECTIONS = 64
 """Maximum number of open connections. One more closes the oldest."""

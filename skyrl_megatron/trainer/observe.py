@@ -28,10 +28,13 @@ from skyrl_megatron.progress import Span
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.exporters import SpanSender
 from skyrl_megatron.trainer.run_report import EXPERTS, SAMPLE_FORMAT, SAMPLES, SPANS, TRAJECTORIES
+from skyrl_megatron.trainer.step_batch import trajectories_of, trajectory_rewards
 from skyrl_megatron.trainer.tracking import ShownSample
 from skyrl_megatron.types import TrainingBatch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
@@ -130,8 +133,10 @@ class SampleLog:
     def write(self, step: int, batch: TrainingBatch, rows: Sequence[int], logprobs: np.ndarray | None) -> Path:
         """Write the step's file, and return its path. ``logprobs``: of the trainer before the update,
         [rows, T] float32, in nats."""
+        scores = trajectory_rewards(batch)
         samples = [
-            self._sample(batch, row, None if logprobs is None else logprobs[number]) for number, row in enumerate(rows)
+            self._sample(batch, row, scores, None if logprobs is None else logprobs[number])
+            for number, row in enumerate(rows)
         ]
         ids = np.unique(batch.sequences[list(rows)].numpy())
         record = {
@@ -152,11 +157,11 @@ class SampleLog:
 
     def texts(self, batch: TrainingBatch, rows: Sequence[int]) -> list[ShownSample]:
         """Return rows as texts, for trackers."""
-        stops, shown = self._facts.get("stop_reasons"), list[ShownSample]()
+        stops, shown, rewards = self._facts.get("stop_reasons"), list[ShownSample](), trajectory_rewards(batch)
         for row in rows:
             response, whole = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
             tokens = batch.sequences[row, -whole:].tolist()
-            reward = None if batch.rewards is None else float(batch.rewards[row].sum())
+            reward = None if rewards is None else float(rewards[row])
             stop = "" if stops is None else stops[row] or ""
             split = whole - response
             shown.append(
@@ -164,7 +169,9 @@ class SampleLog:
             )
         return shown
 
-    def _sample(self, batch: TrainingBatch, row: int, logprobs: np.ndarray | None) -> dict[str, Any]:
+    def _sample(
+        self, batch: TrainingBatch, row: int, scores: Tensor | None, logprobs: np.ndarray | None
+    ) -> dict[str, Any]:
         response = int(batch.response_mask[row].sum())
         whole = int(batch.attention_mask[row].sum())
         tokens = batch.sequences[row, -whole:].numpy()
@@ -181,7 +188,7 @@ class SampleLog:
             "uid": batch.uids[row],
             "answer": "" if batch.preferences is None else ANSWERS[float(batch.preferences[row, 0]) > 0],
             "adapter": batch.adapters[row] if batch.adapters else "",
-            "reward": None if rewards is None else float(rewards.sum()),
+            "reward": None if scores is None else float(scores[row]),
             "stop": facts.get("stop_reasons") or "",
             "versions": [list(span) for span in facts.get("rollout_versions") or ()],
             "prompt": _packed(tokens[: whole - response], "<i4"),
@@ -203,12 +210,13 @@ class SampleLog:
 
 def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
     """Return ``groups``: (uid, mean reward, standard deviation, rows) of each group; ``group_count``; ``flat_groups``:
-    the number of groups whose rewards are all equal. Only the last row of a trajectory counts."""
-    totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy().astype(np.float64)
-    ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
-    names: dict[str, int] = {}
-    groups = np.asarray([names.setdefault(uid, len(names)) for uid in batch.uids], dtype=np.int64)[ends]
-    totals, known = totals[ends], len(names)
+    the number of groups whose rewards are all equal. ``rows`` counts the trajectories."""
+    trajectories, names = trajectories_of(batch), dict[str, int]()
+    uids = trajectories.of_last(batch.uids)
+    groups = np.asarray([names.setdefault(uid, len(names)) for uid in uids], dtype=np.int64)
+    totals, known = np.zeros(len(uids)), len(names)
+    if batch.rewards is not None:
+        totals = trajectories.rewards(batch.rewards).numpy().astype(np.float64)
     rows = np.maximum(np.bincount(groups, minlength=known), 1)
     means = np.bincount(groups, totals, known) / rows
     deviations = np.sqrt(np.bincount(groups, (totals - means[groups]) ** 2, known) / rows)

@@ -52,6 +52,7 @@ from skyrl_megatron.trainer.step_batch import (
     route_bytes,
     sequence_lengths,
     training_logprobs_suffice,
+    trajectories_of,
     value_metrics,
     with_length_penalty,
     with_token_rewards,
@@ -192,7 +193,9 @@ class RayPPOTrainer(TrainingRun):
         batch.adapters = self._adapters_of(uids)
         if batch.rollout_routes:
             self.metrics["generate/route_bytes_per_sample"] = route_bytes(batch) / len(batch)
-        keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
+        trajectories = trajectories_of(batch)
+        finite = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
+        keep = ~trajectories.any(~finite)[trajectories.ids]  # a trajectory is a sample as a whole
         batch.loss_mask *= keep[:, None]
         if batch.observation_mask is not None:
             batch.observation_mask *= keep[:, None]
@@ -277,9 +280,10 @@ class RayPPOTrainer(TrainingRun):
             batch.loss_mask,
             self.kl_controller.value,
             algorithm.kl_estimator_type,
+            trajectories := trajectories_of(batch),
         )
         metrics = metric_values(measured)
-        self.kl_controller.update(metrics.get("avg_kl", 0.0), len(batch))
+        self.kl_controller.update(metrics.get("avg_kl", 0.0), len(trajectories))
         self.metrics |= {f"loss/{name}": value for name, value in metrics.items()}
         self.metrics["loss/kl_coef"] = self.kl_controller.value
         return batch

@@ -130,7 +130,7 @@ class PreferenceTrainer(SFTTrainer):
                 batch = preference_batch(rows)
                 self.add_reference(batch, rows, "eval")
                 values = self.policy_values(batch)
-                names = np.asarray([str(row["source"]).rsplit("/", 1)[-1] for row in rows for _ in row["sequences"]])
+                names = np.asarray([str(row["name"]) for row in rows for _ in row["sequences"]])
                 for name in dict.fromkeys(names.tolist()):
                     own = np.flatnonzero(names == name)
                     measured = self._measured(batch.select(own), values[torch.from_numpy(own)])

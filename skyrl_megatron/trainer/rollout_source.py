@@ -68,7 +68,8 @@ class PromptRollouts:
         """Return the rows of the next batch of prompts and the uid of each row."""
         generator_input, uids = self.trainer.prepare_generator_input(next(self.prompts), "train")
         with self.trainer.phases("generate"):
-            return self.trainer.generate(generator_input), uids
+            output = self.trainer.generate(generator_input)
+        return output, row_uids(output, uids)
 
     def observe(self, output: GeneratorOutput, uids: list[str]) -> set[str]:
         """Give the sampler of the prompts the rewards of the batch that was sampled last, and return the uids that a

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, SkyRLMegatronWarning
-from skyrl_megatron.trainer.metric_table import describe
 
 LARGEST = 1_200_000
 """Maximum number of values of a run in a page. Longer runs are downsampled, and extremes are kept."""
@@ -321,9 +321,9 @@ def _frame() -> str:
 
 
 def _descriptions(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return metric → [unit, meaning, what a bad value points to]."""
+    """Return metric → [unit, meaning, what a bad value points to, "higher" or "lower" if that is better]."""
     found = {name: describe(name) for name in names}
-    return {name: [row.unit, row.meaning, row.bad] for name, row in found.items() if row is not None}
+    return {name: [row.unit, row.meaning, row.bad, row.better] for name, row in found.items() if row is not None}
 
 
 def _some(steps: Sequence[int], text_of: Callable[[int], str], most_bytes: int) -> dict[str, Any]:

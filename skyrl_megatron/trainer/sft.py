@@ -114,5 +114,5 @@ def batch_of(rows: Sequence[dict[str, Any]]) -> TrainingBatch:
 
 
 def _sources(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the short name of the data set of each sequence of ``rows``."""
-    return [str(row["source"]).rsplit("/", 1)[-1] for row in rows for _ in row["sequences"]]
+    """Return the name in metrics of the data set of each sequence of ``rows``."""
+    return [str(row["name"]) for row in rows for _ in row["sequences"]]

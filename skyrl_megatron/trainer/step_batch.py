@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.advantages import rows_with_variance
+from skyrl_megatron.algorithms.groups import Trajectories
 from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
@@ -20,7 +21,8 @@ from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
-from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output, total_reward
+from skyrl_megatron.rollout.dynamic_sampling import zero_variance
+from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output
 from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.types import TrainingBatch
 
@@ -41,7 +43,7 @@ def reward_metrics(
 def _reward_metrics(of: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
     scores = get_metrics_from_generator_output(output, uids)
     metrics = {
-        f"{of}/zero_variance_groups": zero_variance(output, uids),
+        f"{of}/zero_variance_groups": zero_variance(output, list(uids)),
         f"{of}/avg_pass_at_{samples}": scores["pass_at_n"],
         f"{of}/avg_raw_reward": scores["avg_score"],
         f"{of}/mean_positive_reward": scores["mean_positive_reward"],
@@ -49,15 +51,15 @@ def _reward_metrics(of: str, output: GeneratorOutput, uids: Sequence[str], sampl
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def zero_variance(output: GeneratorOutput, uids: Sequence[str]) -> float | None:
-    """Return the share of prompts with several responses whose rewards are all the same; None without such prompts."""
-    last, totals = output.get("is_last_step"), dict[str, list[float]]()
-    rewards = output["rewards"]
-    for row, uid in enumerate(uids):
-        if last is None or last[row]:
-            totals.setdefault(uid, []).append(total_reward(rewards[row]))
-    several = [each for each in totals.values() if len(each) > 1]
-    return sum(max(each) == min(each) for each in several) / len(several) if several else None
+def trajectories_of(batch: TrainingBatch) -> Trajectories:
+    """Return the trajectories that the rows of a batch belong to."""
+    return Trajectories(batch.is_last_step, len(batch), batch.loss_mask.device)
+
+
+def trajectory_rewards(batch: TrainingBatch) -> Tensor | None:
+    """Return the reward of each row's trajectory, [B]; None before there are rewards."""
+    trajectories = trajectories_of(batch)
+    return None if batch.rewards is None else trajectories.rewards(batch.rewards)[trajectories.ids]
 
 
 def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
@@ -81,11 +83,13 @@ def route_bytes(batch: TrainingBatch) -> int:
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Return means of the advantages over the trained tokens, and the mean reward."""
+    """Return means of the advantages over the trained tokens, and the mean reward of the trajectories that did not
+    fail."""
     assert batch.advantages is not None and batch.rewards is not None
-    advantages = batch.advantages[batch.loss_mask > 0]
+    advantages, trajectories = batch.advantages[batch.loss_mask > 0], trajectories_of(batch)
+    rewards = trajectories.rewards(batch.rewards)[trajectories.trained(batch.response_mask)]
     return {
-        "loss/avg_final_rewards": batch.rewards.sum(dim=1).mean().item(),
+        "loss/avg_final_rewards": rewards.mean().item() if len(rewards) else 0.0,
         "loss/avg_raw_advantages": advantages.mean().item() if len(advantages) else 0.0,
         "loss/avg_raw_advantages_abs": advantages.abs().mean().item() if len(advantages) else 0.0,
     }
@@ -167,11 +171,12 @@ def missing_signal(batch: TrainingBatch) -> tuple[str, str] | None:
         return "masked", "all of its tokens are masked, because the samples failed, were truncated, or were not finite"
     if torch.any((batch.advantages != 0) & (batch.loss_mask > 0)):
         return None
-    scores = (batch.rewards * batch.response_mask).sum(dim=1)
+    trajectories = trajectories_of(batch)
+    scores = trajectories.rewards(batch.rewards * batch.response_mask)
     if scores.max() == scores.min():
         return "equal", f"all {len(scores)} samples got reward {scores[0].item():g}. Check the environment's reward"
     groups: dict[str, set[float]] = {}
-    for uid, score in zip(batch.uids, scores.tolist(), strict=True):
+    for uid, score in zip(trajectories.of_last(batch.uids), scores.tolist(), strict=True):
         groups.setdefault(uid, set()).add(score)
     if all(len(each) == 1 for each in groups.values()):
         return "groups", (
@@ -192,24 +197,28 @@ def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
 
 
 def with_length_penalty(batch: TrainingBatch, penalty: LengthPenalty) -> dict[str, float]:
-    """Subtract the penalty of each row that is trained on from the reward of its last response token, and return the
-    mean. Step-wise, the rows of a trajectory are responses of their own."""
+    """Subtract the penalty of each trajectory that is trained on from the reward of its last token, and return the
+    mean. Its length is the number of its sampled tokens that are trained on, over all its rows."""
     assert batch.rewards is not None
-    trained = (batch.loss_mask > 0).any(dim=1)
+    trajectories = trajectories_of(batch)
+    trained = trajectories.trained(batch.loss_mask)
     if not trained.any():
         return {}
-    lengths, scores = batch.loss_mask.sum(dim=1)[trained], batch.rewards.sum(dim=1)[trained]
-    uids = [uid for uid, kept in zip(batch.uids, trained.tolist(), strict=True) if kept]
-    penalties = penalty.penalties(lengths, scores, uids)
-    batch.rewards[trained, -1] -= penalties.to(batch.rewards.dtype)
+    lengths, scores = trajectories.sum(batch.loss_mask.sum(dim=1)), trajectories.rewards(batch.rewards)
+    uids = [uid for uid, kept in zip(trajectories.of_last(batch.uids), trained.tolist(), strict=True) if kept]
+    penalties = penalty.penalties(lengths[trained], scores[trained], uids)
+    batch.rewards[trajectories.last[trained], -1] -= penalties.to(batch.rewards.dtype)
     return {"loss/avg_length_penalty": penalties.mean().item()}
 
 
 def mask_zero_variance_groups(batch: TrainingBatch) -> float:
-    """Mask the rows of prompts whose rewards are all equal, unless that masks everything; return their number."""
+    """Mask the rows of prompts whose trajectories all have the same reward, unless that masks everything; return their
+    number."""
     assert batch.rewards is not None
-    scores = (batch.rewards * batch.response_mask).sum(dim=1)
-    varied = rows_with_variance(scores, batch.uids, batch.loss_mask)
+    trajectories = trajectories_of(batch)
+    scores = trajectories.rewards(batch.rewards * batch.response_mask)
+    trained = trajectories.trained(batch.loss_mask)
+    varied = rows_with_variance(scores, trajectories.of_last(batch.uids), trained[:, None])[trajectories.ids]
     if (batch.loss_mask * varied[:, None]).any():
         batch.loss_mask *= varied[:, None]
     return float((~varied).sum())

@@ -117,7 +117,7 @@ def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
 
 def reached(cfg: SkyRLTrainConfig, step: int, metrics: Mapping[str, Any]) -> StepLimit | None:
     """Return the limit that ``trainer.stop_when`` sets if the metrics of ``step`` fulfil it, else None."""
-    if cfg.trainer.stop_when is None or step < 1:
+    if cfg.trainer.stop_when is None:
         return None
     condition = StopCondition.parse(cfg.trainer.stop_when)
     value = metrics.get(condition.metric)
@@ -140,6 +140,8 @@ class RemainingWork:
     evaluation: bool
     exports: tuple[str, ...]
     """Roles whose Hugging Face export is missing."""
+    asked_steps: int
+    """The last step by ``max_training_steps`` and ``epochs``."""
 
     @property
     def nothing(self) -> bool:
@@ -151,7 +153,7 @@ class RemainingWork:
         due += ["evaluate"] if self.evaluation else []
         due += ["log its metrics"] if self.log else []
         left = f"left to do: {', '.join(due)}" if due else "nothing left to do"
-        at = f"the checkpoint of step {self.step} of {self.limit.steps} exists"
+        at = f"the checkpoint of step {self.step} of {self.asked_steps} exists"
         return f"{left}: {at}. {self.limit.setting} ends the run: {self.limit.to_continue} to continue"
 
 
@@ -177,7 +179,8 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
         return None
     own = [line for line in lines if line["step"] == found.step]
     stopped = [limit for line in own if (limit := reached(cfg, found.step, line)) is not None]
-    limit = stopped[0] if stopped else step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
+    asked = step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
+    limit = stopped[0] if stopped else asked
     if found.step < limit.steps:
         return None
     evaluates = bool(cfg.data.val_data or cfg.data.eval_sets) and cfg.trainer.eval_interval > 0
@@ -188,6 +191,7 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
         log=not own,
         evaluation=evaluates and not any(name.startswith("eval/") for line in own for name in line),
         exports=tuple(_missing_exports(cfg, found.step)),
+        asked_steps=asked.steps,
     )
 
 

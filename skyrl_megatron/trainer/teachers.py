@@ -23,6 +23,7 @@ from skyrl_megatron.config.roles import (
 from skyrl_megatron.data.batch import failed_uid
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.remote_teacher import RemoteTeacher
+from skyrl_megatron.trainer.step_batch import trajectories_of
 from skyrl_megatron.types import TrainingBatch
 
 if TYPE_CHECKING:
@@ -65,17 +66,17 @@ class Teachers:
         self._set(batch, out)
 
     def add_rewards(self, batch: TrainingBatch) -> dict[str, float]:
-        """Add ``distillation.reward_coef`` times the score of each response to the reward of its last token; of
-        step-wise trajectories only to that of the last turn. Returns the metrics.
+        """Add ``distillation.reward_coef`` times the score of each trajectory, that of its last row, to the reward of
+        the last token. Returns the metrics.
 
-        A response without a finite score, or longer than the reward model's context, is no sample: it is masked and
-        leaves the group of its prompt. Raises DataError if no response gets a score.
+        A trajectory whose last row has no finite score, or is longer than the reward model's context, is no sample:
+        all its rows are masked and leave the group of their prompt. Raises DataError if none gets a score.
         """
         assert batch.rewards is not None
         role, settings = self.roles[role_key(self.names[0])], self.cfg.trainer.algorithm.distillation
-        rows = (batch.loss_mask > 0).any(dim=1)
-        if batch.is_last_step is not None:
-            rows &= batch.is_last_step
+        trajectories = trajectories_of(batch)
+        rows = torch.zeros(len(batch), dtype=torch.bool)
+        rows[trajectories.last] = trajectories.trained(batch.loss_mask)
         limit = (read_hf_config(self.cfg, "teacher") or {}).get("max_position_embeddings")
         fits = torch.from_numpy(batch.lengths) + 1 <= (limit or math.inf)
         scores = torch.full((len(batch),), math.nan)
@@ -90,8 +91,9 @@ class Teachers:
                 f"responses has a finite score within the {limit} positions of this reward model: use another one"
             )
         batch.rewards[scored, -1] += (settings.reward_coef or 0.0) * scores[scored]
-        batch.loss_mask[failed] = 0
-        for row in failed.nonzero().flatten().tolist():
+        masked = trajectories.any(failed)[trajectories.ids]
+        batch.loss_mask[masked] = 0
+        for row in masked.nonzero().flatten().tolist():
             batch.uids[row] = failed_uid(batch.uids[row], row)
         metrics = {"reward/unscored_samples": float(failed.sum())}
         return metrics | ({"reward/avg_model_score": scores[scored].mean().item()} if scored.any() else {})

@@ -8,7 +8,6 @@ can be overridden in a trainer as well: ``build_models``, ``init_weight_sync_sta
 from __future__ import annotations
 
 import gc
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from skyrl_megatron.algorithms.kl import get_kl_controller
+from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.roles import (
     active_roles,
@@ -34,7 +34,7 @@ from skyrl_megatron.rollout.interface import GeneratorInterface
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import export_due, prepare_export, run_checkpointer
 from skyrl_megatron.trainer.console import Phases, StartUp
-from skyrl_megatron.trainer.evaluate import evaluate, require_scores
+from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.hang import write_stacks
 from skyrl_megatron.trainer.observe import RunRecorder
@@ -116,6 +116,8 @@ class TrainingRun:
         self.remaining_work = remaining_work(cfg)
         """What is left to do of a run that took its last step before; None while steps are left."""
         self.total_steps = (self.remaining_work or self).limit.steps
+        self.asked_steps = self.limit.steps
+        """The last step by ``max_training_steps`` and ``epochs``, which ``stop_when`` may come before."""
         self.best: float | None = None
         """Value of ``trainer.best_metric`` of the best checkpoint."""
         self.epochs = 0
@@ -180,6 +182,9 @@ class TrainingRun:
         self.before_training()
         self.recovery.begin()
         self.stop.waits = True
+        if self.is_last_step and self.remaining_work is None:  # the initial policy fulfils stop_when
+            self.watch.begin_steps(self.global_step, self.roles)
+            return False
         gc.collect()
         gc.freeze()  # the collector no longer scans the objects of the start in each step
         self.watch.begin_steps(self.global_step, self.roles)
@@ -360,6 +365,7 @@ class TrainingRun:
             if self.eval():
                 held_out = sum(map(len, (self.eval_dataset or (), *self.eval_sets.values())))
                 self.start_up.done(f"evaluation: {held_out} held-out prompts")
+            self.stop_if_reached()
             self.tracker.log(self.metrics | self.phases.metrics(), 0)
             self.metrics = {}
 
@@ -391,7 +397,6 @@ class TrainingRun:
         work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step, *sets)
         with self.phases("eval"):
             metrics = self.loop.run(work, stop=self.stop)
-        require_scores(self.cfg, metrics)
         self.metrics |= metrics
         notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
@@ -400,11 +405,10 @@ class TrainingRun:
         """Save a checkpoint and mark it as the best, if the evaluation of the step is the best so far."""
         metric = self.cfg.trainer.best_metric
         value = None if metric is None else self.metrics.get(metric)
-        if value is None or not value > (-math.inf if self.best is None else self.best):
+        if metric is None or value is None or not _is_better(metric, value, self.best):
             return
         self.recovery.run(self._save_this_step)
         if self.checkpoints is not None and self.checkpoints.saved_step == self.global_step:
-            assert metric is not None
             self.best = value
             self.checkpoints.mark_best(metric, value)
 
@@ -415,7 +419,8 @@ class TrainingRun:
             return
         interval, was_last = self.cfg.trainer.hf_save_interval, self.is_last_step
         self.limit, self.total_steps = limit, limit.steps
-        exported = interval <= 0 or export_due(self.global_step, interval, is_last=was_last)
+        step = self.global_step  # at step 0 nothing was published yet
+        exported = interval <= 0 or (step > 0 and export_due(step, interval, is_last=was_last))
         self.begin_training()
         self.recovery.run(self._save_this_step)
         if not exported:
@@ -495,8 +500,9 @@ class TrainingRun:
         self.tracker.finish()
         if self.is_last_step and sys.exception() is None:
             setting = self.limit.setting if self.total_steps == self.limit.steps else "no more batches"
-            self.tracker.say(f"ended after step {self.global_step} of {self.total_steps}: {setting}")
-        if self.global_step:
+            self.tracker.say(f"ended after step {self.global_step} of {self.asked_steps}: {setting}")
+        saved_first = self.checkpoints is not None and self.checkpoints.saved_step == 0
+        if self.global_step or saved_first:
             write_curves(run_folder(self.cfg))
             self.watch.close()
             saved = None if self.checkpoints is None else self.checkpoints.saved_step
@@ -560,3 +566,11 @@ class TrainingRun:
         if not self.cfg.trainer.placement.colocate_all or phase not in MEASURED_PHASES:
             return {}
         return {name.replace("/", "_"): role.device_bytes() for name, role in self.roles.items() if role.ranks}
+
+
+def _is_better(metric: str, value: float, best: float | None) -> bool:
+    """Return whether a value is better than the best so far, in the metric's direction; NaN never is."""
+    row = describe(metric)
+    if best is None or row is None:
+        return value == value
+    return value < best if row.better == "lower" else value > best

@@ -355,20 +355,20 @@ def test_batch_normalisation_ignores_padding(padding):
     assert (normal[:, :padding] == 0).all()
 
 
-def test_stepwise_trajectories_share_the_last_advantage():
+def test_the_rows_of_a_trajectory_share_the_advantage_of_its_summed_rewards():
     import torch
 
     from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
 
-    # Trajectories of 2, 1 and 3 steps; the first two answer the same prompt. Rewards of earlier steps do not count.
+    # Trajectories of 2, 1 and 3 steps with rewards of 4, 3 and 6; the first two answer the same prompt.
     last = torch.tensor([False, True, True, False, False, True])
     rewards = torch.zeros(6, 4, dtype=torch.float64)
-    rewards[:, -1] = torch.tensor([9.0, 1.0, 3.0, 9.0, 9.0, 5.0])
+    rewards[:, -1] = torch.tensor([3.0, 1.0, 3.0, 0.5, 0.5, 5.0])
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]).double()
     config, uids = algorithm_config(), ["p", "p", "p", "q", "q", "q"]
     arguments = {"is_last_step": last, "grpo_norm_by_std": False}
     advantages, returns = compute_advantages_and_returns(rewards, mask, uids, "grpo", config, **arguments)
-    expected = torch.tensor([-1.0, -1.0, 1.0, 5.0, 5.0, 5.0], dtype=torch.float64)[:, None] * mask
+    expected = torch.tensor([0.5, 0.5, -0.5, 6.0, 6.0, 6.0], dtype=torch.float64)[:, None] * mask
     assert torch.equal(advantages, expected) and torch.equal(returns, expected)
     with pytest.raises(ValueError, match="gae propagates reward through time"):
         compute_advantages_and_returns(rewards, mask, uids, "gae", config, values=rewards, is_last_step=last)

@@ -67,6 +67,37 @@ def test_report(run_args, capsys):
     ]
 
 
+def test_names_of_held_out_data_are_checked(run_args, tmp_path, capsys):
+    """Where only the data says which scores there are, and which would overwrite others."""
+    import json
+
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.preflight import check
+
+    def said(*sources, **keys):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": "1+1=?"}],
+                "env_class": "gsm8k",
+                "reward_spec": {"method": "rule", "ground_truth": "2"},
+                "data_source": source,
+            }
+            for source in sources
+        ]
+        (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = [f"data.val_data=[{tmp_path}/held.jsonl]", "trainer.logger=console"]
+        given += [f"trainer.{name}={value}" for name, value in keys.items()]
+        code = check.run([*run_args, *given], Hardware(1, 1))
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    assert said("math", "code", best_metric="eval/math/avg_score")[0] == 0
+    code, text = said("math", "code", best_metric="eval/maths/avg_score")
+    assert code == 2 and "no metric eval/maths/avg_score: did you mean eval/math/avg_score?" in text
+    code, text = said("math", "all")
+    assert code == 2 and "eval/all/… are those of all rows: rename it in the column data_source" in text
+
+
 def test_the_configuration_is_printed_when_it_is_asked_for(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.preflight import check

@@ -94,6 +94,15 @@ RULES = {
         f"{A}advantage_estimator",
         "step_wise_trajectories",
     ),
+    "observations of step-wise rows": (
+        [
+            f"{A}observation_loss_coef=0.1",
+            "generator.max_turns=2",
+            "generator.step_wise_trajectories=true",
+        ],
+        f"{A}observation_loss_coef",
+        "observations are prompts",
+    ),
     "dynamic sampling of one": (
         ["generator.n_samples_per_prompt=1", f"{A}dynamic_sampling.type=filter"],
         f"{A}dynamic_sampling.type",

@@ -142,7 +142,7 @@ def test_lanes_are_read_of_some_steps_the_newest_among_them(tmp_path):
 
 def test_metric_names_of_runs_are_in_the_table(data_dir):
     """Of a recorded run, and of what the dashboard draws."""
-    from skyrl_megatron.trainer.metric_table import describe, page
+    from skyrl_megatron.config.metric_table import describe, page
 
     names = {
         name
@@ -154,4 +154,4 @@ def test_metric_names_of_runs_are_in_the_table(data_dir):
     assert describe("policy/grad_norm").unit == "" and describe("timing/anything").unit == "s"
     assert describe("generate/a/b") is None
     committed = (data_dir.parents[1] / "docs/metrics.md").read_text()
-    assert committed == page(), "run python -m skyrl_megatron.trainer.metric_table > docs/metrics.md"
+    assert committed == page(), "run python -m skyrl_megatron.config.metric_table > docs/metrics.md"

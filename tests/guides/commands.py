@@ -119,7 +119,5 @@ COMMANDS = (
     Row(
         rf"{MAIN}config\.document", "tests/config/test_fields.py::test_every_field_is_explained_and_config_md_is_fresh"
     ),
-    Row(
-        rf"{MAIN}trainer\.metric_table", "tests/dashboard/test_reading.py::test_metric_names_of_runs_are_in_the_table"
-    ),
+    Row(rf"{MAIN}config\.metric_table", "tests/dashboard/test_reading.py::test_metric_names_of_runs_are_in_the_table"),
 )

@@ -75,9 +75,17 @@ def test_a_metric_ends_a_run_and_its_models_have_the_same_scores(tmp_path):
         "trainer__max_ckpts_to_keep": 1,
     }
     told = command(folder, "train", **keys)
-    assert "ended after step 2 of 2: trainer.stop_when='eval/short/pass_at_4 >= 0' (eval/short/pass_at_4 is " in told
+    assert "ended after step 2 of 5: trainer.stop_when='eval/short/pass_at_4 >= 0' (eval/short/pass_at_4 is " in told
     found = scores(folder, 2)
-    of_set = ["avg_score", "majority_at_4", "mean_positive_reward", "pass_at_1", "pass_at_2", "pass_at_4"]
+    of_set = [
+        "avg_score",
+        "majority_at_4",
+        "mean_positive_reward",
+        "pass_at_1",
+        "pass_at_2",
+        "pass_at_4",
+        "num_failed",
+    ]
     names = {f"eval/short{group}/{name}" for group in ("", "/0", "/1") for name in of_set}
     assert names <= set(found) and "eval/sums/avg_score" in found
     assert found["eval/short/pass_at_1"] <= found["eval/short/pass_at_2"] <= found["eval/short/pass_at_4"]
@@ -85,7 +93,7 @@ def test_a_metric_ends_a_run_and_its_models_have_the_same_scores(tmp_path):
     best = json.loads((folder / "ckpts/best_ckpt.json").read_text())
     assert (best["step"], best["value"]) == (2, found["eval/short/avg_score"])
     again = command(folder, "train", **keys)
-    assert "nothing left to do: the checkpoint of step 2 of 2 exists" in again and "engines: " not in again
+    assert "nothing left to do: the checkpoint of step 2 of 5 exists" in again and "engines: " not in again
     assert "ends the run: change or remove it to continue" in again
     for model in ("exports/global_step_2/policy", "ckpts/global_step_2"):
         command(folder, "evaluate", **keys | {"trainer__policy__model__path": folder / model})
@@ -93,3 +101,23 @@ def test_a_metric_ends_a_run_and_its_models_have_the_same_scores(tmp_path):
     lines = (folder / "logs/skyrl/run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 2]
     assert not list((folder / "exports").glob(".global_step*"))
+
+
+@pytest.mark.full_matrix
+def test_an_initial_policy_that_is_good_enough_ends_the_run(tmp_path):
+    """Before the first step, with checkpoint and export; the same command has nothing left to do."""
+    folder = runs.prepare(tmp_path)
+    keys = {
+        "trainer__stop_when": "eval/all/avg_score >= 0",
+        "trainer__eval_before_train": "true",
+        "trainer__eval_interval": 1,
+        "trainer__hf_save_interval": 4,
+    }
+    done = runs.run(folder, **keys).check()
+    assert "ended after step 0 of 2: trainer.stop_when='eval/all/avg_score >= 0' (eval/all/avg_score is " in done.out
+    assert [line["step"] for line in done.lines] == [0] and done.lines[0]["eval/all/num_failed"] == 0.0
+    assert (folder / "ckpts/global_step_0").is_dir() and (folder / "exports/global_step_0/policy").is_dir()
+    assert "exported model: " in done.out
+    again = runs.run(folder, **keys).check()
+    assert "nothing left to do: the checkpoint of step 0 of 2 exists" in again.out and "engines: " not in again.out
+    assert runs.run(folder, **keys | {"trainer__stop_when": "null"}).check().lines[-1]["step"] == 2

@@ -109,11 +109,11 @@ def test_a_metric_ends_the_run(folder):
     keys = AHEAD | held_out | {"data__val_data": "[]", "trainer__eval_interval": 1, "trainer__hf_save_interval": 4}
     ends = keys | {"trainer__stop_when": "eval/sums/pass_at_2 >= 0"}
     done = runs.run(folder, NOTES, **ends).check()
-    assert "ended after step 1 of 1: trainer.stop_when='eval/sums/pass_at_2 >= 0' (eval/sums/pass_at_2 is " in done.out
+    assert "ended after step 1 of 5: trainer.stop_when='eval/sums/pass_at_2 >= 0' (eval/sums/pass_at_2 is " in done.out
     assert [line["step"] for line in done.lines] == [1] and done.lines[0]["eval/sums/pass_at_2"] > 0
     assert (folder / "ckpts/global_step_1").is_dir() and (folder / "exports/global_step_1/policy").is_dir()
     again = runs.run(folder, NOTES, **ends).check()
-    assert "nothing left to do: the checkpoint of step 1 of 1 exists" in again.out and "engines: " not in again.out
+    assert "nothing left to do: the checkpoint of step 1 of 5 exists" in again.out and "engines: " not in again.out
     runs.run(folder, NOTES, **keys | {"trainer__max_training_steps": 3}).check()
     taken = notes(folder)
     numbers = [number for note in taken for number in note["numbers"]]

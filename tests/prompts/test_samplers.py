@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_megatron.config.load import BaseConfig
-from skyrl_megatron.errors import ConfigError, DataError
+from skyrl_megatron.errors import ConfigError, DataError, SkyRLMegatronWarning
 
 
 class Table:
@@ -115,9 +115,38 @@ def test_a_mixture_keeps_its_weights_at_any_time(weights):
     assert again.epoch(7).tolist() != sampler_of("mixture", sampled(sizes), seed=4, weights=weights).epoch(7).tolist()
 
 
+@pytest.mark.parametrize(("sizes", "weights"), [([4, 1], [4, 1]), ([7, 6], [1, 3]), ([5, 3, 3], [1, 1, 5])])
+def test_a_mixture_keeps_its_weights_where_batches_do_not_fill_the_epoch(sizes, weights):
+    """With the last rows of each epoch left out, the single row of the first case was never taken."""
+    loader = loader_of("mixture", sampled(sizes), 4, seed=1, weights=weights)
+    batches = [[int(entry["uid"].partition("#")[0]) for entry in batch] for _ in range(40) for batch in loader]
+    rows = np.concatenate(batches)
+    shares = [np.mean(np.searchsorted(np.cumsum(sizes), rows, side="right") == place) for place in range(len(sizes))]
+    assert shares == pytest.approx(np.asarray(weights) / sum(weights), abs=len(sizes) / len(rows))
+    assert set(rows.tolist()) == set(range(sum(sizes)))
+    resumed = loader_of("mixture", sampled(sizes), 4, seed=1, weights=weights)
+    per_epoch = len(loader)
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 17, "batch": per_epoch - 1})
+    taken = [[int(entry["uid"].partition("#")[0]) for entry in batch] for _ in range(23) for batch in resumed]
+    assert taken == batches[18 * per_epoch - 1 :]
+
+
+def test_what_an_epoch_leaves_out():
+    """Never the hardest in each epoch; an order that does not change says what it never takes."""
+    sampler = sampler_of("easy_to_hard", sampled([6], level=[1, 2, 3, 4, 5, 6]), column="level")
+    orders = [sampler.epoch(epoch).tolist() for epoch in range(40)]
+    assert all(len(order) == 4 and order == sorted(order) for order in orders)
+    left_out = Counter(row for order in orders for row in set(range(6)) - set(order))
+    assert min(left_out[row] for row in range(6)) >= 4
+    with pytest.warns(
+        SkyRLMegatronWarning, match="data.sampler=in_order.*: the last 2 of 6 prompts fill no batch of 4"
+    ):
+        loader_of("in_order", sampled([6]), 4)
+
+
 def test_easy_to_hard():
     values = [3, 0.5, 2, 2, True, 2]
-    sampler = sampler_of("easy_to_hard", sampled([6], level=values), column="level")
+    sampler = sampler_of("easy_to_hard", sampled([6], level=values), batch=3, column="level")
     orders = [sampler.epoch(epoch).tolist() for epoch in range(8)]
     assert all([values[row] for row in order] == sorted(values) for order in orders)
     assert len({tuple(order) for order in orders}) > 1  # equal ones are shuffled anew

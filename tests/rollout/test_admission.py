@@ -26,7 +26,8 @@ def test_rewards():
     assert refusal(gate, [-1.0, 2.0]) is None and refusal({"reward": {"high": 0.75}}, [-9.0]) is None
     assert refusal(gate, [0.5, 9.0], errors=[None, "failed"]) is None
     assert refusal(gate, [0.5], errors=["failed"]) == "reward" and refusal(gate, [float("nan")]) == "reward"
-    assert refusal(gate, [9.0, [0.25, 0.25]], is_last_step=[False, True]) is None
+    assert refusal(gate, [0.5, [0.0, 0.25]], is_last_step=[False, True]) is None
+    assert refusal(gate, [9.0, [0.25, 0.25]], is_last_step=[False, True]) == "reward", "the sum of all rows counts"
 
 
 def test_lengths_and_numbers():

@@ -90,7 +90,8 @@ def test_what_counts_as_variety():
     assert useful([1.0, 1.0 + 1e-9]) == [False]
     assert useful([[0.5, 0.5], [0.0, 1.0]]) == [False], "per token: the sums count"
     assert useful([1.0, 0.0], errors=[None, "TimeoutError"]) == [False], "a failed environment says nothing"
-    assert useful([0.0, 1.0, 1.0], is_last_step=[False, True, True]) == [False], "step-wise: last rows count"
+    assert useful([0.0, 1.0, 1.0], is_last_step=[False, True, True]) == [False], "step-wise: the sums of rows count"
+    assert useful([1.0, 0.0, 0.0], is_last_step=[False, True, True]) == [True]
 
 
 def test_none_takes_every_batch():
@@ -107,11 +108,16 @@ def test_scores():
         "pass_at_n": 0.5,
         "mean_positive_reward": 0.25,
     }
-    # One a token: a trajectory passes by its last turn; step-wise by its last row.
+    # One a token: a trajectory passes by its last turn; step-wise by its last row. Its reward is the sum of all.
     per_token = output_of([[1.0, 0.0], [0.0, 0.0], [-0.5, 1.0], [0.0, 0.0]], uids)
     assert scores(per_token, uids) == {"avg_score": 0.375, "pass_at_n": 0.5, "mean_positive_reward": 0.5}
     steps = output_of([1.0, 0.0, 0.0, 1.0], uids, is_last_step=[False, True, False, True])
-    assert scores(steps, uids) == {"avg_score": 0.5, "pass_at_n": 0.5, "mean_positive_reward": 0.5}
+    assert scores(steps, uids) == {"avg_score": 1.0, "pass_at_n": 0.5, "mean_positive_reward": 1.0}
+    errors = [None, "TimeoutError", "TimeoutError", "TimeoutError"]
+    some = output_of([1.0, 0.0, 0.0, 0.0], uids, errors=errors)
+    assert scores(some, uids) == {"avg_score": 1.0, "pass_at_n": 1.0, "mean_positive_reward": 1.0}, "what was scored"
+    none = output_of([0.0] * 4, uids, errors=errors[1:] + errors[1:2])
+    assert scores(none, uids) == {"avg_score": None, "pass_at_n": None, "mean_positive_reward": None}
 
 
 def test_rollout_metrics():

@@ -65,19 +65,57 @@ def test_scores_of_a_set_and_of_its_groups(tmp_path):
 
 def test_one_group_is_not_told_twice(tmp_path):
     found, _, _ = scores(tmp_path, ["#### 15"] * 2, Prompts("easy", "easy"), n=1, group_by="level")
-    assert set(found) == {"eval/hard/avg_score", "eval/hard/mean_positive_reward", "eval/hard/pass_at_1"}
+    assert set(found) == {
+        f"eval/hard/{name}" for name in ("avg_score", "mean_positive_reward", "pass_at_1", "num_failed")
+    }
 
 
 def test_a_set_beside_the_evaluation_data(tmp_path):
-    from skyrl_megatron.trainer.evaluate import require_scores
+    from skyrl_megatron.trainer.evaluate import require_metrics
 
     found, _, cfg = scores(tmp_path, ["#### 15", "#### 1", "#### 15"], Prompts("a"), Prompts("b", "c"), n=1)
     assert found["eval/all/avg_score"] == found["eval/sums/pass_at_1"] == 0.5 and found["eval/hard/avg_score"] == 1.0
-    cfg.trainer.stop_when, cfg.trainer.best_metric = "eval/sums/pass_at_2 > 0", "eval/all/avg_score"
-    with pytest.raises(ConfigError, match=r"stop_when=eval/sums/pass_at_2 > 0.*no such score: use one of eval/all/"):
-        require_scores(cfg, found)
+
+    class Held(Prompts):
+        def values_of(self, column):
+            return ["sums"] if column == "data_source" else sorted(set(self.levels))
+
+    cfg.trainer.stop_when, cfg.trainer.best_metric = "eval/sum/pass_at_1 > 0", "eval/all/avg_score"
+    require_metrics(cfg, Prompts("a"), {})  # a data set of one's own, which is not looked into
+    with pytest.raises(ConfigError, match=r"stop_when=eval/sum/pass_at_1 > 0.*did you mean eval/sums/pass_at_1"):
+        require_metrics(cfg, Held("a"), {})
     cfg.trainer.stop_when = "reward/avg_raw_reward > 0"
-    require_scores(cfg, found)
+    require_metrics(cfg, Held("a"), {})
+
+
+def test_failed_samples_are_counted_and_in_no_score(tmp_path):
+    """Of four samples two fail: the scores are those of the two others. pass@4 has no prompt with four samples."""
+    from skyrl_megatron.rollout.interface import TrajectoryID
+    from skyrl_megatron.trainer.evaluate import evaluate
+
+    class Half:
+        async def generate(self, batch, disable_tqdm=False):
+            rows = range(len(batch["prompts"]))
+            return {
+                "prompt_token_ids": [[1]] * len(rows),
+                "response_ids": [[2]] * len(rows),
+                "rewards": [float(row == 0) for row in rows],
+                "loss_masks": [[1]] * len(rows),
+                "stop_reasons": ["stop"] * len(rows),
+                "rollout_metrics": {},
+                "rollout_logprobs": None,
+                "errors": ["TimeoutError" if row % 2 else None for row in rows],
+                "trajectory_ids": [TrajectoryID("0", row) for row in rows],
+            }
+
+    sets = {"hard": {"data": ["/d"], "temperature": 1.0, "n": 4}}
+    keys = {"data.eval_sets": sets, "trainer.export_path": str(tmp_path), "generator.eval_n_samples_per_prompt": 4}
+    cfg = SkyRLTrainConfig.from_cli_overrides(keys | {"trainer.dump_eval_results": False})
+    found = asyncio.run(evaluate(cfg, Prompts("a"), Half(), None, 0, {"hard": Prompts("a")}))
+    for name in ("all", "sums", "hard"):
+        assert found[f"eval/{name}/avg_score"] == 0.5 and found[f"eval/{name}/num_failed"] == 2.0
+    assert found["eval/hard/pass_at_1"] == 0.5 and found["eval/hard/pass_at_2"] == found["eval/all/pass_at_4"] == 1.0
+    assert "eval/hard/pass_at_4" not in found
 
 
 def test_a_set_with_the_name_of_a_data_set(tmp_path):

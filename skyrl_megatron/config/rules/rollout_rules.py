@@ -123,6 +123,12 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem(
                 key, coef, "with generator.max_turns=1 there are no observations: allow more, or set it to 0"
             )
+        if generator.name == "skyrl_gym" and generator.step_wise_trajectories and not generator.merge_stepwise_output:
+            fix = (
+                "with generator.step_wise_trajectories=true observations are prompts, which no row trains on: set "
+                "generator.merge_stepwise_output=true or step_wise_trajectories=false, or set this key to 0"
+            )
+            yield Problem(key, coef, fix)
         if cut:
             fix = (
                 f"needs log-probs over the whole vocabulary: remove generator.sampling_params.{cut[0]}, or set it to 0"

@@ -275,7 +275,8 @@ class AlgorithmConfig(BaseConfig):
     (docs/guides/algorithms.md). It is subtracted from the rewards."""
     observation_loss_coef: NonNegative = 0.0
     """Weight of the cross-entropy of observations. It is the mean over all tokens of the environment in an optimizer
-    step (ECHO, arXiv:2605.24517). Rows whose rewards teach nothing count too."""
+    step (ECHO, arXiv:2605.24517). Rows whose rewards teach nothing count too. Observations in the prompts of step-wise
+    rows are not trained on."""
     m2po_threshold: Positive = 0.04
     """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
     ratio_anchor: Annotated[str, OneOf("old", "rollout")] = "old"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from skyrl_megatron.config.fields import Count, Fraction, NonNegative
 from skyrl_megatron.config.load import BaseConfig
+from skyrl_megatron.config.metric_table import registered
 from skyrl_megatron.errors import ConfigError, Problem
 
 SETS, STOP, BEST = "data.eval_sets", "trainer.stop_when", "trainer.best_metric"
 RESERVED = ("all", "adapter")
 """Names in ``eval/NAME/…`` that have another meaning."""
+DATASET_KEY, UNKNOWN = "data_source", "unknown"
+"""Column of a row that names its data set, and the name without it."""
 
 
 @dataclass
@@ -120,7 +123,8 @@ class StopCondition:
             raise ConfigError([Problem(STOP, text, f"nothing compares with {right}: {fix}")])
         if not metric.startswith(("eval/", "reward/")):
             fix = f"{metric} is no metric of evaluation or rewards: use one that begins with eval/ or reward/"
-            raise ConfigError([Problem(STOP, text, fix)])
+            if registered(metric) is None:
+                raise ConfigError([Problem(STOP, text, fix)])
         return cls(metric, comparison, number)
 
     def holds(self, value: float) -> bool:
@@ -128,11 +132,15 @@ class StopCondition:
         return self.COMPARE[self.comparison](value, self.number)
 
 
-def score_names(one: EvalSetConfig) -> list[str]:
-    """Return the names of the scores of a set."""
-    return [
-        "avg_score",
-        "mean_positive_reward",
-        *(f"pass_at_{k}" for k in one.ks),
-        *(f"majority_at_{k}" for k in sorted(set(one.majority_at))),
-    ]
+def data_set_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return path → name in ``eval/NAME/…`` of a data set of supervised training: the last parts of its path, as few
+    as tell it from the others and from :data:`RESERVED`."""
+    parts = {path: path.rstrip("/").split("/") for path in paths}
+    names: dict[str, str] = {}
+    for path, own in parts.items():
+        for count in range(1, len(own) + 1):
+            names[path] = "/".join(own[-count:])
+            alike = [other for other in parts if other != path and parts[other][-count:] == own[-count:]]
+            if not alike and names[path] not in RESERVED:
+                break
+    return names

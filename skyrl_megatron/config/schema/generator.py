@@ -365,7 +365,8 @@ class GeneratorConfig(BaseConfig):
     rope_theta: Positive | None = None
     """Base of the engines' rotary frequencies. None: `trainer.rope_theta`."""
     step_wise_trajectories: bool = False
-    """Each turn becomes a separate training sequence with the advantage of the trajectory."""
+    """Each turn becomes a separate training sequence with the advantage of the trajectory, which is one sample of
+    rewards, penalties and filters. Losses and means per sequence (`gspo`, `sequence_mean`) are per turn."""
     merge_stepwise_output: bool = False
     """Merge consecutive turns of `step_wise_trajectories` if the prompt of the later turn begins with prompt and
     response of the earlier one."""

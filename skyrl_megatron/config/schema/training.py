@@ -180,11 +180,11 @@ class TrainerConfig(BaseConfig):
     max_training_steps: Count | None = None
     """Number of steps after which the run ends. None: after `epochs`."""
     stop_when: str | None = None
-    """Ends the run: `eval/all/avg_score >= 0.8`. The metrics are those of evaluations (`eval/…`) and
-    rewards (`reward/…`); the initial policy does not count."""
+    """Ends the run: `eval/all/avg_score >= 0.8`, with a checkpoint, and an export if `hf_save_interval` is set. The
+    metrics are those of evaluations (`eval/…`, that of the initial policy too) and rewards (`reward/…`)."""
     best_metric: str | None = None
-    """`eval/…` whose best checkpoint is kept too. It has the largest value, does not count in
-    `max_ckpts_to_keep`, and is named by `ckpt_path/best_ckpt.json`."""
+    """`eval/…` whose best checkpoint is kept too. It has the largest value (of a loss the smallest, docs/metrics.md),
+    does not count in `max_ckpts_to_keep`, and is named by `ckpt_path/best_ckpt.json`."""
     max_tokens_per_microbatch: Annotated[int, Bounds(1, also=(-1,))] = -1
     """Maximum number of tokens of packed sequences in a micro-batch. -1: use `micro_*_batch_size_per_gpu`."""
     logprobs_chunk_size: Count | None = 1024

@@ -14,9 +14,10 @@ function lastValues() {
   const last = (run, name) => { const { y } = points(run, name); return y.length ? y[y.length - 1] : NaN; };
   const names = matching("*").filter((name) => name !== "step" && !name.startsWith("warmup/")), several = state.runs.length > 1;
   const rows = names.map((name) => {
-    const values = state.runs.map((run) => last(run, name)), [unit, meaning] = state.metrics[name] || ["", ""];
+    const values = state.runs.map((run) => last(run, name)), [unit, meaning, , better] = state.metrics[name] || ["", "", "", ""];
     const ratio = several && values[0] ? values[1] / values[0] : NaN;
-    return el("tr", { title: meaning }, el("td", {}, name, " ", el("span", { class: "unit" }, unit)), ...values.map((value) => el("td", { class: "number" }, format(value))), several ? el("td", { class: "number" }, ratio === ratio ? `${format(100 * (ratio - 1))} %` : "") : null);
+    const judged = !better || !(Math.abs(ratio - 1) > 0.01) ? "" : (ratio > 1) === (better === "higher") === values[0] > 0 ? "better" : "worse";
+    return el("tr", { title: meaning }, el("td", {}, name, " ", el("span", { class: "unit" }, unit)), ...values.map((value) => el("td", { class: "number" }, format(value))), several ? el("td", { class: `number ${judged}` }, ratio === ratio ? `${format(100 * (ratio - 1))} %` : "") : null);
   });
   return el("div", { class: "card wide" }, el("h3", {}, "last values"), el("div", { class: "scroll" }, el("table", { class: "values" }, el("thead", {}, el("tr", {}, el("th", {}, "metric"), ...state.runs.map((run) => el("th", { style: "text-align:right" }, run.name)), several ? el("th", { style: "text-align:right" }, "second vs. first") : null)), el("tbody", {}, ...rows))));
 }

@@ -25,7 +25,7 @@ def prepare(folder):
     template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}{{ hint }}"
     (folder / "chat.jinja").write_text(template)
     (folder / "named.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1", "note": "unread"}]}\n')
-    (folder / "order.txt").write_text("5\n3\n9\n1\n0\n")
+    (folder / "order.txt").write_text("5\n3\n9\n1\n")
     for name in ("databases", "others"):
         place = folder / name / "spider" / "database" / "x"
         place.mkdir(parents=True)

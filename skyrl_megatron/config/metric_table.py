@@ -1,56 +1,109 @@
-"""The unit and meaning of every metric, and what a bad value points to: for the dashboard, ``docs/metrics.md`` and
-comparisons of runs. ``python -m skyrl_megatron.trainer.metric_table`` prints ``docs/metrics.md``."""
+"""Every metric: unit, meaning, what a bad value points to, whether more or less of it is better, and what gives it.
+
+The one table of ``stop_when``, ``best_metric``, comparisons of runs, the dashboard and ``docs/metrics.md``, which
+``python -m skyrl_megatron.config.metric_table`` prints. :func:`skyrl_megatron.plugins.register_metric` adds a user's.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any, Literal, cast
+
+from skyrl_megatron.plugins import METRICS
+
+type Direction = Literal["higher", "lower", ""]
+
+RL, PREFERENCES = ("train", "async"), ("dpo", "reward")
+GIVEN_BY: dict[str, tuple[str, ...]] = {
+    "sft/": ("sft",),
+    "dpo/": ("dpo",),
+    "rewards/": PREFERENCES,
+    "logps/": ("dpo",),
+    "eval/**/loss": ("sft", *PREFERENCES),
+    "eval/**/rewards/": PREFERENCES,
+    "eval/**/logps/": ("dpo",),
+    "policy/": (),
+    "trainer/": (),
+    "timing/": (),
+    "estimate/": (),
+    "memory/": (),
+    "*/": (),
+    "": RL,
+}
+"""Beginning of a name → the verbs that give the metric; (): all. The first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table. ``name``: ``*`` matches anything without a slash, ``**`` at the end matches anything."""
+    """A row of the table. ``name``: ``*`` matches anything without a slash, ``**`` anything."""
 
     name: str
     unit: str
     meaning: str
     bad: str = ""
     """What a suspicious value points to."""
+    better: Direction = ""
+    """Whether higher or lower values are better; "": neither."""
+    when: str = ""
+    """What else gives it (``rules/evaluation_rules.py``)."""
+    verbs: tuple[str, ...] | None = None
+    """Verbs that give it; None: by its name, see :meth:`given_by`."""
 
+    @property
+    def given_by(self) -> tuple[str, ...]:
+        """The verbs of runs that have the metric; (): all."""
+        if self.verbs is not None:
+            return self.verbs
+        return next(verbs for beginning, verbs in GIVEN_BY.items() if self.name.startswith(beginning))
+
+
+more, less = partial(Metric, better="higher"), partial(Metric, better="lower")
 
 TABLE = (
     # reward and evaluation
-    Metric("reward/avg_raw_reward", "reward", "Mean reward of a response", "flat: look at zero_variance_groups"),
-    Metric("reward/avg_pass_at_*", "share", "Prompts with at least one response of positive reward"),
-    Metric("reward/mean_positive_reward", "reward", "Mean reward, with negative rewards counted as 0"),
-    Metric(
+    more("reward/avg_raw_reward", "reward", "Mean reward of a trajectory", "flat: look at zero_variance_groups"),
+    more("reward/avg_pass_at_*", "share", "Prompts with at least one response of positive reward"),
+    more("reward/mean_positive_reward", "reward", "Mean reward, with negative rewards counted as 0"),
+    less(
         "reward/zero_variance_groups",
         "share",
         "Prompts whose responses all got the same reward: group estimators give them advantage 0",
         "near 1: prompts are too easy or too hard; set dynamic_sampling, or use other data",
+        when="several samples",
     ),
-    Metric(
-        "eval/*/avg_score", "reward", "Mean score on held-out prompts", "falls while the reward rises: overfitting"
-    ),
-    Metric("eval/*/pass_at_*", "share", "Held-out prompts with at least one response of positive score"),
-    Metric("eval/*/mean_positive_reward", "reward", "Mean held-out score, with negative scores counted as 0"),
-    Metric("eval/*/majority_at_*", "share", "Held-out prompts whose most frequent answer is right; ties share"),
-    Metric("eval/*/loss", "nats", "Loss per trained token of held-out conversations"),
-    Metric("sft/loss", "nats", "Loss per trained token of the step, before its updates"),
+    more("eval/**/avg_score", "reward", "Mean score on held-out prompts", "falls while the reward rises: overfitting"),
+    more("eval/**/pass_at_*", "share", "Held-out prompts with at least one response of positive score"),
+    more("eval/**/mean_positive_reward", "reward", "Mean held-out score, with negative scores counted as 0"),
+    more("eval/**/majority_at_*", "share", "Held-out prompts whose most frequent answer is right; ties share"),
+    less("eval/**/num_failed", "trajectories", "Held-out samples that failed: they are in no score"),
+    less("eval/**/loss", "nats", "Loss per trained token of held-out conversations"),
+    less("sft/loss", "nats", "Loss per trained token of the step, before its updates"),
     Metric("sft/trained_tokens", "tokens", "Trained tokens of the step"),
-    Metric("dpo/loss", "nats", "Loss of preferences of the step, before its updates"),
-    Metric("reward/loss", "nats", "Loss of pairs of a reward model, before the updates of the step"),
-    Metric("reward/avg_model_score", "score", "Mean score of the reward model"),
-    Metric("reward/unscored_samples", "samples", "Samples without a score, which are masked"),
+    less("dpo/loss", "nats", "Loss of preferences of the step, before its updates"),
+    less("reward/loss", "nats", "Loss of pairs of a reward model, before the updates of the step", verbs=("reward",)),
+    more("reward/avg_model_score", "score", "Mean score of the reward model", when="a reward model as teacher"),
+    less(
+        "reward/unscored_samples",
+        "samples",
+        "Samples without a score, which are masked",
+        when="a reward model as teacher",
+    ),
     Metric("dpo/kl", "nats", "`kto`: KL divergence of policy and reference"),
-    Metric("rewards/accuracies", "share", "Pairs whose better answer has the higher reward"),
-    Metric("rewards/*", "nats", "β · log-ratio of policy and reference, or score, of each side"),
-    Metric("logps/*", "nats", "Log-probs of the better and the other answers"),
-    Metric("eval/*/rewards/*", "as rewards", "The same of held-out preferences"),
-    Metric("eval/*/logps/*", "nats", "The same of held-out preferences"),
-    Metric("eval/adapter/**", "reward", "The same scores for the held-out prompts of one adapter"),
-    Metric("eval/*/*/*", "reward or share", "The scores of a set of `data.eval_sets` for one value of its `group_by`"),
+    more("rewards/accuracies", "share", "Pairs whose better answer has the higher reward", when="pairs"),
+    more("rewards/margins", "nats", "Difference of both rewards", when="pairs"),
+    Metric("rewards/chosen", "nats", "β · log-ratio of policy and reference, or score, of the better answers"),
+    Metric("rewards/rejected", "nats", "The same of the other answers"),
+    Metric("logps/chosen", "nats", "Log-probs of the better answers"),
+    Metric("logps/rejected", "nats", "Log-probs of the other answers"),
+    more("eval/**/rewards/accuracies", "share", "The same of held-out pairs", when="pairs"),
+    more("eval/**/rewards/margins", "nats", "The same of held-out pairs", when="pairs"),
+    Metric("eval/**/rewards/chosen", "nats", "The same of held-out preferences"),
+    Metric("eval/**/rewards/rejected", "nats", "The same of held-out preferences"),
+    Metric("eval/**/logps/chosen", "nats", "The same of held-out preferences"),
+    Metric("eval/**/logps/rejected", "nats", "The same of held-out preferences"),
     Metric("adapter/**", "as the metric", "The metric for one named adapter"),
     Metric(
         "environment/outcome_*", "share", "Trajectories of agents that ended so", "infrastructure: read console.log"
@@ -73,14 +126,12 @@ TABLE = (
         "Responses that ended at the length limit",
         "many: raise max_generate_length, or penalize length",
     ),
-    Metric(
-        "generate/num_failed", "trajectories", "Trajectories whose environment failed", "above 0: read console.log"
-    ),
+    less("generate/num_failed", "trajectories", "Trajectories whose environment failed", "above 0: read console.log"),
     Metric("generate/num_unfinished", "trajectories", "Trajectories that ended at their turn limit"),
-    Metric(
+    less(
         "generate/nonfinite_samples",
         "rows",
-        "Rows with NaN or infinite log-probs or rewards",
+        "Rows of samples with NaN or infinite log-probs or rewards",
         "above 0: overflow in the engine",
     ),
     Metric("generate/sampled_batches", "batches", "Batches of prompts that dynamic sampling needed for the step"),
@@ -98,7 +149,7 @@ TABLE = (
         "env above llm: environments are the bottleneck",
     ),
     # agents
-    Metric(
+    more(
         "agents/token_in_rate",
         "share",
         "Agents' calls whose prompt has every earlier answer as the tokens that were sampled",
@@ -107,11 +158,9 @@ TABLE = (
     Metric("agents/calls", "calls", "Calls of agents that were sampled"),
     Metric("agents/unmatched", "calls", "Of them, those with an answer in the prompt that was not sampled"),
     Metric("agents/retries", "calls", "Calls that got an earlier answer"),
-    Metric(
-        "agents/unattributed", "calls", "Calls without the key of their trajectory", "above 0: an agent has no key"
-    ),
+    less("agents/unattributed", "calls", "Calls without the key of their trajectory", "above 0: an agent has no key"),
     Metric("agents/refused", "calls", "Those, and calls of trajectories that had ended"),
-    Metric("agents/own_ms_*", "ms", "Time of a call in the gateway, without sampling", "above 20: too many agents"),
+    less("agents/own_ms_*", "ms", "Time of a call in the gateway, without sampling", "above 20: too many agents"),
     # loss and update
     Metric("loss/avg_final_rewards", "reward", "Mean reward after penalties"),
     Metric(
@@ -153,7 +202,7 @@ TABLE = (
         "Largest attention logit before QK-clip, with `qk_clip`",
         "above the threshold: heads are clipped",
     ),
-    Metric("policy/skipped", "updates", "Updates skipped because the gradient was not finite", "above 0: overflow"),
+    less("policy/skipped", "updates", "Updates skipped because the gradient was not finite", "above 0: overflow"),
     Metric("policy/num_microbatches", "", "Micro-batches of a data-parallel replica in an update"),
     Metric(
         "policy/loss_metrics/clip_ratio",
@@ -164,32 +213,32 @@ TABLE = (
     Metric("policy/loss_metrics/is_ratio_*", "", "Ratio of new to old probability", "far from 1: the data is too old"),
     Metric("policy/loss_metrics/tis_*", "share", "Importance weights of the off-policy correction that were capped"),
     Metric("policy/loss_metrics/*", "", "Measurements of the policy loss or the off-policy correction"),
-    Metric(
+    less(
         "policy/rollout_train_logprobs_abs_diff_*",
         "nats",
         "Log-prob mismatch between trainer and engine for the same tokens",
         "grows: stale weights, different routing or precision; explain-mismatch finds the cause",
     ),
-    Metric(
+    less(
         "policy/mtp_loss",
         "nats",
         "Cross-entropy of the draft head (multi-token prediction) over the trained tokens",
         "grows: the head does not keep up with the policy; raise mtp.loss_scale or the learning rate",
     ),
-    Metric(
+    more(
         "policy/mtp_acceptance",
         "share",
         "Share of the trained tokens that speculative decoding would accept from the draft head",
         "falls: speculative decoding with the head gains less",
     ),
     # experts
-    Metric(
+    less(
         "policy/moe_load_imbalance*",
         "ratio",
         "Tokens of the most loaded expert over the mean",
         "grows: use a load-balancing loss",
     ),
-    Metric("policy/moe_dead_experts*", "share", "Experts that got no token", "grows: routing collapse"),
+    less("policy/moe_dead_experts*", "share", "Experts that got no token", "grows: routing collapse"),
     Metric("policy/moe_router_entropy*", "nats", "Mean entropy of the router", "falls towards 0: routing collapse"),
     Metric(
         "policy/moe_load_balancing_loss*", "", "The load-balancing loss, without its coefficient; 1 is even", "grows"
@@ -217,91 +266,91 @@ TABLE = (
     ),
     Metric("policy/moe_balance_s", "s", "Time to plan the micro-batches by experts"),
     Metric("policy/moe_*/**", "", "The metric for one layer"),
-    Metric("*/moe_rank_imbalance", "ratio", "Tokens of the most loaded expert-parallel rank over the mean"),
+    less("*/moe_rank_imbalance", "ratio", "Tokens of the most loaded expert-parallel rank over the mean"),
     Metric("*/moe_rank_imbalance_moved", "ratio", "The same tokens with the experts where they moved"),
     Metric("*/moe_moved_experts", "experts", "Experts of all layers that changed their rank"),
     Metric("*/moe_move_s", "s", "Planning and moving them"),
     # speed
-    Metric("policy/flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the training pass"),
-    Metric(
+    more("policy/flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the training pass"),
+    more(
         "*/score_tokens_per_second_per_rank",
         "tokens/s",
         "Tokens that a rank of the role scores per second, without gradients",
     ),
-    Metric("*/score_flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the scoring passes"),
-    Metric("*/score_mfu", "share", "Those FLOP/s over the peak of the device", "low: waits, or small batches"),
-    Metric(
+    more("*/score_flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank in the scoring passes"),
+    more("*/score_mfu", "share", "Those FLOP/s over the peak of the device", "low: waits, or small batches"),
+    more(
         "generate/tokens_per_second_per_rank",
         "tokens/s",
         "Tokens of prompts and responses per second of rollout, per rank of the engines",
         "low: few concurrent requests, or slow environments",
     ),
-    Metric(
+    more(
         "generate/flops_per_second_per_rank", "FLOP/s", "Model FLOP/s of a rank of the engines, without prefix caching"
     ),
-    Metric("generate/mfu", "share", "Those FLOP/s over the peak of the device", "a few percent are usual"),
+    more("generate/mfu", "share", "Those FLOP/s over the peak of the device", "a few percent are usual"),
     Metric(
         "trainer/*_mini_batches_left_out",
         "mini-batches",
         "Mini-batches without a trainable token; no optimizer step was taken for them",
         "often above 0: for most prompts, all samples succeed or all fail",
     ),
-    Metric(
+    less(
         "trainer/*_slowest_rank_ratio",
         "ratio",
         "Longest training time of a rank over the median of the others, without waits for other ranks",
         "above 2: a host or device is slow, or the work is uneven",
     ),
-    Metric(
+    less(
         "trainer/*_stragglers",
         "ranks",
         "Ranks that took more than twice the time of the others for three steps",
         "above 0: console.log names them",
     ),
-    Metric(
+    less(
         "trainer/healings",
         "times",
         "Replacements of lost ranks since the previous line",
         "above 0: console.log names them, and the host's system log says why their processes ended",
     ),
     Metric("trainer/state_copies_gb", "GB", "Host memory of all peer checkpoints, from which lost ranks are restored"),
-    Metric("policy/mfu", "share", "FLOP/s over the peak of the device", "low: small micro-batches, or waits"),
-    Metric("policy/tokens_per_second_per_rank", "tokens/s", "Tokens that a rank trains on per second"),
+    more("policy/mfu", "share", "FLOP/s over the peak of the device", "low: small micro-batches, or waits"),
+    more("policy/tokens_per_second_per_rank", "tokens/s", "Tokens that a rank trains on per second"),
     Metric(
         "policy/peak_memory_bytes",
         "bytes",
         "Peak device memory of a rank",
         "near the device's memory: look at the memory of each phase",
     ),
-    Metric("trainer/tokens_per_second", "tokens/s", "Tokens of the step over its duration"),
-    Metric("trainer/tokens_per_second_per_gpu", "tokens/s", "The same for each rank of the policy"),
+    more("trainer/tokens_per_second", "tokens/s", "Tokens of the step over its duration"),
+    more("trainer/tokens_per_second_per_gpu", "tokens/s", "The same for each rank of the policy"),
     Metric("trainer/epoch", "epochs", "Passes over the training prompts"),
     Metric("trainer/global_step", "steps", "Completed steps"),
-    Metric(
+    more(
         "trainer/weight_sync_gb_per_second",
         "GB/s",
         "Bytes of a weight sync over its duration",
         "low: check the transport",
     ),
-    Metric(
+    less(
         "trainer/weight_sync_probe_max_abs_diff",
         "nats",
         "Largest log-prob difference of the probe after a sync, trainer − engine",
         "above the precision of the engine's dtype: the weights differ",
     ),
-    Metric("timing/step", "s", "The whole step"),
-    Metric("timing/generate", "s", "Wait for rollouts", "most of the step: add engines, or train asynchronously"),
-    Metric("timing/policy_train", "s", "Forward, backward and optimizer of the policy"),
-    Metric("timing/sync_weights", "s", "Weight sync to the engines, including checks"),
-    Metric("timing/sync_weights_only_transfer", "s", "The transfer within the weight sync"),
-    Metric("timing/keep_state", "s", "Peer checkpoints: each rank copies its own and its peer's state"),
-    Metric(
+    less("timing/step", "s", "The whole step"),
+    less("timing/generate", "s", "Wait for rollouts", "most of the step: add engines, or train asynchronously"),
+    less("timing/policy_train", "s", "Forward, backward and optimizer of the policy"),
+    less("timing/sync_weights", "s", "Weight sync to the engines, including checks"),
+    less("timing/sync_weights_only_transfer", "s", "The transfer within the weight sync"),
+    less("timing/keep_state", "s", "Peer checkpoints: each rank copies its own and its peer's state"),
+    less(
         "timing/heal",
         "s",
         "Recovery of lost ranks: new processes, process groups and models, then restore from the peer checkpoints",
     ),
-    Metric("timing/first_step*", "s", "From the command to the end of the first step, in total and by part"),
-    Metric("timing/**", "s", "Time of a phase"),
+    less("timing/first_step*", "s", "From the command to the end of the first step, in total and by part"),
+    less("timing/**", "s", "Time of a phase"),
     Metric(
         "estimate/*_s",
         "s",
@@ -320,7 +369,7 @@ TABLE = (
     Metric("sampler/*", "sampler's", "Metrics that a plugin's sampler reports"),
     # asynchronous runs
     Metric("async/staleness_*", "versions", "Age of the weights that sampled the rows of the step"),
-    Metric(
+    less(
         "async/pause_seconds",
         "s",
         "Pause of the engines for the weight sync",
@@ -357,7 +406,7 @@ TABLE = (
     Metric("oversampling/logprob_diff_lag_*", "nats", "Difference of trainer and engine on tokens of this age"),
     Metric("oversampling/mixed_rows", "share", "Rows that several versions sampled"),
     # further roles
-    Metric(
+    more(
         "critic/explained_variance",
         "share",
         "Variance of the returns that the values explain",
@@ -366,21 +415,51 @@ TABLE = (
     Metric("critic/**", "", "The same metrics for the critic"),
     Metric("teacher/**", "", "Metrics of the teachers' scores"),
     Metric("warmup/step", "steps", "Supervised steps before the first RL step"),
-    Metric("warmup/loss", "nats", "Loss of the warm-up"),
-    Metric("warmup/score", "reward", "Held-out score during the warm-up"),
+    less("warmup/loss", "nats", "Loss of the warm-up"),
+    more("warmup/score", "reward", "Held-out score during the warm-up"),
 )
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if not pattern.endswith("**") and name.count("/") != pattern.count("/"):
+    if "**" not in pattern and name.count("/") != pattern.count("/"):
         return False
     return fnmatch.fnmatchcase(name, pattern)
 
 
-@cache
+def registered(name: str) -> Metric | None:
+    """Return the row of a metric that a user registered."""
+    found = next((pattern for pattern in METRICS if _matches(name, pattern)), None)
+    return None if found is None else Metric(found, **cast(Any, METRICS[found]))
+
+
 def describe(name: str) -> Metric | None:
-    """Return the first row whose pattern matches a metric's name."""
+    """Return the row of a metric: a user's, else the first whose pattern matches its name."""
+    return registered(name) or _of_table(name)
+
+
+@cache
+def _of_table(name: str) -> Metric | None:
     return next((row for row in TABLE if _matches(name, row.name)), None)
+
+
+def names_below(
+    beginning: str, verb: str, conditions: Mapping[str, bool], numbers: Mapping[str, Collection[int]]
+) -> list[str]:
+    """Return the rests of the names that begin so, such as ``eval/**/``, in a run of a verb.
+
+    ``conditions``: ``when`` → whether it holds. ``numbers``: rest with ``*`` → its values, such as
+    ``pass_at_*`` → the values of k.
+    """
+    names: list[str] = []
+    for row in TABLE:
+        rest = row.name.removeprefix(beginning)
+        if rest == row.name or not conditions.get(row.when, True) or verb not in (row.given_by or (verb,)):
+            continue
+        names += [rest.replace("*", str(number)) for number in numbers.get(rest, ())] if "*" in rest else [rest]
+    return names
+
+
+ARROWS = {"higher": " ↑", "lower": " ↓", "": ""}
 
 
 def page() -> str:
@@ -388,14 +467,25 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Each step is one line of `metrics.jsonl`; every tracker gets the same names. `*` is a dataset, a phase or a",
-        "statistic. This page is generated by `python -m skyrl_megatron.trainer.metric_table`.",
+        "Each step is one line of `metrics.jsonl`; every tracker gets the same names. `*` is a phase or a statistic;",
+        "`**` in `eval/` a data set, `all`, `adapter/NAME`, a set of `data.eval_sets`, or `SET/VALUE` of its column",
+        "`group_by`. ↑, ↓: more, less is better, for `best_metric`, `compare` and the dashboard. Held-out files of",
+        "one name get the names of their folders too. `stop_when` and `best_metric` take names of the run and those",
+        'that a plugin declares: `skyrl_megatron.plugins.register_metric("eval/all/mine", direction="higher")`.',
+        "Generated by `python -m skyrl_megatron.config.metric_table`.",
         "",
         "| metric | unit | meaning | a bad value points to |",
         "|---|---|---|---|",
     ]
-    lines += [f"| `{row.name}` | {row.unit} | {row.meaning} | {row.bad} |" for row in TABLE]
+    lines += [f"| `{row.name}`{ARROWS[row.better]} | {row.unit} | {_meaning(row)} | {row.bad} |" for row in TABLE]
     return "\n".join(lines) + "\n"
+
+
+def _meaning(row: Metric) -> str:
+    """Return the meaning, and what gives the metric where its name does not say it."""
+    plain = row.given_by in ((), RL) or row.name.startswith(row.given_by)
+    given = ", ".join([*(() if plain else row.given_by), *filter(None, [row.when])])
+    return f"{row.meaning} ({given})" if given else row.meaning
 
 
 if __name__ == "__main__":
