@@ -8,7 +8,6 @@ is damaged, the file is not used, a line says why, and the log-probs are compute
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skyrl_megatron import hub
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.resolve import private_folder
-from skyrl_megatron.config.roles import policy_is_reference
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.runtime.lora.targets import fingerprint
+from skyrl_megatron.trainer.identity import reference_identity
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -132,24 +129,6 @@ def open_caches(
         say(f"reference: its log-probs are in {folder}")
         settings.found_in_cache()
     return caches
-
-
-def reference_identity(cfg: SkyRLTrainConfig) -> dict[str, str]:
-    """Return what log-probs of the reference depend on, by name: its weights and ``config.json``, and settings."""
-    trainer = cfg.trainer
-    role = "policy" if policy_is_reference(cfg) else "ref"
-    folder = hub.model_folder(cfg, role)
-    described = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    settings = {
-        "bf16": trainer.bf16,
-        "temperature": trainer.algorithm.temperature,
-        "rope": [trainer.rope_theta, trainer.rope_scaling],
-        "transformer": getattr(trainer, role).megatron_config.transformer_config_kwargs,
-    }
-    return {
-        "model": f"{fingerprint(folder)} {described}",
-        "configuration": json.dumps(settings, sort_keys=True, default=str),
-    }
 
 
 def data_identity(rows: ChatRows) -> str:
