@@ -135,11 +135,15 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync a small file."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and sync a small file. An OSError, also of a full disk, names the file."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 class Progress:

@@ -164,8 +164,8 @@ class BasePPOExp:
                     raise
                 where = error.filename or run_folder(self.cfg)
                 raise LaunchError(
-                    f"the disk of {where}: {os.strerror(error.errno)}; free disk space, or change trainer.log_path or "
-                    "trainer.ckpt_path; the same command continues from the last checkpoint"
+                    f"the disk of {where}: {os.strerror(error.errno)}; free disk space, or change trainer.log_path, "
+                    "ckpt_path or export_path; the same command continues from the last checkpoint"
                 ) from error
             finally:
                 with current_task("end the engines and free their places"):

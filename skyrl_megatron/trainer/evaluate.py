@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridges.staging import write_file
 from skyrl_megatron.algorithms.sample_scores import majority_at_k, pass_at_k
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import ADAPTER_KEY
@@ -219,13 +220,15 @@ def _dump(
     if not cfg.trainer.dump_eval_results:
         return
     output = sampled.output
-    with (folder / f"{name.replace('/', '_')}.jsonl").open("w") as file:
-        for row in rows:
-            entry = {
-                "uid": sampled.uids[row],
-                "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
-                "response": tokenizer.decode(output["response_ids"][row]),
-                "score": total_reward(output["rewards"][row]),
-                "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
-            }
-            file.write(json.dumps(entry) + "\n")
+    entries = [
+        {
+            "uid": sampled.uids[row],
+            "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
+            "response": tokenizer.decode(output["response_ids"][row]),
+            "score": total_reward(output["rewards"][row]),
+            "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
+        }
+        for row in rows
+    ]
+    content = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+    write_file(folder / f"{name.replace('/', '_')}.jsonl", content.encode())

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from bridges.errors import BridgeError
 from bridges.files import read_json
 from bridges.source import ASSETS
+from bridges.staging import write_file
 from skyrl_megatron import hub
 from skyrl_megatron.config.derive import is_data_file, preferences, reward_model, supervised
 from skyrl_megatron.config.resolve import private_folder
@@ -403,7 +404,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
     """Write :data:`FILE` of a folder, which exists. Raises OSError."""
     partial = folder / f".{FILE}.{os.getpid()}"
     try:
-        partial.write_text(json.dumps(as_json(identity), indent=1))
+        write_file(partial, json.dumps(as_json(identity), indent=1).encode())
         partial.replace(folder / FILE)
     finally:
         partial.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridges.staging import write_file
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.errors import ConfigError, Problem
@@ -103,15 +104,16 @@ class ReferenceCache:
         return None
 
     def _write(self, arrays: dict[str, np.ndarray]) -> None:
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save  # save_file raises errors of its own for a full disk
 
         partial = self.path.with_suffix(f".partial-{os.getpid()}")
         try:
             private_folder(self.path.parent)
-            save_file(arrays, partial, metadata={**self.of, "sha256": _digest(arrays)})
+            write_file(partial, save(arrays, metadata={**self.of, "sha256": _digest(arrays)}))
             partial.replace(self.path)
         except OSError as error:
-            raise ConfigError([Problem(KEY, str(self.path.parent), f"cannot be written: {error}")]) from error
+            fix = f"cannot be written ({error.strerror}): free disk space, or set another folder"
+            raise ConfigError([Problem(KEY, str(self.path.parent), fix)]) from error
         finally:
             partial.unlink(missing_ok=True)
 
