@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from tests.structure.test_layers import ROOT, sources
@@ -29,26 +30,29 @@ ELSEWHERE = {
 """File → options of the only command that reaches it."""
 
 
+DECLARES = {"add", "add_argument", "add_parser", "ArgumentParser", "command"}
+
+
 def shown(part: ast.FormattedValue) -> str:
     return f"{{{part.value.id if isinstance(part.value, ast.Name) else '…'}}}"
+
+
+def called(node: ast.AST) -> str:
+    """Name of the function that a call calls; "" for other nodes."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "id", getattr(function, "attr", ""))
 
 
 def texts(tree: ast.Module) -> list[tuple[int, str]]:
     """(line, text) of every sentence with an option that is neither documentation nor declares the option."""
     skipped: set[int] = set()
-    for node in ast.walk(tree):
-        for child in getattr(node, "body", None) or [] if isinstance(getattr(node, "body", None), list) else []:
-            if isinstance(child, ast.Expr):
-                skipped.add(id(child.value))
-        if isinstance(node, ast.Call) and re.search(
-            r"add(_argument|_parser)?$|ArgumentParser$|^command$", ast.unparse(node.func)
-        ):
-            skipped |= {id(child) for child in ast.walk(node)}
     found = []
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.JoinedStr):
+    for node in ast.walk(tree):  # from the outside
+        if id(node) in skipped or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            skipped |= {id(child) for child in ast.iter_child_nodes(node)}
+        elif called(node) in DECLARES:
+            skipped |= {id(child) for child in ast.walk(node)}
+        elif isinstance(node, ast.JoinedStr):
             skipped |= {id(child) for child in ast.walk(node)}
             parts = [part.value if isinstance(part, ast.Constant) else shown(part) for part in node.values]
             found.append((node.lineno, "".join(map(str, parts))))
@@ -57,35 +61,41 @@ def texts(tree: ast.Module) -> list[tuple[int, str]]:
     return [(line, text) for line, text in found if " " in text.strip() and OPTION.search(text)]
 
 
+@cache
+def all_texts() -> dict[Path, list[tuple[int, str]]]:
+    """File → its sentences with options; a file without two hyphens in a text is not parsed."""
+    sentences = {path: path.read_text() for path in sources()}
+    return {path: texts(ast.parse(text)) if "--" in text else [] for path, text in sentences.items()}
+
+
 def declared(path: Path) -> set[str]:
     """Options of the parsers in a file, and in the files beside it that belong to the same command."""
-    of_command = [path, *path.parent.glob("__main__.py")]
-    calls = [
-        node for file in of_command for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
-    ]
+    trees = [ast.parse(file.read_text()) for file in (path, *path.parent.glob("__main__.py"))]
+    calls = [node for tree in trees for node in ast.walk(tree) if called(node) in ("add", "add_argument")]
     return {
         argument.value
         for call in calls
-        if re.search(r"add(_argument)?$", ast.unparse(call.func))
         for argument in call.args
         if isinstance(argument, ast.Constant) and str(argument.value).startswith("--")
     }
 
 
-def wrong(path: Path, tree: ast.Module) -> list[str]:
+def wrong(path: Path, sentences: list[tuple[int, str]]) -> list[str]:
+    if not sentences:
+        return []
     name = path.relative_to(ROOT).as_posix()
     own = declared(path) if not name.startswith("bridges/") or path.name == "__main__.py" else set()
     known = own | ELSEWHERE.get(name, set()) | (KEY_VALUE if name.startswith("skyrl_megatron/") else {"--help"})
     return [
         f"{name}:{line}: {option.group()} in {text!r}"
-        for line, text in texts(tree)
+        for line, text in sentences
         for option in OPTION.finditer(text)
         if option.group() not in known and not PROGRAM.search(text[: option.start() + len("--repo-type")])
     ]
 
 
 def test_a_message_names_options_that_its_reader_has():
-    found = [each for path in sources() for each in wrong(path, ast.parse(path.read_text()))]
+    found = [each for path, sentences in all_texts().items() for each in wrong(path, sentences)]
     assert not found, "\n".join(found)
 
 
@@ -94,7 +104,7 @@ def test_options_of_conversions_exist():
     from bridges.__main__ import parser
 
     commands = parser()._subparsers._group_actions[0].choices
-    proposed = [text for path in sources() for _, text in texts(ast.parse(path.read_text()))]
+    proposed = [text for sentences in all_texts().values() for _, text in sentences]
     pairs = [
         (re.search(r"python -m bridges (\w+)", part), part)
         for text in proposed
@@ -113,5 +123,7 @@ def test_options_of_conversions_exist():
 
 def test_another_option_is_found():
     """The rule can fail: a message of a library file that names an option of one of its callers."""
-    planted = ast.parse('def f(out):\n    raise ValueError(f"{out} exists; remove it or choose another --out")\n')
+    planted = texts(
+        ast.parse('def f(out):\n    raise ValueError(f"{out} exists; remove it or choose another --out")\n')
+    )
     assert wrong(ROOT / "bridges/staging.py", planted) and not wrong(ROOT / "bridges/__main__.py", planted)
