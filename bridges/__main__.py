@@ -103,8 +103,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "verify":
         return _verify(args)
+    from bridges.staging import progress_stream, require_new
+
+    require_new(args.out)
     from bridges.convert import export_megatron, import_hf
-    from bridges.staging import progress_stream
 
     if args.workers < 1:
         raise BridgeError(f"--workers {args.workers}: use at least 1")

@@ -21,6 +21,7 @@ from bridges.plan import Plan
 from bridges.rows import Shape
 from bridges.rules import CheckpointLocation, Entry, checkpoint_location
 from bridges.source import (
+    CONVERT,
     HF_SUBFOLDER,
     PASSTHROUGH,
     SCORE,
@@ -309,7 +310,7 @@ def export_megatron(
         tensors[name] = (origin.shapes()[name], origin.dtype(name) if kept else dtype)  # type: ignore[assignment]
     unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
     if unknown:
-        raise BridgeError(f"{megatron} holds {unknown}, which safetensors does not support; set --dtype")
+        raise BridgeError(f"{megatron} holds {unknown}, which safetensors does not support: {CONVERT} --dtype bf16")
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
     if total > ONE_FILE:
         max_shard_size = min(max_shard_size, -(-total // max(1, workers)))

@@ -26,6 +26,7 @@ ASSETS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json",
     "chat_template*", "*.model", "*.tiktoken", "preprocessor_config.json", "README.md", "LICENSE*", "NOTICE*",
 )  # fmt: skip
+CONVERT = "skyrl-megatron convert CHECKPOINT OUT"  # other verbs that read a checkpoint have no options for it
 HF_SUBFOLDER = "huggingface"  # config, tokenizer and generation config inside a Megatron folder; never weights
 CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HF_DTYPE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -208,8 +209,8 @@ class MegatronSource:
             listed = "\n  ".join(dict.fromkeys(problems[:12]))
             raise BridgeError(
                 f"{self.path}: its tensors do not match {self.hf_files / 'config.json'} "
-                f"(model_type={self.plan.family.model_type}):\n  {listed}\nPass the folder with this model's "
-                "config.json as --hf-template; checkpoints saved with singleton_local_shards are not supported"
+                f"(model_type={self.plan.family.model_type}):\n  {listed}\nConvert it with the config.json of this "
+                f"model: {CONVERT} --hf-template FOLDER; singleton_local_shards are not supported"
             )
         return places
 
@@ -270,7 +271,9 @@ def _hf_files(path: Path, template: Path | None) -> Path:
         if (folder / "config.json").exists():
             return folder
     where = template or path / HF_SUBFOLDER
-    raise BridgeError(f"{where} holds no config.json; give the original HF folder with --hf-template")
+    raise BridgeError(
+        f"{where} holds no config.json; convert it with that of the original HF folder: {CONVERT} --hf-template FOLDER"
+    )
 
 
 def key_dtypes(
@@ -290,6 +293,6 @@ def key_dtypes(
             if first[0] != kept:
                 raise BridgeError(
                     f"{source.path}: {piece.name} is {kept} and {first[1]} is {first[0]}, but Megatron stores both in "
-                    f"one tensor ({key}); choose one with --dtype"
+                    f"one tensor ({key}); choose one with python -m bridges import --dtype"
                 )
     return {key: value for key, (value, _) in found.items()}

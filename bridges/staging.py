@@ -32,8 +32,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
     ``needed``: bytes that will be written. Raises :class:`BridgeError` if ``out`` exists, OutputError if the disk has
     too little space or a write fails.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BridgeError(f"{out} exists; remove it or choose another --out")
+    require_new(out)
     parent = out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +56,12 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         raise _failed(out, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def require_new(out: Path) -> None:
+    """Raise :class:`BridgeError` if ``out`` is a file, or a folder that is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BridgeError(f"{out} exists; remove it, or name another folder")
 
 
 def _failed(out: Path, error: OSError) -> BridgeError:
@@ -135,11 +140,15 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync a small file."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and sync a small file. An OSError, also of a full disk, names the file."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 class Progress:

@@ -39,6 +39,10 @@ case $engine in
 esac
 command -v "$engine" >/dev/null || die "--engine $engine: no such command here"
 
+if [ "$engine" = docker ] && ! timeout 60 docker version >/dev/null 2>&1; then   # podman and buildah need no daemon
+  die "docker's daemon does not answer: start it (systemctl start docker), or install buildah and give --engine buildah"
+fi
+
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/pyproject.toml")
 revision=$(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git -C "$root" status --porcelain 2>/dev/null)" ] || revision+=-modified

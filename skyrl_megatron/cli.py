@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
@@ -67,17 +68,30 @@ def convert(args: Sequence[str]) -> int:
     folder. OUT must not exist. ``python -m bridges export --help`` lists further arguments. If the first argument is a
     command of ``python -m bridges`` (list, inspect, import, export, merge, verify), that command runs.
     """
-    from bridges import __main__ as bridges
-
     if not args or args[0] in ("-h", "--help"):
         print(inspect.getdoc(convert))
         return 0 if args else 2
-    if args[0] in BRIDGES_COMMANDS or args[0].startswith("-"):
-        return bridges.main(args)
-    if len(args) < 2 or args[1].startswith("-"):
-        print(f"convert {args[0]}: add the folder to write as the second argument", file=sys.stderr)
+    whole = args[0] in BRIDGES_COMMANDS or args[0].startswith("-")
+    if not whole and (problem := _conversion_problem(args)):
+        print(f"convert {args[0]}: {problem}", file=sys.stderr)
         return 2
+    from bridges import __main__ as bridges  # loads torch, which takes seconds
+
+    if whole:
+        return bridges.main(args)
     return bridges.main(["export", "--megatron", args[0], "--out", *args[1:]])
+
+
+def _conversion_problem(args: Sequence[str]) -> str | None:
+    """Return what is wrong with the folders of ``convert CHECKPOINT OUT``, without loading anything."""
+    if len(args) < 2 or args[1].startswith("-"):
+        return "add the folder to write as the second argument"
+    checkpoint, out = Path(args[0]), Path(args[1])
+    if not checkpoint.is_dir():
+        return "no such folder: give a folder global_step_N of a run, or a Megatron checkpoint"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        return f"{out} exists: remove it, or name another folder as the second argument"
+    return None
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.interrupts import hangups_blocked
 
 READ_BY_IMPORTS = (
@@ -140,6 +141,33 @@ class ForkServer:
                 shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
 
+ADDRESS_CHARACTERS = 90
+"""Limit of a server's folder. Servers that its processes fork have sockets named by their id in it."""
+SHORT_FOLDERS = ("/tmp", "/dev/shm")
+"""Where sockets go if the path of ``TMPDIR`` is too long, as in some jobs of a cluster."""
+
+
+def socket_folder(prefix: str, characters: int) -> str:
+    """Create a folder that only this user can access, and return its path of at most ``characters`` characters.
+
+    It is in the usual temporary folder if that path is short enough, else in one of :data:`SHORT_FOLDERS`. Linux
+    limits the path of a socket to 107 characters. Raises LaunchError if no folder can be written.
+    """
+    usual = tempfile.gettempdir()
+    for parent in (usual, *SHORT_FOLDERS):
+        if len(os.fsencode(parent)) + len(prefix) + _RANDOM <= characters:
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix=prefix, dir=parent)
+    raise LaunchError(
+        f"TMPDIR={usual}: cannot be written or is too long for the path of a socket, and {', '.join(SHORT_FOLDERS)} "
+        "cannot be written either: set TMPDIR to a folder with a shorter path"
+    )
+
+
+_RANDOM = len("/12345678")
+"""Characters that ``tempfile.mkdtemp`` adds to folder and prefix."""
+
+
 class _Listener(socket.socket):
     """A listening socket in a folder that only this user can access.
 
@@ -148,7 +176,7 @@ class _Listener(socket.socket):
 
     def __init__(self, address: str = "") -> None:
         super().__init__(socket.AF_UNIX)
-        self.address = address or str(Path(tempfile.mkdtemp(prefix="skyrl-fork-")) / SOCKET)
+        self.address = address or str(Path(socket_folder("skyrl-fork-", ADDRESS_CHARACTERS)) / SOCKET)
         Path(self.address).unlink(missing_ok=True)  # left by a killed process with the same id
         self.bind(self.address)
         self.listen(socket.SOMAXCONN)

@@ -177,7 +177,7 @@ def _serve(options: argparse.Namespace, more: Sequence[str], stop: threading.Eve
     The folder is removed at the end, except the log of an engine that failed.
     """
     usual, before = tempfile.tempdir, {name: os.environ.get(name) for name in TEMPORARY_VARIABLES}
-    folder = Path(use_private_temporary_folder() or tempfile.mkdtemp(prefix="skyrl-engine-"))
+    folder = Path(use_private_temporary_folder())
     log = options.log_file or folder / "engine.log"
     failed = False
     try:

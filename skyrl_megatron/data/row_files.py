@@ -81,7 +81,7 @@ class Rows(ABC):
     @cached_property
     def fingerprint(self) -> list[dict[str, Any]]:
         """Name, size and content hash of each file. Takes about a second per GB."""
-        return [_fingerprint(file) for file in self.files]
+        return [file_fingerprint(file) for file in self.files]
 
 
 class JsonRows(Rows):
@@ -454,7 +454,8 @@ _CHECKED = json.JSONDecoder(object_pairs_hook=_distinct, parse_float=_finite)
 _SPACES, _COMMA, _CLOSED = (re.compile(rf"[ \t\r\n]*{mark}") for mark in ("", r",[ \t\r\n]*", r"\]"))
 
 
-def _fingerprint(file: Path) -> dict[str, Any]:
+def file_fingerprint(file: Path) -> dict[str, Any]:
+    """Return name, size and content hash of a file."""
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     return {"name": file.name, "bytes": file.stat().st_size, "sha256": found}

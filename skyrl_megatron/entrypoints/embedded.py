@@ -316,11 +316,11 @@ def _write_curriculum(args: Sequence[str], hardware: Hardware) -> None:
     train = folder / "sums" / "train.parquet"
     keys = [f"trainer.{name}_path={work}/pass_rates" for name in ("ckpt", "export", "log")]
     keys += ["trainer.stop_when=null", "trainer.best_metric=null", "trainer.dump_eval_results=true"]
-    score_model(
+    rows = score_model(
         arguments([*args, *keys, f"data.eval_sets={{train: {{data: ['{train}'], n: 4, temperature: 1.0}}}}"], hardware)
     )
     passed: dict[int, list[bool]] = {}
-    for line in (work / "pass_rates/dumped_evals/global_step_0/train.jsonl").read_text().splitlines():
+    for line in (rows / "train.jsonl").read_text().splitlines():
         answer = json.loads(line)
         if answer["error"] is None:
             passed.setdefault(int(answer["uid"]), []).append(answer["score"] > 0)

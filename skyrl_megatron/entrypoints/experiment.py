@@ -35,6 +35,7 @@ from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
 from skyrl_megatron.trainer.evaluate import require_metrics
+from skyrl_megatron.trainer.identity import claim, run_identity
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models
@@ -134,10 +135,12 @@ class BasePPOExp:
             nonfinite=cfg.trainer.algorithm.nonfinite,
             **several,
         )
-        if hasattr(made, "log_folder"):  # of an AgentGenerator: calls outlive the process as checkpoints do
-            made.log_folder = Path(cfg.trainer.ckpt_path) / "agents"
+        if self.trains and hasattr(made, "log_folder"):  # of an AgentGenerator: calls outlive the process
+            folder = made.log_folder = Path(cfg.trainer.ckpt_path) / "agents"
             if cfg.trainer.resume_mode in (None, "none"):
-                shutil.rmtree(made.log_folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+            identity = run_identity(cfg, getattr(self.train_dataset, "fingerprint", None))
+            claim("trainer.ckpt_path", folder, cfg, identity)
         return made
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
@@ -163,8 +166,8 @@ class BasePPOExp:
                     raise
                 where = error.filename or run_folder(self.cfg)
                 raise LaunchError(
-                    f"the disk of {where}: {os.strerror(error.errno)}; free disk space, or change trainer.log_path or "
-                    "trainer.ckpt_path; the same command continues from the last checkpoint"
+                    f"the disk of {where}: {os.strerror(error.errno)}; free disk space, or change trainer.log_path, "
+                    "ckpt_path or export_path; the same command continues from the last checkpoint"
                 ) from error
             finally:
                 with current_task("end the engines and free their places"):

@@ -86,12 +86,17 @@ def _hugging_face_folder(args: Sequence[str]) -> Iterator[tuple[Sequence[str], i
         yield [*others, f"{MODEL}={folder}/policy"], step
 
 
-def score_model(args: Sequence[str], step: int = 0, began: float | None = None) -> None:
-    """Evaluate the Hugging Face model of ``args`` as step ``step``, and log and print the scores."""
+def score_model(args: Sequence[str], step: int = 0, began: float | None = None) -> Path:
+    """Evaluate the Hugging Face model of ``args`` as step ``step``, and log and print the scores. Returns the folder
+    of the rows."""
     cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.trainer.evaluate import evaluate
+    from skyrl_megatron.trainer.evaluate import evaluate, rows_folder
+    from skyrl_megatron.trainer.identity import evaluation_identity
     from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
+
+    identity = evaluation_identity(cfg)
+    folder = rows_folder(cfg, step, identity)
 
     class EvalOnlyEntrypoint(BasePPOExp):
         """An experiment that evaluates once, with engines and a generator."""
@@ -112,7 +117,13 @@ def score_model(args: Sequence[str], step: int = 0, began: float | None = None) 
                     self.start_up.done(f"engines: {len(client.pool.alive())} ready")
                     try:
                         return await evaluate(
-                            self.cfg, self.eval_dataset, generator, self.tokenizer, step, self.eval_sets
+                            self.cfg,
+                            self.eval_dataset,
+                            generator,
+                            self.tokenizer,
+                            step,
+                            self.eval_sets,
+                            identity=identity,
                         )
                     finally:
                         await generator.stop()
@@ -123,11 +134,14 @@ def score_model(args: Sequence[str], step: int = 0, began: float | None = None) 
                 tracker.log(metrics, step)
                 for name, value in sorted(metrics.items()):
                     tracker.say(f"{name} {value:.4f}")
+                if self.cfg.trainer.dump_eval_results:
+                    tracker.say(f"rows: {folder}")
             finally:
                 tracker.finish()
                 self.stop()
 
     run_experiment(cfg, EvalOnlyEntrypoint, began=began)
+    return folder
 
 
 if __name__ == "__main__":

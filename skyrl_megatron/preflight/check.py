@@ -46,7 +46,7 @@ def run(
         if findings.problems:
             print(ConfigError(findings.problems), file=sys.stderr, flush=True)
         else:
-            print("\n".join(check_report.verdict(cfg, machine, findings.not_checked)))
+            print("\n".join(check_report.verdict(cfg, machine, findings.not_checked, training=training)))
         print("\n".join(lines))
         if "--show-config" in options:
             print("\n".join(check_report.resolved(cfg)))

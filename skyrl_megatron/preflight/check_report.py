@@ -29,15 +29,20 @@ from skyrl_megatron.preflight.memory_recompute import recomputation
 from skyrl_megatron.preflight.option_checks import NotChecked
 from skyrl_megatron.sandboxes.sandbox import Limits
 from skyrl_megatron.sandboxes.sandbox_queue import default_at_once
+from skyrl_megatron.trainer.checkpoints import resume_lines
 
 
-def verdict(cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked]) -> Iterator[str]:
-    """Yield the first lines of the report on a configuration without problems: that it can run, on which devices, and
-    what was not checked."""
+def verdict(
+    cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked], *, training: bool = True
+) -> Iterator[str]:
+    """Yield the first lines of the report on a configuration without problems: that it can run, on which devices, what
+    it resumes from, and what was not checked."""
     requested = gpus_requested(cfg)
     unit = "rank processes" if hardware.is_cpu else "GPUs"
     yield f"it can run on this machine: {hardware}" if not hardware.elsewhere else f"it can run on: {hardware}"
     yield f"the run takes {sum(requested.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in requested.items())
+    if training:
+        yield from resume_lines(cfg)
     yield ""
     if not_checked:
         yield "# not checked here"

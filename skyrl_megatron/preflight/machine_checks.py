@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridges.errors import BridgeError
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import is_address
 from skyrl_megatron.config.hardware import GPUS, UNLOCK
@@ -18,7 +19,7 @@ from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
 from skyrl_megatron.config.rules.layout import layout_problems
 from skyrl_megatron.config.rules.training_rules import LONGEST_NAME, generates_ahead, longest_pack
-from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, shown
+from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, SkyRLMegatronError, shown
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
@@ -215,6 +216,21 @@ def attention(run: PlannedRun) -> Iterator[Problem]:
         heads = model.table.plan.shape.dims["A"] // model.parallel.tp
         if model.kernels.fused and not (unfused or flash) and sequences * heads * tokens**2 >= LIMIT:
             yield no_deterministic_kernel(sequences, heads, tokens, f"trainer.{role}.megatron_config.")
+
+
+def resume(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield a problem if the checkpoint that the run would continue is of another model, data set or verb."""
+    trainer = run.cfg.trainer
+    if not run.training or trainer.resume_mode in (None, "none") or is_address(trainer.ckpt_path):
+        return
+    if trainer.resume_mode == "latest" and not os.path.isdir(trainer.ckpt_path):
+        return
+    from skyrl_megatron.trainer.checkpoints import resume_problems  # loads torch, and new runs do not resume
+
+    try:
+        yield from resume_problems(run.cfg)
+    except (BridgeError, SkyRLMegatronError, OSError):  # of model, tokenizer or data: reported where they are checked
+        return
 
 
 def replay(run: PlannedRun) -> Iterator[Problem | NotChecked]:

@@ -6,29 +6,54 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges.source import HF_SUBFOLDER, asset_files
-from skyrl_megatron.errors import CheckpointError
+from skyrl_megatron.errors import CheckpointError, ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
-from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint, resume_candidates
+from skyrl_megatron.runtime.checkpoint.store import (
+    TRAINER_STATE,
+    CheckpointStore,
+    SavedCheckpoint,
+    resume_candidates,
+)
+from skyrl_megatron.trainer.identity import (
+    Identity,
+    as_json,
+    changed_settings,
+    from_json,
+    is_of_other,
+    other_parts,
+    read_identity,
+    refuse_other,
+    run_identity,
+    settings_of,
+    short,
+    write_identity,
+)
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 
 CONFIG = "config.json"
+SETTINGS = "settings"
+"""Entry of the trainer's state with the settings of the run."""
 
 
 def run_checkpointer(
-    cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks], described: Mapping[str, Mapping[str, Any]] | None = None
+    cfg: SkyRLTrainConfig,
+    roles: Mapping[str, RoleRanks],
+    described: Mapping[str, Mapping[str, Any]] | None = None,
+    identity: Identity | None = None,
 ) -> Checkpointer:
     """Return the checkpointer of the trained ``roles``, under ``trainer.ckpt_path``.
 
-    ``described``: role → entries of ``config.json`` that replace the model's, for conversion.
+    ``described``: role → entries of ``config.json`` that replace the model's, for conversion. ``identity``: of the
+    run, which then continues no checkpoint of another one; None: nothing is compared.
     With ``megatron_config.async_dist_ckpt_save``, a save returns once all ranks have copied their state.
     """
     return Checkpointer(
@@ -39,7 +64,64 @@ def run_checkpointer(
         asynchronous=cfg.trainer.policy.megatron_config.async_dist_ckpt_save,
         timeout_s=cfg.trainer.phase_timeout_s,
         model_files=_model_files(cfg, {role: (described or {}).get(role, {}) for role in roles}),
+        identity=None if identity is None else as_json(identity),
+        accept=lambda found: None if identity is None else require_same_run(cfg, found, identity),
     )
+
+
+def require_same_run(cfg: SkyRLTrainConfig, found: SavedCheckpoint, identity: Identity) -> None:
+    """Raise ConfigError if a checkpoint is of another run than ``identity``. Warns of one that does not say."""
+    if found.manifest.identity:
+        refuse_other(resume_key(cfg), found.folder, from_json(found.manifest.identity), cfg, identity)
+        return
+    warnings.warn(
+        f"{found.folder} does not say of which model and data it is, because an older version saved it: it is "
+        "continued as that of this run",
+        SkyRLMegatronWarning,
+        stacklevel=2,
+    )
+
+
+def resume_key(cfg: SkyRLTrainConfig) -> str:
+    """Return the setting that names the checkpoint to resume from."""
+    return "trainer.resume_path" if cfg.trainer.resume_mode == "from_path" else "trainer.ckpt_path"
+
+
+def is_same_run(cfg: SkyRLTrainConfig, found: SavedCheckpoint) -> bool:
+    """Return whether the run may continue a checkpoint. Data files, whose content takes long to read, are not
+    compared."""
+    return not other_parts(from_json(found.manifest.identity), run_identity(cfg, data=()), cfg.trainer.resume_other)
+
+
+def resume_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield a problem if the checkpoint that the run resumes from is of another run."""
+    found = resumed_checkpoint(cfg)
+    if found is None or not found.manifest.identity:
+        return
+    try:
+        require_same_run(cfg, found, run_identity(cfg))
+    except ConfigError as error:
+        yield from error.problems
+
+
+def resume_lines(cfg: SkyRLTrainConfig) -> Iterator[str]:
+    """Yield what the run resumes from, and the settings that differ from those of the checkpoint."""
+    found = resumed_checkpoint(cfg)
+    if found is None:
+        yield f"starts at step 0: no checkpoint to resume from in {cfg.trainer.ckpt_path}"
+        return
+    model = found.manifest.identity.get("model", {}).get("shown")
+    yield f"resumes from {found.folder} (step {found.step}{f', of {model}' if model else ''})"
+    with contextlib.suppress(CheckpointError, OSError, ValueError):
+        state = CheckpointStore(found.folder).read_json(found, TRAINER_STATE)
+        if line := settings_line(state, cfg):
+            yield line
+
+
+def settings_line(state: Mapping[str, Any], cfg: SkyRLTrainConfig) -> str:
+    """Return a line with the settings that changed since the trainer's ``state`` was saved; "" if none did."""
+    changed = changed_settings(state.get(SETTINGS) or {}, settings_of(cfg))
+    return f"continues with other settings: {', '.join(changed)}" if changed else ""
 
 
 def _model_files(cfg: SkyRLTrainConfig, described: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
@@ -90,13 +172,23 @@ def export_folder(export_path: str | Path, step: int, role: str = "policy") -> P
     return Path(export_path).expanduser() / f"global_step_{step}" / role
 
 
-def prepare_export(export_path: str | Path, step: int, role: str = "policy") -> Path:
+def prepare_export(export_path: str | Path, step: int, role: str = "policy", identity: Identity | None = None) -> Path:
     """Return :func:`export_folder` after removing an earlier export. Call it on one rank.
 
-    Raises CheckpointError if the old export cannot be removed.
+    ``identity``: of the run. Exports of another run in the folder of the step are not removed: the folder gets a name
+    with ``of_`` and digits of their identity. Raises CheckpointError if the old export cannot be removed.
     """
     target = export_folder(export_path, step, role)
     try:
+        if identity is not None:
+            if is_of_other(target.parent, identity):
+                other = short(read_identity(target.parent))
+                aside = target.parent.with_name(f"{target.parent.name}.of_{other}")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                target.parent.rename(aside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_identity(target.parent, identity)
         if target.exists():
             shutil.rmtree(target)
     except OSError as error:

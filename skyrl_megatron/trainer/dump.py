@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bridges.staging import write_file
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.types import TokenSupport, TrainingBatch
@@ -27,12 +28,13 @@ def dump_path(cfg: SkyRLTrainConfig, step: int) -> Path:
 
 def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Sequence[Any]]] = ()) -> None:
     """Write the tensors of ``batch`` to ``path``, a safetensors file. The file is renamed to ``path`` when complete.
+    An OSError, also of a full disk, names the file.
 
     ``rollout_support`` becomes the vocabulary entries of all rows, the count of each response token, and the tokens of
     each row. ``rollout_routes`` becomes [tokens, L, K] of all rows, and the tokens of each row. Uids, adapters and
     ``versions`` are in the metadata, as JSON.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save  # save_file raises errors of its own for a full disk
 
     private_folder(path.parent)
     fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
@@ -48,7 +50,7 @@ def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Seq
         tensors["rollout_routes_counts"] = torch.tensor(counts)
     metadata: dict[str, Any] = {"uids": batch.uids, "adapters": batch.adapters, "versions": list(versions)}
     unfinished = path.with_name(f".{path.name}")
-    save_file(tensors, str(unfinished), {name: json.dumps(value) for name, value in metadata.items()})
+    write_file(unfinished, save(tensors, {name: json.dumps(value) for name, value in metadata.items()}))
     unfinished.replace(path)
 
 

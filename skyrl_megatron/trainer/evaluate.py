@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridges.staging import write_file
 from skyrl_megatron.algorithms.sample_scores import majority_at_k, pass_at_k
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import ADAPTER_KEY
@@ -39,6 +40,7 @@ from skyrl_megatron.rollout.outputs import (
     select_rows,
 )
 from skyrl_megatron.trainer.event_loop import with_timeout
+from skyrl_megatron.trainer.identity import Identity, other_parts, read_identity, short, write_identity
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -73,15 +75,21 @@ async def evaluate(
     tokenizer: Any,
     global_step: int,
     sets: Mapping[str, Any] | None = None,
+    *,
+    identity: Identity | None = None,
 ) -> dict[str, float]:
     """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward, num_failed}``, the same for ``all``
     prompts, and for each named adapter as ``eval/adapter/<name>/…``; and the scores of each set as ``eval/<set>/…``.
 
     Samples ``eval_n_samples_per_prompt`` responses per prompt with ``eval_sampling_params``, for ``eval_batch_size``
     prompts at a time. ``sets``: name → dataset, for each of ``data.eval_sets``. With ``dump_eval_results``, prompts,
-    responses and scores are written to ``export_path/dumped_evals/global_step_N/<dataset or set>.jsonl``.
+    responses and scores are written to ``<dataset or set>.jsonl`` in :func:`rows_folder`. ``identity``: see there.
     """
-    settings = cfg.generator
+    settings, folder = cfg.generator, rows_folder(cfg, global_step, identity)
+    if cfg.trainer.dump_eval_results:
+        private_folder(folder)
+        if identity is not None:
+            write_identity(folder, identity)
     assert settings.eval_sampling_params is not None
     metrics: dict[str, float] = {}
     if eval_dataset is not None and len(eval_dataset):
@@ -92,7 +100,7 @@ async def evaluate(
         _require_names(cfg, {VAL_DATA: sources})
         for source, rows in sources.items():
             metrics |= _scores(source, sampled.select(rows), n)
-            _dump(cfg, global_step, source, sampled, rows, tokenizer)
+            _dump(cfg, folder, source, sampled, rows, tokenizer)
         owners = sampled.rows_by(ADAPTER_KEY)
         for adapter in cfg.trainer.policy.model.lora.adapters:
             if adapter in owners:
@@ -103,7 +111,7 @@ async def evaluate(
         params = dataclasses.replace(settings.eval_sampling_params, **given)
         sampled = await _sample(cfg, dataset, generator, one.n, params, global_step)
         metrics |= _set_scores(name, one, sampled, tokenizer)
-        _dump(cfg, global_step, name, sampled, range(len(sampled.uids)), tokenizer)
+        _dump(cfg, folder, name, sampled, range(len(sampled.uids)), tokenizer)
     return metrics
 
 
@@ -205,21 +213,37 @@ def _answer(output: GeneratorOutput, row: int, tokenizer: Any) -> str:
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)).strip()
 
 
-def _dump(cfg: SkyRLTrainConfig, step: int, name: str, sampled: Sampled, rows: Sequence[int], tokenizer: Any) -> None:
+def rows_folder(cfg: SkyRLTrainConfig, step: int, identity: Identity | None = None) -> Path:
+    """Return the folder of the rows of an evaluation: ``export_path/dumped_evals/global_step_N``.
+
+    ``identity``: of what is evaluated. If the folder has rows of something else, eight digits of the identity are
+    appended to its name.
+    """
+    folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{step}"
+    if identity is None or not folder.exists():
+        return folder
+    saved = read_identity(folder)
+    free = bool(saved) and not other_parts(saved, identity)
+    return folder if free else folder.with_name(f"{folder.name}_{short(identity)}")
+
+
+def _dump(
+    cfg: SkyRLTrainConfig, folder: Path, name: str, sampled: Sampled, rows: Sequence[int], tokenizer: Any
+) -> None:
     if not cfg.trainer.dump_eval_results:
         return
-    folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{step}"
-    private_folder(folder)
     output, scores = sampled.output, rewards_of_rows(sampled.output)
     errors = output.get("errors") or [None] * len(scores)
-    with (folder / f"{name.replace('/', '_')}.jsonl").open("w") as file:
-        for row in rows:
-            entry = {
-                "uid": sampled.uids[row],
-                "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
-                "response": tokenizer.decode(output["response_ids"][row]),
-                "score": scores[row],
-                "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
-                "error": errors[row],
-            }
-            file.write(json.dumps(entry) + "\n")
+    entries = [
+        {
+            "uid": sampled.uids[row],
+            "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
+            "response": tokenizer.decode(output["response_ids"][row]),
+            "score": scores[row],
+            "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
+            "error": errors[row],
+        }
+        for row in rows
+    ]
+    content = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+    write_file(folder / f"{name.replace('/', '_')}.jsonl", content.encode())

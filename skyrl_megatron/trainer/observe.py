@@ -117,13 +117,20 @@ class SampleLog:
         self._facts = {name: output.get(name) for name in names}  # type: ignore[misc]
 
     def chosen(self, batch: TrainingBatch) -> list[int]:
-        """Return the rows to write, group by group, until ``self.rows`` or :data:`MOST_TOKENS` is reached."""
-        tokens, rows, uids = 0, list[int](), np.asarray(batch.uids)
-        left, lengths = np.ones(len(uids), bool), batch.lengths
-        while left.any():
-            group = np.flatnonzero(uids == uids[left.argmax()])
-            left[group] = False
-            for row in group[: max(self.rows // 2, 1)].tolist():
+        """Return the rows to write, group by group, until ``self.rows`` or :data:`MOST_TOKENS` is reached.
+
+        Groups whose rewards differ, which alone have advantages, come first; of each the best and the worst row."""
+        tokens, rows, lengths = 0, list[int](), batch.lengths
+        totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy()
+        ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
+        groups: dict[str, list[int]] = defaultdict(list)
+        for row, uid in enumerate(batch.uids):
+            groups[uid].append(row)
+        flat = {uid: len({totals[row] for row in group if ends[row]}) < 2 for uid, group in groups.items()}
+        for uid in sorted(groups, key=flat.__getitem__):
+            best_first = sorted(groups[uid], key=lambda row: -totals[row])
+            order = [best_first[place // 2 if place % 2 == 0 else -1 - place // 2] for place in range(len(best_first))]
+            for row in (groups[uid] if flat[uid] else order)[: max(self.rows // 2, 1)]:
                 if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
                     return rows
                 rows.append(row)

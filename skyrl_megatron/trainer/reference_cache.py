@@ -8,7 +8,6 @@ is damaged, the file is not used, a line says why, and the log-probs are compute
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skyrl_megatron import hub
+from bridges.staging import write_file
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.resolve import private_folder
-from skyrl_megatron.config.roles import policy_is_reference
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.runtime.lora.targets import fingerprint
+from skyrl_megatron.trainer.identity import reference_identity
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -106,15 +104,16 @@ class ReferenceCache:
         return None
 
     def _write(self, arrays: dict[str, np.ndarray]) -> None:
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save  # save_file raises errors of its own for a full disk
 
         partial = self.path.with_suffix(f".partial-{os.getpid()}")
         try:
             private_folder(self.path.parent)
-            save_file(arrays, partial, metadata={**self.of, "sha256": _digest(arrays)})
+            write_file(partial, save(arrays, metadata={**self.of, "sha256": _digest(arrays)}))
             partial.replace(self.path)
         except OSError as error:
-            raise ConfigError([Problem(KEY, str(self.path.parent), f"cannot be written: {error}")]) from error
+            fix = f"cannot be written ({error.strerror}): free disk space, or set another folder"
+            raise ConfigError([Problem(KEY, str(self.path.parent), fix)]) from error
         finally:
             partial.unlink(missing_ok=True)
 
@@ -132,24 +131,6 @@ def open_caches(
         say(f"reference: its log-probs are in {folder}")
         settings.found_in_cache()
     return caches
-
-
-def reference_identity(cfg: SkyRLTrainConfig) -> dict[str, str]:
-    """Return what log-probs of the reference depend on, by name: its weights and ``config.json``, and settings."""
-    trainer = cfg.trainer
-    role = "policy" if policy_is_reference(cfg) else "ref"
-    folder = hub.model_folder(cfg, role)
-    described = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    settings = {
-        "bf16": trainer.bf16,
-        "temperature": trainer.algorithm.temperature,
-        "rope": [trainer.rope_theta, trainer.rope_scaling],
-        "transformer": getattr(trainer, role).megatron_config.transformer_config_kwargs,
-    }
-    return {
-        "model": f"{fingerprint(folder)} {described}",
-        "configuration": json.dumps(settings, sort_keys=True, default=str),
-    }
 
 
 def data_identity(rows: ChatRows) -> str:

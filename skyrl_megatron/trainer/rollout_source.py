@@ -402,7 +402,7 @@ class StreamedRollouts(AgedRollouts):
             return
         per_epoch = len(loader) * loader.batch_size
         fresh = trainer.cfg.trainer.resume_mode in (None, "none")
-        groups = DurableGroups(trainer.cfg, lambda number: number // per_epoch, fresh=fresh)
+        groups = DurableGroups(trainer.cfg, lambda number: number // per_epoch, fresh=fresh, identity=trainer.identity)
         self.groups = self.stream.group_log = groups
         self._recovered = trainer.loop.run(groups.recover(trainer.global_step, loader.recall))
         if count := len(self._recovered.finished):

@@ -25,6 +25,7 @@ from skyrl_megatron.data.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
+from skyrl_megatron.trainer.identity import Identity, claim
 from skyrl_megatron.trainer.rollout_records import (
     CODEC,
     ConsumedGroup,
@@ -270,14 +271,23 @@ class ResumedGroups:
 class DurableGroups:
     """The store of a run, for its stream (as a ``GroupLog``) and its trainer.
 
-    ``fresh``: remove an existing store; ``epoch``: number of a group → its epoch. Raises JournalError and
-    CheckpointError as :class:`GroupStore` does.
+    ``fresh``: remove an existing store; ``epoch``: number of a group → its epoch; ``identity``: of the run. Raises
+    JournalError and CheckpointError as :class:`GroupStore` does, ConfigError for the store of another run.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, epoch: Callable[[int], int], *, fresh: bool) -> None:
+    def __init__(
+        self,
+        cfg: SkyRLTrainConfig,
+        epoch: Callable[[int], int],
+        *,
+        fresh: bool,
+        identity: Identity | None = None,
+    ) -> None:
         folder, setting = rollouts_folder(cfg)
         if fresh:
             remove(folder, setting)
+        if identity is not None:
+            claim(setting, Path(folder), cfg, identity)
         self.epoch, self.cfg = epoch, cfg
         self.counts: Counter[str] = Counter()
         """``resumed`` and ``restarted`` trajectories since the last :meth:`metrics`."""

@@ -19,7 +19,8 @@ from skyrl_megatron.config.schema.evaluation import StopCondition
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
 from skyrl_megatron.runtime.checkpoint.store import DATA, CheckpointStore
-from skyrl_megatron.trainer.checkpoints import export_folder, resumed_checkpoint
+from skyrl_megatron.trainer.checkpoints import export_folder, is_same_run, resumed_checkpoint
+from skyrl_megatron.trainer.identity import is_of_other, run_identity
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -160,9 +161,9 @@ class RemainingWork:
 def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
     """Return what is left to do for a run that has taken its last step.
 
-    Returns None while steps are left, and where only the run itself can decide: no checkpoint, a different batch size
-    or seed, or data files of other sizes. Reads the checkpoint's manifest and data position and ``metrics.jsonl``, and
-    checks which exports exist. Starts nothing and loads no data.
+    Returns None while steps are left, and where only the run itself can decide: no checkpoint, one of another run, a
+    different batch size or seed, or data files of other sizes. Reads the checkpoint's manifest and data position,
+    parts of the model and ``metrics.jsonl``, and checks which exports exist. Starts nothing and loads no data.
     """
     found = resumed_checkpoint(cfg)
     if found is None:
@@ -181,7 +182,7 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
     stopped = [limit for line in own if (limit := reached(cfg, found.step, line)) is not None]
     asked = step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
     limit = stopped[0] if stopped else asked
-    if found.step < limit.steps:
+    if found.step < limit.steps or not is_same_run(cfg, found):
         return None
     evaluates = bool(cfg.data.val_data or cfg.data.eval_sets) and cfg.trainer.eval_interval > 0
     return RemainingWork(
@@ -199,7 +200,9 @@ def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
     if cfg.trainer.hf_save_interval <= 0:
         return []
     roles = [role for role in ("policy", "critic") if role in active_roles(cfg)]
-    return [role for role in roles if not export_folder(cfg.trainer.export_path, step, role).is_dir()]
+    folders = {role: export_folder(cfg.trainer.export_path, step, role) for role in roles}
+    identity = run_identity(cfg, data=())
+    return [role for role, folder in folders.items() if not folder.is_dir() or is_of_other(folder.parent, identity)]
 
 
 def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -32,11 +33,12 @@ from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInterface
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
-from skyrl_megatron.trainer.checkpoints import export_due, prepare_export, run_checkpointer
+from skyrl_megatron.trainer.checkpoints import SETTINGS, export_due, prepare_export, run_checkpointer, settings_line
 from skyrl_megatron.trainer.console import Phases, StartUp
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.hang import write_stacks
+from skyrl_megatron.trainer.identity import Identity, run_identity, settings_of
 from skyrl_megatron.trainer.observe import RunRecorder
 from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
 from skyrl_megatron.trainer.rollout_source import OversampledRollouts, PromptRollouts
@@ -218,7 +220,8 @@ class TrainingRun:
         for name, role in self.roles.items():
             if not is_frozen(role.name) or (name == "ref" and self.cfg.trainer.update_ref_every_epoch):
                 trained |= role.checkpointed()
-        self.checkpoints = run_checkpointer(self.cfg, trained, {name: self.described(name) for name in trained})
+        described = {name: self.described(name) for name in trained}
+        self.checkpoints = run_checkpointer(self.cfg, trained, described, self.identity)
 
     def start_engines(self) -> None:
         """Wait until the engines answer, unless nothing is sampled. Engines that share GPUs with the models sleep
@@ -290,6 +293,8 @@ class TrainingRun:
             if best.get("metric") == self.cfg.trainer.best_metric and best.get("step", 0) <= loaded.step:
                 self.best = best.get("value")
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
+            if line := settings_line(loaded.trainer_state, self.cfg):
+                self.tracker.say(line)
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.position = self.train_dataloader.state_dict()
         resumed_from = self.global_step if loaded else None
@@ -318,6 +323,7 @@ class TrainingRun:
     def trainer_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores of the trainer itself, as plain values."""
         state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
+        state[SETTINGS] = settings_of(self.cfg)
         if (files := getattr(self.eval_dataset, "fingerprint", None)) is not None:
             state["eval_files"] = files
         if self.kl_controller is not None:
@@ -344,7 +350,7 @@ class TrainingRun:
             for role in (self.policy, self.critic):
                 if role is not None:
                     self.offload_others(role.name)
-                    folder = prepare_export(self.cfg.trainer.export_path, self.global_step, role.name)
+                    folder = prepare_export(self.cfg.trainer.export_path, self.global_step, role.name, self.identity)
                     role.export_hf(str(folder), self.described(role.name))
 
     def described(self, role: str) -> dict[str, Any]:
@@ -394,7 +400,8 @@ class TrainingRun:
         if not self.eval_sets and (self.eval_dataset is None or len(self.eval_dataset) == 0):
             return {}
         sets = (self.eval_sets,) if self.eval_sets else ()
-        work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step, *sets)
+        step, identity = self.global_step, self.identity
+        work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, step, *sets, identity=identity)
         with self.phases("eval"):
             metrics = self.loop.run(work, stop=self.stop)
         self.metrics |= metrics
@@ -510,6 +517,11 @@ class TrainingRun:
                 self.tracker.say(line)
 
     # ------------------------------------------------------------------ facts
+    @cached_property
+    def identity(self) -> Identity:
+        """What the run depends on: its checkpoints, recorded rollouts and exports carry it."""
+        return run_identity(self.cfg, getattr(self.train_dataset, "fingerprint", None))
+
     @property
     def policy(self) -> WorkerGroup:
         """Ranks of the policy, once they are built."""

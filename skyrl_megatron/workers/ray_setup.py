@@ -186,6 +186,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                     logging_level=logging.ERROR,
                     runtime_env=environment,
                     _node_ip_address=LOOPBACK,
+                    _temp_dir=_short_temporary_folder(),
                 )
             guard_agents()
             return
@@ -193,6 +194,16 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
             end_ray()
             if attempt + 1 == START_ATTEMPTS:
                 raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
+
+
+RAY_CHARACTERS = 36
+"""Limit of Ray's temporary folder: Ray appends up to 71 characters to it for its sockets, of 107 that Linux allows."""
+
+
+def _short_temporary_folder() -> str | None:
+    """Return Ray's usual folder if the path of ``TMPDIR``, which Ray uses instead, is too long; else None."""
+    asked = "RAY_TMPDIR" in os.environ or len(os.fsencode(os.environ.get("TMPDIR", ""))) <= RAY_CHARACTERS
+    return None if asked else "/tmp/ray"
 
 
 @contextlib.contextmanager

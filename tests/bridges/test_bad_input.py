@@ -131,7 +131,7 @@ HF_FAULTS = {
     "misshapen tensor": (lambda f: resave(f, misshape), r"down_proj\.weight is \[47, 24\], expected \[48, 24\]"),
     "mixed dtypes": (
         lambda f: resave(f, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()})),
-        "Megatron stores both in one tensor .*; choose one with --dtype",
+        "Megatron stores both in one tensor .*; choose one with python -m bridges import --dtype",
     ),
     "unknown quantisation": (
         lambda f: edit_config(f, quantization_config={"quant_method": "awq"}),
@@ -223,7 +223,7 @@ MEGATRON_FAULTS = {
     ),
     "no config": (
         lambda f: (f / "huggingface" / "config.json").unlink(),
-        "holds no config.json; give .* --hf-template",
+        "holds no config.json; convert it with .* --hf-template FOLDER",
     ),
     "other config": (lambda f: edit_config(f / "huggingface", hidden_size=96), r"is \[3, 48\], expected \[3, 96\]"),
     "other family": (lambda f: edit_config(f / "huggingface", model_type="qwen3"), r"unknown decoder\..*experts"),
@@ -330,7 +330,7 @@ def test_output_that_exists_is_left_alone(good, tmp_path):
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    with pytest.raises(BridgeError, match="out exists; remove it or choose another --out"):
+    with pytest.raises(BridgeError, match="out exists; remove it, or name another folder"):
         import_hf(good / "hf", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 

@@ -148,3 +148,23 @@ def test_the_page_of_families_has_every_row():
 def test_no_family_file_is_long():
     for path in (ROOT / "bridges" / "families").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 120, path.name
+
+
+@pytest.mark.parametrize("verb", ["convert", "export"])
+def test_a_folder_that_exists_is_reported_before_anything_is_read(tmp_path, capsys, verb):
+    """Also of a checkpoint that could not be read; the message names no option that the verb does not have."""
+    from bridges.__main__ import main as bridges
+    from skyrl_megatron.cli import convert
+
+    for name in ("checkpoint", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    folders = str(tmp_path / "checkpoint"), str(tmp_path / "out")
+    code = (
+        convert(folders) if verb == "convert" else bridges(["export", "--megatron", folders[0], "--out", folders[1]])
+    )
+    message = capsys.readouterr().err
+    assert code == 2 and f"{tmp_path / 'out'} exists" in message and "--" not in message
+    if verb == "convert":
+        assert convert((str(tmp_path / "absent"), folders[1])) == 2
+        assert "no such folder" in capsys.readouterr().err

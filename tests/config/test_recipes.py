@@ -50,6 +50,22 @@ CLIPPED = [
 ROOM_GB = 3
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
+def test_each_run_has_its_own_folders(name, monkeypatch, tmp_path):
+    """By project and run, also those that the command line names. The embedded run names its folders by its seed."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.sft import SFTTrainConfig
+
+    if name in NO_RECIPES | EMBEDDED | {"embedded"}:
+        return
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cls = SFTTrainConfig if "sft" in name else SkyRLTrainConfig
+    given = [f"--config={FOLDER / name}.yaml", "trainer.policy.model.path=a/b", "data.train_data=[a.parquet]"]
+    trainer = cls.from_cli_overrides([*given, "trainer.run_name=second"]).trainer
+    assert trainer.ckpt_path == f"{tmp_path}/ckpts/{trainer.project_name}/second"
+    assert trainer.export_path == f"{tmp_path}/exports/{trainer.project_name}/second"
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Rows enough for every recipe's batch, and a folder for each released model, made once."""

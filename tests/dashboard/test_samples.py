@@ -28,7 +28,7 @@ def numbers(text, kind):
 
 def test_a_row_is_what_the_batch_holds(tmp_path):
     record, batch, trainer, rows, tokenizer = kept(tmp_path)
-    assert rows == [0, 1, 2, 3, 4, 5, 6, 7] and record["rows"] == len(batch) == 24
+    assert len(rows) == 8 and record["rows"] == len(batch) == 24
     for sample, row in zip(record["samples"], rows, strict=True):
         tokens = np.concatenate([numbers(sample[part], "<i4") for part in ("prompt", "tokens")])
         np.testing.assert_array_equal(tokens, batch.sequences[row].numpy())
@@ -39,6 +39,26 @@ def test_a_row_is_what_the_batch_holds(tmp_path):
         assert sample["reward"] == batch.rewards[row].sum() and sample["uid"] == batch.uids[row]
     text = "".join(record["pieces"][str(token)] for token in numbers(record["samples"][0]["tokens"], "<i4"))
     assert "SELECT count(*) FROM orders" in text
+
+
+def test_groups_that_teach_are_kept_with_their_best_and_worst_rows(tmp_path):
+    """Those with equal rewards fill up, in the order of the batch."""
+    import torch
+
+    from skyrl_megatron.trainer.observe import SampleLog
+    from skyrl_megatron.types import TrainingBatch
+    from tests.dashboard.made_run import byte_tokenizer, config
+
+    rewards = [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0.5, 1, 0.2], [3, 3, 3, 3]]
+    ones = torch.ones(16, 2)
+    uids = [f"{group}" for group in range(4) for _ in range(4)]
+    batch = TrainingBatch(ones.long(), ones, ones, ones, rewards=torch.tensor(rewards).reshape(16, 1), uids=uids)
+
+    def chosen(count):
+        return SampleLog(config(tmp_path, **{"trainer.samples_per_step": count}), byte_tokenizer(), 10).chosen(batch)
+
+    assert chosen(4) == [10, 8, 0, 1]
+    assert chosen(8) == [10, 8, 9, 11, 0, 1, 2, 3]
 
 
 def test_groups_are_measured_as_one_by_one(tmp_path):

@@ -1,9 +1,11 @@
 """Every example is in the README with its command, and the command's configuration can run."""
 
 import runpy
+import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.examples.commands import EXAMPLES, README, commands
 
@@ -13,6 +15,18 @@ def test_the_readme_lists_every_example():
     table = {line.split("`")[1] for line in README.read_text().splitlines() if line.startswith("| `")}
     assert table == files
     assert set(commands()) == {name.rpartition(".")[0] for name in files}
+
+
+def test_git_ignores_what_the_examples_write():
+    """In the folder of the repository, in which their documented commands are typed."""
+    configurations = [yaml.safe_load(path.read_text())["trainer"] for path in EXAMPLES.glob("**/t*.yaml")]
+    folders = {each["ckpt_path"].partition("/")[0] for each in configurations if "ckpt_path" in each}
+    assert folders == {"tiny", "tiny_repos"}
+    command = ["git", "check-ignore", *(f"{folder}/file" for folder in sorted(folders))]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
+    root = subprocess.run(command, cwd=EXAMPLES.parents[1], capture_output=True, text=True, check=True).stdout
+    assert root.splitlines() == ["tiny/file", "tiny_repos/file"]
+    assert done.returncode == 1, "the example itself, launch/examples/tiny_repos, is not ignored"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Engines' processes end with the process that started them, however that ends."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,7 +69,9 @@ def test_the_temporary_folder_of_an_engine_goes_with_its_last_process(tmp_path):
         time.sleep(0.05)
 
 
-def test_a_temporary_folder_with_a_long_name_stays_the_users(tmp_path, monkeypatch):
+def test_sockets_are_in_a_short_folder_if_the_users_is_long(tmp_path, monkeypatch):
+    """vLLM, which takes its folder from ``TMPDIR``, can bind them there."""
+    import socket
     import tempfile
 
     from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
@@ -76,5 +79,11 @@ def test_a_temporary_folder_with_a_long_name_stays_the_users(tmp_path, monkeypat
     long = tmp_path / ("a" * 80)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    assert use_private_temporary_folder() is None
-    assert not list(long.iterdir()) and tempfile.gettempdir() == str(long)
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(long / "kernels"))
+    folder = use_private_temporary_folder()
+    assert folder.startswith("/tmp/") and os.stat(folder).st_mode & 0o777 == 0o700
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == folder and not list(long.iterdir())
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/{'0' * 36}")
+    shutil.rmtree(folder)

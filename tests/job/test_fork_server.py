@@ -386,3 +386,29 @@ def test_an_actor_of_the_server_is_lost_as_any_other_is(ray_and_server, how):
     until(lambda: ended(pid) and ended(command.pid))
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(actor.pids.remote(), timeout=TIMEOUT_S)
+
+
+def test_a_server_starts_although_the_temporary_folder_has_a_long_name(tmp_path, monkeypatch):
+    """A socket's path may have 107 characters; a folder that is too long for Ray gets Ray's usual one."""
+    import tempfile
+
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.workers.ray_setup import _short_temporary_folder
+
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    long = tmp_path / ("scratch_of_a_job" * 5)
+    long.mkdir()
+    for folder, of_ray in (("/tmp", None), (str(long), "/tmp/ray")):
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        assert _short_temporary_folder() == of_ray
+    server = fork_server.ForkServer.start("json:loads", os.environ)  # fails at once: what counts is the socket
+    try:
+        address = Path(server.address)
+        assert address.parent.parent == Path("/tmp") and address.parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        server.stop()
+    assert not list(long.iterdir())
+    monkeypatch.setattr(fork_server, "SHORT_FOLDERS", (str(tmp_path / "absent"),))
+    with pytest.raises(LaunchError, match=f"TMPDIR={long}: .* set TMPDIR to a folder with a shorter path"):
+        fork_server.socket_folder("skyrl-fork-", 90)

@@ -1,5 +1,7 @@
 """``skyrl-megatron sft`` as users start it."""
 
+import shutil
+
 import pytest
 
 from tests.job import row_runs
@@ -43,6 +45,92 @@ def test_the_page_shows_what_is_trained_of_some_rows(whole):
         trained = "".join(record["pieces"][str(token)] for token, one in zip(tokens, mask, strict=True) if one)
         assert "<|end|>" in trained and "<|user|>" not in trained
         assert sample["reward"] is None and sample["advantages"] is None
+
+
+def other_weights(folder, place):
+    shutil.copytree(folder / "model", place / "other")
+    path = place / "other/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return {"trainer.policy.model.path": place / "other"}
+
+
+def configured(given):
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.config.resolve import fit_to_hardware
+    from skyrl_megatron.config.schema.sft import SFTTrainConfig
+
+    cfg = SFTTrainConfig.from_cli_overrides([f"{key}={value}" for key, value in given.items()])
+    assert fit_to_hardware(cfg, Hardware(0)) == []
+    return cfg
+
+
+def moved(folder, place):
+    shutil.copytree(folder / "model", place / "moved")
+    return {"trainer.policy.model.path": place / "moved"}
+
+
+LR = {"trainer.policy.optimizer_config.lr": 5e-4, "trainer.policy_mini_batch_size": 8}
+ANOTHER = {
+    "model": other_weights,
+    "data": lambda folder, place: {"data.train_data": f"[{folder / 'scored.jsonl'}]"},
+    "a copy of the model": moved,
+    "learning rate and layout": lambda folder, place: LR | LAYOUTS["tp2"],
+    "allowed": lambda folder, place: other_weights(folder, place) | {"trainer.resume_other": "[model,data]"},
+}
+
+
+@pytest.mark.parametrize("name", ANOTHER)
+def test_a_run_resumes_its_own_checkpoints_only(folder, whole, tmp_path, name):
+    """The check before a run, and the checkpointer when it loads, name both sides and the key that allows it."""
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.checkpoints import resume_lines, resume_problems, run_checkpointer
+    from skyrl_megatron.trainer.identity import run_identity
+
+    place = whole[0]
+    given = {
+        "trainer.policy.model.path": folder / "model",
+        "data.train_data": f"[{folder / 'talks.jsonl'}]",
+        "trainer.ckpt_path": place / "ckpt",
+    }
+    cfg = configured(row_runs.KEYS | row_runs.OF_VERB["sft"] | given | ANOTHER[name](folder, tmp_path))
+    refused = [name] if name in ("model", "data") else []
+    problems = list(resume_problems(cfg))
+    if refused:
+        (problem,) = problems
+        saved = {"model": f"{folder / 'model'} (", "data": "talks.jsonl ("}[name]
+        here = {"model": f"{tmp_path / 'other'} (", "data": "scored.jsonl ("}[name]
+        assert f"its {name} is {saved}" in problem.fix and f"this run's is {here}" in problem.fix
+        assert f"trainer.resume_other=[{name}]" in problem.fix
+        assert (problem.key, problem.value) == ("trainer.ckpt_path", str(place / "ckpt/global_step_4"))
+        with pytest.raises(ConfigError, match="it is of another run"):
+            run_checkpointer(cfg, {}, identity=run_identity(cfg)).load("latest", None)
+    else:
+        assert problems == []
+        assert run_checkpointer(cfg, {}, identity=run_identity(cfg)).load("latest", None).step == 4
+    first, *others = resume_lines(cfg)
+    assert first.startswith(f"resumes from {place / 'ckpt/global_step_4'} (step 4, of {folder / 'model'} (")
+    changed = "trainer.policy.optimizer_config.lr=0.0005 (was 0.001), trainer.policy_mini_batch_size=8 (was 16)"
+    expected = [f"continues with other settings: {changed}"] if name == "learning rate and layout" else []
+    assert others == expected
+
+
+def test_a_checkpoint_of_an_older_version_warns(folder, whole, tmp_path):
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.runtime.checkpoint.manifest import MANIFEST, Manifest
+    from skyrl_megatron.trainer.checkpoints import resume_problems, run_checkpointer
+    from skyrl_megatron.trainer.identity import run_identity
+
+    shutil.copytree(whole[0] / "ckpt", tmp_path / "ckpt")
+    path = tmp_path / "ckpt/global_step_4" / MANIFEST
+    manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+    manifest.identity = {}
+    path.write_bytes(manifest.to_bytes())
+    cfg = configured({"trainer.policy.model.path": folder / "model", "trainer.ckpt_path": tmp_path / "ckpt"})
+    assert list(resume_problems(cfg)) == []
+    with pytest.warns(SkyRLMegatronWarning, match="does not say of which model and data it is"):
+        assert run_checkpointer(cfg, {}, identity=run_identity(cfg)).load("latest", None).step == 4
 
 
 @pytest.mark.full_matrix

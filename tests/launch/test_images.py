@@ -124,9 +124,9 @@ def test_entrypoint_starts_over_after_a_cluster_that_ended(tmp_path):
     assert entrypoint("health", SKYRL_HOST="0", **lonely).returncode != 0, "no cluster is there"
 
 
-def build(tmp_path, *args, engine="docker"):
+def build(tmp_path, *args, engine="docker", script='printf "%s\\n" "$@"'):
     """Run build.sh where ``engine``, which stands for the machine's, only notes what it is asked for."""
-    (tmp_path / engine).write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / engine).write_text(f"#!/bin/bash\n{script}\n")
     (tmp_path / engine).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
     return subprocess.run([DOCKER / "build.sh", *args], env=env, capture_output=True, text=True, timeout=60)
@@ -152,6 +152,14 @@ def test_build_asks_the_engine(tmp_path, engine):
 def test_build_says_what_is_wrong(tmp_path, args, says):
     done = build(tmp_path, *args)
     assert done.returncode == 2 and says in done.stderr
+
+
+@pytest.mark.process
+def test_a_docker_without_its_daemon_is_one_line(tmp_path):
+    """The engine stands for one whose daemon does not run, which this machine's may do."""
+    done = build(tmp_path, "cpu", "--engine", "docker", script="printf 'line %s\\n' 1 2 3 4 5 >&2; exit 1")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "docker's daemon does not answer: start it" in line and not done.stdout
 
 
 def test_compose_file_is_a_cluster():

@@ -5,19 +5,30 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("skyrl_megatron", "skyrl_megatron_tools", "bridges")
+
+
+def foreign_packages(root: Path = ROOT) -> list[str]:
+    """Return a sentence for each package that Python would not import from ``root``."""
+    places = {}
+    for name in PACKAGES:
+        spec = find_spec(name)
+        places[name] = next(iter((spec and spec.submodule_search_locations) or ["nowhere"]))
+    return [
+        f"{name} is imported from {place}, not from {root}: is its folder missing? Else set PYTHONPATH={root}"
+        for name, place in places.items()
+        if not Path(place).is_relative_to(root)
+    ]
 
 
 @cache
 def modules() -> dict[str, ast.Module]:
     """Dotted name → tree of every file of the package and of ``bridges``; a package's name is its ``__init__``."""
-    files = [
-        path
-        for package in ("skyrl_megatron", "skyrl_megatron_tools", "bridges")
-        for path in sorted((ROOT / package).rglob("*.py"))
-    ]
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {dotted(path): ast.parse(path.read_text()) for path in files}
 
 

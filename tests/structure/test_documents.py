@@ -29,6 +29,41 @@ def test_files_that_documents_name_exist():
     assert not missing, "\n".join(missing)
 
 
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of the headings of a page, as GitHub and MkDocs make them."""
+    lines = path.read_text().splitlines()
+    titles = [re.sub(r"`|\[|\]\([^)]*\)", "", line.lstrip("# ")) for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def dead_links(path: Path, text: str) -> list[str]:
+    """The relative links of a page that lead nowhere in a checkout. Pages that launch/docs.sh writes are not there: a
+    document names the command, not the page."""
+    dead = []
+    for link in LINK.findall(text):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        kept = target.exists() and target.resolve() not in GENERATED
+        if not kept or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            dead.append(f"{path.relative_to(ROOT)}: {link}")
+    return dead
+
+
+def test_links_lead_somewhere():
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pages = [ROOT / name for name in tracked.splitlines() if not name.startswith("tests/")]
+    assert [dead for page in pages for dead in dead_links(page, page.read_text())] == []
+    assert dead_links(ROOT / "docs/index.md", "[a](faults.md) [b](concepts.md#absent) [c](concepts.md)") == [
+        "docs/index.md: faults.md",
+        "docs/index.md: concepts.md#absent",
+    ]
+
+
 def test_documents_stay_short():
     by_hand = [*FRONT, "benchmarks/RESULTS.md", *(name for name in DOCUMENTS if name.startswith("docs/"))]
     sizes = {name: (ROOT / name).stat().st_size for name in by_hand if name != "docs/metrics.md"}

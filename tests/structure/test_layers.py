@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.source import foreign_packages
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = {
     "cli": 10,
@@ -198,3 +200,11 @@ def test_compatibility_modules_only_reexport(folder):
             typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             plain = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr)
             assert plain or lazy or typing, f"{relative(path)}:{node.lineno} holds more than re-exports"
+
+
+def test_another_checkout_does_not_answer(tmp_path):
+    """For a package whose folder is missing: the tests of this folder then fail, and name both places."""
+    assert foreign_packages() == []
+    problems = foreign_packages(tmp_path)
+    assert len(problems) == len(PACKAGES)
+    assert problems[0].startswith(f"skyrl_megatron is imported from {ROOT / 'skyrl_megatron'}, not from {tmp_path}")

@@ -1,5 +1,7 @@
 """Log-probs of a reference on disk: those of the rows that are asked for, and never those of another run."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -85,3 +87,31 @@ def test_those_of_another_run_are_computed_again(cache, why):
     (line,) = said
     assert why in line and line.startswith(f"dpo.reference_cache: {first.path} ")
     assert line.endswith(": the log-probs of the reference are computed again")
+
+
+def test_a_full_disk_is_one_sentence(cache, tmp_path):
+    from skyrl_megatron.errors import ConfigError
+
+    first, _ = cache(ROWS["sigmoid"])
+    first.path.parent.mkdir()
+    first.path.with_suffix(f".partial-{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(ConfigError) as failed:
+        first.fill(computed, size=4)
+    (problem,) = failed.value.problems
+    assert (problem.key, problem.value) == ("dpo.reference_cache", str(first.path.parent))
+    assert problem.fix == "cannot be written (No space left on device): free disk space, or set another folder"
+    assert not list(first.path.parent.iterdir())
+
+
+def test_a_full_disk_at_a_dumped_batch_names_the_file(tmp_path):
+    import torch
+
+    from skyrl_megatron.trainer.dump import dump_batch
+    from skyrl_megatron.types import TrainingBatch
+
+    fields = ("sequences", "attention_mask", "response_mask", "loss_mask")
+    batch = TrainingBatch(**{name: torch.ones(1, 2) for name in fields}, uids=["a"])
+    (tmp_path / ".step.safetensors").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        dump_batch(batch, tmp_path / "step.safetensors")
+    assert failed.value.filename == str(tmp_path / ".step.safetensors")

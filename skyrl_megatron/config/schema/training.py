@@ -11,6 +11,9 @@ from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 
+OtherPart = Annotated[
+    str, OneOf("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment")
+]
 Tracker = Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")]
 
 
@@ -233,3 +236,7 @@ class TrainerConfig(BaseConfig):
     """Largest log-prob mismatch of a step, in nats. None: 0 with `exact_rollouts`, else any."""
     rollout_gap_exceeded: Annotated[str, OneOf("error", "warn")] = "error"
     """Handling of a larger one. `warn`: the run continues, and each such step warns."""
+    resume_other: list[OtherPart] = field(default_factory=list)
+    """What may be another than that of the checkpoint: `[model,data]`. A run continues no checkpoint of another
+    `verb` (`train`, `sft`, `dpo`, `reward`), `model`, `reference`, `critic`, `teacher`, `tokenizer`, chat `template`,
+    training `data` or `environment`, unless it is named here. Contents are compared, not paths."""

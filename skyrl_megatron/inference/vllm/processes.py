@@ -33,7 +33,7 @@ import psutil
 
 from skyrl_megatron import fork_server
 from skyrl_megatron.errors import EngineGoneError
-from skyrl_megatron.fork_server import ForkServer
+from skyrl_megatron.fork_server import ForkServer, socket_folder
 
 _starting = threading.Lock()
 _PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d [\d:]+\s+\[[^\]]*\]\s*)?")
@@ -249,17 +249,14 @@ TEMPORARY_CHARACTERS = 60
 """Limit of the folder's path. Linux limits socket paths to 107 characters, including what vLLM appends."""
 
 
-def use_private_temporary_folder() -> str | None:
+def use_private_temporary_folder() -> str:
     """Create a private folder and make it the temporary folder of this process and its children.
 
     The caller removes it, because vLLM and multiprocessing leave sockets and folders when they are killed. Returns its
-    path, or None without any change if the path would be too long for sockets.
+    path. Raises LaunchError as :func:`~skyrl_megatron.fork_server.socket_folder` does.
     """
     usual = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="skyrl-engine-")
-    if len(folder) > TEMPORARY_CHARACTERS:
-        os.rmdir(folder)
-        return None
+    folder = socket_folder("skyrl-engine-", TEMPORARY_CHARACTERS)
     # keep torch's cache of compiled kernels in its usual folder
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor_{getpass.getuser()}"))
     os.environ["TMPDIR"], tempfile.tempdir = folder, folder

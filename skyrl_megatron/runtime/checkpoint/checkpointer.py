@@ -6,7 +6,7 @@ ranks write and read their parts when :class:`RoleRanks` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from skyrl_megatron.runtime.checkpoint.store import (
     ROLLOUTS,
     TRAINER_STATE,
     CheckpointStore,
+    SavedCheckpoint,
     json_bytes,
     resume_candidates,
 )
@@ -58,7 +59,8 @@ class Checkpointer:
 
     ``asynchronous``: :meth:`save` returns once all ranks have copied their state, and writes in the background.
     ``timeout_s``: how long a save waits for the ranks' files. ``model_files``: path in a checkpoint → content of the
-    models' small files (``config.json``, tokenizer), which a conversion needs.
+    models' small files (``config.json``, tokenizer), which a conversion needs. ``identity``: recorded in every
+    manifest. ``accept`` is called with a checkpoint before it is loaded, and raises an error if it is of another run.
     """
 
     def __init__(
@@ -71,8 +73,11 @@ class Checkpointer:
         asynchronous: bool = False,
         timeout_s: float = 1800.0,
         model_files: Mapping[str, bytes] | None = None,
+        identity: Mapping[str, dict[str, str]] | None = None,
+        accept: Callable[[SavedCheckpoint], None] = lambda checkpoint: None,
     ) -> None:
-        self.store = CheckpointStore(root, keep=keep, hub_commits=hub_commits)
+        self.store = CheckpointStore(root, keep=keep, hub_commits=hub_commits, identity=identity)
+        self._accept = accept
         self.roles = dict(roles)
         self.saved_step: int | None = None
         """The step that was last saved or resumed."""
@@ -125,7 +130,7 @@ class Checkpointer:
 
     def load(self, mode: str | None, path: str | None) -> ResumePoint | None:
         """Load the checkpoint that ``mode`` and ``path`` (``trainer.resume_mode``, ``_path``) select; None: start
-        anew.
+        anew. Errors of ``accept`` are not caught.
 
         With ``latest``, a checkpoint that proves damaged during the load is skipped with a warning, and the previous
         one is loaded. Raises CheckpointError if checkpoints exist and none can be loaded, and for ``from_path`` if
@@ -133,6 +138,7 @@ class Checkpointer:
         """
         candidates = resume_candidates(self.store, mode, path)
         for found in candidates:
+            self._accept(found)
             try:
                 for ranks in self.roles.values():
                     ranks.load_checkpoint(found.folder)

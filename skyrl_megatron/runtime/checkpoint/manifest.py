@@ -99,6 +99,9 @@ class Manifest:
     """Id of the branch that saved it: the training since a start or resume. Empty in older checkpoints."""
     ancestry: dict[str, int] = field(default_factory=dict)
     """Branch that this one continues → the step at which it was left."""
+    identity: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What the run depends on (``trainer/identity.py``): name → ``shown`` and ``digest``. Empty in older
+    checkpoints."""
 
     def descends_from(self, other: Manifest) -> bool:
         """Return whether this checkpoint is ``other``, or its training passed through ``other``."""
@@ -117,6 +120,7 @@ class Manifest:
             "bases": self.bases,
             "branch": self.branch,
             "ancestry": self.ancestry,
+            "identity": self.identity,
             "block_bytes": BLOCK_BYTES,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
@@ -136,7 +140,8 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
         if body.get("format") != FORMAT or body.get("block_bytes") != BLOCK_BYTES:
             raise CheckpointError(f"{path} has format {body.get('format')}, this version reads {FORMAT}")
-        filled = {"hub_commits": {}, "bases": {}, "branch": "", "ancestry": {}} | body  # older checkpoints lack these
+        absent = {"hub_commits": {}, "bases": {}, "branch": "", "ancestry": {}, "identity": {}}  # in older checkpoints
+        filled = absent | body
         if wrong := [name for name, fits in _FIELDS.items() if not fits(filled.get(name))]:
             raise CheckpointError(f"{path} is not a valid manifest: wrong type or value of {', '.join(wrong)}")
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
@@ -152,6 +157,7 @@ class Manifest:
             bases=filled["bases"],
             branch=filled["branch"],
             ancestry=filled["ancestry"],
+            identity=filled["identity"],
         )
 
     def roles(self) -> list[str]:
@@ -174,6 +180,10 @@ def _all_are(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(type(inner) is kind for inner in value.values())
 
 
+def _is_part(value: Any) -> bool:
+    return _all_are(str)(value) and value.keys() == {"shown", "digest"}
+
+
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and value >= 0,
     "files": lambda value: isinstance(value, dict) and all(map(_is_file, value.values())),
@@ -183,6 +193,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "bases": _all_are(str),
     "branch": lambda value: isinstance(value, str),
     "ancestry": _all_are(int),
+    "identity": lambda value: isinstance(value, dict) and all(map(_is_part, value.values())),
 }
 """Key of a manifest → whether a value is valid. The hash alone does not show who wrote the manifest."""
 

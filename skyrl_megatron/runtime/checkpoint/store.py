@@ -77,13 +77,22 @@ class CheckpointStore:
 
     Reading needs no lock. The first :meth:`begin` takes the lock of a folder until :meth:`close`. An object store has
     neither locks nor renames: the caller must ensure that there is one writer, and saving a step again removes its old
-    checkpoint first. ``keep``: number of checkpoints to keep; -1: all. ``hub_commits``: recorded in every manifest.
+    checkpoint first. ``keep``: number of checkpoints to keep; -1: all. ``hub_commits`` and ``identity`` are recorded
+    in every manifest.
     """
 
-    def __init__(self, root: str | Path, *, keep: int = -1, hub_commits: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        keep: int = -1,
+        hub_commits: Mapping[str, str] | None = None,
+        identity: Mapping[str, dict[str, str]] | None = None,
+    ) -> None:
         self.storage = open_storage(root)
         self.root = self.storage.root
         self.keep, self.hub_commits = keep, dict(hub_commits or {})
+        self.identity = dict(identity or {})
         self._lock: FolderLock | None = None
         self._branch, self._ancestry = uuid.uuid4().hex, dict[str, int]()
 
@@ -193,6 +202,7 @@ class CheckpointStore:
         self, step: int, folder: str, roles: Mapping[str, int], extras: Mapping[str, bytes], timeout_s: float
     ) -> Manifest:
         manifest = Manifest(step, {}, {}, versions(), self.hub_commits, branch=self._branch, ancestry=self._ancestry)
+        manifest.identity = self.identity
         for name, content in extras.items():
             if "/" in name:
                 self.storage.make_folder(f"{folder}/{posixpath.dirname(name)}")

@@ -271,6 +271,18 @@ def resumes(cfg):
     return asked
 
 
+def continues_others(cfg):
+    """Whether what was computed from other data is continued."""
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.identity import Part, refuse_other
+
+    try:
+        refuse_other("trainer.ckpt_path", "ckpt", {"data": Part("a", "1")}, cfg, {"data": Part("b", "2")})
+    except ConfigError as error:
+        return str(error)
+    return "continued"
+
+
 def checkpointer(cfg):
     """Where checkpoints go, how many are kept, whether training waits."""
     from skyrl_megatron.trainer.checkpoints import run_checkpointer

@@ -168,6 +168,7 @@ LOOP = {
     f"{G}n_samples_per_prompt": Row(3, loop.plan),
     "environment.env_class": Row("addition", loop.plan),
     f"{T}resume_mode": Row("none", loop.resumes),
+    f"{T}resume_other": Row(["data"], loop.continues_others),
     f"{T}resume_path": Row("/a/global_step_1", loop.resumes, {f"{T}resume_mode": "from_path"}),
     f"{T}ckpt_path": Row("/elsewhere", loop.checkpointer),
     f"{T}stop_when": Row("reward/avg_raw_reward >= 0.5", loop.plan),

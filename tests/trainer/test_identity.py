@@ -1,0 +1,276 @@
+"""The identity of a run: everything that its weights depend on is in it, and nothing else."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+MODEL = "a model"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A folder with a model and two data files."""
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+
+    folder = tmp_path_factory.mktemp("start")
+    write_embedded_model(folder / MODEL)
+    for name in ("rows", "others"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": name}]}) + "\n")
+    return folder
+
+
+def configured(folder, cls="SFTTrainConfig", **keys):
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.preferences import DPOTrainConfig
+    from skyrl_megatron.config.schema.sft import SFTTrainConfig
+
+    classes = {each.__name__: each for each in (SkyRLTrainConfig, DPOTrainConfig, SFTTrainConfig)}
+    given = {"trainer.policy.model.path": folder / MODEL, "data.train_data": f"[{folder / 'rows.jsonl'}]"} | keys
+    return classes[cls].from_cli_overrides([f"{key}={value}" for key, value in given.items()])
+
+
+def changed_parts(before, after):
+    from skyrl_megatron.trainer.identity import other_parts, run_identity
+
+    return other_parts(run_identity(before), run_identity(after))
+
+
+def rewrite(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def other_weight(model):
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def other_template(model):
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+
+
+CHANGES = {
+    "model": other_weight,
+    "tokenizer": lambda model: rewrite(model / "tokenizer_config.json", lambda it: it.update(add_bos_token=True)),
+    "template": other_template,
+}
+
+
+@pytest.mark.parametrize("part", [*CHANGES, "model config"])
+def test_a_change_of_the_model_folder_is_its_part(start, tmp_path, part):
+    copied = tmp_path / "copied"
+    shutil.copytree(start / MODEL, copied)
+    here, moved = configured(start), configured(start, **{"trainer.policy.model.path": copied})
+    assert changed_parts(here, moved) == [], "a copy is the same model"
+    if part == "model config":
+        rewrite(copied / "config.json", lambda it: it.update(rms_norm_eps=0.5))
+    else:
+        CHANGES[part](copied)
+    assert changed_parts(here, moved) == [part.split()[0]]
+
+
+SAME = {
+    "layout": {
+        "trainer.placement.policy_num_gpus_per_node": 4,
+        "trainer.policy.megatron_config.tensor_model_parallel_size": 2,
+    },
+    "learning rate, steps and batches": {
+        "trainer.policy.optimizer_config.lr": 1e-3,
+        "trainer.max_training_steps": 3,
+        "trainer.policy_mini_batch_size": 8,
+    },
+    "folders and names": {"trainer.ckpt_path": "/a", "trainer.run_name": "b"},
+}
+OTHER = {
+    "data": {"data.train_data": "[others.jsonl]"},
+    "template": {"generator.chat_template_kwargs.enable_thinking": "false"},
+    "reference": {"trainer.ref.model.path": "changed", "trainer.algorithm.use_kl_loss": "true"},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_run_may_continue_with(start, name):
+    assert changed_parts(configured(start), configured(start, **SAME[name])) == []
+
+
+@pytest.mark.parametrize("part", OTHER)
+def test_another_run(start, tmp_path, part, monkeypatch):
+    monkeypatch.chdir(start)
+    before = configured(start, **{"trainer.algorithm.use_kl_loss": "true"})
+    if part == "reference":
+        shutil.copytree(start / MODEL, tmp_path / "changed")
+        other_weight(tmp_path / "changed")
+    given = {key: tmp_path / value if value == "changed" else value for key, value in OTHER[part].items()}
+    assert changed_parts(before, configured(start, **{"trainer.algorithm.use_kl_loss": "true"} | given)) == [part]
+
+
+def test_verbs_and_environments_differ(start):
+    sft, train = configured(start), configured(start, "SkyRLTrainConfig", **{"trainer.algorithm.use_kl_loss": "false"})
+    assert changed_parts(sft, train) == ["verb"]
+    env = {"trainer.algorithm.use_kl_loss": "false", "environment.env_class": "aime"}
+    assert changed_parts(train, configured(start, "SkyRLTrainConfig", **env)) == ["environment"]
+
+
+def test_the_content_of_data_counts_and_not_its_name(start, tmp_path):
+    copied = tmp_path / "copied.jsonl"
+    shutil.copy(start / "rows.jsonl", copied)
+    moved = configured(start, **{"data.train_data": f"[{copied}]"})
+    assert changed_parts(configured(start), moved) == []
+    copied.write_text(copied.read_text() * 2)
+    assert changed_parts(configured(start), moved) == ["data"], "further rows are other data"
+
+
+# ---------------------------------------------------------------------------------------------- settings
+def test_each_setting_is_in_the_identity_or_excluded_with_a_reason(start):
+    """Also one that is added later, and no exclusion is of a setting that does not exist."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.fields import leaves
+    from skyrl_megatron.config.schema.preferences import DPOTrainConfig
+    from skyrl_megatron.config.schema.sft import SFTTrainConfig
+    from skyrl_megatron.trainer import identity
+
+    entries = identity.NO_NUMBERS | identity.ONLY_ROUNDING | identity.NOT_REFERENCE
+    keys = {key for cls in (SkyRLTrainConfig, DPOTrainConfig, SFTTrainConfig) for key, _, _ in leaves(cls)}
+    sections = {".".join(key.split(".")[:depth]) + "." for key in keys for depth in range(1, key.count(".") + 1)}
+    kwargs = {f"{key.rpartition('.')[0]}." for key in entries if "_kwargs." in key}
+    unknown = [name for name in entries if name not in keys | sections and not name.startswith(tuple(kwargs))]
+    assert not unknown and all(entries.values())
+
+    def excluded(key):
+        return any(f"{key}.".startswith(f"{name.removesuffix('.')}.") for name in entries)
+
+    kept = json.loads(identity.reference_identity(configured(start, "DPOTrainConfig"))["configuration"])
+    expected = {
+        key.replace("trainer.ref.", "model.")
+        for key, _, _ in leaves(DPOTrainConfig)
+        if not excluded(key) and not key.startswith("trainer.policy.")
+    }
+    none = {f"{key}." for key, value in kept.items() if value is None}  # a section that is not set
+    shown = {key for key in expected if any(f"{name}.".startswith(f"{key}.") for name in kept)}
+    assert {key for key in expected - shown if not key.startswith(tuple(none))} == set()
+
+    @dataclasses.dataclass
+    class LaterTrainer(type(DPOTrainConfig().trainer)):
+        later: int = 1
+
+    cfg = configured(start, "DPOTrainConfig")
+    before = identity.settings_of(cfg)
+    cfg.trainer.__class__ = LaterTrainer
+    cfg.trainer.later = 2
+    assert identity.settings_of(cfg).keys() - before.keys() == {"trainer.later"}
+    assert '"trainer.later": 2' in identity.reference_identity(cfg)["configuration"]
+
+
+CHANGES_REFERENCE = (
+    "trainer.bf16=false",
+    "trainer.flash_attn=false",
+    "trainer.rope_theta=500000.0",
+    "trainer.exact_rollouts=true",
+    "trainer.policy.megatron_config.transformer_config_kwargs.attention_dropout=0.0",
+    "trainer.ref.model_config_kwargs={rms_norm_eps: 0.1}",
+    "trainer.ref.megatron_config.model_config_kwargs={rms_norm_eps: 0.1}",
+    "trainer.policy.megatron_config.model_config_kwargs={rms_norm_eps: 0.1}",
+    "trainer.ref.megatron_config.moe_router_score_function=sigmoid",
+    "trainer.ref.megatron_config.moe_router_dtype=fp64",
+)
+SAME_REFERENCE = (
+    "trainer.policy.model_config_kwargs={rms_norm_eps: 0.1}",  # the policy's alone
+    "trainer.policy.optimizer_config.lr=1e-3",
+    "trainer.placement.ref_num_gpus_per_node=2",
+    "trainer.ref.megatron_config.tensor_model_parallel_size=2",
+    "trainer.ref.megatron_config.transformer_config_kwargs.recompute_granularity=full",
+    "trainer.epochs=3",
+    "dpo.beta=0.3",
+)
+
+
+def test_what_changes_the_log_probs_of_the_reference_changes_its_identity(start):
+    from skyrl_megatron.trainer.identity import reference_identity
+
+    def of(setting="trainer.seed=1"):
+        key, _, value = setting.partition("=")
+        return reference_identity(configured(start, "DPOTrainConfig", **{key: value}))
+
+    plain = of()
+    assert [setting for setting in CHANGES_REFERENCE if of(setting) == plain] == []
+    assert [setting for setting in SAME_REFERENCE if of(setting) != plain] == []
+
+
+def test_changed_settings_are_named_once(start):
+    from skyrl_megatron.trainer.identity import changed_settings, settings_of
+
+    keys = {"trainer.algorithm.use_kl_loss": "true"}
+    rope = "trainer.policy.megatron_config.model_config_kwargs.rms_norm_eps"
+    saved = json.loads(json.dumps(settings_of(configured(start, **keys | {rope: 0.5}))))
+    here = settings_of(
+        configured(start, **keys | {rope: 0.1, "trainer.policy_mini_batch_size": 8, "trainer.run_name": "b"})
+    )
+    assert changed_settings(saved, here) == [f"{rope}=0.1 (was 0.5)", "trainer.policy_mini_batch_size=8 (was 64)"]
+    assert changed_settings(here, here) == changed_settings({}, here) == []
+
+
+# ---------------------------------------------------------------------------------------------- folders
+def test_exports_of_another_run_are_moved_aside(start, tmp_path):
+    from skyrl_megatron.trainer.checkpoints import prepare_export
+    from skyrl_megatron.trainer.identity import run_identity
+
+    first, second = run_identity(configured(start)), run_identity(configured(start, "DPOTrainConfig"))
+    for _ in range(2):  # the second replaces the first, which is of the same run
+        folder = prepare_export(tmp_path, 3, identity=first)
+        folder.mkdir()
+        (folder / "weights").write_text("first")
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
+    assert not prepare_export(tmp_path, 3, identity=second).exists()
+    (aside,) = tmp_path.glob("global_step_3.of_*")
+    assert (aside / "policy/weights").read_text() == "first"
+
+
+def test_rows_of_another_evaluation_are_not_overwritten(start, tmp_path):
+    from skyrl_megatron.trainer.evaluate import rows_folder
+    from skyrl_megatron.trainer.identity import evaluation_identity, write_identity
+
+    keys = {"data.val_data": f"[{start / 'rows.jsonl'}]", "trainer.export_path": tmp_path}
+    cfg = configured(start, "SkyRLTrainConfig", **keys)
+    hot = configured(start, "SkyRLTrainConfig", **keys, **{"generator.eval_sampling_params.temperature": 1.0})
+    first = rows_folder(cfg, 0, evaluation_identity(cfg))
+    assert first == tmp_path / "dumped_evals/global_step_0"
+    first.mkdir(parents=True)
+    write_identity(first, evaluation_identity(cfg))
+    assert rows_folder(cfg, 0, evaluation_identity(cfg)) == first
+    second = rows_folder(hot, 0, evaluation_identity(hot))
+    assert second.parent == first.parent and second.name.startswith("global_step_0_")
+    second.mkdir()
+    write_identity(second, evaluation_identity(hot))
+    assert rows_folder(hot, 0, evaluation_identity(hot)) == second
+
+
+def test_rollouts_of_another_run_are_not_trained_on(start, tmp_path):
+    """Also before the first checkpoint; `resume_mode=none` removes them, and `resume_other` keeps them."""
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.identity import FILE, run_identity
+    from skyrl_megatron.trainer.rollout_store import DurableGroups
+
+    def opened(fresh=False, **keys):
+        cfg = configured(start, "SkyRLTrainConfig", **{"trainer.ckpt_path": tmp_path} | keys)
+        DurableGroups(cfg, lambda number: 0, fresh=fresh, identity=run_identity(cfg)).store.close()
+
+    other = {"data.train_data": f"[{start / 'others.jsonl'}]"}
+    opened()
+    opened()
+    with pytest.raises(ConfigError) as refused:
+        opened(**other)
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.value) == ("trainer.ckpt_path", str(tmp_path / "rollouts"))
+    assert "its data is rows.jsonl (" in problem.fix and "this run's is others.jsonl (" in problem.fix
+    assert "trainer.resume_other=[data]" in problem.fix
+    opened(fresh=True, **other)
+    with pytest.raises(ConfigError):
+        opened()
+    opened(**{"trainer.resume_other": "[data]"})
+    opened()
+    assert json.loads((tmp_path / "rollouts" / FILE).read_text())["data"]["shown"].startswith("rows.jsonl")
