@@ -72,7 +72,8 @@ class SandboxAgentGenerator(AgentGenerator):
         """Return the command for a trajectory, which finds the gateway at the sandbox's end of the relay."""
         variables = replace(task.access, url="{url}" + urlsplit(task.access.url).path).environment()
         mounts = {inside: Path(outside) for inside, outside in self.settings.mounts.items()}
-        return AgentCommand(self.settings.command, variables, mounts, task.as_json())
+        stdin = task.as_json() if self.settings.stdin else b""
+        return AgentCommand(self.settings.command, variables, mounts, stdin)
 
     def _task_of(self, task: AgentTask) -> Task:
         """Return the task of a row; one without files and tests if its environment has none."""
@@ -82,4 +83,4 @@ class SandboxAgentGenerator(AgentGenerator):
             found: Task | None = getattr(env, "task", None)
         finally:
             env.close()
-        return found or Task(task.env_class, str(task.prompt[-1].get("content")), {}, {}, [])
+        return found or Task(task.env_class, task.text, {}, {}, [])

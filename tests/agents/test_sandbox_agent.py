@@ -86,7 +86,7 @@ def running(folder, tmp_path, monkeypatch):
     program.mkdir()
     (program / "agent.py").write_text(AGENT)
     agent = AgentConfig(
-        command=["python3", "/opt/agent/agent.py", "{text}"], mounts={"/opt/agent": str(program)}, at_once=2
+        command=["python3", "/opt/agent/agent.py", "{text}"], mounts={"/opt/agent": str(program)}, at_once=2, stdin=True
     )
     made = Running(SandboxAgentGenerator, folder, agent=agent)
     yield made
@@ -109,7 +109,7 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
     kinds = ["solved", "failed", "timed out", "context full", "engine", "crashes"]
     ids = [TrajectoryID(what, 0) for what in kinds]
     with pytest.warns(SkyRLMegatronWarning, match="4 of 6 trajectories"):
-        output = running([{"what": what, "task": str(task)} for what in kinds], "task", ids=ids)
+        output = running([{"agent": {"what": what}, "task": str(task)} for what in kinds], "task", ids=ids)
     whys = [
         None,
         None,
@@ -134,7 +134,7 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
 def test_another_environment_scores_what_the_command_prints(running):
     """It has neither files nor tests, and the sandbox is the same."""
     running.client.say = ["Answer: 7"]
-    (reward,) = running([{"what": "prints"}])["rewards"]
+    (reward,) = running([{"agent": {"what": "prints"}}])["rewards"]
     assert sum(reward) == 1.0
 
 
@@ -144,7 +144,7 @@ def test_a_row_without_a_folder_is_an_error_of_its_trajectory(running, task):
     (task / "task.toml").unlink()
     for extras, why in (({}, "has no column task"), ({"task": str(task)}, "task.toml of a task cannot be read")):
         with pytest.raises(DataError, match=why):
-            running([{"what": "solved", **extras}], "task")
+            running([{"agent": {"what": "solved"}, **extras}], "task")
 
 
 def test_the_settings_are_checked(tmp_path):

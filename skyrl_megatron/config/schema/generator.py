@@ -314,6 +314,9 @@ class AgentConfig(BaseConfig):
     """Folders in the sandbox, read-only: path there → path here."""
     at_once: Count | None = None
     """Sandboxes at the same time. None: by cores and memory."""
+    stdin: bool = False
+    """The command can read what an agent may see of the row on stdin, as JSON: `prompt`, and as `extras` its column
+    `agent`. False: stdin is empty."""
 
 
 @dataclass

@@ -253,6 +253,7 @@ ROLLOUT = {
     f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
     f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
     f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
+    f"{G}agent.stdin": Row(True, rollout.agent, AGENT),
 }
 
 ENGINES = {
