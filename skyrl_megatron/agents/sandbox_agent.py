@@ -8,6 +8,7 @@ does for a :class:`~skyrl_megatron.agents.command_agent.CommandAgent`.
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,11 @@ class SandboxAgentGenerator(AgentGenerator):
         """Make the provider of sandboxes, and remove what an earlier run left. Raises SandboxError if it cannot run on
         this machine."""
         provider = await asyncio.to_thread(make_provider, self.settings.sandbox)
-        self.queue = SandboxQueue(provider, at_once=self.settings.at_once or default_at_once(Limits()))
+        at_once, ordinary = self.settings.at_once or default_at_once(Limits()), Limits()
+        # Tasks that ask for more than an ordinary one wait for each other, so that no number of them fills the machine.
+        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        memory = max(at_once * (ordinary.memory + ordinary.disk), half)
+        self.queue = SandboxQueue(provider, at_once=at_once, memory=memory)
 
     async def end(self) -> None:
         """Stop all sandboxes."""

@@ -32,7 +32,7 @@ from typing import Any
 from skyrl_megatron.errors import SandboxError, SandboxLimitError
 from skyrl_megatron.sandboxes import confine, control_groups, process_one
 from skyrl_megatron.sandboxes.control_groups import ControlGroups
-from skyrl_megatron.sandboxes.dockerfile import FIX, fingerprint, is_context, packed, read_dockerfile
+from skyrl_megatron.sandboxes.dockerfile import FIX, fingerprint, is_context, is_path, packed, read_dockerfile
 from skyrl_megatron.sandboxes.sandbox import (
     SETUP,
     WORKSPACE,
@@ -160,10 +160,11 @@ class NamespaceProvider:
         if _on_host(spec):
             return []
         path = Path(spec.image).expanduser().absolute()
-        if path.is_dir():
+        if is_path(spec.image) and path.is_dir():
             return [path]
-        if not path.is_file():
-            raise SandboxError(f"image {spec.image!r} is neither host nor a folder nor an archive: give one of them")
+        if not is_path(spec.image) or not path.is_file():
+            why = "is neither host nor the path of a folder or an archive (/…, ./… or ~/…): give one of them"
+            raise SandboxError(f"image {spec.image!r} {why}")
 
         async def make(folder: Path) -> None:
             await asyncio.to_thread(unpack_image, path, folder)

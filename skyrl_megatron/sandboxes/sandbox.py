@@ -12,6 +12,7 @@ becomes a reward. A command that ends badly, by itself or at a limit, is no erro
 from __future__ import annotations
 
 import io
+import math
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -52,11 +53,11 @@ class Limits:
     archive: int = 64 << 20
 
     def __post_init__(self) -> None:
-        """Raise ConfigError with every limit that is not positive."""
+        """Raise ConfigError with every limit that is not a positive, finite number."""
         names = ("cpus", "memory", "disk", "processes", "lifetime_s", "output", "archive")
-        wrong = [name for name in names if not getattr(self, name) > 0]
+        wrong = [name for name in names if not 0 < getattr(self, name) < math.inf]
         if wrong:
-            fix = "set it to a positive number"
+            fix = "set it to a positive, finite number"
             raise ConfigError([Problem(f"limits.{name}", getattr(self, name), fix) for name in wrong])
 
 
@@ -208,12 +209,3 @@ def unpack(archive: bytes) -> dict[str, bytes]:
             return {os.path.normpath(name): file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise SandboxError(f"an archive of {len(archive):,} bytes from a sandbox is damaged: {error}") from error
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return all regular files below a folder of this machine by relative path, for :func:`pack`."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.is_symlink()
-    }

@@ -1,4 +1,4 @@
-"""What of a row an agent's program gets: the prompt and the column that the row has for it, and nothing of the judge."""
+"""What of a row an agent's program gets: the prompt and its own column, and nothing of the judge."""
 
 import asyncio
 import json

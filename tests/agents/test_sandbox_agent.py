@@ -86,7 +86,10 @@ def running(folder, tmp_path, monkeypatch):
     program.mkdir()
     (program / "agent.py").write_text(AGENT)
     agent = AgentConfig(
-        command=["python3", "/opt/agent/agent.py", "{text}"], mounts={"/opt/agent": str(program)}, at_once=2, stdin=True
+        command=["python3", "/opt/agent/agent.py", "{text}"],
+        mounts={"/opt/agent": str(program)},
+        at_once=2,
+        stdin=True,
     )
     made = Running(SandboxAgentGenerator, folder, agent=agent)
     yield made

@@ -132,6 +132,25 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
 
 
 @dataclass
+class TaskEnvConfig(BaseConfig):
+    """What a task folder may ask for; more is lowered to this."""
+
+    images: list[str] = field(default_factory=list)
+    """Paths on this machine (`fnmatch` patterns) that a task may name as its image, besides those in its folder. An
+    image of a container engine is named, not a path."""
+    max_cpus: Positive | None = None
+    """Cores of a sandbox. None: those of the machine."""
+    max_memory: Count | None = None
+    """Bytes of memory of a sandbox. None: a quarter of the machine's."""
+    max_disk: Count | None = None
+    """Bytes of files of a sandbox, which are in memory. None: a quarter of the machine's memory."""
+    max_processes: Count = 4096
+    """Processes and threads of a sandbox."""
+    max_timeout_s: Positive = 86400.0
+    """Seconds of the agent, and of the tests."""
+
+
+@dataclass
 class SkyRLGymConfig(BaseConfig):
     """Environments that come with the package."""
 
@@ -145,6 +164,8 @@ class SkyRLGymConfig(BaseConfig):
     """Settings of `search`."""
     env_timeout: Positive = 600.0
     """Timeout of one call of an environment, in seconds. A trajectory that exceeds it is masked and counted."""
+    task: TaskEnvConfig = field(default_factory=TaskEnvConfig)
+    """Bounds of `task`."""
 
 
 @dataclass

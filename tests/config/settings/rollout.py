@@ -109,6 +109,35 @@ def order(cfg):
         return str(error)
 
 
+def task(cfg):
+    """What a task folder gets that asks for very much, and for an image elsewhere; the error where it may not."""
+    import tempfile
+    from pathlib import Path
+
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.gym_generator import registry
+
+    settings = "cpus memory disk processes".split()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "task.md").write_text("Work.")
+        lines = [f"{name} = 1000000000000000" for name in settings]
+        text = '[tests]\ncommand = ["true"]\ntimeout_s = 1e12\n[sandbox]\n' + "\n".join(lines)
+        config = registry.config_of("task", cfg.environment.skyrl_gym)
+
+        def made():
+            return registry.make("task", env_config=config, extras={"task": folder}).task
+
+        Path(folder, "task.toml").write_text(text)
+        limited = made()
+        Path(folder, "task.toml").write_text(f'{text}\nimage = "/images/a"')
+        try:
+            image = made().spec.image
+        except DataError as error:
+            image = str(error).replace(folder, "")
+    limits = limited.spec.limits
+    return image, [getattr(limits, name) for name in settings], limited.tests_timeout_s
+
+
 def refusal(cfg):
     """The gate that refuses a group of answers of three tokens."""
     from skyrl_megatron.rollout.admission import Gates
