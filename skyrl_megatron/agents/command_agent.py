@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_megatron.agents.gateway import Access
+from skyrl_megatron.agents.outcome_counts import Cause
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
@@ -111,7 +112,7 @@ async def outcome_of(task: AgentTask, ended: CommandResult) -> Outcome | float:
     if ended.timed_out:
         return Outcome(OutcomeKind.TIMED_OUT, why=f"the command ran for {task.timeout_s:g} s")
     if why := why_it_failed(ended):
-        return Outcome(OutcomeKind.FAILED, 0.0, why)
+        return Outcome(OutcomeKind.FAILED, 0.0, why, Cause.PROGRAM)
     return await task.score(ended.stdout.decode(errors="replace"))
 
 

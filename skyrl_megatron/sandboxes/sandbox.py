@@ -5,8 +5,9 @@ A provider starts sandboxes; a sandbox has four verbs: start (by its provider), 
 (:mod:`skyrl_megatron.sandboxes.namespaces`) and ``docker`` (:mod:`skyrl_megatron.sandboxes.containers`). A plugin
 registers others with :func:`skyrl_megatron.plugins.register_sandbox`.
 
-A failure of a sandbox is a :class:`~skyrl_megatron.errors.SandboxError`. It says nothing about the agent, so it never
-becomes a reward. A command that ends badly, by itself or at a limit, is no error but a :class:`CommandResult`.
+A failure of a sandbox is a :class:`~skyrl_megatron.errors.SandboxError`, of a command that cannot be executed a
+:class:`~skyrl_megatron.errors.CommandStartError`. One that ends badly, by itself or at a limit, is no error but a
+:class:`CommandResult`.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class SandboxProvider(Protocol):
         ...
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Start a sandbox. Raises SandboxError, also after a deadline of the provider."""
+        """Start a sandbox. Raises SandboxError, also after a deadline of the provider. The queue makes it a
+        SandboxStartError."""
         ...
 
     def reap(self) -> int:

@@ -45,7 +45,7 @@ def printed_here(row, command=LOOK, **options):
 
 def printed_in_a_sandbox(row, home, *, stdin):
     """What a command in a sandbox prints, started as a run starts it."""
-    from skyrl_megatron.agents.attempt import run_agent
+    from skyrl_megatron.agents.attempt import run_alone
     from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
     from skyrl_megatron.config.schema.generator import AgentConfig, GeneratorConfig, SkyRLGymConfig
     from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
@@ -57,7 +57,7 @@ def printed_in_a_sandbox(row, home, *, stdin):
 
     async def main(provider):
         queue = SandboxQueue(provider, at_once=1)
-        return await run_agent(generator._task_of(task), generator.command_of(task), queue, None, "", {})
+        return await run_alone(generator._task_of(task), generator.command_of(task), queue)
 
     provider = make_provider("namespaces", home=home)
     try:

@@ -111,12 +111,12 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
     running.client.generate = generate
     kinds = ["solved", "failed", "timed out", "context full", "engine", "crashes"]
     ids = [TrajectoryID(what, 0) for what in kinds]
-    with pytest.warns(SkyRLMegatronWarning, match="4 of 6 trajectories"):
+    with pytest.warns(SkyRLMegatronWarning, match="3 of 6 trajectories"):
         output = running([{"agent": {"what": what}, "task": str(task)} for what in kinds], "task", ids=ids)
     whys = [
         None,
         None,
-        "timed out: ",
+        None,
         "context full: ",
         "infrastructure: EngineError",
         "infrastructure: the agent made",
@@ -125,12 +125,14 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
     for error, why in zip(output["errors"], whys, strict=True):
         assert error is None if why is None else error.startswith(why), output["errors"]
     assert [sum(reward) for reward in output["rewards"]] == [1.0, 0, 0, 0, 0, 0]
-    assert [bool(np.any(mask)) for mask in output["loss_masks"]] == [True, True, False, False, False, False]
+    assert [bool(np.any(mask)) for mask in output["loss_masks"]] == [True, True, True, False, False, False]
     calls = {tuple(ids) for _, ids, _ in running.client.sampled}
-    for row in (0, 1):
+    for row in (0, 1, 2):
         mask = np.asarray(output["loss_masks"][row]) > 0
         assert tuple(np.asarray(output["response_ids"][row])[mask].tolist()) in calls
     assert output["rollout_metrics"]["agents/token_in_rate"] == 1.0
+    causes = {name: output["rollout_metrics"][f"agents/cause_{name}"] for name in ("tests", "time", "call", "no_call")}
+    assert causes == {"tests": 2, "time": 1, "call": 1, "no_call": 1}
     assert running.generator.queue.counts.most == 2, "as many sandboxes as generator.agent.at_once"
 
 

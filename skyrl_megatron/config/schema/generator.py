@@ -338,6 +338,8 @@ class AgentConfig(BaseConfig):
     stdin: bool = False
     """The command can read what an agent may see of the row on stdin, as JSON: `prompt`, and as `extras` its column
     `agent`. False: stdin is empty."""
+    timed_out_reward: float | None = 0.0
+    """Reward of a trajectory that reached its time, which its agent can bring about. None: it is no sample."""
 
 
 @dataclass
@@ -388,3 +390,5 @@ class GeneratorConfig(BaseConfig):
     """The agent."""
     min_token_in_rate: Annotated[float, Bounds(0, 1)] = 0.9
     """Of agents. Below it, the run stops."""
+    max_infrastructure_share: Annotated[float, Bounds(0, 1)] = 0.5
+    """Of agents' trajectories that ended by no fault of the agent. Above it, the run stops."""

@@ -35,8 +35,11 @@ def samples(cfg):
 
 
 def judgement(cfg):
-    """What the run says of agents of which one call in 25 has an answer that was not sampled."""
+    """What the run says of agents of which one call in 25 has an answer that was not sampled, and one trajectory in
+    five has no sandbox."""
     from skyrl_megatron.agents.call_counts import CallCounts
+    from skyrl_megatron.agents.outcome_counts import OutcomeCounts
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
     from skyrl_megatron.errors import DataError
 
     counts = CallCounts()
@@ -44,6 +47,11 @@ def judgement(cfg):
         counts.sampled(0.0, unmatched=number % 25 == 0)
     try:
         counts.judge(cfg.generator.min_token_in_rate)
+        outcomes = OutcomeCounts()
+        for number in range(20):
+            failed = OutcomeKind.INFRASTRUCTURE if number % 5 == 0 else OutcomeKind.TIMED_OUT
+            outcomes.add(Outcome(failed, why="no sandbox"))
+        outcomes.judge(cfg.generator.max_infrastructure_share)
     except DataError as error:
         return str(error)
     return "goes on"
@@ -174,4 +182,19 @@ def agent(cfg):
         asyncio.run(made.begin())
     except SkyRLMegatronError as error:
         return str(error)
-    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once
+    outcome = asyncio.run(_late(made, task))
+    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once, str(outcome)
+
+
+async def _late(generator, task):
+    """The outcome of a trajectory whose agent reached its time."""
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
+
+    class Open:
+        failure = too_long = agents_failure = ""
+
+    async def agent(_):
+        return Outcome(OutcomeKind.TIMED_OUT)
+
+    generator.agent = agent
+    return await generator._outcome(task, Open)

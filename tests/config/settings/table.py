@@ -260,6 +260,8 @@ ROLLOUT = {
     f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
     f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
     f"{G}agent.stdin": Row(True, rollout.agent, AGENT),
+    f"{G}agent.timed_out_reward": Row(None, rollout.agent, AGENT),
+    f"{G}max_infrastructure_share": Row(0.1, rollout.judgement),
 }
 
 ENGINES = {
