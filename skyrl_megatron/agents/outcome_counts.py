@@ -86,5 +86,5 @@ class OutcomeCounts:
         if failed / count > most:
             raise DataError(
                 f"{failed} of {count} trajectories ended by no fault of their agent, a share above"
-                f" generator.max_infrastructure_share={most:g}: {reasons}. Mend the cause, or raise the share"
+                f" generator.max_infrastructure_share={most:g}: {reasons}. Fix the cause, or raise the share"
             )

@@ -544,7 +544,8 @@ def test_without_root(tmp_path):
         "    await sandbox.put(pack({'a': 'b'}))\n"
         "    async def sh(text, timeout_s=10):\n"
         "        return await sandbox.run(['sh', '-c', text], timeout_s=timeout_s)\n"
-        "    first = await sh('grep Cap /proc/self/status; unshare -Ur id; head -c 1 /proc/1/mem; touch /usr/x')\n"
+        "    first = await sh('grep Cap /proc/self/status; unshare -Ur id; head -c 1 /proc/1/mem; touch /usr/x; '\n"
+        "                     'ln -sfn /work /bin; rm /etc/passwd')\n"
         f"    bomb = await sandbox.run(['python3', '-c', {FORKS!r}], timeout_s=2)\n"
         "    memory = await sandbox.run(['python3', '-c', 'x = bytearray(1 << 30)'], timeout_s=20)\n"
         "    left = await sh('ls -d /proc/[0-9]*; true')\n"
@@ -572,7 +573,7 @@ def test_without_root(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "5 3 True True 2 {'a': b'b'}", done.stdout
+    assert done.stdout.strip() == "5 5 True True 2 {'a': b'b'}", done.stdout
     assert not marked(marker)
 
 

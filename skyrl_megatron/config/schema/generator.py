@@ -166,6 +166,9 @@ class SkyRLGymConfig(BaseConfig):
     """Timeout of one call of an environment, in seconds. A trajectory that exceeds it is masked and counted."""
     task: TaskEnvConfig = field(default_factory=TaskEnvConfig)
     """Bounds of `task`."""
+    packages: list[str] = field(default_factory=lambda: ["reasoning-gym:*"])
+    """Environments `PACKAGE:NAME` of other packages that rows may name, as `fnmatch` patterns. A name is the address
+    of a server that gives rewards, or a module that is imported."""
 
 
 @dataclass

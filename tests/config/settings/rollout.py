@@ -146,6 +146,18 @@ def task(cfg):
     return image, [getattr(limits, name) for name in settings], limited.tests_timeout_s
 
 
+def packages(cfg):
+    """What the run says of an environment with an address."""
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.gym_generator import registry
+
+    try:
+        registry.require(["nemo-gym:http://127.0.0.1:1"], cfg.environment.skyrl_gym)
+    except DataError as error:
+        return str(error)
+    return "goes on"
+
+
 def refusal(cfg):
     """The gate that refuses a group of answers of three tokens."""
     from skyrl_megatron.rollout.admission import Gates

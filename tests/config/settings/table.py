@@ -234,6 +234,7 @@ ROLLOUT = {
     f"{T}deterministic": Row(True, rollout.samples),
     f"{R}max_env_workers": Row(3, rollout.workers),
     f"{R}env_timeout": Row(9.0, rollout.workers),
+    f"{R}packages": Row(["nemo-gym:*"], rollout.packages),
     f"{R}task.images": Row(["/images/*"], rollout.task),
     f"{R}task.max_cpus": Row(1.5, rollout.task),
     f"{R}task.max_memory": Row(1000, rollout.task),
