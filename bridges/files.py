@@ -1,4 +1,5 @@
-"""Safe reading of model folders: regular files only, JSON, and the types of the fields of ``config.json``.
+"""Safe reading of folders of others (models, adapters, tasks): regular files only, bounded, JSON, and the types of the
+fields of ``config.json``.
 
 Special files are rejected: a read from a pipe blocks forever, and opening a device may have side effects. A link to a
 file outside the folder is rejected because an export would publish that file.
@@ -14,6 +15,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +83,94 @@ def check_folder(folder: Path) -> None:
             refuse_outside(path, folder)
 
 
+TEXT_BYTES = 1 << 20
+"""Most bytes of a text file of others: a README, settings, a Dockerfile."""
+TREE_BYTES, TREE_FILES, TREE_DEPTH = 1 << 29, 50_000, 100
+"""Most bytes of all files below a folder of others, most entries, and most folders in each other."""
+
+
+def read_inside(path: Path, folder: Path, most: int = TEXT_BYTES) -> bytes:
+    """Return the content of a regular file whose path, with all links followed, is in ``folder``.
+
+    Raises :class:`BridgeError` for a link that leads outside, a special file, and more than ``most`` bytes, which are
+    not read; else OSError.
+    """
+    try:
+        target, real = path.resolve(strict=True), folder.resolve(strict=True)
+    except (ValueError, RuntimeError) as error:  # a NUL in the name; links in a circle
+        raise BridgeError(f"{path} cannot be found: {error}") from error
+    if not target.is_relative_to(real):
+        raise BridgeError(f"{path} leads to {target}, outside of {folder}: refused; replace the link with the file")
+    with open_regular(target) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if max(size, len(content)) > most:
+        raise BridgeError(f"{path} has {size:,} bytes, more than {most:,}: refused; make it smaller")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """A file, folder or link below a folder. ``name``: relative, with ``/``. ``mode``, ``size``: of ``lstat``;
+    ``link``: where a link leads, as it is written, else None."""
+
+    name: str
+    mode: int
+    size: int
+    link: str | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a regular file."""
+        return self.link is None and stat.S_ISREG(self.mode)
+
+
+def list_tree(folder: Path) -> list[TreeEntry]:
+    """Return all entries below a folder in the order of their names. No link is followed, and no file is opened.
+
+    Raises :class:`BridgeError` for a folder that is a link itself, a special file, a name that is not UTF-8, and more
+    entries, bytes or depth than the bounds above; else OSError.
+    """
+    if folder.is_symlink():
+        raise BridgeError(f"{folder} is a link: refused; replace it with the folder")
+    entries: list[TreeEntry] = []
+    size, waiting = 0, [("", 0)]
+    while waiting:
+        inside, depth = waiting.pop()
+        with os.scandir(folder / inside) as listing:
+            for entry in listing:
+                name = f"{inside}/{entry.name}".lstrip("/")
+                path, state = folder / name, entry.stat(follow_symlinks=False)
+                if (kind := _KINDS.get(stat.S_IFMT(state.st_mode))) is not None:
+                    raise BridgeError(f"{path} is {kind}, not a file: refused; replace it with the file")
+                if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
+                    raise BridgeError(f"{folder} has a name that is not UTF-8 ({name!r:.80}): refused; rename it")
+                link = os.readlink(path) if stat.S_ISLNK(state.st_mode) else None
+                entries.append(TreeEntry(name, state.st_mode, state.st_size, link))
+                size += state.st_size if stat.S_ISREG(state.st_mode) else 0
+                if stat.S_ISDIR(state.st_mode):
+                    waiting.append((name, depth + 1))
+                for value, most, what in (
+                    (len(entries), TREE_FILES, "entries"), (size, TREE_BYTES, "bytes"), (depth, TREE_DEPTH, "levels")
+                ):  # fmt: skip
+                    if value > most:
+                        raise BridgeError(f"{folder} has more than {most:,} {what} ({path}): refused; make it smaller")
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def read_tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of all regular files below a folder by relative name.
+
+    A link to a file in the folder is read as that file. Raises :class:`BridgeError` for a link that leads outside, and
+    as :func:`list_tree` does; OSError for a link to a folder or to nothing.
+    """
+    return {
+        entry.name: read_inside(folder / entry.name, folder, TREE_BYTES)
+        for entry in list_tree(folder)
+        if entry.is_file or entry.link is not None
+    }
+
+
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "decoder_sparse_step", "moe_layer_interval", "linear_num_key_heads", "linear_num_value_heads",
@@ -142,6 +232,8 @@ def check_fields(config: Mapping[str, Any], where: str) -> None:
 
 
 CONFIG = "config.json"
+JSON_BYTES = 1 << 29
+"""Most bytes of a JSON file: indices and tokenizers of released models have tens of MB."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -155,9 +247,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises :class:`BridgeError` with the path of the file."""
     try:
         with open_regular(path) as file:
-            content = file.read()
+            content = file.read(JSON_BYTES + 1)
     except OSError as error:
         raise BridgeError(f"{path}: {error.strerror}; is this a HF folder?") from error
+    if len(content) > JSON_BYTES:
+        raise BridgeError(f"{path} has more than {JSON_BYTES:,} bytes; fetch the file again")
     return parse_json(content, str(path))
 
 

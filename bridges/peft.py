@@ -223,10 +223,8 @@ def _read_config(path: Path) -> AdapterConfig:
     for key, off in _UNSUPPORTED.items():
         if key in values and values[key] not in off:
             raise BridgeError(f"{path}: {key}={values[key]} is not supported; only plain A and B factors are")
-    try:
-        rank, alpha = int(values["r"]), float(values["lora_alpha"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BridgeError(f"{path} has no valid r and lora_alpha; fetch the file again") from error
+    check_adapter_fields(values, str(path))
+    rank, alpha = values["r"], float(values["lora_alpha"])
     config = AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key in {**ranks, **alphas}:
@@ -237,6 +235,34 @@ def _read_config(path: Path) -> AdapterConfig:
                 f"{config.scale:g}; only one scale for all is supported"
             )
     return config
+
+
+def check_adapter_fields(values: Mapping[str, Any], where: str) -> None:
+    """Raise :class:`BridgeError` for a field of ``adapter_config.json`` of a wrong type: ``where``, key and value."""
+    for key, fits, expected in (
+        ("r", _is_rank, "a whole number of at least 1"),
+        ("lora_alpha", _is_alpha, "a number"),
+        ("rank_pattern", _patterns_of(_is_rank), "an object of whole numbers of at least 1"),
+        ("alpha_pattern", _patterns_of(_is_alpha), "an object of numbers"),
+        ("use_rslora", lambda value: value is None or isinstance(value, bool), "true or false"),
+        ("base_model_name_or_path", lambda value: value is None or isinstance(value, str), "a name"),
+    ):
+        if not fits(values.get(key)):
+            value = repr(values[key])[:80] if key in values else "nothing"
+            raise BridgeError(f"{where}: {key}={value} must be {expected}; fetch the file again")
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 1 <= value < 2**20
+
+
+def _is_alpha(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**40  # type: ignore[operator]  # False for NaN
+
+
+def _patterns_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    """Return what tells whether a value is absent or an object whose values fit."""
+    return lambda value: value is None or (isinstance(value, Mapping) and all(map(fits, value.values())))
 
 
 def adapter_config(

@@ -128,7 +128,15 @@ class RequestError(EngineError, ValueError):
 
 
 class SandboxError(SkyRLMegatronError):
-    """A sandbox cannot start, or failed. The attempt in it says nothing about the agent: it is no sample."""
+    """A sandbox cannot start, or failed: by the machine, or by what an agent left in it."""
+
+
+class SandboxStartError(SandboxError):
+    """A sandbox did not start. Nothing of an agent was in it."""
+
+
+class CommandStartError(SandboxError):
+    """A command of a sandbox could not be executed: it is not there, or its folder is gone."""
 
 
 class SandboxLimitError(SandboxError):

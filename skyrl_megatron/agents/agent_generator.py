@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from skyrl_megatron.agents.command_agent import END_S, AgentTask, CommandAgent
 from skyrl_megatron.agents.gateway import Gateway, OpenTrajectory
+from skyrl_megatron.agents.outcome_counts import Cause, OutcomeCounts
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule, trajectory_of
 from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
 from skyrl_megatron.envs import base_text_env as registry
@@ -43,6 +44,7 @@ class _Running:
     slots: asyncio.Semaphore
     finished: list[str] = field(default_factory=list)
     """Trajectories whose rows were returned."""
+    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
 
 
 class AgentGenerator(ConfiguredGenerator):
@@ -62,7 +64,7 @@ class AgentGenerator(ConfiguredGenerator):
     """Time limit of a trajectory."""
     parallel: ClassVar[int] = 1024
     """Agents at the same time."""
-    timed_out_reward: ClassVar[float | None] = None
+    timed_out_reward: float | None = None
     """Reward of trajectories that timed out. None: they are no samples."""
     tool_call_parser: str | None = "hermes"
     """vLLM's parser of tool calls."""
@@ -98,9 +100,14 @@ class AgentGenerator(ConfiguredGenerator):
             raise
         output = make_generator_output(trajectories, input_batch["env_classes"], ids, self.generator_cfg)
         counts = running.gateway.counts
-        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), **counts.metrics()}
+        output["rollout_metrics"] = {
+            **(output["rollout_metrics"] or {}),
+            **counts.metrics(),
+            **running.outcomes.metrics(),
+        }
         await self._keep(running, input_batch, ids)
         counts.judge(self.generator_cfg.min_token_in_rate)
+        running.outcomes.judge(self.generator_cfg.max_infrastructure_share)
         return output
 
     # Hooks
@@ -191,6 +198,10 @@ class AgentGenerator(ConfiguredGenerator):
                 outcome = opened.outcome = await self._outcome(task, opened)
             finally:
                 graph = await running.gateway.close(name)
+            if not graph.calls and outcome.reward is not None:  # the policy did nothing, so this is no failure of it
+                why = f"the agent made no call to the model{outcome.why and '; '}{outcome.why}"
+                outcome = opened.outcome = Outcome(OutcomeKind.INFRASTRUCTURE, why=why, cause=Cause.NO_CALL)
+            running.outcomes.add(outcome)
             seconds = time.perf_counter() - started
             made = trajectory_of(graph, outcome, self.rule_of_rows(), end_token=self.chat.end_token, seconds=seconds)
         if len(made.rows) > 1 and not self.generator_cfg.step_wise_trajectories:
@@ -231,7 +242,7 @@ class AgentGenerator(ConfiguredGenerator):
         except Exception as error:
             made = Outcome(OutcomeKind.INFRASTRUCTURE, why=f"the agent raised {with_origin(error)}")
         if opened.failure:
-            return Outcome(OutcomeKind.INFRASTRUCTURE, why=opened.failure)
+            return Outcome(OutcomeKind.INFRASTRUCTURE, why=opened.failure, cause=Cause.CALL)
         if opened.too_long:
             return Outcome(OutcomeKind.CONTEXT_FULL, why=opened.too_long)
         if made.kind is OutcomeKind.TIMED_OUT and made.reward is None:

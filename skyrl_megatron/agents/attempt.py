@@ -8,6 +8,10 @@ ended, and it cannot change how they run except by the files that it hands in.
 ``expected`` output goes further: the tests print results and this process compares them, so that not even the files
 that are handed in can find out what is right.
 
+What an agent's files, processes or requests can bring about is a failure of the agent with reward 0, so that a policy
+cannot turn a failure into no sample. A sandbox that fails after the agent began is tried again with an agent that does
+nothing: only if that fails too, the attempt is no sample.
+
 Tests that leave a reward in a folder, as Harbor's do, look at all that the agent may have changed. So they run in the
 first sandbox, when no process of the agent and no relay is left; or in one of their own, into which the files that the
 task names move.
@@ -23,8 +27,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.agents.outcome_counts import Cause
 from skyrl_megatron.agents.task import Task, reward_of
-from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.errors import CommandStartError, SandboxError, SandboxLimitError, SandboxStartError
 from skyrl_megatron.sandboxes.relay import Relay
 from skyrl_megatron.sandboxes.sandbox import TESTS, CommandResult, Sandbox, SandboxSpec, pack, unpack
 from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue
@@ -36,6 +41,10 @@ COPY_S = 120.0
 """Time in seconds to move files inside a sandbox."""
 HANDED = "/tmp/handed"
 """Where the files that move from the agent's sandbox into that of the tests are packed."""
+HOME = f"{TESTS}/.home"
+"""Home of tests that run in the agent's sandbox."""
+SIGNALLED = 128
+"""Exit codes above it are those of a command that a signal ended."""
 TESTS_DISK = 64 << 20
 """Bytes that the tests may write in addition to the disk limit of the agent."""
 MOST_OVERHEAD_S = 600.0
@@ -70,7 +79,7 @@ class AgentCommand:
 class AttemptResult:
     """Outcome of an attempt with its reason. ``reward``: what the tests gave; None if they gave none. ``agent``,
     ``tests``: how the commands ended, None if they did not run. ``workspace``: what was handed in, as a tar archive.
-    ``seconds``: duration by phase."""
+    ``seconds``: duration by phase. ``cause``: by which the outcome is counted."""
 
     outcome: OutcomeKind
     reason: str
@@ -79,6 +88,11 @@ class AttemptResult:
     tests: CommandResult | None = None
     workspace: bytes = b""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    cause: Cause = Cause.TESTS
+
+
+IDLE = AgentCommand(["true"])
+"""An agent that does nothing."""
 
 
 async def attempt(
@@ -98,34 +112,80 @@ async def attempt(
     """
     from skyrl_megatron.agents.rows import OutcomeKind  # with torch, which is not needed to read a task
 
-    seconds: dict[str, float] = {}
-    done: dict[str, Any] = {"seconds": seconds}
+    done: dict[str, Any] = {"seconds": {}}
+    try:
+        await _tried(task, agent, queue, server, group, context_full, done)
+    except SandboxError as error:
+        return await _failed(task, queue, group, done, error)
+    if done["agent"].timed_out:
+        why = f"the agent took {task.agent_timeout_s:g} s"
+        return AttemptResult(OutcomeKind.TIMED_OUT, why, **done, cause=Cause.TIME)
+    if context_full():
+        return AttemptResult(OutcomeKind.CONTEXT_FULL, "the agent's context was full", **done, cause=Cause.CONTEXT)
+    reason = _why_failed(task, done["tests"], done.get("reward"))
+    done["reward"] = done.get("reward") or float(not reason)
+    return AttemptResult(OutcomeKind.FAILED if reason else OutcomeKind.SOLVED, reason or "tests pass", **done)
+
+
+async def run_alone(
+    task: Task, agent: AgentCommand, queue: SandboxQueue, *, server: tuple[str, int] | None = None, group: str = ""
+) -> CommandResult | AttemptResult:
+    """Run an agent on a task without tests. Returns how its command ended, or how the attempt did where its sandbox
+    failed. The arguments are those of :func:`attempt`."""
+    done: dict[str, Any] = {"seconds": {}}
+    try:
+        await _tried(task, agent, queue, server, group, lambda: False, done)
+    except SandboxError as error:
+        return await _failed(task, queue, group, done, error)
+    ended: CommandResult = done["agent"]
+    return ended
+
+
+async def _tried(
+    task: Task,
+    agent: AgentCommand,
+    queue: SandboxQueue,
+    server: tuple[str, int] | None,
+    group: str,
+    context_full: Callable[[], bool],
+    done: dict[str, Any],
+) -> None:
+    """Run an agent, and the tests if it ended by itself. Puts what happened into ``done``. Raises SandboxError."""
+    seconds = done["seconds"]
 
     async def judged(sandbox: Sandbox) -> None:
-        if done["agent"].timed_out or context_full():
+        if done["agent"].timed_out or context_full() or not task.command:
             return
         with _timed(seconds, "tests"):
             done.update(await _tested(task, sandbox))
 
-    in_place = task.rewards and task.place is None
-    try:
-        with _timed(seconds, "agent"):
-            ended = await run_agent(task, agent, queue, server, group, done, then=judged if in_place else None)
-        seconds["agent"] -= seconds.get("tests", 0.0)
-        if ended.timed_out:
-            return AttemptResult(OutcomeKind.TIMED_OUT, f"the agent took {task.agent_timeout_s:g} s", **done)
-        if context_full():
-            return AttemptResult(OutcomeKind.CONTEXT_FULL, "the agent's context was full", **done)
-        if not in_place:
-            with _timed(seconds, "tests"):
-                done.update(await _run_tests(task, queue, group, done["workspace"]))
-    except SandboxLimitError as error:
-        return AttemptResult(OutcomeKind.FAILED, str(error), **{**done, "reward": 0.0})
-    except SandboxError as error:
-        return AttemptResult(OutcomeKind.INFRASTRUCTURE, str(error), **done)
-    reason = _why_failed(task, done["tests"], done.get("reward"))
-    done["reward"] = done.get("reward") or float(not reason)
-    return AttemptResult(OutcomeKind.FAILED if reason else OutcomeKind.SOLVED, reason or "tests pass", **done)
+    in_place = (task.rewards and task.place is None) or not task.command
+    with _timed(seconds, "agent"):
+        ended = await run_agent(task, agent, queue, server, group, done, then=judged if in_place else None)
+    seconds["agent"] -= seconds.get("tests", 0.0)
+    if not (in_place or ended.timed_out or context_full()):
+        with _timed(seconds, "tests"):
+            done.update(await _run_tests(task, queue, group, done["workspace"]))
+
+
+async def _failed(
+    task: Task, queue: SandboxQueue, group: str, done: dict[str, Any], error: SandboxError
+) -> AttemptResult:
+    """Return the result of an attempt whose sandbox failed: a failure of the agent, if one that does nothing gets
+    through. No agent can bring about that a sandbox or its own command does not start."""
+    from skyrl_megatron.agents.rows import OutcomeKind
+
+    why = str(error)
+    unstarted = isinstance(error, CommandStartError) and "agent" not in done
+    if not (unstarted or isinstance(error, SandboxStartError)):
+        try:
+            await _tried(task, IDLE, queue, None, group, lambda: False, {"seconds": {}})
+        except SandboxError as repeated:
+            why = why if str(repeated) == why else f"{why}; with an agent that does nothing: {repeated}"
+        else:
+            cause = Cause.LIMIT if isinstance(error, SandboxLimitError) else Cause.FILES
+            return AttemptResult(OutcomeKind.FAILED, why, **{**done, "reward": 0.0, "cause": cause})
+    return AttemptResult(OutcomeKind.INFRASTRUCTURE, why, **{**done, "reward": None, "cause": Cause.SANDBOX})
 
 
 async def run_agent(
@@ -170,7 +230,10 @@ async def run_agent(
 
 async def _handed(paths: Sequence[str], sandbox: Sandbox) -> bytes:
     """Return files and folders of a sandbox as an archive of :data:`HANDED`, which has them at their paths."""
-    listed = "; ".join(f"[ ! -e {each} ] || find {each} -type f -o -type l" for each in map(shlex.quote, paths))
+    # A name with a new line or a backslash is another path, or several, in the list that tar reads.
+    plain = "! -path '*\n*' ! -path '*\\\\*'"
+    kinds = f"\\( -type f -o -type l \\) {plain} -print"
+    listed = "; ".join(f"[ ! -e {each} ] || find {each} {kinds}" for each in map(shlex.quote, paths))
     command = f"mkdir -p {HANDED} && cd / && {{ {listed}; }} | tar -cf {HANDED}/files.tar -T -"
     packed = await sandbox.run(["sh", "-c", command], timeout_s=COPY_S, folder="/")
     if packed.exit_code:
@@ -195,8 +258,9 @@ async def _run_tests(task: Task, queue: SandboxQueue, group: str, workspace: byt
 
 async def _tested(task: Task, sandbox: Sandbox) -> dict[str, Any]:
     """Put the tests into a sandbox and run them. Returns how they ended, and the reward that they left."""
-    if task.rewards and task.place is None:  # the agent may have left any of these
-        command = ["sh", "-c", f"rm -rf {TESTS} {task.rewards} && mkdir -p {task.rewards}"]
+    if task.rewards:  # the agent may have left any of these, or have handed them in
+        left = task.rewards if task.place else f"{TESTS} {task.rewards}"
+        command = ["sh", "-c", f"rm -rf {left} && mkdir -p {task.rewards}"]
         cleared = await sandbox.run(command, timeout_s=COPY_S, folder="/")
         if cleared.exit_code:
             raise SandboxError(f"{task.rewards} cannot be emptied: {cleared.stderr.decode(errors='replace')[:500]}")
@@ -206,16 +270,35 @@ async def _tested(task: Task, sandbox: Sandbox) -> dict[str, Any]:
         (task.place.folder, task.place.environment) if task.place else (task.folder, task.environment)
     )
     variables = {**environment, **task.tests_environment}
+    if task.rewards and task.place is None and (owned := getattr(sandbox, "owned", ())):
+        await sandbox.put(pack({}), HOME)
+        variables |= _out_of_reach(variables, owned)
     tested = await sandbox.run(task.command, timeout_s=task.tests_timeout_s, environment=variables, folder=folder)
     return {"tests": tested, "reward": await _left(task, sandbox, tested) if task.rewards else None}
 
 
+def _out_of_reach(variables: Mapping[str, str], owned: Sequence[str]) -> dict[str, str]:
+    """Return variables for tests in the agent's sandbox: an empty home, nothing of it that Python imports by itself,
+    and the programs of folders that the agent may not write to before others of the same name."""
+    changed = {"HOME": HOME, "PYTHONNOUSERSITE": "1"}
+    if path := variables.get("PATH"):
+        folders = path.split(":")
+        changed["PATH"] = ":".join(
+            sorted(folders, key=lambda each: any(Path(each).is_relative_to(at) for at in owned))
+        )
+    return changed
+
+
 async def _left(task: Task, sandbox: Sandbox, tested: CommandResult) -> float | None:
-    """Return the reward that the tests left. Raises SandboxError if there is none although they ended by
-    themselves."""
-    if tested.timed_out or tested.out_of_memory:
+    """Return the reward that the tests left; None if they did not end by themselves: what they ran may have ended them
+    after it left a reward of its own. Of the two files, it counts only if the tests name it. Raises SandboxError if
+    there is none."""
+    if tested.timed_out or tested.out_of_memory or tested.exit_code > SIGNALLED:
         return None
     files = unpack(await sandbox.get(task.rewards))
+    named = [name for name in files if any(name.encode() in content for content in task.tests.values())]
+    if named:
+        files = {name: files[name] for name in named}
     try:
         return reward_of(files)
     except SandboxError as error:

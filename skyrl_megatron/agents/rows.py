@@ -53,6 +53,8 @@ class Outcome:
     """Reward of the trajectory; None if it is no sample."""
     why: str = ""
     """What happened, for the log."""
+    cause: str = ""
+    """A :class:`~skyrl_megatron.agents.outcome_counts.Cause` by which it is counted; "" is that of its kind."""
 
     def __post_init__(self) -> None:
         if self.kind in NEVER_A_SAMPLE and self.reward is not None:

@@ -8,13 +8,14 @@ does for a :class:`~skyrl_megatron.agents.command_agent.CommandAgent`.
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_megatron.agents.agent_generator import AgentGenerator
-from skyrl_megatron.agents.attempt import AgentCommand, attempt, run_agent
+from skyrl_megatron.agents.attempt import AgentCommand, AttemptResult, attempt, run_alone
 from skyrl_megatron.agents.command_agent import AgentTask, outcome_of, why_it_failed
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule
 from skyrl_megatron.agents.task import Task
@@ -38,6 +39,7 @@ class SandboxAgentGenerator(AgentGenerator):
         super().__init__(*arguments, **options)
         self.settings = self.generator_cfg.agent
         self.tool_call_parser = self.generator_cfg.inference_engine.tool_call_parser or type(self).tool_call_parser
+        self.timed_out_reward = self.settings.timed_out_reward
         self.queue: SandboxQueue | None = None
 
     def rule_of_rows(self) -> str | Rule:
@@ -48,7 +50,11 @@ class SandboxAgentGenerator(AgentGenerator):
         """Make the provider of sandboxes, and remove what an earlier run left. Raises SandboxError if it cannot run on
         this machine."""
         provider = await asyncio.to_thread(make_provider, self.settings.sandbox)
-        self.queue = SandboxQueue(provider, at_once=self.settings.at_once or default_at_once(Limits()))
+        at_once, ordinary = self.settings.at_once or default_at_once(Limits()), Limits()
+        # Tasks that ask for more than an ordinary one wait for each other, so that they do not fill the machine.
+        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        memory = max(at_once * (ordinary.memory + ordinary.disk), half)
+        self.queue = SandboxQueue(provider, at_once=at_once, memory=memory)
 
     async def end(self) -> None:
         """Stop all sandboxes."""
@@ -62,17 +68,20 @@ class SandboxAgentGenerator(AgentGenerator):
         server, group = (address.hostname or "", address.port or 0), task.trajectory_id.instance_id
         work = await self.pool.run(self._task_of, task)
         if not work.command:
-            ended = await run_agent(work, command, self.queue, server, group, {})
+            ended = await run_alone(work, command, self.queue, server=server, group=group)
+            if isinstance(ended, AttemptResult):
+                return Outcome(ended.outcome, ended.reward, ended.reason, ended.cause)
             return await outcome_of(replace(task, timeout_s=work.agent_timeout_s), ended)
         made = await attempt(work, command, self.queue, server=server, group=group, context_full=task.context_full)
         failed = made.outcome is OutcomeKind.FAILED and made.agent is not None and why_it_failed(made.agent)
-        return Outcome(made.outcome, made.reward, f"{made.reason}; {failed}" if failed else made.reason)
+        return Outcome(made.outcome, made.reward, f"{made.reason}; {failed}" if failed else made.reason, made.cause)
 
     def command_of(self, task: AgentTask) -> AgentCommand:
         """Return the command for a trajectory, which finds the gateway at the sandbox's end of the relay."""
         variables = replace(task.access, url="{url}" + urlsplit(task.access.url).path).environment()
         mounts = {inside: Path(outside) for inside, outside in self.settings.mounts.items()}
-        return AgentCommand(self.settings.command, variables, mounts, task.as_json())
+        stdin = task.as_json() if self.settings.stdin else b""
+        return AgentCommand(self.settings.command, variables, mounts, stdin)
 
     def _task_of(self, task: AgentTask) -> Task:
         """Return the task of a row; one without files and tests if its environment has none."""
@@ -82,4 +91,4 @@ class SandboxAgentGenerator(AgentGenerator):
             found: Task | None = getattr(env, "task", None)
         finally:
             env.close()
-        return found or Task(task.env_class, str(task.prompt[-1].get("content")), {}, {}, [])
+        return found or Task(task.env_class, task.text, {}, {}, [])

@@ -161,6 +161,12 @@ TABLE = (
     less("agents/unattributed", "calls", "Calls without the key of their trajectory", "above 0: an agent has no key"),
     Metric("agents/refused", "calls", "Those, and calls of trajectories that had ended"),
     less("agents/own_ms_*", "ms", "Time of a call in the gateway, without sampling", "above 20: too many agents"),
+    Metric(
+        "agents/cause_*",
+        "trajectories",
+        "Trajectories of agents by the cause of their end (`agents/outcome_counts.py`)",
+        "sandbox, call, no_call, other: no agent is to blame; read console.log",
+    ),
     # loss and update
     Metric("loss/avg_final_rewards", "reward", "Mean reward after penalties"),
     Metric(

@@ -120,7 +120,7 @@ class BasePPOExp:
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
         """Create the generator of trajectories. Raises DataError for environments that are not registered."""
         for dataset in filter(None, (self.train_dataset, self.eval_dataset, *self.eval_sets.values())):
-            registry.require(dataset.env_classes(cfg.environment.env_class))
+            registry.require(dataset.env_classes(cfg.environment.env_class), cfg.environment.skyrl_gym)
         generator: Any = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
         if cfg.generator.name == "agent":
             from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator as generator  # with vLLM's server

@@ -7,6 +7,7 @@ in ``skyrl_gym`` if it is installed.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -266,9 +267,10 @@ def registered() -> list[str]:
     return sorted({*_registry, *_gym_specs()})
 
 
-def require(ids: Iterable[str]) -> None:
-    """Raise DataError for the first id that is unknown or cannot be loaded."""
+def require(ids: Iterable[str], gym_config: Any = None) -> None:
+    """Raise DataError for the first id that is unknown, not allowed (:func:`config_of`), or cannot be loaded."""
     for id in dict.fromkeys(ids):
+        config_of(id, gym_config)
         spec(id).load()
 
 
@@ -289,8 +291,20 @@ def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = Non
 
 
 def config_of(id: str, gym_config: Any) -> Any:
-    """Return the section of ``environment.skyrl_gym`` for an environment; {} if there is none."""
-    return getattr(gym_config, spec(id).config or id, {})
+    """Return the section of ``environment.skyrl_gym`` for an environment; {} if there is none.
+
+    Raises DataError for ``PACKAGE:NAME`` that its ``packages`` does not list: the name in a row decides which server
+    the run asks for rewards, or which module it imports.
+    """
+    found = spec(id)
+    allowed = getattr(gym_config, "packages", None)
+    is_of_package = id not in _registry and _of_package(id) is not None
+    if is_of_package and allowed is not None and not any(fnmatch.fnmatchcase(id, pattern) for pattern in allowed):
+        raise DataError(
+            f"environment {id!r:.300} is not in environment.skyrl_gym.packages={list(allowed)}: list it there if rows"
+            " may name it"
+        )
+    return getattr(gym_config, found.config or id, {})
 
 
 def aggregate_metrics(id: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.agents.task import read_task
+from skyrl_megatron.config.schema.generator import TaskEnvConfig
 from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 
 class TaskFolder(BaseTextEnv):
     """The task in the folder that the row's column ``task`` names. Its tests give the reward, 1 or 0 as a rule.
 
-    Raises ValueError for a row without a folder, and DataError for a folder that is no task
+    ``env_config``: what it may ask for (``environment.skyrl_gym.task``). Raises ValueError for a row without a folder,
+    and DataError for a folder that is no task
     (:func:`~skyrl_megatron.agents.task.read_task`).
     """
 
@@ -21,7 +23,8 @@ class TaskFolder(BaseTextEnv):
         super().__init__(env_config, extras)
         if not self.extras.get("task"):
             raise ValueError("TaskFolder needs a folder, but the row has no column task")
-        self.task = read_task(Path(self.extras["task"]))
+        bounds = env_config if isinstance(env_config, TaskEnvConfig) else None
+        self.task = read_task(Path(self.extras["task"]), bounds)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Raise ValueError: text solves no task."""

@@ -361,7 +361,10 @@ def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, ro
 
     env_class = row.get("env_class") or run.cfg.environment.env_class
     extras = {column: value for column, value in row.items() if column not in ("prompt", "env_class")}
-    settings = registry.config_of(env_class, run.cfg.environment.skyrl_gym)
+    try:
+        settings = registry.config_of(env_class, run.cfg.environment.skyrl_gym)
+    except DataError:  # reported once for all rows
+        return None
     try:
         registry.make(env_class, settings, {**extras, "max_turns": run.cfg.generator.max_turns}).close()
     except Exception as error:  # as in a rollout, every error of an environment counts as an error of its row
@@ -409,7 +412,7 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
     for env_class in sorted({each or default for each in named} | ({default} if chosen else set())):
         key = _ENV if env_class == default else "data: env_class"
         try:
-            registry.require([env_class])
+            registry.require([env_class], run.cfg.environment.skyrl_gym)
         except DataError as error:
             if run.scripted and env_class not in known:
                 yield NotChecked(f"{key}={env_class}", "not registered yet; the script may register it")
@@ -418,6 +421,8 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
             yield Problem(key, env_class, f"{error}" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
             spec = registry.spec(env_class).load()
+            if "://" in env_class:
+                yield NotChecked(f"environment {env_class}", "the run asks this server for rewards, and not before")
             if not getattr(spec, "__module__", "").startswith(BUILT_IN_ENVS):
                 yield NotChecked(
                     f"environment {env_class}", "whether it accepts the rows shows when the run creates it"

@@ -77,7 +77,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         Raises DataError for unknown environments, for environments with invalid results, and if every trajectory of
         the batch failed. Passes on errors of the engine.
         """
-        registry.require(input_batch["env_classes"])
+        registry.require(input_batch["env_classes"], self.skyrl_gym_cfg)
         ids = ids_of(input_batch)
         if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
             found = await self._generate_batched(input_batch, ids)

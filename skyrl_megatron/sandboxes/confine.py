@@ -6,6 +6,7 @@ and everything before the root changes, because the files of this Python may not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,7 +17,7 @@ import signal
 import socket
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,18 @@ DENIED = {
     "io_uring_register": (427, 427),
     "kexec_load": (246, 104),
 }
-UNCOUNTED = {"memfd_create": (319, 279)}
+UNCOUNTED = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+}
 """Memory that belongs to no process. Without a control group nothing limits it."""
+FILES = {True: 4096, False: 1024}
+"""Open files of a process, with control groups and without: pipes and queues are not counted there."""
+TCP_BYTES = 212_992
+"""Most bytes of a TCP socket's buffer in each direction, as of a Unix socket; the kernel grows them to megabytes."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 """Address families with a network namespace. AF_VSOCK has none: in a virtual machine it reaches the host."""
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -101,10 +112,56 @@ def bind(source: str, target: str, *, read_only: bool = True) -> None:
         Path(target).touch()
     mount(source, target, flags=MS_BIND | MS_REC)
     if read_only:
-        attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-        number, path = CALLS["mount_setattr"][_column()], os.fsencode(target)
-        result = _libc.syscall(number, AT_FDCWD, path, AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
-        _check(result, f"cannot make {target} read-only")
+        _set_attributes(target, AT_RECURSIVE, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
+
+
+def _set_attributes(target: str, flags: int, on: int, off: int = 0) -> None:
+    attributes = struct.pack("QQQQ", on, off, 0, 0)
+    number, path = CALLS["mount_setattr"][_column()], os.fsencode(target)
+    result = _libc.syscall(number, AT_FDCWD, path, flags, attributes, ctypes.c_size_t(len(attributes)))
+    _check(result, f"cannot change whether {target} is read-only")
+
+
+@contextlib.contextmanager
+def writable_root() -> Iterator[None]:
+    """Let this process write to the root of the sandbox. No command may run meanwhile."""
+    _set_attributes("/", 0, 0, MOUNT_ATTR_RDONLY)
+    try:
+        yield
+    finally:
+        _set_attributes("/", 0, MOUNT_ATTR_RDONLY)
+
+
+def give(folder: str) -> None:
+    """Make a folder of the read-only root writable for whom its rights allow it. No link is followed."""
+    if os.path.realpath(folder) == folder and os.path.isdir(folder):
+        mount(folder, folder, flags=MS_BIND | MS_REC)
+
+
+def inside(root: str, path: str) -> str:
+    """Return where a path of a sandbox is below ``root``. Links of an image lead from its root on, and not out of it.
+    Raises OSError for links in a circle."""
+    at, parts, links = root, path.split("/")[::-1], 0
+    while parts:
+        part = parts.pop()
+        if part == "..":
+            at = at if at == root else os.path.dirname(at)
+        elif part not in ("", "."):
+            there = f"{at}/{part}"
+            if os.path.islink(there):
+                links += 1
+                if links > MOST_LINKS:
+                    raise OSError(errno.ELOOP, f"{path} of an image has links in a circle")
+                target = os.readlink(there)
+                at = root if target.startswith("/") else at
+                parts += target.split("/")[::-1]
+            else:
+                at = there
+    return at
+
+
+MOST_LINKS = 40
+"""Most links in a path, as the kernel's."""
 
 
 def make_root(settings: Mapping[str, Any]) -> None:
@@ -113,6 +170,9 @@ def make_root(settings: Mapping[str, Any]) -> None:
     ``settings``: ``root`` (an existing empty folder to mount on), ``disk`` (bytes that may be written), ``layers``
     (folders below the writable layer, the upper first; an image or cached dependencies), ``host`` (whether this
     machine's system folders are the image), ``mounts`` (place in the sandbox → folder here), ``mapped``.
+
+    Only :data:`WRITABLE` and what :func:`give` adds can be written to, whoever owns the rest: where users are not
+    mapped, the commands have the id that owns all of it.
     """
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     base, disk = settings["root"], int(settings["disk"])
@@ -128,17 +188,17 @@ def make_root(settings: Mapping[str, Any]) -> None:
         mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, options)
     if settings["host"]:
         _system_folders(root)
-    for inside, outside in sorted(settings["mounts"].items()):
-        bind(outside, root + os.path.normpath("/" + inside))
+    for place, outside in sorted(settings["mounts"].items()):
+        bind(outside, inside(root, place))
     _settings_files(root, settings["mapped"])
-    _devices(root)
+    _devices(root, base)
     owner = AGENT if settings["mapped"] else 0
     for folder in WRITABLE:
-        os.makedirs(root + folder, exist_ok=True)
-        os.chown(root + folder, owner, owner)
-    os.chmod(f"{root}/tmp", 0o1777)
-    os.makedirs(f"{root}/proc", exist_ok=True)
-    mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        os.makedirs(inside(root, folder), exist_ok=True)
+        os.chown(inside(root, folder), owner, owner)
+    os.chmod(inside(root, "/tmp"), 0o1777)
+    os.makedirs(inside(root, "/proc"), exist_ok=True)
+    mount("proc", inside(root, "/proc"), "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     os.chdir(root)
     _check(_libc.syscall(CALLS["pivot_root"][_column()], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "cannot detach the old root")
@@ -146,6 +206,12 @@ def make_root(settings: Mapping[str, Any]) -> None:
     socket.sethostname("sandbox")
     # No command of the sandbox makes user namespaces, in which it would have capabilities.
     Path("/proc/sys/user/max_user_namespaces").write_text("0")
+    for name in ("tcp_rmem", "tcp_wmem"):
+        Path("/proc/sys/net/ipv4", name).write_text(f"4096 16384 {TCP_BYTES}")
+    for folder in (*WRITABLE, "/dev/shm"):
+        give(os.path.realpath(folder))
+    for folder in ("/", "/dev") if root != base else ("/",):
+        _set_attributes(os.path.realpath(folder), 0, MOUNT_ATTR_RDONLY)
 
 
 def _system_folders(root: str) -> None:
@@ -164,17 +230,24 @@ def _system_folders(root: str) -> None:
 
 def _settings_files(root: str, mapped: bool) -> None:
     """Write what programs look up: users, the name of the loopback interface. An image's users are kept."""
-    number = AGENT if mapped else 0
-    os.makedirs(f"{root}/etc", exist_ok=True)
+    number, etc = AGENT if mapped else 0, inside(root, "/etc")
+    os.makedirs(etc, exist_ok=True)
     agent = f"agent:x:{number}:{number}:agent:/home/agent:/bin/sh\n"
     group = f"agent:x:{number}:\n"
     for name, line, first in (("passwd", agent, "root:x:0:0:root:/root:/bin/sh\n"), ("group", group, "root:x:0:\n")):
-        path = Path(root, "etc", name)
-        known = path.read_text() if path.is_file() and not path.is_symlink() else first
+        path = Path(etc, name)
+        known = first
+        if path.is_file() and not path.is_symlink():
+            with open(path, errors="replace") as file:
+                known = file.read(MOST_USERS)
         _replace(path, (line if not mapped else "") + known + (line if mapped else ""))
-    _replace(Path(root, "etc/hosts"), "127.0.0.1 localhost sandbox\n::1 localhost\n")
-    _replace(Path(root, "etc/resolv.conf"), "")
-    _replace(Path(root, "etc/nsswitch.conf"), "passwd: files\ngroup: files\nhosts: files\n")
+    _replace(Path(etc, "hosts"), "127.0.0.1 localhost sandbox\n::1 localhost\n")
+    _replace(Path(etc, "resolv.conf"), "")
+    _replace(Path(etc, "nsswitch.conf"), "passwd: files\ngroup: files\nhosts: files\n")
+
+
+MOST_USERS = 1 << 20
+"""Characters that are read of an image's lists of users and groups."""
 
 
 def _replace(path: Path, text: str) -> None:
@@ -182,22 +255,25 @@ def _replace(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _devices(root: str) -> None:
-    folder = f"{root}/dev"
-    if os.path.islink(folder):
-        os.unlink(folder)
+def _devices(root: str, base: str) -> None:
+    """Make ``/dev``. That of an image is covered: it may have links, which lead to files of this machine."""
+    folder, shared = inside(root, "/dev"), f"{base}/shared"
     os.makedirs(folder, exist_ok=True)
+    if root != base:
+        mount("tmpfs", folder, "tmpfs", MS_NOSUID, "size=64k,nr_inodes=64,mode=755")
     for name in DEVICES:
         if stat.S_ISCHR(os.stat(f"/dev/{name}").st_mode):
             bind(f"/dev/{name}", f"{folder}/{name}", read_only=False)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1")):
-        if not os.path.lexists(f"{folder}/{name}"):
-            os.symlink(target, f"{folder}/{name}")
-    os.makedirs(f"{folder}/pts", exist_ok=True)
+        os.symlink(target, f"{folder}/{name}")
+    os.makedirs(f"{folder}/pts")
     mount("devpts", f"{folder}/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
-    if not os.path.lexists(f"{folder}/ptmx"):
-        os.symlink("pts/ptmx", f"{folder}/ptmx")
-    os.makedirs(f"{folder}/shm", exist_ok=True)
+    os.symlink("pts/ptmx", f"{folder}/ptmx")
+    if root == base:
+        os.makedirs(f"{folder}/shm")
+    else:  # its files count as the other ones
+        os.mkdir(shared)
+        bind(shared, f"{folder}/shm", read_only=False)
     os.chmod(f"{folder}/shm", 0o1777)
 
 
@@ -220,7 +296,7 @@ def become_agent(settings: Mapping[str, Any]) -> None:
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and so would the command
     for name, value in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 4096),
+        (resource.RLIMIT_NOFILE, FILES[settings["counted"]]),
         (resource.RLIMIT_FSIZE, int(settings["disk"])),
         (resource.RLIMIT_MEMLOCK, 1 << 16),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.errors import CommandStartError, SandboxError, SandboxLimitError
 from skyrl_megatron.sandboxes.dockerfile import fingerprint, is_context, packed
 from skyrl_megatron.sandboxes.process_one import Kept
 from skyrl_megatron.sandboxes.sandbox import (
@@ -347,7 +347,7 @@ class ContainerSandbox:
         )
         if result.exit_code in (126, 127) and b"OCI runtime" in result.stdout + result.stderr:
             said = (result.stdout + result.stderr).decode(errors="replace").strip()
-            raise SandboxError(f"run in a sandbox failed: {said[:500]}")
+            raise CommandStartError(f"run in a sandbox failed: {said[:500]}")
         return result
 
     async def put(self, archive: bytes, folder: str = WORKSPACE) -> None:

@@ -16,11 +16,15 @@ import json
 import os
 import re
 import shlex
+import stat
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from bridges.errors import BridgeError
+from bridges.files import TreeEntry, list_tree, open_regular, read_inside
 from skyrl_megatron.errors import SandboxError
 
 NAME = "Dockerfile"
@@ -33,6 +37,10 @@ SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev",
 """Folders at the root that an agent cannot own."""
 SHARED = ("opt", "home", "root", "var", "srv", "mnt")
 """Folders at the root of which an agent owns folders, but not the whole."""
+MOST_BYTES, MOST_LINE, MOST_VALUE, MOST_VARIABLES = 1 << 18, 1 << 16, 1 << 16, 1 << 20
+"""Most bytes of a Dockerfile, of a joined line, of the value of a variable, and of all variables together."""
+MOST_REFERENCES, MOST_COPIES, MOST_PATTERNS = 1000, 500, 300
+"""Most variables that a line refers to, most COPY lines, and most patterns of ``.dockerignore``."""
 _VARIABLE = re.compile(r"\\(.)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 _PATH = re.compile(r"(?<![\w$.}:/-])/[\w.@+-]+(?:/[\w.@+-]+)*")
 
@@ -62,35 +70,60 @@ class BuildPlan:
 
 def instructions(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield line number, instruction and arguments. Comments are dropped and continued lines joined."""
-    number, joined = 0, ""
+    number, parts = 0, list[str]()
     for at, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
-        if stripped.startswith("#") or (not stripped and not joined):
+        if stripped.startswith("#") or (not stripped and not parts):
             continue
-        number = number if joined else at
+        number = number if parts else at
         if stripped.endswith("\\"):
-            joined += stripped[:-1] + " "
+            parts.append(stripped[:-1] + " ")
             continue
-        word, _, rest = (joined + stripped).partition(" ")
-        joined = ""
+        word, _, rest = ("".join(parts) + stripped).partition(" ")
+        parts.clear()
         yield number, word.upper(), rest.strip()
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield each line of a Dockerfile as (``file:4: RUN make`` for errors, instruction, arguments). What its consumer
+    raises of a bad line is its own: see :func:`_line`. Raises SandboxError that names the file."""
+    try:
+        text = read_inside(file, file.parent, MOST_BYTES).decode()
+    except (OSError, ValueError, BridgeError) as error:
+        raise SandboxError(f"{file} cannot be read: {error}") from error
+    for number, word, rest in instructions(text):
+        where = f"{file}:{number}: {word} {rest}"
+        if len(rest) > MOST_LINE or rest.count("$") > MOST_REFERENCES or "\0" in rest:
+            why = f"more than {MOST_LINE:,} characters or {MOST_REFERENCES:,} variables, or a NUL"
+            raise SandboxError(f"{where[:200]}…: the line has {why}: split or correct it")
+        yield where, word, rest
+
+
+@contextmanager
+def _line(where: str) -> Iterator[None]:
+    """Make what the parsers of a line's arguments raise (quotes, JSON, numbers) one SandboxError that names it."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise SandboxError(f"{where[:500]}: cannot be read: {error}: correct the line") from error
 
 
 def working_folder(file: Path) -> tuple[str, dict[str, str]]:
     """Return the last stage's WORKDIR ("" if it has none, so that of its base) and its ENV. Other lines may be
-    anything."""
+    anything. Raises SandboxError that names the line."""
     folder = ""
     environment: dict[str, str] = {}
     arguments: dict[str, str] = {}
-    for _, word, rest in instructions(file.read_text()):
-        if word == "FROM":
-            folder, environment = "", {}
-        elif word == "WORKDIR":
-            folder = _absolute(_filled(rest, arguments | environment), folder)
-        elif word == "ENV":
-            environment |= _pairs(rest, arguments | environment)
-        elif word == "ARG":
-            arguments |= _argument(rest)
+    for where, word, rest in _lines(file):
+        with _line(where):
+            if word == "FROM":
+                folder, environment = "", {}
+            elif word == "WORKDIR":
+                folder = _absolute(_filled(rest, arguments | environment), folder)
+            elif word == "ENV":
+                environment = _bounded(environment | _pairs(rest, arguments | environment))
+            elif word == "ARG":
+                arguments = _bounded(arguments | _argument(rest))
     return folder, environment
 
 
@@ -98,63 +131,151 @@ def read_dockerfile(context: Path) -> BuildPlan:
     """Return the plan of ``context/Dockerfile``. Raises SandboxError that names the first line that needs a container
     engine, and why."""
     file = context / NAME
-    folder, steps, paths, stages = "/", [], [], 0
-    environment: dict[str, str] = {}
-    arguments: dict[str, str] = {}
-    for number, word, rest in instructions(file.read_text()):
-        where = f"{file}:{number}: {word} {rest}"
-        known = arguments | environment
+    builder = _Builder(context)
+    for where, word, rest in _lines(file):
+        with _line(where):
+            builder.follow(where, word, rest)
+    if not builder.stages:
+        raise SandboxError(f"{file} has no FROM: add it")
+    return BuildPlan(
+        builder.folder, builder.environment, tuple(builder.steps), tuple(own_folders(list(builder.paths)))
+    )
+
+
+class _Builder:
+    """The state of a build after some lines."""
+
+    def __init__(self, context: Path) -> None:
+        self.context, self.folder, self.stages = context, "/", 0
+        self.steps: list[BuildStep] = []
+        self.paths: dict[str, None] = {}
+        self.environment: dict[str, str] = {}
+        self.arguments: dict[str, str] = {}
+        self._files: _Files | None = None
+
+    def follow(self, where: str, word: str, rest: str) -> None:
+        """Follow a line."""
+        known = self.arguments | self.environment
         if "<<" in rest and word in ("RUN", "COPY", "ADD"):
             raise _unsupported(where, "it has a here-document")
         if word == "FROM":
-            stages += 1
+            self.stages += 1
             image = _filled(next((each for each in rest.split() if not each.startswith("--")), ""), known)
-            if stages > 1:
+            if self.stages > 1:
                 raise _unsupported(where, "it has several stages")
             if not _is_plain(image):
                 raise _unsupported(where, f"nothing here replaces image {image}")
         elif word == "WORKDIR":
-            folder = _absolute(_filled(rest, known), folder)
-            steps.append(BuildStep(where, command=f"mkdir -p {shlex.quote(folder)}"))
-            paths.append(folder)
+            self.folder = _absolute(_filled(rest, known), self.folder)
+            self.steps.append(BuildStep(where, command=f"mkdir -p {shlex.quote(self.folder)}"))
+            self.paths[self.folder] = None
         elif word == "ENV":
-            environment |= _pairs(rest, known)
+            self.environment = _bounded(self.environment | _pairs(rest, known))
         elif word == "ARG":
-            arguments |= _argument(rest)
+            self.arguments = _bounded(self.arguments | _argument(rest))
         elif word in ("COPY", "ADD"):
-            step = _copy(context, where, word, _filled(rest, known), folder)
-            steps.append(step)
-            paths += [os.path.dirname(path) for path in step.copied.values()]
+            self._files = self._files or _Files(self.context)
+            if sum(bool(step.copied) for step in self.steps) >= MOST_COPIES:
+                raise SandboxError(f"{where[:500]}: more than {MOST_COPIES} lines copy files: join some")
+            step = _copy(self._files, where, word, _filled(rest, known), self.folder)
+            self.steps.append(step)
+            self.paths |= dict.fromkeys(os.path.dirname(path) for path in step.copied.values())
         elif word == "RUN":
             command = _shell(rest)
-            steps.append(BuildStep(where, command=command, folder=folder, environment=dict(known)))
-            paths += _PATH.findall(_filled(command, known))
+            self.steps.append(BuildStep(where, command=command, folder=self.folder, environment=dict(known)))
+            self.paths |= dict.fromkeys(_PATH.findall(_filled(command, known)))
         elif word not in WITHOUT_EFFECT:
             raise _unsupported(where, "it is not supported")
-    if not stages:
-        raise SandboxError(f"{file} has no FROM: add it")
-    return BuildPlan(folder, environment, tuple(steps), tuple(own_folders(paths)))
+
+
+def is_path(image: str) -> bool:
+    """Return whether the name of an image is a path of this machine, and no name of an engine or a registry. A path
+    begins with ``/``, ``./``, ``../`` or ``~``; no name does."""
+    return image.startswith(("/", "./", "../", "~"))
 
 
 def is_context(image: str) -> bool:
     """Return whether the name of an image is a folder with a Dockerfile."""
-    return Path(image).expanduser().joinpath(NAME).is_file()
+    return is_path(image) and Path(image).expanduser().joinpath(NAME).is_file()
+
+
+class _Files:
+    """The files of a context, listed once. Raises SandboxError for what a context may not have."""
+
+    def __init__(self, context: Path) -> None:
+        self.context = context
+        ignored = _ignored(context)
+        self.entries = {
+            entry.name: entry for entry in _listed(context) if stat.S_ISDIR(entry.mode) or not ignored(entry.name)
+        }
+
+    def matching(self, pattern: str) -> list[TreeEntry]:
+        """Return the entries that a source of COPY names, by the wildcards of its parts."""
+        parts = [re.compile(fnmatch.translate(part)) for part in pattern.split("/")]
+        return [
+            entry
+            for name, entry in self.entries.items()
+            if name.count("/") + 1 == len(parts)
+            and all(part.match(each) for part, each in zip(parts, name.split("/"), strict=True))
+        ]
+
+    def target(self, entry: TreeEntry, where: str) -> TreeEntry:
+        """Return what a source that is a link leads to, which is in the context. Raises SandboxError."""
+        for _ in range(MOST_LINKS):
+            if entry.link is None:
+                return entry
+            name = os.path.normpath(os.path.join(os.path.dirname(entry.name), entry.link))
+            if name not in self.entries:
+                why = f"{entry.name} is a link to {entry.link}, which is not in {self.context}"
+                raise SandboxError(f"{where}: {why}: replace the link with the file")
+            entry = self.entries[name]
+        raise SandboxError(f"{where}: {entry.name} is one of links in a circle: replace it with the file")
+
+    def below(self, folder: str) -> list[TreeEntry]:
+        """Return the files and links below a folder ("" is the context)."""
+        start = f"{folder}/" if folder else ""
+        return [
+            entry
+            for name, entry in self.entries.items()
+            if name.startswith(start) and (entry.is_file or entry.link is not None)
+        ]
+
+
+MOST_LINKS = 40
+"""Most links that a source of COPY follows, as the kernel's."""
+
+
+def _listed(context: Path) -> list[TreeEntry]:
+    try:
+        return list_tree(context)
+    except (OSError, BridgeError) as error:
+        raise SandboxError(f"the files of {context} cannot be read: {error}") from error
 
 
 def fingerprint(context: Path) -> str:
-    """Return a hash of all that a build can read: names, modes and contents."""
+    """Return a hash of all that a build can read: names, modes, contents, and where links lead, which are not
+    followed. Raises SandboxError."""
     made = hashlib.sha256()
-    for path in sorted(context.rglob("*")):
-        if path.is_file():
-            content = path.read_bytes()
-            made.update(f"{path.relative_to(context)}\0{path.stat().st_mode:o}\0{len(content)}\0".encode() + content)
+    for entry in _listed(context):
+        if entry.is_file:
+            made.update(f"{entry.name}\0{entry.mode:o}\0{entry.size}\0".encode())
+            try:
+                with open_regular(context / entry.name) as file:
+                    made.update(hashlib.file_digest(file, "sha256").digest())
+            except (OSError, BridgeError) as error:
+                raise SandboxError(f"{context / entry.name} cannot be read: {error}") from error
+        elif entry.link is not None:
+            made.update(f"{entry.name}\0link\0{entry.link}\0".encode())
     return made.hexdigest()
 
 
 def packed(context: Path, names: Mapping[str, str] | None = None, mode: int | None = None) -> bytes:
-    """Return files of a context as a tar archive: all of them, or those of ``names`` at the paths there."""
-    if names is None:
-        names = {str(path.relative_to(context)): "" for path in sorted(context.rglob("*"))}
+    """Return files of a context as a tar archive: all of them, or those of ``names`` at the paths there. Links stay
+    links, so they lead to nothing of this machine. Raises SandboxError."""
+    listed = {entry.name for entry in _listed(context)}
+    names = dict.fromkeys(sorted(listed), "") if names is None else names
+    if missing := next((name for name in names if name not in listed), None):
+        raise SandboxError(f"{missing} is not in {context}: add it")
 
     def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
@@ -180,37 +301,53 @@ def _shell(rest: str) -> str:
     while rest.startswith("--"):  # --mount, --network, --security: caches and rights of a builder
         rest = rest.partition(" ")[2].lstrip()
     if rest.startswith("["):
-        return shlex.join(json.loads(rest))
+        return shlex.join(_words(rest))
     return rest
 
 
-def _copy(context: Path, where: str, word: str, rest: str, folder: str) -> BuildStep:
+def _words(rest: str) -> list[str]:
+    """Return the words of a line in the form of JSON. Raises ValueError."""
+    words = json.loads(rest)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("it is no list of words")
+    return words
+
+
+def _copy(files: _Files, where: str, word: str, rest: str, folder: str) -> BuildStep:
     """Return the files that a COPY or ADD copies."""
     flags = [each for each in rest.split() if each.startswith("--")]
-    words = json.loads(rest) if rest.startswith("[") else [each for each in shlex.split(rest) if each not in flags]
+    words = _words(rest) if rest.startswith("[") else [each for each in shlex.split(rest) if each not in flags]
     if any(each.startswith("--from") for each in flags):
         raise _unsupported(where, "it copies from another image")
     if word == "ADD" and any("://" in each or each.startswith("git@") for each in words[:-1]):
         raise _unsupported(where, "it needs a network")
     if len(words) < 2:
         raise _unsupported(where, "it has no destination")
+    if not all(isinstance(each, str) and each and "\0" not in each for each in words):
+        raise SandboxError(f"{where}: a source or a destination is no path: correct the line")
     *sources, target = words
     place = _absolute(target, folder)
-    ignored = _ignored(context)
     copied: dict[str, str] = {}
     for source in sources:
-        found = [context] if os.path.normpath(source.lstrip("/")) == "." else sorted(context.glob(source.lstrip("/")))
-        if not found:
-            raise SandboxError(f"{where}: {source} is not in {context}: add it")
-        inside = target.endswith("/") or target == "." or len(sources) > 1 or len(found) > 1
-        for path in found:
-            if path.is_dir():  # its content is copied, not the folder
-                files = [each for each in sorted(path.rglob("*")) if each.is_file() or each.is_symlink()]
-                copied |= {str(each.relative_to(context)): f"{place}/{each.relative_to(path)}" for each in files}
+        pattern = os.path.normpath(source.lstrip("/") or ".")
+        if pattern.split("/")[0] == "..":
+            raise SandboxError(f"{where}: {source} leaves {files.context}: copy the file into it")
+        chosen = [] if pattern == "." else files.matching(pattern)
+        if not chosen and pattern != ".":
+            raise SandboxError(f"{where}: {source} is not in {files.context}: add it")
+        inside = target.endswith("/") or target == "." or len(sources) > 1 or len(chosen) > 1
+        targets = [("", True, "")] if pattern == "." else []
+        for entry in chosen:
+            leads = files.target(entry, where)
+            targets.append((leads.name, not leads.is_file, os.path.basename(entry.name)))
+        for name, is_folder, base in targets:
+            if is_folder:  # its content is copied, not the folder
+                start = len(name) + 1 if name else 0
+                copied |= {each.name: f"{place}/{each.name[start:]}" for each in files.below(name)}
             else:
-                copied[str(path.relative_to(context))] = f"{place}/{path.name}" if inside else place
+                copied[name] = f"{place}/{base}" if inside else place
     mode = next((int(each.partition("=")[2], 8) for each in flags if each.startswith("--chmod=")), None)
-    copied = {source: os.path.normpath(path) for source, path in copied.items() if not ignored(source)}
+    copied = {source: os.path.normpath(path) for source, path in copied.items()}
     if blocked := next((path for path in copied.values() if _owner(path) is None), None):
         raise _unsupported(where, f"{blocked} belongs to the system")
     return BuildStep(where, copied=copied, mode=mode)
@@ -218,23 +355,29 @@ def _copy(context: Path, where: str, word: str, rest: str, folder: str) -> Build
 
 def _ignored(context: Path) -> _Ignored:
     file = context / ".dockerignore"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return _Ignored([line.strip() for line in lines if line.strip() and not line.startswith("#")])
+    try:
+        lines = read_inside(file, context, MOST_BYTES).decode().splitlines() if os.path.lexists(file) else []
+    except (OSError, ValueError, BridgeError) as error:
+        raise SandboxError(f"{file} cannot be read: {error}") from error
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if len(patterns) > MOST_PATTERNS:
+        raise SandboxError(f"{file} has more than {MOST_PATTERNS:,} patterns: join some")
+    compiled = [re.compile(fnmatch.translate(each.removeprefix("!").strip("/"))) for each in patterns]
+    return _Ignored([(each, not pattern.startswith("!")) for each, pattern in zip(compiled, patterns, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Ignored:
     """The patterns of ``.dockerignore``; the last one that matches decides."""
 
-    patterns: list[str]
+    patterns: list[tuple[re.Pattern[str], bool]]
 
     def __call__(self, name: str) -> bool:
-        ignored = False
-        for pattern in self.patterns:
-            plain = pattern.removeprefix("!").strip("/")
-            parts = PurePosixPath(name).parts
-            if any(fnmatch.fnmatch("/".join(parts[: at + 1]), plain) for at in range(len(parts))):
-                ignored = not pattern.startswith("!")
+        ignored, parts = False, PurePosixPath(name).parts
+        heads = ["/".join(parts[: at + 1]) for at in range(len(parts))]
+        for pattern, ignores in self.patterns:
+            if any(pattern.match(head) for head in heads):
+                ignored = ignores
         return ignored
 
 
@@ -263,6 +406,8 @@ def _argument(rest: str) -> dict[str, str]:
 
 def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an ENV line, in both of its forms."""
+    if not rest:
+        raise ValueError("it names no variable")
     if "=" not in rest.split()[0]:
         name, _, value = rest.partition(" ")
         return {name: _filled(value.strip(), known)}
@@ -270,7 +415,8 @@ def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
-    """Replace variables. A name that is not known is empty, as in a build."""
+    """Replace variables. A name that is not known is empty, as in a build. Raises ValueError for a long result."""
+    parts, size, at = list[str](), 0, 0
 
     def value(match: re.Match[str]) -> str:
         escaped, plain, braced, sign, other = match.groups()
@@ -281,7 +427,24 @@ def _filled(text: str, known: Mapping[str, str]) -> str:
             return other if found else ""
         return found or (other or "" if sign else "")
 
-    return _VARIABLE.sub(value, text)
+    for match in _VARIABLE.finditer(text):
+        parts += [text[at : match.start()], value(match)]
+        size, at = size + len(parts[-2]) + len(parts[-1]), match.end()
+        if size > MOST_VALUE:  # before it is joined: a value that holds the last one twice doubles with each line
+            break
+    if size + len(text) - at > MOST_VALUE:
+        raise ValueError(f"with its variables it has more than {MOST_VALUE:,} characters")
+    return "".join(parts) + text[at:]
+
+
+def _bounded(variables: dict[str, str]) -> dict[str, str]:
+    """Return variables of a build. Raises ValueError for a name that none can have, and for too much of them."""
+    for name in variables:
+        if not name or "\0" in name or "=" in name:
+            raise ValueError(f"{name!r} is no name of a variable")
+    if sum(len(name) + len(value) for name, value in variables.items()) > MOST_VARIABLES:
+        raise ValueError(f"all variables together have more than {MOST_VARIABLES:,} characters")
+    return variables
 
 
 def _unsupported(where: str, why: str) -> SandboxError:

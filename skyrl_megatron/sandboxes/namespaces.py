@@ -29,10 +29,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.errors import SandboxError, SandboxLimitError
+from skyrl_megatron.errors import CommandStartError, SandboxError, SandboxLimitError
 from skyrl_megatron.sandboxes import confine, control_groups, process_one
 from skyrl_megatron.sandboxes.control_groups import ControlGroups
-from skyrl_megatron.sandboxes.dockerfile import FIX, fingerprint, is_context, packed, read_dockerfile
+from skyrl_megatron.sandboxes.dockerfile import FIX, fingerprint, is_context, is_path, packed, read_dockerfile
 from skyrl_megatron.sandboxes.sandbox import (
     SETUP,
     WORKSPACE,
@@ -104,6 +104,7 @@ class NamespaceProvider:
         if spec.setup:
             layers.insert(0, await self._dependencies(spec, list(layers)))
         sandbox = await self._start_in_thread(spec, layers)
+        sandbox.owned = (*confine.WRITABLE, *made, *spec.folders)
         try:
             for folder in (*made, *spec.folders):
                 archive = made.get(folder)
@@ -160,10 +161,11 @@ class NamespaceProvider:
         if _on_host(spec):
             return []
         path = Path(spec.image).expanduser().absolute()
-        if path.is_dir():
+        if is_path(spec.image) and path.is_dir():
             return [path]
-        if not path.is_file():
-            raise SandboxError(f"image {spec.image!r} is neither host nor a folder nor an archive: give one of them")
+        if not is_path(spec.image) or not path.is_file():
+            why = "is neither host nor the path of a folder or an archive (/…, ./… or ~/…): give one of them"
+            raise SandboxError(f"image {spec.image!r} {why}")
 
         async def make(folder: Path) -> None:
             await asyncio.to_thread(unpack_image, path, folder)
@@ -317,6 +319,8 @@ class NamespaceSandbox:
     ) -> None:
         self.name, self.keeper, self.channel, self.folders = name, keeper, channel, folders
         self.listener: socket.socket | None = None
+        self.owned: Sequence[str] = ()
+        """Folders that its commands may write to. No other file is theirs."""
         self._spec, self._provider = spec, provider
         self._ends = time.monotonic() + spec.limits.lifetime_s
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -391,7 +395,8 @@ class NamespaceSandbox:
             raise
         reply = json.loads(frames[0])
         if reason := reply.pop("failed", None):
-            raise SandboxError(f"{request['verb']} in a sandbox failed: {reason}")
+            kind = CommandStartError if reply.get("exit_code") == process_one.NOT_EXECUTED else SandboxError
+            raise kind(f"{request['verb']} in a sandbox failed: {reason}")
         reply["out_of_memory"] |= control_groups.memory_kills(self.folders) > kills
         if reply["exit_code"] < 0:
             reply["exit_code"] = 128 - reply["exit_code"]

@@ -15,6 +15,7 @@ This module imports the standard library only, so that a sandbox starts in milli
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -192,7 +193,7 @@ class Command:
 
     def _work(self, request: Mapping[str, Any]) -> Callable[[], None]:
         """Return what the forked process does."""
-        folder = os.path.normpath("/" + request["folder"])
+        folder = os.path.normpath("/" + request["folder"].lstrip("/"))  # it would keep two at the begin
 
         def execute() -> None:
             os.chdir(folder)
@@ -214,10 +215,16 @@ class Command:
 
     def _make_folder(self, folder: str) -> None:
         """Make a folder that an agent could not make, and give it to the agent. No path of the agent is followed."""
-        if not os.path.lexists(folder):
-            os.makedirs(folder)
-            owner = confine.AGENT if self._settings["mapped"] else 0
-            os.chown(folder, owner, owner)
+        if os.path.realpath(folder) != folder:
+            return
+        with confine.writable_root():
+            if not os.path.lexists(folder):
+                os.makedirs(folder)
+                owner = confine.AGENT if self._settings["mapped"] else 0
+                os.chown(folder, owner, owner)
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:  # no part of another folder that can be written to
+            with confine.writable_root():
+                confine.give(folder)
 
     def _start(self, work: Callable[[], None]) -> None:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
@@ -346,19 +353,44 @@ def _read(pipe: int, output: Kept) -> bool:
 
 
 def memory_used() -> int:
-    """Return the bytes that all other processes of this namespace use. Pages that they share count for each of
-    them."""
-    total = 0
+    """Return the bytes that all other processes of this namespace use, and those that their sockets may hold. Pages
+    that they share count for each of them; shared memory without a file counts as a whole, because what was written
+    to it stays there when a process gives up its pages."""
+    total, shared = 0, dict[bytes, int]()
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
-                lines = Path("/proc", name, "status").read_text().splitlines()
+                lines, maps = Path("/proc", name, "status").read_text().splitlines(), b""
+                with contextlib.suppress(PermissionError), open(f"/proc/{name}/maps", "rb") as file:
+                    maps = file.read(MOST_MAPS + 1)  # not of a process before it executes its command
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ESRCH):
                     continue
                 raise
             total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-    return total
+            if len(maps) > MOST_MAPS:
+                return 1 << 62
+            for line in maps.splitlines() if SHARED in maps else ():
+                if line.endswith(SHARED):
+                    span, _, start, _, inode, *_ = line.split()
+                    first, _, last = span.partition(b"-")
+                    end = int(start, 16) + int(last, 16) - int(first, 16)
+                    shared[inode] = max(shared.get(inode, 0), end)
+    return total + sum(shared.values()) + max(0, _sockets() - FEW_SOCKETS) * SOCKET_BYTES
+
+
+SHARED = b" /dev/zero (deleted)"
+"""End of the lines of ``/proc/PID/maps`` of shared memory without a file."""
+MOST_MAPS = 1 << 21
+"""Bytes of ``/proc/PID/maps`` from which on a process counts as over any limit: some 20,000 mappings."""
+FEW_SOCKETS, SOCKET_BYTES = 64, 2 * confine.TCP_BYTES
+"""Sockets that are not counted, and bytes that a further one may hold: a program may double its buffer."""
+
+
+def _sockets() -> int:
+    """Return the number of sockets of this network namespace."""
+    first = Path("/proc/net/sockstat").read_text().partition("\n")[0]
+    return int(first.rpartition(" ")[2])
 
 
 def main() -> NoReturn:

@@ -5,13 +5,15 @@ A provider starts sandboxes; a sandbox has four verbs: start (by its provider), 
 (:mod:`skyrl_megatron.sandboxes.namespaces`) and ``docker`` (:mod:`skyrl_megatron.sandboxes.containers`). A plugin
 registers others with :func:`skyrl_megatron.plugins.register_sandbox`.
 
-A failure of a sandbox is a :class:`~skyrl_megatron.errors.SandboxError`. It says nothing about the agent, so it never
-becomes a reward. A command that ends badly, by itself or at a limit, is no error but a :class:`CommandResult`.
+A failure of a sandbox is a :class:`~skyrl_megatron.errors.SandboxError`, of a command that cannot be executed a
+:class:`~skyrl_megatron.errors.CommandStartError`. One that ends badly, by itself or at a limit, is no error but a
+:class:`CommandResult`.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -52,11 +54,11 @@ class Limits:
     archive: int = 64 << 20
 
     def __post_init__(self) -> None:
-        """Raise ConfigError with every limit that is not positive."""
+        """Raise ConfigError with every limit that is not a positive, finite number."""
         names = ("cpus", "memory", "disk", "processes", "lifetime_s", "output", "archive")
-        wrong = [name for name in names if not getattr(self, name) > 0]
+        wrong = [name for name in names if not 0 < getattr(self, name) < math.inf]
         if wrong:
-            fix = "set it to a positive number"
+            fix = "set it to a positive, finite number"
             raise ConfigError([Problem(f"limits.{name}", getattr(self, name), fix) for name in wrong])
 
 
@@ -153,7 +155,8 @@ class SandboxProvider(Protocol):
         ...
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Start a sandbox. Raises SandboxError, also after a deadline of the provider."""
+        """Start a sandbox. Raises SandboxError, also after a deadline of the provider. The queue makes it a
+        SandboxStartError."""
         ...
 
     def reap(self) -> int:
@@ -208,12 +211,3 @@ def unpack(archive: bytes) -> dict[str, bytes]:
             return {os.path.normpath(name): file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise SandboxError(f"an archive of {len(archive):,} bytes from a sandbox is damaged: {error}") from error
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return all regular files below a folder of this machine by relative path, for :func:`pack`."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.is_symlink()
-    }

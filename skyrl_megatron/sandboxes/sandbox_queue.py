@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_megatron.errors import ConfigError, Problem, SandboxError
+from skyrl_megatron.errors import ConfigError, Problem, SandboxError, SandboxStartError
 from skyrl_megatron.plugins import SANDBOXES
 from skyrl_megatron.sandboxes.namespaces import NamespaceProvider
 from skyrl_megatron.sandboxes.sandbox import Limits, Sandbox, SandboxProvider, SandboxSpec
@@ -81,8 +81,8 @@ class SandboxQueue:
     async def sandbox(self, spec: SandboxSpec, group: str = "") -> AsyncIterator[Sandbox]:
         """Wait for a place of ``group``, start a sandbox, and stop it after the block.
 
-        Raises SandboxError if no place is free in time or the sandbox does not start, and at once if its limits alone
-        exceed ``memory``.
+        Raises SandboxStartError if no place is free in time or the sandbox does not start, and at once if its limits
+        alone exceed ``memory``.
         """
         async with self._place(spec.limits, group):
             sandbox = await self._start(spec)
@@ -95,10 +95,10 @@ class SandboxQueue:
         for left in reversed(range(self._tries)):
             try:
                 sandbox = await self.provider.start(spec)
-            except SandboxError:
+            except SandboxError as error:
                 self.counts.failed += 1
                 if not left:
-                    raise
+                    raise SandboxStartError(str(error)) from error
             else:
                 self.counts.started += 1
                 return sandbox
@@ -108,7 +108,9 @@ class SandboxQueue:
     async def _place(self, limits: Limits, group: str) -> AsyncIterator[None]:
         need = limits.memory + limits.disk
         if self._memory is not None and need > self._memory:
-            raise SandboxError(f"a sandbox with memory and disk of {need:,} bytes exceeds the {self._memory:,} of all")
+            raise SandboxStartError(
+                f"a sandbox with memory and disk of {need:,} bytes exceeds the {self._memory:,} of all"
+            )
         waiting = _Waiting(group, limits, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(group, deque()).append(waiting)
         self._give_places()
@@ -123,7 +125,7 @@ class SandboxQueue:
                 self._give_places()
             if isinstance(error, TimeoutError):
                 why = f"no sandbox was free within {self._wait_s:g} s: raise their number or lower their limits"
-                raise SandboxError(why) from None
+                raise SandboxStartError(why) from None
             raise
         self.counts.waited_s += time.monotonic() - waiting.since
         try:

@@ -95,11 +95,11 @@ def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
         return float(len(ended.stdout))
 
     class Commands(AgentGenerator):
-        agent = CommandAgent([sys.executable, "-c", CLIENT], reward=reward)
+        agent = CommandAgent([sys.executable, "-c", CLIENT], reward=reward, stdin=True)
 
     each = running(Commands)
     with pytest.warns(SkyRLMegatronWarning, match="1 of 3 trajectories"):
-        output = each([{"turns": 0}, {"turns": 3}, {"turns": 2}])
+        output = each([{"agent": {"turns": turns}} for turns in (0, 3, 2)])
     printed = b"".join(ended.stdout for ended in seen)
     assert b"SECRET_TOKEN" not in printed and b"AGENT_MODEL" in printed
     assert [error is None for error in output["errors"]] == [False, True, True]

@@ -88,17 +88,41 @@ def test_what_fails_below_is_infrastructure(provider):
     missing = asyncio.run(attempt(task(), AgentCommand(["no-such-agent"]), queue))
     assert missing.outcome == "infrastructure" and "no-such-agent" in missing.reason
 
-    async def killed():
-        running = asyncio.create_task(attempt(task(), AgentCommand(["sleep", "50"]), queue))
-        while not any(sandbox._streams for sandbox in provider._alive):  # until it has a request
-            await asyncio.sleep(0.02)
-        for sandbox in provider._alive:
-            sandbox.keeper.kill()
+    async def killed(times):
+        running, keepers = asyncio.create_task(attempt(task(), AgentCommand(["sleep", "50"]), queue)), set()
+        while len(keepers) < times and not running.done():
+            for sandbox in [each for each in provider._alive if each._streams]:  # it has a request
+                sandbox.keeper.kill()
+                keepers.add(sandbox.keeper.pid)
+            await asyncio.sleep(0.002)
         return await running
 
-    result = asyncio.run(killed())
-    assert result.outcome == "infrastructure" and "ended by itself" in result.reason
-    assert queue.counts.started == 2, "the killed attempt and the one without a command"
+    result = asyncio.run(killed(2))
+    assert result.outcome == "infrastructure" and "ended by itself" in result.reason, "the repeat ended so too"
+    assert result.cause == "sandbox" and queue.counts.started == 3, "those two, and the one without a command"
+    result = asyncio.run(killed(1))
+    assert (result.outcome, result.reward, result.cause) == ("failed", 0.0, "files"), "the repeat did not"
+
+
+DEEP = "import os\nfor _ in range(1500): os.mkdir('d' * 200), os.chdir('d' * 200)"
+ESCAPES = {
+    "folders deeper than a path": f'python3 -c "{DEEP}"',
+    "sparse files": "for i in 1 2 3 4 5 6; do truncate -s 15M sparse$i; done",
+    "no folder": "rm -rf /work /work/* /work/.*; ln -s /etc /work; chmod 0 /work",
+    "every process": "kill -9 -1",
+    "the parent": "kill -9 $PPID 1 $$",
+    "odd files": "rm sums.py; mkfifo sums.py; ln -s /dev/zero other; python3 -c \"open(b'\\xff' * 200, 'w')\"",
+    "a file that has no end": "rm sums.py; ln -s /dev/zero sums.py",
+    "processes": "for i in $(seq 60); do setsid sleep 60 & done; kill -STOP -1",
+}
+
+
+@pytest.mark.parametrize("how", ESCAPES)
+def test_what_an_agent_brings_about_is_its_failure(how, provider):
+    """It has reward 0, and no way to have none."""
+    small = SandboxSpec(limits=Limits(memory=128 * MIB, disk=16 * MIB, processes=40, archive=32 * MIB))
+    result = try_it(provider, ESCAPES[how], task(spec=small, tests_timeout_s=10.0))
+    assert (result.outcome, result.reward) == ("failed", 0.0), result
 
 
 def test_hidden_tests_are_out_of_reach(provider):

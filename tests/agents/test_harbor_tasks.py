@@ -114,6 +114,77 @@ def test_outcomes(provider, folder):
     assert (full.outcome, full.reward, full.tests) == ("context full", None, None)
 
 
+ESCAPES = {
+    "rights of the rewards": "chmod 000 /logs /logs/verifier",
+    "another folder for them": "rm -rf /logs/verifier; ln -s /app /logs/verifier; chmod 0 /app",
+    "no folder to start in": "rm -rf /app /data",
+    "no room for a reward": "cat /dev/zero > /app/full; cat /dev/zero > /tmp/full",
+}
+
+
+@pytest.mark.process
+@LINUX
+@pytest.mark.parametrize("how", ESCAPES)
+def test_what_an_agent_brings_about_is_its_failure(how, provider, folder):
+    result = try_it(provider, folder, ESCAPES[how])
+    assert (result.outcome, result.reward) == ("failed", 0.0), result
+
+
+SOLUTIONS = {
+    "ends the tests": "echo 1 > /logs/verifier/reward.txt; kill -9 $PPID",
+    "the other file": "echo 1 > /logs/verifier/reward.json",
+    "before the tests": "echo 1 > /logs/verifier/reward.txt",
+}
+PLANTED = """
+site=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $site bin
+echo 'open("/logs/verifier/planted", "w")' | tee $site/usercustomize.py > $site/sitecustomize.py
+printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt; kill -9 $PPID\n' > bin/python3
+chmod +x bin/python3; cp bin/python3 bin/sh; cp bin/python3 bin/bash; ln -sfn /app/bin /bin; cp bin/sh /usr/bin/sh
+"""
+
+
+@pytest.mark.process
+@LINUX
+@pytest.mark.parametrize("how", SOLUTIONS)
+def test_a_solution_that_leaves_a_reward(how, provider, folder):
+    """While the tests run it, before they leave theirs."""
+    test = "#!/bin/bash\nsh /app/hello.sh\nif [ -e /data/out.txt ]; then r=1; else r=0; fi\n"
+    write(folder, **{"tests/test.sh": f"{test}echo $r > /logs/verifier/reward.txt\n"})
+    result = try_it(provider, folder, f"echo '{SOLUTIONS[how]}' > hello.sh")
+    assert (result.outcome, result.reward) == ("failed", 0.0), result
+    assert try_it(provider, folder, "echo true > hello.sh; touch /data/out.txt").reward == 1.0
+
+
+@pytest.mark.process
+@LINUX
+def test_programs_of_tests_in_place_are_out_of_reach(provider, folder):
+    """Also those of a PATH that begins with a folder of the agent's; its home is empty."""
+    made = FILES["environment/Dockerfile"].replace("CMD", "ENV PATH=/app/bin:$PATH\nCMD")
+    test = "python3 -c 0; [ -z \"$(ls -A ~)\" ] && echo $PATH; ls /logs/verifier; sh -c 'exit 0'; echo 0 > $R"
+    settings = "[verifier]\nenv = {R = '/logs/verifier/reward.txt'}\n"
+    write(folder, **{"environment/Dockerfile": made, "tests/test.sh": f"#!/bin/bash\n{test}\n", "task.toml": settings})
+    result = try_it(provider, folder, PLANTED)
+    assert (result.outcome, result.reward) == ("failed", 0.0), result
+    assert result.tests.stdout.decode() == "/usr/local/bin:/usr/bin:/bin:/app/bin\n", "and usercustomize did not run"
+
+
+@pytest.mark.process
+@LINUX
+def test_names_that_are_lists_hand_in_nothing_else(provider, folder):
+    """A file with a new line in its name is not two files."""
+    settings = 'artifacts = ["/app"]\n[verifier]\nenvironment_mode = "separate"\n'
+    test = (
+        "ls /app /tmp; [ -e /tmp/secret ] && echo 1 > /logs/verifier/reward.json; echo 0 > /logs/verifier/reward.txt"
+    )
+    write(folder, **{"task.toml": settings, "tests/test.sh": test})
+    leaves = (
+        "echo 1 | tee /tmp/secret > /logs/verifier/reward.json; touch kept; d=$(printf 'a\\n/tmp'); mkdir -p \"$d\""
+    )
+    result = try_it(provider, folder, f'{leaves}; touch "$d/secret"; echo 1 > back\\\\slash')
+    assert (result.outcome, result.reward) == ("failed", 0.0), result
+    assert b"kept" in result.tests.stdout and b"secret" not in result.tests.stdout
+
+
 @pytest.mark.process
 @LINUX
 def test_rewards_of_tests(provider, folder):

@@ -86,7 +86,10 @@ def running(folder, tmp_path, monkeypatch):
     program.mkdir()
     (program / "agent.py").write_text(AGENT)
     agent = AgentConfig(
-        command=["python3", "/opt/agent/agent.py", "{text}"], mounts={"/opt/agent": str(program)}, at_once=2
+        command=["python3", "/opt/agent/agent.py", "{text}"],
+        mounts={"/opt/agent": str(program)},
+        at_once=2,
+        stdin=True,
     )
     made = Running(SandboxAgentGenerator, folder, agent=agent)
     yield made
@@ -108,12 +111,12 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
     running.client.generate = generate
     kinds = ["solved", "failed", "timed out", "context full", "engine", "crashes"]
     ids = [TrajectoryID(what, 0) for what in kinds]
-    with pytest.warns(SkyRLMegatronWarning, match="4 of 6 trajectories"):
-        output = running([{"what": what, "task": str(task)} for what in kinds], "task", ids=ids)
+    with pytest.warns(SkyRLMegatronWarning, match="3 of 6 trajectories"):
+        output = running([{"agent": {"what": what}, "task": str(task)} for what in kinds], "task", ids=ids)
     whys = [
         None,
         None,
-        "timed out: ",
+        None,
         "context full: ",
         "infrastructure: EngineError",
         "infrastructure: the agent made",
@@ -122,19 +125,21 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
     for error, why in zip(output["errors"], whys, strict=True):
         assert error is None if why is None else error.startswith(why), output["errors"]
     assert [sum(reward) for reward in output["rewards"]] == [1.0, 0, 0, 0, 0, 0]
-    assert [bool(np.any(mask)) for mask in output["loss_masks"]] == [True, True, False, False, False, False]
+    assert [bool(np.any(mask)) for mask in output["loss_masks"]] == [True, True, True, False, False, False]
     calls = {tuple(ids) for _, ids, _ in running.client.sampled}
-    for row in (0, 1):
+    for row in (0, 1, 2):
         mask = np.asarray(output["loss_masks"][row]) > 0
         assert tuple(np.asarray(output["response_ids"][row])[mask].tolist()) in calls
     assert output["rollout_metrics"]["agents/token_in_rate"] == 1.0
+    causes = {name: output["rollout_metrics"][f"agents/cause_{name}"] for name in ("tests", "time", "call", "no_call")}
+    assert causes == {"tests": 2, "time": 1, "call": 1, "no_call": 1}
     assert running.generator.queue.counts.most == 2, "as many sandboxes as generator.agent.at_once"
 
 
 def test_another_environment_scores_what_the_command_prints(running):
     """It has neither files nor tests, and the sandbox is the same."""
     running.client.say = ["Answer: 7"]
-    (reward,) = running([{"what": "prints"}])["rewards"]
+    (reward,) = running([{"agent": {"what": "prints"}}])["rewards"]
     assert sum(reward) == 1.0
 
 
@@ -144,7 +149,7 @@ def test_a_row_without_a_folder_is_an_error_of_its_trajectory(running, task):
     (task / "task.toml").unlink()
     for extras, why in (({}, "has no column task"), ({"task": str(task)}, "task.toml of a task cannot be read")):
         with pytest.raises(DataError, match=why):
-            running([{"what": "solved", **extras}], "task")
+            running([{"agent": {"what": "solved"}, **extras}], "task")
 
 
 def test_the_settings_are_checked(tmp_path):

@@ -376,6 +376,49 @@ def test_an_adapter_folder(model, adapter, tmp_path, data):
         assert str(tmp_path) in str(error), error
 
 
+def test_the_settings_of_an_adapter_of_stacked_experts(model, tmp_path):
+    """300 of them with another value of a field: the adapter, or one error that names the file."""
+    import math
+    import random
+
+    import torch
+    from safetensors.torch import save_file
+
+    from bridges.errors import BridgeError
+    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, stack_experts
+    from bridges.plan import Plan
+
+    plan = Plan.of(json.loads((model / "config.json").read_text()))
+    experts = [piece for entry in plan.entries if entry.is_expert and entry.layer == 0 for piece in entry.hf]
+    factors = {
+        f"{piece.name.removesuffix('.weight')}.{letter}": torch.zeros(shape)
+        for piece in experts
+        for letter, shape in (("A", (4, piece.shape[1])), ("B", (piece.shape[0], 4)))
+    }
+    save_file({name: each.contiguous() for name, each in stack_experts(factors, plan).items()}, tmp_path / WEIGHTS)
+    right = {
+        **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, "bias": "none", "target_modules": ["x"]},
+        **{"rank_pattern": {"gate_up_proj": 4}, "alpha_pattern": {"gate_up_proj": 8}, "base_model_name_or_path": "m"},
+    }
+    values = [None, True, 0, -1, 3, 4.0, 1e300, math.inf, math.nan, 10**400, "", "4", [], [4], {}]
+    values += [{"gate_up_proj": each} for each in (0, -4, None, "4", [4], 1e300, 10**400, True)]
+    rng, refused = random.Random(7), 0
+    for _ in range(300):
+        about = dict(right)
+        for key in rng.sample(list(about), rng.randint(1, 2)):
+            if rng.random() < 0.1:
+                del about[key]
+            else:
+                about[key] = rng.choice(values)
+        (tmp_path / CONFIG).write_text(json.dumps(about))
+        try:
+            assert math.isfinite(PeftFolder(tmp_path, plan).config.scale)
+        except BridgeError as error:
+            assert str(tmp_path) in str(error), error
+            refused += 1
+    assert 100 < refused < 300
+
+
 # ------------------------------------------------------------------ settings
 @mutated
 def test_settings(data):

@@ -143,6 +143,25 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
 
 
 @dataclass
+class TaskEnvConfig(BaseConfig):
+    """What a task folder may ask for; more is lowered to this."""
+
+    images: list[str] = field(default_factory=list)
+    """Paths on this machine (`fnmatch` patterns) that a task may name as its image, besides those in its folder. An
+    image of a container engine is named, not a path."""
+    max_cpus: Positive | None = None
+    """Cores of a sandbox. None: those of the machine."""
+    max_memory: Count | None = None
+    """Bytes of memory of a sandbox. None: a quarter of the machine's."""
+    max_disk: Count | None = None
+    """Bytes of files of a sandbox, which are in memory. None: a quarter of the machine's memory."""
+    max_processes: Count = 4096
+    """Processes and threads of a sandbox."""
+    max_timeout_s: Positive = 86400.0
+    """Seconds of the agent, and of the tests."""
+
+
+@dataclass
 class SkyRLGymConfig(BaseConfig):
     """Environments that come with the package."""
 
@@ -156,6 +175,11 @@ class SkyRLGymConfig(BaseConfig):
     """Settings of `search`."""
     env_timeout: Positive = 600.0
     """Timeout of one call of an environment, in seconds. A trajectory that exceeds it is masked and counted."""
+    task: TaskEnvConfig = field(default_factory=TaskEnvConfig)
+    """Bounds of `task`."""
+    packages: list[str] = field(default_factory=lambda: ["reasoning-gym:*"])
+    """Environments `PACKAGE:NAME` of other packages that rows may name, as `fnmatch` patterns. A name is the address
+    of a server that gives rewards, or a module that is imported."""
 
 
 @dataclass
@@ -325,6 +349,11 @@ class AgentConfig(BaseConfig):
     """Folders in the sandbox, read-only: path there → path here."""
     at_once: Count | None = None
     """Sandboxes at the same time. None: by cores and memory."""
+    stdin: bool = False
+    """The command can read what an agent may see of the row on stdin, as JSON: `prompt`, and as `extras` its column
+    `agent`. False: stdin is empty."""
+    timed_out_reward: float | None = 0.0
+    """Reward of a trajectory that reached its time, which its agent can bring about. None: it is no sample."""
 
 
 @dataclass
@@ -376,3 +405,5 @@ class GeneratorConfig(BaseConfig):
     """The agent."""
     min_token_in_rate: Annotated[float, Bounds(0, 1)] = 0.9
     """Of agents. Below it, the run stops."""
+    max_infrastructure_share: Annotated[float, Bounds(0, 1)] = 0.5
+    """Of agents' trajectories that ended by no fault of the agent. Above it, the run stops."""

@@ -6,6 +6,7 @@ package's agents ask it: ``/seed_session``, then ``/verify`` with the answer as 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ import httpx
 from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 TIMEOUT_S = 600.0
+"""Time in seconds of one answer in all."""
+MOST_BYTES = 1 << 24
 
 
 def rows(file: str | Path, url: str) -> Iterator[dict[str, Any]]:
@@ -41,11 +44,11 @@ class NeMoGym(BaseTextEnv):
         if not line:
             raise ValueError(f"nemo-gym:{name} needs a line of its file as extra_info.row, the row has none")
         self.row = json.loads(line)
-        self.client = httpx.Client(base_url=name, timeout=TIMEOUT_S)
+        self.url = name
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Ask the server to verify the answer. Raises httpx.HTTPError if it does not."""
-        self.client.post("/seed_session", json=self.row).raise_for_status()
+        """Ask the server to verify the answer. Raises httpx.HTTPError if it does not, TimeoutError after
+        :data:`TIMEOUT_S` in all, and ValueError for an answer of more than :data:`MOST_BYTES`."""
         said = {"type": "output_text", "text": action, "annotations": []}
         message = {"id": "msg_0", "type": "message", "role": "assistant", "status": "completed", "content": [said]}
         response = {
@@ -58,12 +61,29 @@ class NeMoGym(BaseTextEnv):
             "tool_choice": "auto",
             "tools": [],
         }
-        answer = self.client.post("/verify", json={**self.row, "response": response})
-        answer.raise_for_status()
-        found = answer.json()
+        found = asyncio.run(self._verified({**self.row, "response": response}))
         rest = {name: value for name, value in found.items() if name not in (*self.row, "response", "reward")}
         return BaseTextEnvStepOutput(observations=[], reward=float(found["reward"]), done=True, metadata=rest)
 
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
+    async def _verified(self, answered: dict[str, Any]) -> dict[str, Any]:
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, headers={"accept-encoding": "identity"}) as client,
+        ):
+            await _posted(client, "/seed_session", self.row)
+            content = json.loads(await _posted(client, "/verify", answered))
+        if not isinstance(content, dict) or type(content.get("reward")) not in (int, float):
+            raise ValueError(f"{self.url}/verify answered without a number as reward: {content!r:.200}")
+        return content
+
+
+async def _posted(client: httpx.AsyncClient, path: str, content: Any) -> bytes:
+    """Return the body of an answer. Its size is looked at while it arrives."""
+    body = bytearray()
+    async with client.stream("POST", path, json=content) as answer:
+        answer.raise_for_status()
+        async for part in answer.aiter_bytes():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise ValueError(f"{answer.url} answered with more than {MOST_BYTES:,} bytes")
+    return bytes(body)

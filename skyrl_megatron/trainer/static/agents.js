@@ -4,6 +4,7 @@ const AGENTS = [
   { title: "calls of agents", names: ["agents/calls", "agents/retries"], floor: 1 },
   { title: "unmatched, unattributed, refused", names: ["agents/unmatched", "agents/unattributed", "agents/refused"], floor: 1 },
   { title: "outcomes", names: ["environment/outcome_*"], floor: 1 },
+  { title: "causes", names: ["agents/cause_*"] },
   { title: "calls and forks of a trajectory", names: ["environment/calls", "environment/forks"], floor: 1 },
   { title: "the gateway's own time", names: ["agents/own_ms_median", "agents/own_ms_p99"], floor: 1 },
 ];

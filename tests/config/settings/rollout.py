@@ -35,8 +35,11 @@ def samples(cfg):
 
 
 def judgement(cfg):
-    """What the run says of agents of which one call in 25 has an answer that was not sampled."""
+    """What the run says of agents of which one call in 25 has an answer that was not sampled, and one trajectory in
+    five has no sandbox."""
     from skyrl_megatron.agents.call_counts import CallCounts
+    from skyrl_megatron.agents.outcome_counts import OutcomeCounts
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
     from skyrl_megatron.errors import DataError
 
     counts = CallCounts()
@@ -44,6 +47,11 @@ def judgement(cfg):
         counts.sampled(0.0, unmatched=number % 25 == 0)
     try:
         counts.judge(cfg.generator.min_token_in_rate)
+        outcomes = OutcomeCounts()
+        for number in range(20):
+            failed = OutcomeKind.INFRASTRUCTURE if number % 5 == 0 else OutcomeKind.TIMED_OUT
+            outcomes.add(Outcome(failed, why="no sandbox"))
+        outcomes.judge(cfg.generator.max_infrastructure_share)
     except DataError as error:
         return str(error)
     return "goes on"
@@ -123,6 +131,47 @@ def order(cfg):
         return str(error)
 
 
+def task(cfg):
+    """What a task folder gets that asks for very much, and for an image elsewhere; the error where it may not."""
+    import tempfile
+    from pathlib import Path
+
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.gym_generator import registry
+
+    settings = "cpus memory disk processes".split()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "task.md").write_text("Work.")
+        lines = [f"{name} = 1000000000000000" for name in settings]
+        text = '[tests]\ncommand = ["true"]\ntimeout_s = 1e12\n[sandbox]\n' + "\n".join(lines)
+        config = registry.config_of("task", cfg.environment.skyrl_gym)
+
+        def made():
+            return registry.make("task", env_config=config, extras={"task": folder}).task
+
+        Path(folder, "task.toml").write_text(text)
+        limited = made()
+        Path(folder, "task.toml").write_text(f'{text}\nimage = "/images/a"')
+        try:
+            image = made().spec.image
+        except DataError as error:
+            image = str(error).replace(folder, "")
+    limits = limited.spec.limits
+    return image, [getattr(limits, name) for name in settings], limited.tests_timeout_s
+
+
+def packages(cfg):
+    """What the run says of an environment with an address."""
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.gym_generator import registry
+
+    try:
+        registry.require(["nemo-gym:http://127.0.0.1:1"], cfg.environment.skyrl_gym)
+    except DataError as error:
+        return str(error)
+    return "goes on"
+
+
 def refusal(cfg):
     """The gate that refuses a group of answers of three tokens."""
     from skyrl_megatron.rollout.admission import Gates
@@ -159,4 +208,19 @@ def agent(cfg):
         asyncio.run(made.begin())
     except SkyRLMegatronError as error:
         return str(error)
-    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once
+    outcome = asyncio.run(_late(made, task))
+    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once, str(outcome)
+
+
+async def _late(generator, task):
+    """The outcome of a trajectory whose agent reached its time."""
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
+
+    class Open:
+        failure = too_long = agents_failure = ""
+
+    async def agent(_):
+        return Outcome(OutcomeKind.TIMED_OUT)
+
+    generator.agent = agent
+    return await generator._outcome(task, Open)

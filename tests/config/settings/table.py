@@ -235,6 +235,13 @@ ROLLOUT = {
     f"{T}deterministic": Row(True, rollout.samples),
     f"{R}max_env_workers": Row(3, rollout.workers),
     f"{R}env_timeout": Row(9.0, rollout.workers),
+    f"{R}packages": Row(["nemo-gym:*"], rollout.packages),
+    f"{R}task.images": Row(["/images/*"], rollout.task),
+    f"{R}task.max_cpus": Row(1.5, rollout.task),
+    f"{R}task.max_memory": Row(1000, rollout.task),
+    f"{R}task.max_disk": Row(1000, rollout.task),
+    f"{R}task.max_processes": Row(7, rollout.task),
+    f"{R}task.max_timeout_s": Row(9.0, rollout.task),
     f"{R}text2sql.db_path": Row("others", rollout.environments),
     f"{R}llm_as_a_judge.model": Row("judge", rollout.environments),
     f"{R}llm_as_a_judge.base_url": Row("http://judge", rollout.environments),
@@ -255,6 +262,9 @@ ROLLOUT = {
     f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
     f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
     f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
+    f"{G}agent.stdin": Row(True, rollout.agent, AGENT),
+    f"{G}agent.timed_out_reward": Row(None, rollout.agent, AGENT),
+    f"{G}max_infrastructure_share": Row(0.1, rollout.judgement),
 }
 
 ENGINES = {
