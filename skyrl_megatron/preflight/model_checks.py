@@ -24,6 +24,7 @@ from skyrl_megatron.config.roles import (
     role_layout,
     trains_draft,
 )
+from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
@@ -99,7 +100,12 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Pr
     """Yield why Muon cannot train the model of a trained role, and why ``qk_clip`` cannot clip its attention, as this
     run builds it."""
     from bridges.rules import without_split
-    from skyrl_megatron.runtime.model.description import LOCAL, unsupported_by_te, without_qk_clip
+    from skyrl_megatron.runtime.model.description import (
+        LOCAL,
+        unsupported_by_te,
+        without_max_logit,
+        without_qk_clip,
+    )
 
     if model is None or is_frozen(role):
         return
@@ -112,6 +118,8 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Pr
     use_te = not run.hardware.is_cpu and not local
     if options.get("qk_clip") and (why := without_qk_clip(model, role_layout(run.cfg, role).tp, use_te)):
         yield Problem(f"trainer.{role}.megatron_config.transformer_config_kwargs.qk_clip", True, why)
+    elif options.get(MEASURE) and (why := without_max_logit(use_te)):
+        yield Problem(f"trainer.{role}.megatron_config.transformer_config_kwargs.{MEASURE}", True, why)
 
 
 def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:

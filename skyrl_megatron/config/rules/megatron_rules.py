@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 
+MEASURE = "log_max_attention_logit"
 _AWARE, _ON_HOST, _DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_distributed_optimizer"
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _MASTERS = "main_params_dtype"
@@ -145,8 +146,14 @@ def megatron_problems(
 
 
 def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> Iterator[Problem]:
-    """Check the settings of QK-clip (``runtime/qk_clip.py``)."""
+    """Check the settings of QK-clip, and of measuring the largest logit without it (``runtime/qk_clip.py``)."""
     options, key = megatron.transformer_config_kwargs, f"{section}transformer_config_kwargs.qk_clip"
+    if options.get(MEASURE):
+        measured = f"{section}transformer_config_kwargs.{MEASURE}"
+        if is_frozen(role):
+            yield Problem(measured, True, "logits are measured in training, and this role is not trained: remove it")
+        elif not cfg.trainer.use_sample_packing:
+            yield Problem(measured, True, "needs packed sequences: set trainer.use_sample_packing=true")
     if not options.get("qk_clip"):
         return
     settings = getattr(cfg.trainer, role)
