@@ -25,7 +25,8 @@ from skyrl_megatron.config.roles import (
     trains_draft,
 )
 from skyrl_megatron.config.rules.megatron_rules import MEASURE
-from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
+from skyrl_megatron.config.rules.passthrough import distribution_changes
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder
@@ -342,7 +343,7 @@ def _drafting(run: PlannedRun, drafting: Any) -> Iterator[Problem | NotChecked]:
             "true; otherwise fewer drafts are accepted as training proceeds"
         )
         yield NotChecked(f"{key}={drafting}", why)
-    cut = truncations(cfg.generator.sampling_params)
+    cut = distribution_changes(cfg.generator.sampling_params)
     if cut and (run.hardware.is_cpu or not returns_sampling_support(cfg)):
         fix = (
             f"with {cut[0]} the log-probs of drafted tokens are not those of the sampling distribution: remove "
