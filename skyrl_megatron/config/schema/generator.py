@@ -290,8 +290,8 @@ class SamplingParams(BaseConfig):
     stop: list[str] | None = None
     """Strings that end a generation."""
     additional_kwargs: dict[str, Any] | None = None
-    """Further fields of vLLM's `SamplingParams`. A warning names those that change the distribution of training samples
-    without a support (`return_sampling_support`)."""
+    """Further fields of vLLM's `SamplingParams`. A warning names those that change the distribution of training
+    samples without a support (`return_sampling_support`)."""
 
 
 @dataclass
