@@ -12,7 +12,7 @@ from bridges.errors import BridgeError
 from bridges.quantisation import FP8, EngineForm
 from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import (
@@ -80,8 +80,24 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         yield from _optimizer(run, role, model)
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
+        if model is not None and role == "policy":
+            yield from _engine_model(run, model, key, path)
         if model is not None and role == "policy" and _runs_on_cpu(run):
             yield from _cpu_engine(key, path, model.plan.family.config(model.config).to_dict())
+
+
+def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Iterator[Problem]:
+    """Yield values of the policy's ``config.json`` that vLLM does not honour, and keys that it needs."""
+    from skyrl_megatron.preflight.engine_models import engine_model_faults
+
+    engine = run.cfg.generator.inference_engine
+    if supervised(run.cfg) is not None or engine.backend != "vllm":
+        return
+    overrides = engine.engine_init_kwargs.get("hf_overrides")
+    written = {**model.config, **(overrides if isinstance(overrides, Mapping) else {})}
+    family = model.plan.family
+    for fault in engine_model_faults(family.model_type, family.config(model.config), written):
+        yield Problem(key, path, fault)
 
 
 def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str | None]:

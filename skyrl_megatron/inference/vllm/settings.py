@@ -147,6 +147,8 @@ class EngineSettings:
     trust_remote_code: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the model's rotary parameters: ``rope_theta``, ``rope_type``, ``factor``, …"""
+    model_changes: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to ``config.json`` that the trainer makes too (``model_config_kwargs``)."""
     logprobs_at_temperature: bool = False
     """Compute log-probs after the temperature, but before top-p, top-k, min-p and penalties."""
     return_support: bool = False
@@ -226,9 +228,15 @@ class EngineSettings:
         if self.sleep_mode and "speculative_config" in self.extra:
             # weight syncs do not send the draft model, so sleep must keep it (vllm/v1/worker/gpu_worker.py, ``sleep``)
             arguments["sleep_preserve_parameter_names"] = ["draft.*"]
+        overrides = dict(self.model_changes)
         if self.rope:
-            arguments["hf_overrides"] = {"rope_parameters": rope_parameters(hf_config(self.folder)) | dict(self.rope)}
-        return arguments | dict(self.extra)
+            changed = hf_config(self.folder) | overrides
+            overrides["rope_parameters"] = rope_parameters(changed) | dict(self.rope)
+        extra = dict(self.extra)
+        if overrides:
+            given = extra.get("hf_overrides")
+            extra["hf_overrides"] = overrides | (dict(given) if isinstance(given, Mapping) else {})
+        return arguments | extra
 
 
 def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
@@ -264,6 +272,10 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "ray_prometheus_stats": engine.enable_ray_prometheus_stats,
         "trust_remote_code": cfg.trainer.trust_remote_code,
         "rope": rope,
+        "model_changes": {
+            **cfg.trainer.policy.model_config_kwargs,
+            **cfg.trainer.policy.megatron_config.model_config_kwargs,
+        },
         "logprobs_at_temperature": bool(distribution_changes(generator.sampling_params))
         and not returns_sampling_support(cfg),
         "return_support": returns_sampling_support(cfg),
