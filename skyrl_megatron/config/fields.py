@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -174,7 +174,30 @@ def owner_of(cfg: Section, key: str) -> tuple[Section, str]:
     return (get_path(cfg, path) if path else cfg), name
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A field that a class of another package declares."""
+
+    annotation: ast.expr
+    default: Any = dataclasses.MISSING
+    """``MISSING`` if the source has no literal."""
+
+    def wanted(self, value: Any) -> str | None:
+        """Return what the value must be, if its type does not fit; None if it fits, or the type is not a plain one."""
+        kinds = _plain_kinds(self.annotation)
+        if kinds is None or any(fits(value) for _, fits in kinds):
+            return None
+        return "must be " + " or ".join(dict.fromkeys(name for name, _ in kinds))
+
+
 def declared_fields(module: str, name: str) -> frozenset[str] | None:
+    """Return the names of :func:`declared`; None if the package is not installed."""
+    found = declared(module, name)
+    return None if found is None else frozenset(found)
+
+
+@functools.cache
+def declared(module: str, name: str) -> Mapping[str, Declared] | None:
     """Return the annotated fields of the class ``name`` in ``module`` and of its bases; None if the package is not
     installed. Raises LookupError if the module has no such class.
 
@@ -186,7 +209,7 @@ def declared_fields(module: str, name: str) -> frozenset[str] | None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             inherited = [_fields_of_base(module, tree, base.id) for base in node.bases if isinstance(base, ast.Name)]
-            return frozenset(_own_fields(node)).union(*inherited)
+            return {field: one for fields in (*inherited, _own_fields(node)) for field, one in fields.items()}
     raise LookupError(f"{module} has no class {name}")
 
 
@@ -203,22 +226,62 @@ def source_of(module: str) -> ast.Module | None:
     return None
 
 
-def _own_fields(node: ast.ClassDef) -> list[str]:
-    return [
-        item.target.id
+def _own_fields(node: ast.ClassDef) -> dict[str, Declared]:
+    return {
+        item.target.id: Declared(item.annotation, _literal(item.value))
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         if not item.target.id.startswith("_") and "ClassVar" not in ast.unparse(item.annotation)
-    ]
+    }
 
 
-def _fields_of_base(module: str, tree: ast.Module, base: str) -> frozenset[str]:
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return dataclasses.MISSING if node is None else ast.literal_eval(node)
+    except ValueError:
+        return dataclasses.MISSING
+
+
+def _fields_of_base(module: str, tree: ast.Module, base: str) -> Mapping[str, Declared]:
     if any(isinstance(node, ast.ClassDef) and node.name == base for node in tree.body):
-        return declared_fields(module, base) or frozenset()
+        return declared(module, base) or {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == base for alias in node.names):
             above = module.split(".")[: -node.level] if node.level else []
             home = ".".join([*above, *filter(None, [node.module])])
             if home.split(".")[0] == module.split(".")[0]:
-                return declared_fields(home, base) or frozenset()
-    return frozenset()
+                return declared(home, base) or {}
+    return {}
+
+
+_Kind = tuple[str, Callable[[Any], bool]]
+_KINDS: dict[str, _Kind] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an int", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "float": ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
+    "str": ("a str", lambda value: isinstance(value, str)),
+    **{name: ("a list", lambda value: isinstance(value, list | tuple)) for name in ("list", "List", "tuple", "Tuple")},
+    **{name: ("a mapping", lambda value: isinstance(value, Mapping)) for name in ("dict", "Dict")},
+}
+
+
+def _plain_kinds(node: ast.expr) -> list[_Kind] | None:
+    """Return the kinds of values of an annotation; None if it has a type that configurations cannot contain."""
+    if isinstance(node, ast.Constant) and node.value is None:
+        return [("null", lambda value: value is None)]
+    if isinstance(node, ast.Name):
+        return [_KINDS[node.id]] if node.id in _KINDS else None
+    parts: Sequence[ast.expr | None] = [None]
+    if isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        inside = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if node.value.id == "Literal" and all(isinstance(each, ast.Constant) for each in inside):
+            choices = [each.value for each in inside if isinstance(each, ast.Constant)]
+            return [(f"one of {', '.join(map(str, choices))}", lambda value: value in choices)]
+        if node.value.id in _KINDS:
+            return [_KINDS[node.value.id]]
+        if node.value.id in ("Optional", "Union"):
+            parts = [*inside, *([ast.Constant(None)] if node.value.id == "Optional" else [])]
+    kinds = [None if part is None else _plain_kinds(part) for part in parts]
+    return None if None in kinds else [one for each in kinds for one in each or ()]

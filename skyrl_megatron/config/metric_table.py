@@ -205,10 +205,16 @@ TABLE = (
     Metric(
         "policy/attention_logit_max",
         "logits",
-        "Largest attention logit before QK-clip, with `qk_clip`",
+        "Largest attention logit before QK-clip, with `qk_clip` or `log_max_attention_logit`",
         "above the threshold: heads are clipped",
     ),
-    less("policy/skipped", "updates", "Updates skipped because the gradient was not finite", "above 0: overflow"),
+    Metric("policy/num_zeros_in_grad", "entries", "Gradient entries that are 0, with `log_num_zeros_in_grad`"),
+    less(
+        "policy/skipped",
+        "updates",
+        "Updates skipped because the gradient was not finite, or above `grad_norm_skip_threshold`",
+        "above 0: overflow",
+    ),
     Metric("policy/num_microbatches", "", "Micro-batches of a data-parallel replica in an update"),
     Metric(
         "policy/loss_metrics/clip_ratio",

@@ -17,7 +17,7 @@ from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
 from skyrl_megatron.config.rules.muon_rules import muon_notes
 from skyrl_megatron.config.rules.placement_rules import placement_problems
-from skyrl_megatron.config.rules.rollout_rules import rollout_problems
+from skyrl_megatron.config.rules.rollout_rules import rollout_problems, unaccounted_sampling
 from skyrl_megatron.config.rules.supervised_rules import supervised_problems
 from skyrl_megatron.config.rules.training_rules import (
     fully_async_problems,
@@ -93,7 +93,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     policy = configs.get("policy", {})
     if supervised(cfg) is None:
         problems += evaluation_problems(cfg)
-        problems += rollout_problems(cfg, policy)
+        problems += rollout_problems(cfg, policy, hardware)
         problems += exact_problems(cfg, hardware, policy)
     else:
         problems += supervised_problems(cfg, policy)
@@ -146,6 +146,8 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
     if said := stale_loss(cfg):
+        yield said
+    if supervised(cfg) is None and (said := unaccounted_sampling(cfg)):
         yield said
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
         yield (

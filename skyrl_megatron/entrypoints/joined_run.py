@@ -25,7 +25,7 @@ from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.progress import heartbeat, note_output
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.stopping import StopRequested, StopSignal
-from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -127,6 +127,8 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
                 f"the process of the run did not answer for {cfg.trainer.phase_timeout_s:g} s "
                 "(trainer.phase_timeout_s); run ray status; the same command continues from the last checkpoint"
             ) from error
+        except ray.exceptions.UnserializableException as error:
+            raise DistributedError(f"the process of the run failed: {unpickled_line(error)}") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, SkyRLMegatronError):
                 raise error.cause from error

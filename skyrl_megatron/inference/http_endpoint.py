@@ -347,6 +347,7 @@ async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], 
         raise RequestError(f"{TOKENS}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{TOKENS}: the body needs token_ids and sampling_params: {error!r}") from error
+    sampling.setdefault("max_tokens", None)  # as vLLM's route: until the context is full, not SamplingParams' 16
     session = request.headers.get(SESSION_HEADER)
     generation = await client.sample(prompt, sampling, session, adapter)
     pairs = zip(generation.token_ids, generation.logprobs, strict=False)

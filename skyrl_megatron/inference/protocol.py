@@ -26,6 +26,13 @@ WeightMetadata = Sequence[Sequence[Any]]
 """Tensors that each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
 
 
+FINISH_REASONS = frozenset({"stop", "length", "abort", "error", "repetition"})
+"""vLLM's reasons: end of sequence or stop string, limit of tokens, ended by a client, failed, and a repetition that
+``repetition_detection`` found."""
+CUT_OFF = frozenset({"length", "repetition"})
+"""Reasons of responses that the policy did not end: they count as truncated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One sampled continuation."""
@@ -37,7 +44,7 @@ class Generation:
     Without ``support``, this is the sampling distribution, unless top-p, top-k, min-p or a penalty changes that.
     """
     finish_reason: str
-    """``stop`` (end of sequence or stop string), ``length``, or ``abort``."""
+    """One of :data:`FINISH_REASONS`."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     """(policy version, first token, end) of each span. There are several if the weights changed during the request."""
     routed_experts: Any = None

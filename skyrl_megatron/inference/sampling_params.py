@@ -14,17 +14,13 @@ import hashlib
 import json
 import math
 import numbers
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.fields import source_of
-from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
-from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.config.schema.generator import SamplingParams
-from skyrl_megatron.errors import RequestError, SkyRLMegatronWarning
+from skyrl_megatron.errors import RequestError
 
 
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:
@@ -42,20 +38,6 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
         sampling["stop"] = list(params.stop)
         sampling["include_stop_str_in_output"] = True
     return sampling | dict(params.additional_kwargs or {})
-
-
-def warn_of_truncation(cfg: SkyRLTrainConfig) -> None:
-    """Warn if off-policy correction is on, but log-probs are not those of the truncated sampling distribution."""
-    changed = truncations(cfg.generator.sampling_params)
-    corrects = correction_enabled(cfg.trainer.algorithm.off_policy_correction)
-    if changed and corrects and not returns_sampling_support(cfg):
-        warnings.warn(
-            f"generator.sampling_params {', '.join(changed)}: log-probs are those of softmax(logits / temperature), "
-            "not of the truncated distribution that tokens are sampled from; trainer.algorithm.off_policy_correction "
-            "corrects for different weights and numerics, not for the truncation",
-            SkyRLMegatronWarning,
-            stacklevel=2,
-        )
 
 
 def request_seed(seed: int, uid: str, repetition: int, step: int) -> int:

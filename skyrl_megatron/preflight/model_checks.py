@@ -12,7 +12,7 @@ from bridges.errors import BridgeError
 from bridges.quantisation import FP8, EngineForm
 from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import (
@@ -24,7 +24,9 @@ from skyrl_megatron.config.roles import (
     role_layout,
     trains_draft,
 )
-from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
+from skyrl_megatron.config.rules.megatron_rules import MEASURE
+from skyrl_megatron.config.rules.passthrough import distribution_changes
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder
@@ -78,8 +80,24 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         yield from _optimizer(run, role, model)
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
+        if model is not None and role == "policy":
+            yield from _engine_model(run, model, key, path)
         if model is not None and role == "policy" and _runs_on_cpu(run):
             yield from _cpu_engine(key, path, model.plan.family.config(model.config).to_dict())
+
+
+def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Iterator[Problem]:
+    """Yield values of the policy's ``config.json`` that vLLM does not honour, and keys that it needs."""
+    from skyrl_megatron.preflight.engine_models import engine_model_faults
+
+    engine = run.cfg.generator.inference_engine
+    if supervised(run.cfg) is not None or engine.backend != "vllm":
+        return
+    overrides = engine.engine_init_kwargs.get("hf_overrides")
+    written = {**model.config, **(overrides if isinstance(overrides, Mapping) else {})}
+    family = model.plan.family
+    for fault in engine_model_faults(family.model_type, family.config(model.config), written):
+        yield Problem(key, path, fault)
 
 
 def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str | None]:
@@ -99,7 +117,12 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Pr
     """Yield why Muon cannot train the model of a trained role, and why ``qk_clip`` cannot clip its attention, as this
     run builds it."""
     from bridges.rules import without_split
-    from skyrl_megatron.runtime.model.description import LOCAL, unsupported_by_te, without_qk_clip
+    from skyrl_megatron.runtime.model.description import (
+        LOCAL,
+        unsupported_by_te,
+        without_max_logit,
+        without_qk_clip,
+    )
 
     if model is None or is_frozen(role):
         return
@@ -112,6 +135,8 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Pr
     use_te = not run.hardware.is_cpu and not local
     if options.get("qk_clip") and (why := without_qk_clip(model, role_layout(run.cfg, role).tp, use_te)):
         yield Problem(f"trainer.{role}.megatron_config.transformer_config_kwargs.qk_clip", True, why)
+    elif options.get(MEASURE) and (why := without_max_logit(use_te)):
+        yield Problem(f"trainer.{role}.megatron_config.transformer_config_kwargs.{MEASURE}", True, why)
 
 
 def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:
@@ -334,7 +359,7 @@ def _drafting(run: PlannedRun, drafting: Any) -> Iterator[Problem | NotChecked]:
             "true; otherwise fewer drafts are accepted as training proceeds"
         )
         yield NotChecked(f"{key}={drafting}", why)
-    cut = truncations(cfg.generator.sampling_params)
+    cut = distribution_changes(cfg.generator.sampling_params)
     if cut and (run.hardware.is_cpu or not returns_sampling_support(cfg)):
         fix = (
             f"with {cut[0]} the log-probs of drafted tokens are not those of the sampling distribution: remove "

@@ -16,6 +16,7 @@ from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import trackers
 from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.muon_rules import PREFIX
+from skyrl_megatron.config.rules.passthrough_keys import SAMPLING
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
 from skyrl_megatron.inference.sampling_params import WrongType, sampling_keys, sampling_types, typed_field
@@ -129,7 +130,7 @@ def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             key = f"generator.{name}.additional_kwargs"
             known = None if sampling_types() is None else sampling_keys()
             yield from _unknown(key, further, known, "vLLM's SamplingParams")
-            yield from _of_another_type(key, further, known or ())
+            yield from _of_another_type(key, further, SAMPLING.passed_on & (known or frozenset()))
 
 
 def _tool_parser(name: str | None) -> Iterator[Problem]:

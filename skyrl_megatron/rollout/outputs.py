@@ -16,6 +16,7 @@ from skyrl_megatron.config import GeneratorConfig
 from skyrl_megatron.data.batch import collate, failed_uid
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
+from skyrl_megatron.inference.protocol import CUT_OFF
 from skyrl_megatron.rollout.episode import Trajectory
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
@@ -303,7 +304,7 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "generate/num_failed": float(sum(reason == "error" for reason in reasons)),
         "generate/num_unfinished": float(sum(trajectory.unfinished for trajectory in trajectories)),
-        "generate/truncated_ratio": float(np.mean([reason == "length" for reason in reasons])),
+        "generate/truncated_ratio": float(np.mean([reason in CUT_OFF for reason in reasons])),
         "generate/avg_turns": float(np.mean([trajectory.turns for trajectory in trajectories])),
     }
 
@@ -468,7 +469,7 @@ def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingB
         rollout_support=output.get("rollout_support"),
     )
     if (reasons := output.get("stop_reasons")) is not None:
-        batch.truncated = torch.tensor([reason == "length" for reason in reasons])
+        batch.truncated = torch.tensor([reason in CUT_OFF for reason in reasons])
     batch.response_mask[list(failed)] = 0.0
     batch.loss_mask[list(failed)] = 0.0
     return batch

@@ -184,7 +184,8 @@ class MegatronEngine(TrainedModel):
         ``ddp_config.overlap_param_gather`` they are then gathered during its forward pass, otherwise here.
 
         If a gradient is not finite on any rank, the step is skipped: weights, moments and schedule do not change, the
-        result names the first such parameter, and :attr:`skipped_steps` counts it. Raises ValueError if there are no
+        result names the first such parameter, and :attr:`skipped_steps` counts it. So is a step whose gradient norm
+        is above ``optimizer_config_kwargs.grad_norm_skip_threshold``. Raises ValueError if there are no
         gradients.
 
         Each adapter that has gradients takes a step of its own.
@@ -214,7 +215,10 @@ class MegatronEngine(TrainedModel):
         now.steps += 1
         now.skipped_steps += result.skipped
         if result.skipped and dist.get_rank() == 0:
-            logger.warning("the gradient of %s is not finite: the step is skipped", result.offender)
+            why = f"the gradient norm {result.grad_norm:.4g} is above optimizer_config_kwargs.grad_norm_skip_threshold"
+            if result.offender:
+                why = f"the gradient of {result.offender} is not finite"
+            logger.warning("%s: the step is skipped", why)
         self.memory.snapshot(self._numbered("step"), dist.get_rank())
         return result
 

@@ -71,15 +71,19 @@ class StepResult:
     learning_rate: float
     """The learning rate of this step."""
     skipped: bool
-    """True if the gradient was not finite: weights, moments and schedule are unchanged."""
+    """True if the gradient was not finite, or its norm is above ``grad_norm_skip_threshold``: weights, moments and
+    schedule are unchanged."""
     offender: str | None = None
-    """If skipped: the first parameter whose gradient is not finite, with its rank."""
+    """If the gradient was not finite: the first parameter with such a gradient, with its rank."""
     expert_moves: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the experts' moves after the step (``expert_moves.py``)."""
     adapters: Mapping[str, StepResult] = field(default_factory=dict)
     """With several adapters: the result of each, by name."""
     max_logit: float | None = None
-    """With ``qk_clip``, the largest attention logit since the last step, before clipping."""
+    """With ``qk_clip`` or ``log_max_attention_logit``, the largest attention logit since the last step, before
+    clipping."""
+    zeros_in_grad: float | None = None
+    """With ``log_num_zeros_in_grad``, the number of gradient entries that are 0."""
 
 
 def combine_results(results: Mapping[str, StepResult]) -> StepResult:
@@ -88,7 +92,7 @@ def combine_results(results: Mapping[str, StepResult]) -> StepResult:
         return results[""]
     parts = list(results.values())
     norm = math.hypot(*(part.grad_norm for part in parts))
-    offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.skipped), None)
+    offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.offender), None)
     rate = max(part.learning_rate for part in parts)
     return StepResult(norm, rate, any(part.skipped for part in parts), offender, adapters=dict(results))
 
@@ -272,7 +276,8 @@ def step_if_finite(
     *,
     with_draft: bool = False,
 ) -> StepResult:
-    """Clip gradients and step, unless a gradient on any rank is not finite. Gradients must be reduced over dp before.
+    """Clip gradients and step, unless a gradient on any rank is not finite, or the norm is above
+    ``grad_norm_skip_threshold``. Gradients must be reduced over dp before.
 
     Muon's matrices are not clipped: a factor on one step's gradient would only change its share in the momentum.
 
@@ -287,6 +292,9 @@ def step_if_finite(
     dist.all_reduce(healthy, op=dist.ReduceOp.MIN)
     if not healthy.item():
         return StepResult(grad_norm, learning_rate, True, _first_offender(chunks))
+    options: Any = optimizer.config
+    if grad_norm > options.grad_norm_skip_threshold:  # Megatron's value without a limit is infinity
+        return StepResult(grad_norm, learning_rate, True)
     norms = {None: grad_norm} | ({_DRAFT: _draft_norm(optimizer)} if with_draft else {})
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
@@ -302,12 +310,14 @@ def step_if_finite(
                 clip_grad_by_total_norm_fp32(
                     own, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
                 )
+    zeros = float(optimizer.count_zeros()) if options.log_num_zeros_in_grad else None
     optimizer.step_with_ready_grads()
     schedule.step(1)
-    if logits is None:
-        return StepResult(grad_norm, learning_rate, False)
-    clip_qk(logits, optimizer)
-    return StepResult(grad_norm, learning_rate, False, max_logit=logits.largest)
+    model: Any = chunks[0].config
+    if logits is not None and model.qk_clip:
+        clip_qk(logits, optimizer)
+    largest = None if logits is None else logits.largest
+    return StepResult(grad_norm, learning_rate, False, max_logit=largest, zeros_in_grad=zeros)
 
 
 _DRAFT = "mtp"

@@ -43,9 +43,12 @@ class MaxLogits:
 
 @torch.no_grad()
 def take_max_logits(chunks: Sequence[torch.nn.Module]) -> MaxLogits | None:
-    """Return the largest logits since the last call, None without ``qk_clip``. Collective over all ranks."""
+    """Return the largest logits since the last call; None without ``qk_clip`` and ``log_max_attention_logit``.
+
+    Collective over all ranks.
+    """
     config: Any = chunks[0].config
-    if not config.qk_clip:
+    if not (config.qk_clip or config.log_max_attention_logit):
         return None
     layers: list[tuple[Any, PackedAttention]] = []
     for chunk in chunks:

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, UnserializableException
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError, SkyRLMegatronWarning
 
 ACTOR_LOST = (RayActorError, OutOfMemoryError)
 """Errors of a call to an actor whose process died. OutOfMemoryError: Ray's memory monitor killed it."""
+CALL_FAILED = (RayTaskError, UnserializableException)
+"""Errors of a call that raised. UnserializableException: its exception cannot be unpickled here, which happens to
+classes of plugins whose constructor has other parameters than the exception's ``args``."""
 GRACE_S = 5.0
 """Seconds that the other ranks get to finish after one has failed."""
 POLL_S = 5.0
@@ -53,7 +56,7 @@ class PendingCall:
                 rank = waiting.pop(reference)
                 try:
                     ray.get(reference)
-                except (RayTaskError, *ACTOR_LOST) as error:
+                except (*CALL_FAILED, *ACTOR_LOST) as error:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                     failures[rank] = error
         if failures:
@@ -98,6 +101,8 @@ def raise_rank_error(error: Exception, rank: str, phase: str) -> NoReturn:
     """Raise the error of a call to a rank, as described in :meth:`ActorGroup.call`."""
     if isinstance(error, ACTOR_LOST):
         raise DistributedError(f"{rank}, phase {phase}: the process died ({lost_because(error)})") from error
+    if isinstance(error, UnserializableException):
+        raise DistributedError(f"{rank}, phase {phase}: {unpickled_line(error)}") from error
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, SkyRLMegatronError):
         raise cause from error
@@ -111,6 +116,12 @@ def raise_rank_error(error: Exception, rank: str, phase: str) -> NoReturn:
             "rank needs"
         ) from error
     raise error
+
+
+def unpickled_line(error: UnserializableException) -> str:
+    """Return type and message of an exception that cannot be unpickled: the last line of its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{lines[-1]} (an exception that cannot be unpickled; its traceback is above)"
 
 
 class ActorGroup:
@@ -214,12 +225,14 @@ def _gone(answer: Any) -> bool:
 def _failed(answer: Any) -> bool:
     try:
         ray.get(answer)
-    except (RayTaskError, *ACTOR_LOST):
+    except (*CALL_FAILED, *ACTOR_LOST):
         return True
     return False
 
 
 def _in_a_line(error: Exception) -> str:
+    if isinstance(error, UnserializableException):
+        return unpickled_line(error)
     cause = error.cause if isinstance(error, RayTaskError) else error
     first = (str(cause).splitlines() or [""])[0]
     return first if isinstance(cause, SkyRLMegatronError) else f"{type(cause).__name__}: {first}"

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.rules.training_rules import is_reproducible
-from skyrl_megatron.errors import EngineGoneError, LaunchError, SkyRLMegatronError
+from skyrl_megatron.errors import EngineError, EngineGoneError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.fleet import Fleet, engine_requirements
@@ -32,7 +32,7 @@ from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
 from skyrl_megatron.plugins import ENGINES
-from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
 from skyrl_megatron.workers.placement import RAY
 from skyrl_megatron.workers.runtime_env import runtime_environment
 
@@ -191,6 +191,8 @@ def _lost_actors() -> Iterator[None]:
         yield
     except ACTOR_LOST as error:
         raise EngineGoneError(f"the engine's actor died: {lost_because(error)}") from error
+    except ray.exceptions.UnserializableException as error:
+        raise EngineError(f"the engine's actor failed: {unpickled_line(error)}") from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SkyRLMegatronError):
             raise error.cause from None

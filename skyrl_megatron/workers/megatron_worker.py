@@ -159,6 +159,7 @@ class RankProcess:
                 ("lr", own.learning_rate),
                 ("skipped", own.skipped),
                 ("attention_logit_max", own.max_logit),
+                ("num_zeros_in_grad", own.zeros_in_grad),
             )
             if value is not None
         }

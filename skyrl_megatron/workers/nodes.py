@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import hub
 from skyrl_megatron.errors import ConfigError, DistributedError, LaunchError, SkyRLMegatronWarning
-from skyrl_megatron.workers.actor_group import ACTOR_LOST
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, unpickled_line
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -372,6 +372,8 @@ def _answer(reference: Any, node: str) -> Any:
     """Return the result of the actor on ``node``. Raises its ConfigError, or DistributedError if it died."""
     try:
         return ray.get(reference, timeout=ANSWER_S)
+    except ray.exceptions.UnserializableException as error:
+        raise DistributedError(f"node {node}: {unpickled_line(error)}") from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ConfigError):
             there = [replace(problem, fix=f"on node {node}: {problem.fix}") for problem in error.cause.problems]

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import ranks_exchange_weights, trains_draft, weight_bucket_sizes, weight_transport
 from skyrl_megatron.config.rules.exact_rules import requires_equal_bits
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
-from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, raise_rank_error
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, CALL_FAILED, lost_because, raise_rank_error
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -119,5 +117,5 @@ class PolicyRank:
         except ACTOR_LOST as error:
             why = lost_because(error)
             raise RankLostError(f"{name}, phase {PHASE}: the process died ({why})", self.policy.group.role) from error
-        except ray.exceptions.RayTaskError as error:
+        except CALL_FAILED as error:
             raise_rank_error(error, name, PHASE)

@@ -154,12 +154,13 @@ def test_a_row_without_a_folder_is_an_error_of_its_trajectory(running, task):
 
 def test_the_settings_are_checked(tmp_path):
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.rules.rollout_rules import rollout_problems
 
     cfg = SkyRLTrainConfig()
     cfg.generator.name, cfg.generator.agent.sandbox, cfg.generator.batched = "agent", "nowhere", True
     cfg.generator.agent.mounts = {"opt": str(tmp_path), "/opt": "/nowhere/agent"}
-    found = {each.key for each in rollout_problems(cfg, {})}
+    found = {each.key for each in rollout_problems(cfg, {}, Hardware(0))}
     assert {
         "generator.agent.command",
         "generator.agent.sandbox",

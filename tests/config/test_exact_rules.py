@@ -109,7 +109,7 @@ def test_gpus_need_batch_invariant_kernels_and_leave_a_gap(tmp_path, monkeypatch
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "num_experts_per_tok": 2}
     assert "products of experts" in keys(WARNS, hardware=elsewhere, **experts)[f"{K}transformer_impl"]
     assert keys(WARNS, LOCAL, hardware=elsewhere, **experts) == {}
-    assert "computes in bfloat16" in keys(WARNS, f"{W}dtype=float32", hardware=elsewhere)[f"{W}dtype"]
+    assert "computes in bfloat16" in keys(WARNS, f"{E}model_dtype=float32", hardware=elsewhere)[f"{E}model_dtype"]
     split = keys(WARNS, f"{M}tensor_model_parallel_size=2", *TWO, hardware=elsewhere)
     assert "sums over so many ranks" in split[f"{M}tensor_model_parallel_size"]
 

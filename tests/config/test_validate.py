@@ -228,7 +228,7 @@ RULES = {
         "1536 tokens",
     ),
     "no chunked prefill": (
-        [f"{E}enable_chunked_prefill=false", f"{E}max_num_batched_tokens=1000"],
+        [f"{E}enable_chunked_prefill=false", f"{E}max_num_batched_tokens=1000", f"{E}max_num_seqs=256"],
         f"{E}max_num_batched_tokens",
         "1536",
     ),

@@ -252,6 +252,11 @@ def test_tokens_in_tokens_out(endpoint, pool, loop):
     assert largest_gap([entry["logprob"] for entry in choice["logprobs"]["content"]], direct.logprobs) <= 1e-5
     assert choice["weight_versions"] == [{"version": "initial", "start": 0, "end": 5}]
     assert answer.headers["x-policy-version"] == "initial"
+    limit = pool.slots[0].engine.settings.max_model_len
+    body = {"token_ids": (PROMPTS[0] * limit)[: limit - 20], "sampling_params": {"ignore_eos": True}}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers={"Authorization": f"Bearer {token}"})
+    choice = answer.json()["choices"][0]
+    assert len(choice["token_ids"]) == 20 and choice["finish_reason"] == "length"  # the context, not 16 tokens
 
 
 def test_the_endpoint_refuses(endpoint):

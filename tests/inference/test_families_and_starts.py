@@ -49,6 +49,41 @@ def failing(loop, settings):
     return str(caught.value)
 
 
+WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+IGNORED = [
+    ("gpt_oss", {"swiglu_limit": 0.5}),
+    ("gpt_oss", {"layer_types": WINDOWS, "sliding_window": 16}),
+    ("gpt_oss", {"rms_norm_eps": 1e-1}),
+    ("olmoe", {"norm_topk_prob": True}),
+    ("olmoe", {"rms_norm_eps": 1e-1}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": WINDOWS, "max_window_layers": 0}),
+]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("family", "changes"), IGNORED, ids=str)
+def test_values_that_are_refused_are_those_that_vllm_ignores(family, changes, loop, tmp_path):
+    """``preflight/engine_models.py``: with such a value vLLM is another model than transformers, or does not start."""
+    from bridges.families import get_family
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
+    from skyrl_megatron.preflight.engine_models import engine_model_faults
+
+    model = write_tiny_model(family, tmp_path, **changes)
+    written = json.loads((model / "config.json").read_text())
+    assert len(list(engine_model_faults(family, get_family(family).config(written), written))) == 1
+    engine = VLLMEngine(tiny_settings(model))
+    try:
+        loop(engine.start(), 590)
+        gap = largest_gap(loop(engine.score(TOKENS)), reference_logprobs(model, TOKENS))
+    except EngineError:
+        return
+    finally:
+        loop(engine.shutdown())
+    print(f"{family} {changes}: {gap:.3g}")
+    assert gap > 1e-3
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(
     "family",

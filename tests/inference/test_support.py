@@ -90,6 +90,44 @@ def test_tokens_come_with_what_they_were_sampled_from(engine, logits_of, rule):
     assert largest_gap(sample.logprobs, expected) <= 1e-5
 
 
+LISTED = sorted({(7 * i + 3) % 380 + 5 for i in range(60)})
+MASKS = {
+    "allowed tokens": {"allowed_token_ids": LISTED},
+    "allowed tokens and top-p": {"allowed_token_ids": LISTED, "top_p": 0.8},
+    "no end token yet": {"min_tokens": 24, "stop_token_ids": [7, 9], "ignore_eos": False},
+    "a grammar": {"structured_outputs": {"regex": "[0-9]{40}"}},
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("mask", MASKS)
+def test_whatever_excludes_tokens_is_in_the_support(engine, logits_of, mask):
+    """Masks of other parameters than top-p, top-k, min-p: the log-prob is of the softmax over what they leave."""
+    import torch
+
+    sampling = {"max_tokens": 24, "temperature": TEMPERATURE, "seed": 3, "ignore_eos": True} | MASKS[mask]
+    sample = engine(lambda e: e.generate(mask, PROMPT, sampling))
+    assert len(sample.support) == len(sample.token_ids) == 24
+    every = logits_of([*PROMPT, *sample.token_ids])[len(PROMPT) - 1 : -1]
+    start, expected = 0, []
+    for token, (logits, count) in enumerate(zip(every, sample.support.counts.tolist(), strict=True)):
+        ids = sample.support.ids[start : start + count].astype("int64")
+        start += count
+        left_out = torch.ones(len(logits), dtype=torch.bool)
+        left_out[ids] = False
+        if "allowed" in mask:
+            assert set(ids.tolist()) <= set(LISTED)
+        if mask == "allowed tokens":
+            assert ids.tolist() == LISTED
+        if mask == "no end token yet":
+            assert {7, 9} <= set(left_out.nonzero()[:, 0].tolist()) and count >= VOCABULARY - 4
+        if mask == "a grammar":
+            assert 0 < count < 100
+        over = (logits / TEMPERATURE).masked_fill(left_out, -torch.inf).log_softmax(-1)
+        expected.append(over[sample.token_ids[token]].item())
+    assert largest_gap(sample.logprobs, expected) <= 1e-5
+
+
 def trainer_logprobs(folder, batch):
     """Log-probs of this rank's Megatron, tp2."""
     from tests.training.bodies import config

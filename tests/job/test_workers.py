@@ -18,6 +18,13 @@ def ray_slots(session_ray):
         yield session_ray.slots
 
 
+class OddError(Exception):
+    """Its constructor does not take its ``args``, so it cannot be unpickled."""
+
+    def __init__(self, number, text):
+        super().__init__(f"{text} {number}")
+
+
 class Body:
     """What the actors run: a real gloo group and a sum over it."""
 
@@ -57,6 +64,8 @@ class Body:
                 time.sleep(600)
             if kind == "value":
                 raise ValueError("a row is too long")
+            if kind == "odd":
+                raise OddError(3, "the plugin's own")
             raise CheckpointError("the disk is full")
         return self.sum(1.0)
 
@@ -94,6 +103,7 @@ def test_results_by_rank_and_errors_of_all_leave_the_group_alive(ray_slots):
     [
         ("die", r"policy rank 1, phase train: the process died"),
         ("value", r"policy rank 1, phase train: a row is too long"),
+        ("odd", r"policy rank 1, phase train: .*OddError: the plugin's own 3"),
         (
             "hang",
             r"phase train: no answer within 3 s \(trainer.phase_timeout_s\) from policy rank 0, policy rank 1"

@@ -205,13 +205,27 @@ def test_a_tokenizer_without_chat_template_is_refused():
         generator_of("chatml", ScriptedEngine([]), tokenizer=bare)
 
 
-@pytest.mark.parametrize("max_turns", [1, 4])
-def test_trajectories_that_were_cut_off(max_turns):
+def test_every_reason_of_the_engine_is_known():
+    import ast
+
+    from skyrl_megatron.config.fields import source_of
+    from skyrl_megatron.inference.protocol import CUT_OFF, FINISH_REASONS
+
+    tree = source_of("vllm.v1.engine")
+    values = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
+              and any(getattr(each, "id", "") == "FINISH_REASON_STRINGS" for each in node.targets)]  # fmt: skip
+    assert [frozenset(value) for value in values] == [FINISH_REASONS] and CUT_OFF < FINISH_REASONS
+
+
+@pytest.mark.parametrize(("max_turns", "cut_off"), [(1, "length"), (4, "length"), (4, "repetition")])
+def test_trajectories_that_were_cut_off(max_turns, cut_off):
     """``zero_reward_on_non_stop`` and overlong filtering (DAPO) look at how the last turn ended."""
+    from skyrl_megatron.rollout.outputs import to_training_batch
+
     tokenizer = tokenizer_of("chatml")
 
     def script(session):
-        finish = "length" if session == "1_0" else "stop"
+        finish = cut_off if session == "1_0" else "stop"
         return answers(tokenizer, finish=finish)
 
     def made(**config):
@@ -220,7 +234,8 @@ def test_trajectories_that_were_cut_off(max_turns):
         return generate(generator, batch_of([QUESTION] * 2, extras))
 
     plain = made()
-    assert plain["stop_reasons"] == ["stop", "length"]
+    assert plain["stop_reasons"] == ["stop", cut_off]
+    assert to_training_batch(plain, ["a", "b"]).truncated.tolist() == [False, True]
     assert plain["rollout_metrics"]["generate/truncated_ratio"] == 0.5
     assert [np.sum(reward) for reward in plain["rewards"]] == [1.0, 1.0]
     assert [bool(mask.any()) for mask in plain["loss_masks"]] == [True, True]

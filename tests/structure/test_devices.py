@@ -38,6 +38,7 @@ TABLE = {
     "skyrl_megatron.runtime.checkpoint.rank_files": (1, MEMORY),
     "skyrl_megatron.config.rules.megatron_rules": (4, REFUSES),
     "skyrl_megatron.config.rules.exact_rules": (1, REFUSES),
+    "skyrl_megatron.config.rules.passthrough": (1, REFUSES),
     "skyrl_megatron.config.rules.exchange_rules": (2, REFUSES),
     "skyrl_megatron.config.rules.ineffective": (2, REFUSES),
     "skyrl_megatron.config.rules.placement_rules": (1, REFUSES),

@@ -192,6 +192,15 @@ def test_other_passes_are_measured_too(ranks, model, overrides):
     assert len(check_weights(outcomes, logits, threshold, hf)) >= 4 * 2
 
 
+def test_logits_are_measured_without_the_clip(ranks, model):
+    """``log_max_attention_logit`` reports the same and changes no weight, with any optimizer."""
+    folder, batch, logits, threshold = model("qwen2")
+    keys = {f"{FIELDS}qk_clip": False, f"{OPTIMIZER}optimizer": "adam", f"{FIELDS}log_max_attention_logit": True}
+    ((before, after, largest, _),) = ranks(1, clip_body, folder, batch, threshold, MORE["single"], keys)
+    assert largest == pytest.approx(float(logits.max()), rel=1e-4)
+    assert all(after[key].equal(weight) for key, weight in before.items())
+
+
 def test_a_single_head(ranks, model):
     """Only one tp rank clips. Both share the experts, whose weights they gather together or not at all."""
     folder, batch, logits, _ = model("deepseek_v3")

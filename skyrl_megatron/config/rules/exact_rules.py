@@ -138,13 +138,9 @@ def _engine_problems(cfg: SkyRLTrainConfig, dtype: str) -> Iterator[Problem]:
     for name, why in _ENGINE_KWARGS.items():
         if (value := engine.engine_init_kwargs.get(name)) not in (None, "auto"):
             yield Problem(f"{_E}engine_init_kwargs.{name}", value, f"{why}: remove it, or set {KEY} to false")
-    dtypes = {
-        f"{_E}model_dtype": engine.model_dtype,
-        f"{_E}engine_init_kwargs.dtype": engine.engine_init_kwargs.get("dtype"),
-    }
-    for key, value in dtypes.items():
-        if value not in (None, "auto", dtype):
-            yield Problem(key, value, f"the trainer computes in {dtype}: set it to that, or {KEY} to false")
+    if engine.model_dtype not in ("auto", dtype):
+        fix = f"the trainer computes in {dtype}: set it to that, or {KEY} to false"
+        yield Problem(f"{_E}model_dtype", engine.model_dtype, fix)
     if cfg.generator.sampling_params.logprobs is None:
         fix = f"engines must return log-probs: set it to 0, or {KEY} to false"
         yield Problem("generator.sampling_params.logprobs", None, fix)

@@ -15,7 +15,7 @@ from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
-from skyrl_megatron.config.rules.rollout_rules import truncations
+from skyrl_megatron.config.rules.passthrough import masks
 from skyrl_megatron.config.rules.training_rules import RATIO_ANCHORED, UNCORRECTED, generates_ahead
 from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
 from skyrl_megatron.hub.repo_names import is_hub_name
@@ -79,7 +79,7 @@ def _is_masked_by(metric: str) -> Condition:
 
 
 def _stops(sampling: SamplingParams | None) -> bool:
-    return sampling is not None and bool(sampling.stop or "stop" in (sampling.additional_kwargs or {}))
+    return sampling is not None and bool(sampling.stop)
 
 
 def _in_all(prefix: str, names: str) -> str:
@@ -383,9 +383,9 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     # ------------------------------------------------------------ engines
     IneffectiveSetting(
-        "tokens are sampled from the whole vocabulary: sampling_params sets no top_p, top_k or min_p",
+        "tokens are sampled from the whole vocabulary: sampling_params excludes none (top_p, top_k, min_p)",
         f"{_E}return_sampling_support",
-        lambda cfg, hardware: not truncations(cfg.generator.sampling_params),
+        lambda cfg, hardware: not masks(cfg.generator.sampling_params),
     ),
     IneffectiveSetting(
         "enable_http_endpoint=false",

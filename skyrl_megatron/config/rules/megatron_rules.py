@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.roles import is_frozen, role_world_size
 from skyrl_megatron.config.rules.exchange_rules import exchange_problems
 from skyrl_megatron.config.rules.muon_rules import muon_problems
+from skyrl_megatron.config.rules.passthrough import megatron_key_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.config.schema.models import AUTO, DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.errors import Problem
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 
+MEASURE = "log_max_attention_logit"
 _AWARE, _ON_HOST, _DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_distributed_optimizer"
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _MASTERS = "main_params_dtype"
@@ -69,32 +71,6 @@ def _type_problem(name: str, value: object, *, aware: bool, on_host: bool, muon:
 
 
 _BACKENDS = ("auto", "flash", "fused", "unfused")
-_VARYING = "packed micro-batches vary in length: remove this key"
-_DELAYED = "delays weight gradients beyond the hooks that count them: remove this key"
-UNSUPPORTED_FIELDS = {
-    "fp8": "packed sequences are not padded to the sizes of FP8 GEMMs: remove this key to train in bf16",
-    "fp4": "packed sequences are not padded to the sizes of FP4 GEMMs: remove this key to train in bf16",
-    "fp8_param": "needs FP8 parameter gathering, which this trainer does not have: remove this key",
-    "fp4_param": "needs FP4 parameter gathering, which this trainer does not have: remove this key",
-    "tp_comm_overlap": "needs user buffers of one sequence length, but " + _VARYING,
-    "delay_wgrad_compute": _DELAYED,
-    "overlap_dispatch_backward_with_experts_wgrad": _DELAYED,
-    "hierarchical_context_parallel_sizes": (
-        "this trainer does not create hierarchical process groups: remove this key and set context_parallel_size"
-    ),
-    "mtp_num_layers": (
-        "multi-token-prediction layers are copied unchanged (`python -m bridges inspect` lists them as "
-        "passthrough): remove this key, and set mtp.train=true to train them"
-    ),
-    "mla_down_proj_fusion": (
-        "fuses two weights that loading, weight sync and checkpoints need under separate names: remove this key"
-    ),
-    "cache_mla_latents": "is an option of Megatron's inference, but vLLM runs inference here: remove this key",
-    "enable_cuda_graph": _VARYING,
-    "external_cuda_graph": _VARYING,
-    "cuda_graph_impl": _VARYING,
-}
-"""Fields of Megatron's ``TransformerConfig`` that this trainer does not support → reason and fix."""
 
 
 def megatron_problems(
@@ -122,9 +98,7 @@ def megatron_problems(
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if hardware.is_cpu and getattr(ddp, name):
             yield Problem(f"{section}ddp_config.{name}", True, "needs GPUs: remove this key")
-    for name, fix in UNSUPPORTED_FIELDS.items():
-        if (value := megatron.transformer_config_kwargs.get(name)) not in (None, False, 0, "none"):
-            yield Problem(f"{section}transformer_config_kwargs.{name}", value, fix)
+    yield from megatron_key_problems(cfg, role)
     optimizer = None if is_frozen(role) else getattr(cfg.trainer, role).optimizer_config.optimizer
     options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
     if role != "ref":
@@ -145,8 +119,14 @@ def megatron_problems(
 
 
 def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> Iterator[Problem]:
-    """Check the settings of QK-clip (``runtime/qk_clip.py``)."""
+    """Check the settings of QK-clip, and of measuring the largest logit without it (``runtime/qk_clip.py``)."""
     options, key = megatron.transformer_config_kwargs, f"{section}transformer_config_kwargs.qk_clip"
+    if options.get(MEASURE):
+        measured = f"{section}transformer_config_kwargs.{MEASURE}"
+        if is_frozen(role):
+            yield Problem(measured, True, "logits are measured in training, and this role is not trained: remove it")
+        elif not cfg.trainer.use_sample_packing:
+            yield Problem(measured, True, "needs packed sequences: set trainer.use_sample_packing=true")
     if not options.get("qk_clip"):
         return
     settings = getattr(cfg.trainer, role)

@@ -10,31 +10,17 @@ from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.config.roles import adapter_problems, ranks_exchange_weights
 from skyrl_megatron.config.rules.layout import ModelDimensions
+from skyrl_megatron.config.rules.passthrough import distribution_changes, engine_key_problems, masks, weights
 from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.errors import Problem
 from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, SANDBOXES, TRANSPORTS
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.generator import SamplingParams
+    from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 
 KEY = "generator.inference_engine.return_sampling_support"
-_CHANGING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens")
-
-
-def truncations(params: SamplingParams) -> list[str]:
-    """Return the settings that change the sampling distribution from softmax(logits / temperature)."""
-    return [
-        f"{name}={value}"
-        for name, value, changes in (
-            ("top_p", params.top_p, params.top_p < 1),
-            ("top_k", params.top_k, params.top_k > 0),
-            ("min_p", params.min_p, params.min_p > 0),
-            ("repetition_penalty", params.repetition_penalty, params.repetition_penalty != 1),
-        )
-        if changes
-    ]
 
 
 def returns_sampling_support(cfg: SkyRLTrainConfig) -> bool:
@@ -42,7 +28,7 @@ def returns_sampling_support(cfg: SkyRLTrainConfig) -> bool:
 
     False if that is the whole vocabulary. If the key is not set: true unless something prevents it.
     """
-    if not truncations(cfg.generator.sampling_params):
+    if not masks(cfg.generator.sampling_params):
         return False
     wanted = cfg.generator.inference_engine.return_sampling_support
     return not any(_obstacles(cfg)) if wanted is None else wanted
@@ -65,18 +51,37 @@ def _obstacles(cfg: SkyRLTrainConfig) -> Iterator[str]:
         yield "engines then accept only requests with top_k, which clients of enable_http_endpoint=true may not send"
     if params.logprobs is None:
         yield "needs the engine's log-probs, but generator.sampling_params.logprobs=null"
-    more = params.additional_kwargs or {}
-    changed = [f"additional_kwargs.{name}={more[name]}" for name in _CHANGING if more.get(name)]
-    if params.repetition_penalty != 1:
-        changed.append(f"repetition_penalty={params.repetition_penalty}")
-    for setting in changed:
+    for setting in weights(params):
         yield f"generator.sampling_params.{setting} changes the probability of tokens from that of the softmax"
+
+
+def unaccounted_sampling(cfg: SkyRLTrainConfig) -> str | None:
+    """Return the warning for training samples that come from another distribution than the trainer's softmax."""
+    changed = distribution_changes(cfg.generator.sampling_params)
+    if not changed or returns_sampling_support(cfg) or cfg.generator.inference_engine.enable_registry:
+        return None  # a rule refuses joining engines with such sampling
+    return (
+        f"generator.sampling_params {', '.join(changed)}: tokens are not sampled from the trainer's softmax(logits / "
+        "temperature), and no engine returns what they were sampled from: log-probs are those of the softmax, and "
+        "neither ratios nor trainer.algorithm.off_policy_correction account for the difference. For evaluation only, "
+        "set generator.eval_sampling_params"
+    )
+
+
+def _grammar(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """vLLM applies the mask of a grammar before it takes log-probs of any kind."""
+    params = cfg.generator.sampling_params
+    if (params.additional_kwargs or {}).get("structured_outputs") and not returns_sampling_support(cfg):
+        key = "generator.sampling_params.additional_kwargs.structured_outputs"
+        obstacle = next(_obstacles(cfg), f"{KEY}=false")
+        fix = f"log-probs need the tokens that the grammar leaves, which engines do not return: {obstacle}; remove one"
+        yield Problem(key, (params.additional_kwargs or {})["structured_outputs"], fix)
 
 
 _E = "generator.inference_engine."
 
 
-def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any], hardware: Hardware) -> Iterator[Problem]:
     """Yield every problem of generation. ``hf``: the policy's ``config.json``, empty if it is not available."""
     yield from GENERATORS.problems(cfg.generator.name)
     yield from SAMPLERS.problems(cfg.data.sampler)
@@ -87,7 +92,9 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
     yield from _lengths(cfg, hf)
     yield from _external(cfg)
     yield from _lora(cfg)
+    yield from engine_key_problems(cfg, hardware)
     yield from support_problems(cfg)
+    yield from _grammar(cfg)
 
 
 def _agent(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
@@ -118,7 +125,7 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     elif context < prompt:
         yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
     if coef := cfg.trainer.algorithm.observation_loss_coef:
-        key, cut = "trainer.algorithm.observation_loss_coef", truncations(generator.sampling_params)
+        key, cut = "trainer.algorithm.observation_loss_coef", distribution_changes(generator.sampling_params)
         if generator.max_turns == 1 and generator.name == "skyrl_gym":
             yield Problem(
                 key, coef, "with generator.max_turns=1 there are no observations: allow more, or set it to 0"
@@ -235,7 +242,7 @@ def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             "(enable_registry=true and registry_min_engines=1), or set this key to true"
         )
         yield Problem(f"{_E}run_engines_locally", False, fix)
-    if engine.enable_registry and (changed := truncations(cfg.generator.sampling_params)):
+    if engine.enable_registry and (changed := distribution_changes(cfg.generator.sampling_params)):
         fix = (
             f"engines that join return log-probs after {', '.join(changed)}, but the run's own engines before: "
             "remove these sampling parameters"

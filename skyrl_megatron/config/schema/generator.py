@@ -254,7 +254,7 @@ class InferenceEngineConfig(BaseConfig):
     """How an engine starts its ranks. `ray`: as processes on one node, as Ray actors on several nodes. `mp`: as
     processes. `uni`: its only rank runs in the engine's process. On CPU: mp."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine. They override the other keys."""
+    """Arguments of vLLM's engine. Those that other keys set, or that this package cannot account for, are rejected."""
     override_existing_update_group: Annotated[str, OneOf("auto", "enable", "disable")] = "auto"
     """No effect: an update group of an earlier run is always replaced."""
     external_proxy_url: str | None = None
@@ -265,9 +265,10 @@ class InferenceEngineConfig(BaseConfig):
     """Engines return the experts of each token, for `moe_enable_routing_replay`. Needs engines that this run starts,
     prefix caching, and no pipeline parallelism."""
     return_sampling_support: bool | None = None
-    """Engines return the tokens that top-p, top-k and min-p left to sample from. The trainer computes its softmax over
-    the same tokens, so that ratios and KL use the sampling distribution. None: true if top-p, top-k or min-p is set,
-    no penalty changes the distribution, and the run starts its engines without an HTTP endpoint."""
+    """Engines return the tokens that top-p, top-k, min-p, grammars or lists of tokens left to sample from. The trainer
+    computes its softmax over the same tokens, so that ratios and KL use the sampling distribution. None: true if such
+    a setting is given, no penalty or bias changes the distribution, and the run starts its engines without an HTTP
+    endpoint."""
     http_token_path: str | None = None
     """File with the endpoint's bearer token (mode 0600). None: a new file in the run's log folder."""
     enable_registry: bool = False
@@ -324,7 +325,8 @@ class SamplingParams(BaseConfig):
     stop: list[str] | None = None
     """Strings that end a generation."""
     additional_kwargs: dict[str, Any] | None = None
-    """Further fields of vLLM's `SamplingParams`."""
+    """Further fields of vLLM's `SamplingParams`. A warning names those that change the distribution of training
+    samples without a support (`return_sampling_support`)."""
 
 
 @dataclass

@@ -243,18 +243,18 @@ class MegatronConfig(BaseConfig):
     optimizer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_MEGATRON_OPTIMIZER_KWARGS)
     )
-    """Fields of Megatron's `OptimizerConfig`. They override the other keys."""
+    """Fields of Megatron's `OptimizerConfig`. Fields that other keys set, or that nothing here reads, are rejected."""
     transformer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
     )
-    """Fields of Megatron's `TransformerConfig`. They override the other keys. `transformer_impl: local` uses this
+    """Fields of Megatron's `TransformerConfig`, with the same exceptions. `transformer_impl: local` uses this
     package's layers on GPUs instead of Transformer Engine's; `gradient_accumulation_fusion` concerns the latter. With
     `recompute_granularity: auto`, as few layers are recomputed as GPU memory allows (all if it is unknown)."""
     empty_cuda_cache: bool | None = None
     """Free the cached GPU memory of PyTorch after each optimizer step. None: only when state is offloaded, before
     other processes need the memory."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration, applied before Megatron's is derived from it."""
+    """Changes to the model's Hugging Face configuration. Engines get those of the policy too."""
     dist_ckpt_optim_fully_reshardable: bool = False
     """No effect: optimizer state can always be loaded in another layout. False only gives a warning."""
     virtual_pipeline_model_parallel_size: Count | None = None

@@ -13,9 +13,9 @@ from bridges.files import check_folder
 from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token, rope_parameters
-from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support, truncations
+from skyrl_megatron.config.rules.passthrough import distribution_changes
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.errors import EngineError
-from skyrl_megatron.inference.sampling_params import warn_of_truncation
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots, adapter_slots
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
@@ -147,6 +147,8 @@ class EngineSettings:
     trust_remote_code: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the model's rotary parameters: ``rope_theta``, ``rope_type``, ``factor``, …"""
+    model_changes: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to ``config.json`` that the trainer makes too (``model_config_kwargs``)."""
     logprobs_at_temperature: bool = False
     """Compute log-probs after the temperature, but before top-p, top-k, min-p and penalties."""
     return_support: bool = False
@@ -226,19 +228,24 @@ class EngineSettings:
         if self.sleep_mode and "speculative_config" in self.extra:
             # weight syncs do not send the draft model, so sleep must keep it (vllm/v1/worker/gpu_worker.py, ``sleep``)
             arguments["sleep_preserve_parameter_names"] = ["draft.*"]
+        overrides = dict(self.model_changes)
         if self.rope:
-            arguments["hf_overrides"] = {"rope_parameters": rope_parameters(hf_config(self.folder)) | dict(self.rope)}
-        return arguments | dict(self.extra)
+            changed = hf_config(self.folder) | overrides
+            overrides["rope_parameters"] = rope_parameters(changed) | dict(self.rope)
+        extra = dict(self.extra)
+        if overrides:
+            given = extra.get("hf_overrides")
+            extra["hf_overrides"] = overrides | (dict(given) if isinstance(given, Mapping) else {})
+        return arguments | extra
 
 
 def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     """Return the engine settings of a configuration. ``changes``: fields that differ between engines (``log_file``).
 
-    Warns as :func:`warn_of_truncation`. Raises EngineError if the model folder has no readable ``config.json``.
+    Raises EngineError if the model folder has no readable ``config.json``.
     """
     generator, engine = cfg.generator, cfg.generator.inference_engine
     megatron = cfg.trainer.policy.megatron_config
-    warn_of_truncation(cfg)
     repo = hub.model_repo(cfg, "policy")
     extra = dict(engine.engine_init_kwargs)
     evaluation = generator.eval_sampling_params
@@ -265,7 +272,12 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "ray_prometheus_stats": engine.enable_ray_prometheus_stats,
         "trust_remote_code": cfg.trainer.trust_remote_code,
         "rope": rope,
-        "logprobs_at_temperature": bool(truncations(generator.sampling_params)) and not returns_sampling_support(cfg),
+        "model_changes": {
+            **cfg.trainer.policy.model_config_kwargs,
+            **cfg.trainer.policy.megatron_config.model_config_kwargs,
+        },
+        "logprobs_at_temperature": bool(distribution_changes(generator.sampling_params))
+        and not returns_sampling_support(cfg),
         "return_support": returns_sampling_support(cfg),
         "exact": cfg.trainer.exact_rollouts,
         "exact_parts": max(megatron.tensor_model_parallel_size // engine.tensor_parallel_size, 1),

@@ -81,13 +81,13 @@ class VLLMEngine(InferenceEngine):
         from skyrl_megatron.inference.vllm import compat
         from skyrl_megatron.weight_sync import vllm_backend
 
-        platform = platform_arguments(hf)
+        platform = {name: value for name, value in platform_arguments(hf).items() if name not in settings.extra}
         by_extension = settings.exact and not device.has_cuda()
         arguments = {
             "worker_extension_cls": compat.EXACT_EXTENSION if by_extension else compat.WORKER_EXTENSION,
             "weight_transfer_config": {"backend": vllm_backend.BACKEND},
             **({"additional_config": {compat.EXACT_PARTS: settings.exact_parts}} if by_extension else {}),
-        } | (settings.arguments() | platform | dict(settings.extra))
+        } | (settings.arguments() | platform)
 
         def launch() -> Any:
             if not device.has_cuda():

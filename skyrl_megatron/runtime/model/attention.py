@@ -312,7 +312,8 @@ class PackedAttention(torch.nn.Module):
         self.window = config.window_size[0] + 1 if windowed else None
         self.current_max_attn_logits: Tensor | None = None
         """[heads of this rank] fp32: the largest scaled logit of real queries since the last step, with
-        ``config.qk_clip``; Transformer Engine's name."""
+        ``config.qk_clip`` or ``log_max_attention_logit``; Transformer Engine's name."""
+        self.measures = bool(config.qk_clip or config.log_max_attention_logit)
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // pg_collection.tp.size()
@@ -341,7 +342,7 @@ class PackedAttention(torch.nn.Module):
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
-        if self.config.qk_clip and self.training and torch.is_grad_enabled():
+        if self.measures and self.training and torch.is_grad_enabled():
             self._measure(query, key, packed_seq_params, choose)
         if exact_ops.active():
             return self._attend_exactly(query, key, value, lengths)

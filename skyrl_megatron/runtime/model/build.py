@@ -29,6 +29,7 @@ from bridges.rules import padded_rows
 from skyrl_megatron import device as devices
 from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
+from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
 from skyrl_megatron.runtime.model.description import (
@@ -37,6 +38,7 @@ from skyrl_megatron.runtime.model.description import (
     describe,
     read_hf_model,
     use_transformer_engine,
+    without_max_logit,
     without_qk_clip,
 )
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement, give_placement
@@ -327,6 +329,9 @@ def build_model(
     clips = (transformer_config_kwargs or {}).get("qk_clip")
     if clips and (why := without_qk_clip(model, parallel.tp, use_te)):
         raise ConfigError([Problem(f"{prefix}transformer_config_kwargs.qk_clip", clips, why)])
+    measures = (transformer_config_kwargs or {}).get(MEASURE)
+    if measures and (why := without_max_logit(use_te)):
+        raise ConfigError([Problem(f"{prefix}transformer_config_kwargs.{MEASURE}", measures, why)])
     config = transformer_config(
         model,
         parallel,

@@ -183,6 +183,11 @@ def without_qk_clip(model: HfModel, tp: int, use_te: bool) -> str | None:
     groups = megatron.transformer.get("num_query_groups") or 1
     if not latent and groups % tp:
         return f"heads of a KV group must be on one rank, and tensor_model_parallel_size={tp} exceeds {groups} groups"
+    return without_max_logit(use_te)
+
+
+def without_max_logit(use_te: bool) -> str | None:
+    """Return why the largest attention logit cannot be measured, and what to do; None if it can."""
     if use_te:
         return (
             "Transformer Engine's attention is not asked for the largest logits here: set "

@@ -1,0 +1,264 @@
+"""Keys of the dictionaries for Megatron and vLLM: every one has a place, and a wrong one gets one error."""
+
+import importlib.util
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.fields import declared_fields
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.rules import passthrough_keys as keys
+from skyrl_megatron.config.validate import find_problems
+
+M, E, S = "trainer.policy.megatron_config.", "generator.inference_engine.", "generator.sampling_params."
+K, O, W = f"{M}transformer_config_kwargs.", f"{M}optimizer_config_kwargs.", f"{E}engine_init_kwargs."  # noqa: E741
+MORE, EVAL = f"{S}additional_kwargs", "generator.eval_sampling_params."
+TABLES = {
+    "transformer": keys.TRANSFORMER,
+    "optimizer": keys.OPTIMIZER,
+    "engine": keys.ENGINE,
+    "sampling": keys.SAMPLING,
+}
+PREFIXES = {"transformer": K, "optimizer": O, "engine": W, "sampling": f"{MORE}."}
+GPUS, CPU = Hardware(8), Hardware(0)
+
+
+def problems(*args, hardware=GPUS):
+    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *args])
+    return find_problems(cfg, hardware)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_of_the_installed_types_has_one_place(name):
+    """A new version's new field fails here until somebody has read what it does."""
+    table = TABLES[name]
+    assert declared_fields(table.module, table.type_name) == table.names
+    places = Counter([*table.passed_on, *table.read_here, *table.own_keys, *table.refused])
+    assert not [field for field, count in places.items() if count > 1]
+
+
+RUN_HERE = (
+    "transformer models/gpt models/common pipeline_parallel tensor_parallel extensions optimizer distributed fusions "
+    "recompute.py ssm/mamba_layer.py"
+).split()
+"""Where Megatron's code is that this trainer runs, in ``megatron/core``."""
+NOT_RUN = (
+    *("transformer_config.py", "optimizer_config.py", "heterogeneous_config.py"),  # declare the fields
+    *("dot_product_attention.py", "experimental_attention_variant", "distributed/fsdp/src"),  # this trainer has others
+)
+
+
+@pytest.fixture(scope="module")
+def attributes_read():
+    """Names of attributes that Megatron's code for training reads."""
+    core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0], "core")
+    found = set()
+    for part in RUN_HERE:
+        for file in [core / part] if part.endswith(".py") else (core / part).rglob("*.py"):
+            if not any(name in str(file) for name in NOT_RUN):
+                found |= set(re.findall(r"""(?:\.|getattr\(\w+, ['"])(\w+)""", file.read_text()))
+    return found
+
+
+def test_what_is_passed_on_to_megatron_is_read_there(attributes_read):
+    assert len(attributes_read) > 1000
+    for table in (keys.TRANSFORMER, keys.OPTIMIZER):
+        assert not table.passed_on - attributes_read
+
+
+def test_what_is_said_to_be_read_by_nobody_is_not(attributes_read):
+    unread = {name for name, reason in keys.TRANSFORMER.refused.items() if reason.startswith("no code that")}
+    assert len(unread) > 30
+    assert not unread & attributes_read
+
+
+NO_GRAMMAR = "structured_outputs: {regex: a+}"
+WRONG = {
+    "named field inside": ([f"{MORE}={{top_k: 5}}"], f"{MORE}.top_k", f"set {S}top_k"),
+    "length inside": ([f"{MORE}={{max_tokens: 5}}"], f"{MORE}.max_tokens", f"set {S}max_generate_length"),
+    "named field inside, in evaluation": (
+        [f"{EVAL}additional_kwargs={{temperature: 0.5}}"],
+        f"{EVAL}additional_kwargs.temperature",
+        f"set {EVAL}temperature",
+    ),
+    "one seed for all": ([f"{MORE}={{seed: 3}}"], f"{MORE}.seed", "would be the same"),
+    "scores of other tokens": ([f"{MORE}={{logprob_token_ids: [3]}}"], f"{MORE}.logprob_token_ids", "remove this key"),
+    "forced tokens": ([f"{MORE}={{trace_decode_token_ids: [3]}}"], f"{MORE}.trace_decode_token_ids", "did not sample"),
+    "grammar without its support": (
+        [f"{MORE}={{{NO_GRAMMAR}}}", f"{S}repetition_penalty=1.2"],
+        f"{MORE}.structured_outputs",
+        "repetition_penalty=1.2",
+    ),
+    "defaults of the engine": (
+        [f"{W}override_generation_config={{top_k: 5}}"],
+        f"{W}override_generation_config",
+        "set generator.sampling_params",
+    ),
+    "the model's own defaults": ([f"{W}generation_config=auto"], f"{W}generation_config", "every request samples"),
+    "logits": ([f"{W}logprobs_mode=raw_logits"], f"{W}logprobs_mode", "sampling distribution"),
+    "a trace": ([f"{W}enable_trace_replay=true"], f"{W}enable_trace_replay", "by a trace"),
+    "blocks outside the GPU": ([f"{W}kv_offloading_size=4"], f"{W}kv_offloading_size", "earlier weights"),
+    "a connector of blocks": ([f"{W}kv_transfer_config={{a: b}}"], f"{W}kv_transfer_config", "earlier weights"),
+    "a size of the engine": ([f"{W}tensor_parallel_size=2"], f"{W}tensor_parallel_size", f"set {E}tensor_par"),
+    "more sequences than tokens": (
+        [f"{E}max_num_seqs=4096", f"{E}max_num_batched_tokens=2048"],
+        f"{E}max_num_seqs",
+        "2048",
+    ),
+    "another rate": ([f"{O}lr=0.1"], f"{O}lr", "set trainer.policy.optimizer_config.lr"),
+    "another limit": ([f"{O}clip_grad=0.1"], f"{O}clip_grad", "set trainer.policy.optimizer_config.max_grad_norm"),
+    "another optimizer": ([f"{O}optimizer=sgd"], f"{O}optimizer", "set trainer.policy.optimizer_config.optimizer"),
+    "no number": ([f"{O}grad_norm_skip_threshold=high"], f"{O}grad_norm_skip_threshold", "must be a number"),
+    "first stage": (
+        [f"{K}num_layers_in_first_pipeline_stage=2"],
+        f"{K}num_layers_in_first_pipeline_stage",
+        f"set {M}num_layers_in_first_pipeline_stage",
+    ),
+    "another model": ([f"{K}num_layers=2"], f"{K}num_layers", "model_config_kwargs"),
+    "random experts": (
+        [f"{K}moe_router_force_load_balancing=true"],
+        f"{K}moe_router_force_load_balancing",
+        "does not choose",
+    ),
+    "dropped tokens": ([f"{K}moe_expert_capacity_factor=1.0"], f"{K}moe_expert_capacity_factor", "drops or pads"),
+    "unread": ([f"{K}moe_deepep_num_sms=20"], f"{K}moe_deepep_num_sms", "no code that this trainer runs"),
+    "logits of padded rows": (
+        [f"{K}log_max_attention_logit=true", "trainer.use_sample_packing=false"],
+        f"{K}log_max_attention_logit",
+        "use_sample_packing=true",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_is_refused_with_its_key_and_the_fix(case):
+    args, key, words = WRONG[case]
+    if key.startswith(f"{MORE}.structured"):
+        with pytest.warns(UserWarning, match="tokens are not sampled from"):
+            found = problems(*args)
+    else:
+        found = problems(*args)
+    assert [problem.key for problem in found] == [key], found
+    assert words in found[0].fix
+
+
+def test_drafts_that_the_engine_refuses():
+    draft = f"{W}speculative_config={{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 2}}"
+    (found,) = problems(draft, hardware=CPU)
+    assert found.key == f"{W}speculative_config" and "numba" in found.fix
+    assert problems(draft) == []
+    for args, key in (
+        ([f"{EVAL}min_p=0.1"], f"{EVAL}min_p"),
+        ([f"{EVAL}additional_kwargs={{logit_bias: {{5: 1.0}}}}"], f"{EVAL}additional_kwargs.logit_bias"),
+    ):
+        (found,) = problems(draft, *args)
+        assert found.key == key and "speculative_config" in found.fix
+    (found,) = problems(f"{W}speculative_config=mtp")
+    assert "a mapping" in found.fix
+
+
+ACCEPTED = [
+    f"{K}attention_dropout=0.1",
+    f"{K}sequence_parallel=false",
+    f"{O}grad_norm_skip_threshold=5",
+    f"{O}decoupled_lr=1e-5",
+    f"{W}max_logprobs=5",
+    f"{MORE}={{stop_token_ids: [3], ignore_eos: true}}",
+    f"{EVAL}additional_kwargs={{presence_penalty: 1.0, logit_bias: {{5: 10.0}}, bad_words: [a]}}",
+]
+
+
+def test_what_is_passed_on_is_accepted():
+    """Also values that are the other package's default, and any distribution in evaluation."""
+    for argument in ACCEPTED:
+        assert problems(argument) == [], argument
+    both = [f"{K}moe_z_loss_coeff=0.01", f"{M}moe_z_loss_coeff=0.01"]
+    assert problems(*both) == []
+
+
+WHOLE = f"{E}return_sampling_support=false"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [f"{S}repetition_penalty=1.2"],
+        [f"{MORE}={{presence_penalty: 1.0}}"],
+        [f"{MORE}={{logit_bias: {{5: 10.0}}}}"],
+        [f"{S}top_p=0.9", WHOLE],
+        [f"{MORE}={{min_tokens: 3}}", WHOLE],
+    ],
+    ids=str,
+)
+def test_training_samples_of_another_distribution_are_named(settings):
+    with pytest.warns(UserWarning, match="tokens are not sampled from the trainer's softmax") as caught:
+        assert problems(*settings) == []
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("mask", ["allowed_token_ids: [3, 5]", "bad_words: [a]", "min_tokens: 3", NO_GRAMMAR])
+def test_whatever_excludes_tokens_comes_with_its_support(mask):
+    from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", f"{MORE}={{{mask}}}"])
+    assert find_problems(cfg, GPUS) == [] and returns_sampling_support(cfg)
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -3,
+    7.5,
+    1e30,
+    float("nan"),
+    "",
+    "auto",
+    "full",
+    "x" * 50,
+    [],
+    [1, 2],
+    ["a"],
+    {},
+    {"a": 1},
+]
+
+
+def test_any_key_and_value_gets_one_clear_error_or_none():
+    """300 random ones: no traceback, and at most one problem, which names the key."""
+    from skyrl_megatron.preflight.option_checks import PlannedRun, foreign_options
+
+    rng, outcomes = random.Random(46), Counter()
+    for number in range(300):
+        kind = rng.choice([*TABLES])
+        name = rng.choice(sorted(TABLES[kind].names))
+        if number % 10 == 0:
+            name = name[: len(name) // 2] + rng.choice("xyz") + name[len(name) // 2 :]
+        value = rng.choice(VALUES)
+        cfg = SkyRLTrainConfig()
+        cfg.trainer.logger = "console"
+        megatron, generator = cfg.trainer.policy.megatron_config, cfg.generator
+        if kind == "sampling":
+            generator.sampling_params.additional_kwargs = {name: value}
+        else:
+            dictionaries = {
+                "transformer": megatron.transformer_config_kwargs,
+                "optimizer": megatron.optimizer_config_kwargs,
+                "engine": generator.inference_engine.engine_init_kwargs,
+            }
+            dictionaries[kind][name] = value
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("warnings.warn", lambda *args, **options: None)
+            found = find_problems(cfg, rng.choice([GPUS, CPU]))
+            found += [each for each in foreign_options(PlannedRun(cfg, GPUS)) if hasattr(each, "key")]
+        about = [each for each in found if name in each.key or name in each.fix]
+        assert about == found and len({each.key for each in found}) <= 1, (kind, name, value, found)
+        assert all(len(str(each)) < 600 and each.fix for each in found)
+        outcomes[bool(found)] += 1
+    assert outcomes[True] > 150 and outcomes[False] > 20
