@@ -242,17 +242,18 @@ def _read_config(path: Path) -> AdapterConfig:
 def adapter_config(
     *,
     rank: int,
-    alpha: float,
-    rank_stabilised: bool,
-    dropout: float,
+    scale: float,
     modules: list[str],
     base: str | None,
     revision: str | None = None,
 ) -> bytes:
     """Return the content of ``adapter_config.json``.
 
-    ``modules``: names, or suffixes of names, of the adapted projections. ``base``: the model's folder, or its name on
-    the Hugging Face hub with its commit as ``revision``.
+    ``scale``: the factor of B·A. It is written as a plain ``lora_alpha`` of scale · rank: with ``use_rslora`` PEFT
+    would scale gate and up of experts by √2 more, because it joins their factors into one pair of twice the rank. The
+    dropout is 0, because PEFT opens no adapter of experts with another. ``modules``: names, or suffixes of names, of
+    the adapted projections. ``base``: the model's folder, or its name on the Hugging Face hub with its commit as
+    ``revision``.
     """
     values = {
         "peft_type": "LORA",
@@ -260,9 +261,9 @@ def adapter_config(
         "base_model_name_or_path": base,
         "revision": revision,
         "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "use_rslora": rank_stabilised,
+        "lora_alpha": round(scale * rank) if math.isclose(scale * rank, round(scale * rank)) else scale * rank,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
         "bias": "none",
         "target_modules": modules,
         "inference_mode": True,

@@ -173,8 +173,8 @@ def test_training_starts_from_a_folder(ranks, folder, batch, saved):  # noqa: F8
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({f"{bodies.LORA}alpha": 5}, "alpha is 5, the folder's 12: set trainer.policy.model.lora.alpha=12"),
-        ({f"{bodies.LORA}use_rslora": True}, "the folder's false"),
+        ({f"{bodies.LORA}alpha": 5}, "a scale of 1.25, the folder's 3: set trainer.policy.model.lora.alpha=12 with"),
+        ({f"{bodies.LORA}use_rslora": True}, "or trainer.policy.model.lora.alpha=6 with trainer.policy.model.lora.use_rs"),
         ({f"{bodies.LORA}target_modules": "self_attn"}, "has an adapter there"),
         ({}, "the adapter has another base model"),
     ],
@@ -243,7 +243,7 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     from skyrl_megatron.runtime.model.description import read_hf_model
 
     plan = read_hf_model(folder).plan
-    shape = dict(rank=reference.RANK, alpha=reference.ALPHA, rank_stabilised=False, dropout=0.0)
+    shape = dict(rank=reference.RANK, scale=reference.ALPHA / reference.RANK)
     (tmp_path / CONFIG).write_bytes(adapter_config(**shape, modules=[], base=None))
     change_config(
         tmp_path,
@@ -280,7 +280,7 @@ def tied_case(tmp_path, module):
         "B": torch.randn(config["vocab_size"], 4, generator=generator),
     }
     save_file(dict(tensor_on_disk(module, letter, each) for letter, each in factors.items()), adapter / WEIGHTS)
-    shape = dict(rank=4, alpha=8, rank_stabilised=False, dropout=0.0)
+    shape = dict(rank=4, scale=2.0)
     ends = [module.rpartition(".")[2]]
     (adapter / CONFIG).write_bytes(adapter_config(**shape, modules=ends, base=None))
     return base, adapter
