@@ -174,7 +174,10 @@ def test_training_starts_from_a_folder(ranks, folder, batch, saved):  # noqa: F8
     "change, says",
     [
         ({f"{bodies.LORA}alpha": 5}, "a scale of 1.25, the folder's 3: set trainer.policy.model.lora.alpha=12 with"),
-        ({f"{bodies.LORA}use_rslora": True}, "or trainer.policy.model.lora.alpha=6 with trainer.policy.model.lora.use_rs"),
+        (
+            {f"{bodies.LORA}use_rslora": True},
+            "or trainer.policy.model.lora.alpha=6 with trainer.policy.model.lora.use_rs",
+        ),
         ({f"{bodies.LORA}target_modules": "self_attn"}, "has an adapter there"),
         ({}, "the adapter has another base model"),
     ],

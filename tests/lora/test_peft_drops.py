@@ -53,7 +53,9 @@ def export_body(base, factors, root, **settings):
     groups = parallel_state.initialize(ParallelConfig(1), timeout_s=120)
     model = build_model(base, groups, dtype=torch.float32)
     load_hf(model, base, groups)
-    settings = AdapterSettings(**dict(rank=reference.RANK, alpha=reference.ALPHA, dropout=0.0, init="kaiming") | settings)
+    settings = AdapterSettings(
+        **dict(rank=reference.RANK, alpha=reference.ALPHA, dropout=0.0, init="kaiming") | settings
+    )
     adapters = attach(model, groups, select(model.hf.plan, "all-linear"), settings)
     fill_factors(adapters, groups, by_module(factors))
     with warnings.catch_warnings(record=True) as caught:

@@ -199,9 +199,8 @@ def loss_of(logits, experts, share):
     return logits.shape[1] * (shares / shares.sum(1, keepdim=True) * logits.softmax(-1)).sum(1)
 
 
-@pytest.fixture(scope="module")
-def balanced(folder):
-    """Kind → (metric per layer, {name: gradient} of the loss that the router adds), from transformers in fp64."""
+def router_graphs(folder):
+    """transformers' model in fp64, and (logits [T, E], experts [T, K]) of each router with the graph behind them."""
     import torch
 
     from tests.training.reference import load_model
@@ -212,33 +211,46 @@ def balanced(folder):
         gate.register_forward_hook(lambda module, _, out: seen.setdefault(module, []).append((out[0], out[2])))
     for prompt, response, _ in rows():
         model(torch.tensor([[*prompt, *response]]), use_cache=False)
+    return model, [[torch.cat(each) for each in zip(*seen[gate], strict=True)] for gate in gates]
+
+
+def gradients_of(model, loss):
+    """HF name → gradient, of the parameters that ``loss`` depends on."""
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    return {name: each.grad.numpy().copy() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def balanced(folder):
+    """Kind → (metric per layer, {name: gradient} of the loss that the router adds), from transformers in fp64."""
+    import torch
+
+    model, routers = router_graphs(folder)
     sizes = torch.tensor([len(prompt) + len(response) for prompt, response, _ in rows()])
     row = torch.arange(len(sizes)).repeat_interleave(sizes)
     together = {"seq_aux_loss": row[:, None] == row, "aux_loss": torch.ones(len(row), len(row), dtype=torch.bool)}
     together["global_aux_loss"] = together["aux_loss"]
     outcome = {}
     for kind, share in together.items():
-        model.zero_grad()
-        parts = [[torch.cat(each) for each in zip(*seen[gate], strict=True)] for gate in gates]
-        losses = [loss_of(logits, experts, share).mean() for logits, experts in parts]
-        (COEFFICIENT * sum(losses)).backward(retain_graph=True)
-        gradients = {name: each.grad.numpy().copy() for name, each in model.named_parameters() if each.grad is not None}
-        outcome[kind] = [loss.item() for loss in losses], gradients
+        losses = [loss_of(logits, experts, share).mean() for logits, experts in routers]
+        outcome[kind] = [loss.item() for loss in losses], gradients_of(model, COEFFICIENT * sum(losses))
     return outcome
 
 
 def added_gradient(folder, layout, keys, kind):
-    """(metrics, {name: what the loss adds to the gradient}) of this rank."""
+    """(metrics, {name: what the losses of routers add to the gradient}) of this rank."""
     from skyrl_megatron.runtime.hf_weights import stream_hf
     from skyrl_megatron.runtime.model.moe import routers_of
     from tests.training.bodies import NO_DISTRIBUTED
 
     keys = NO_DISTRIBUTED | keys | balancing(kind) | {f"{MEGATRON}moe_per_layer_logging": True}
     engine, part = engine_of(folder, layout, keys)
-    gradients = []
+    gradients, z_loss = [], engine.model.config.moe_z_loss_coeff
     for chosen in ("none", kind):
         for router in routers_of(engine.model.chunks):
             router.routing_type = chosen
+            router.config.moe_z_loss_coeff = z_loss if chosen == kind else None
         engine.clear_gradients()
         metrics = engine.forward_backward(part)
         engine.reduce_gradients()
@@ -252,16 +264,21 @@ def check_balance(outcomes, wanted):
     losses, gradients = wanted
     seen = set()
     for metrics, added in outcomes:
-        assert [metrics[f"moe_load_balancing_loss/layer_{n}"] for n in range(4)] == pytest.approx(losses, rel=1e-5)
+        layers = [value for name, value in metrics.items() if name.startswith("moe_load_balancing_loss/layer_")]
+        assert layers == pytest.approx(losses, rel=1e-5)
         for name in added.keys() & gradients.keys():
             seen.add(name)
             error = np.abs(added[name] - gradients[name]).max() / np.abs(gradients[name]).max()
             assert error <= 1e-3, f"{name}: {error:.1e}"
-    assert sum(name.endswith("mlp.gate.weight") for name in seen) == 4
+    assert sum(name.endswith("mlp.gate.weight") for name in seen) == len(losses)
 
 
 EVERY_WAY = [
-    pytest.param(kind, way, marks=() if (kind, way) in {("seq_aux_loss", "tp2"), ("global_aux_loss", "cp2")} else pytest.mark.full_matrix)
+    pytest.param(
+        kind,
+        way,
+        marks=() if (kind, way) in {("seq_aux_loss", "tp2"), ("global_aux_loss", "cp2")} else pytest.mark.full_matrix,
+    )
     for kind in KINDS
     for way in WAYS
     if (kind, way) != ("aux_loss", "dp2")  # another loss: each replica's micro-batch alone
@@ -273,6 +290,29 @@ def test_load_balancing_losses(ranks, folder, balanced, kind, way):
     """Metric and gradient are the same in every layout, and those of tokens without padding."""
     layout = (LAYOUTS | MORE | {"padded": dict(world=1)})[way]
     check_balance(ranks(layout["world"], added_gradient, folder, layout, WAYS[way], kind), balanced[kind])
+
+
+@pytest.mark.parametrize("way", ["one", *(pytest.param(way, marks=pytest.mark.full_matrix) for way in ("tp2", "cp2"))])
+def test_losses_of_a_router_of_log_odds(ranks, tmp_path, way):
+    """ERNIE 4.5, which chooses by probability and bias: both losses are of its logits and of the best probabilities."""
+    import torch
+
+    from tests.bridges.tiny_models import save_tiny
+
+    base = save_tiny("ernie4_5_moe", tmp_path / "hf", num_key_value_heads=2, initializer_range=0.2)
+    model, routers = router_graphs(base)
+    every = torch.ones(len(routers[0][0]), len(routers[0][0]), dtype=torch.bool)
+    losses = [loss_of(logits, logits.topk(2).indices, every).mean() for logits, _ in routers]
+    squares = [logits.logsumexp(-1).square().mean() for logits, _ in routers]
+    assert any((experts.sort().values != logits.topk(2).indices.sort().values).any() for logits, experts in routers)
+    gradients = gradients_of(model, COEFFICIENT * sum(losses) + 0.05 * sum(squares))
+    keys, layout = WAYS[way] | {f"{MEGATRON}moe_z_loss_coeff": 0.05}, (LAYOUTS | MORE)[way]
+    outcomes = ranks(layout["world"], added_gradient, base, layout, keys, "aux_loss")
+    check_balance(outcomes, ([loss.item() for loss in losses], gradients))
+    entropies = [torch.distributions.Categorical(logits=logits).entropy().mean().item() for logits, _ in routers]
+    for metrics, _ in outcomes:
+        assert metrics["moe_z_loss"] == pytest.approx(np.mean([each.item() for each in squares]), rel=1e-5)
+        assert metrics["moe_router_entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
 
 
 def test_the_loss_of_a_sequence_is_its_own(ranks, folder, balanced):
