@@ -294,7 +294,7 @@ def test_load_balancing_losses(ranks, folder, balanced, kind, way):
 
 @pytest.mark.parametrize("way", ["one", *(pytest.param(way, marks=pytest.mark.full_matrix) for way in ("tp2", "cp2"))])
 def test_losses_of_a_router_of_log_odds(ranks, tmp_path, way):
-    """ERNIE 4.5, which chooses by probability and bias: both losses are of its logits and of the best probabilities."""
+    """ERNIE 4.5, which chooses by probability and bias: the losses are of its logits and its best probabilities."""
     import torch
 
     from tests.bridges.tiny_models import save_tiny

@@ -51,7 +51,7 @@ class PassInput[T]:
 def give_inputs[T](
     chunk: nn.Module, name: str, inputs: Sequence[PassInput[T]], value_of: Callable[[Any, int], T]
 ) -> None:
-    """Let the forward pass of a model chunk take the argument ``name``; each input gets ``value_of(argument, layer)``."""
+    """Let the forward pass of a model chunk take an argument; each input gets ``value_of(argument, layer)``."""
 
     def begin(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = keywords.pop(name, None)
