@@ -27,8 +27,9 @@ def write_model(folder, family="qwen3_moe", **changes):
     sizes = dict(vocab_size=512, hidden_size=64, head_dim=32, max_position_embeddings=4096)
     if family == "deepseek_v3":
         sizes.pop("head_dim")
-    sizes |= dict(eos_token_id=2, pad_token_id=0, bos_token_id=None)
-    return write_whole_folder(folder, tiny_config(family, **sizes | changes))
+    write_whole_folder(folder, tiny_config(family, **sizes, bos_token_id=None))
+    change(folder / "config.json", **changes)
+    return folder
 
 
 def add_tokens(folder, count):
