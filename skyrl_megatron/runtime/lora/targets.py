@@ -285,6 +285,11 @@ def adapter_mismatches(peft: PeftFolder, wanted: AdapterConfig, selection: Selec
             f"{wanted.scale:g}, the folder's {config.scale:g}: "
             + (f"set {' or '.join(fixes)}" if fixes else "no whole alpha gives it, so use another folder")
         )
+    if not peft.is_uniform:
+        yield (
+            "rank_pattern or alpha_pattern give its projections several ranks or scales, and one is trained: merge it "
+            "into the model (python -m bridges merge), and train a new adapter"
+        )
     modules = set(selected_modules(selection, plan))
     if absent := sorted(modules - peft.modules):
         yield f"{absent[0]} has no adapter there ({len(absent)} in all): set {KEY}.target_modules to fit"
