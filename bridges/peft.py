@@ -16,19 +16,21 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from bridges.convert import Report
 from bridges.errors import BridgeError
 from bridges.files import check_folder, read_json
 from bridges.hf_io import HfWriter, TensorInfo, map_file, read_header, view_of
 from bridges.plan import Plan
-from bridges.rows import Shape
+from bridges.rows import InterleavedGateUp, Shape, Transposed
 from bridges.rules import Entry
 from bridges.source import copy_assets, open_hf, output_config
 from bridges.staging import Progress, in_threads, shares, staged
@@ -39,6 +41,8 @@ _EMBEDDING = "embed_tokens"
 _BASE_WEIGHT = ".base_layer.weight"
 """Suffix of frozen base weights of embedding and output layer, which PEFT saves with their adapters."""
 _STACKED = re.compile(r"^(?P<experts>.*\.layers\.(?P<layer>\d+)\..*experts)(?P<inner>\.base_layer)?$")
+_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""Megatron's map of an expert → transformers' parameter of all experts, by which patterns of ranks are matched."""
 # Options of adapter_config.json that two factors cannot represent → values that leave the option off.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
@@ -107,6 +111,12 @@ class PeftFolder:
         self._map = map_file(self.path / WEIGHTS)
         self._plan = plan
         self._factors: dict[str, Callable[[], Tensor]] = {}
+        self._settings: dict[str, AdapterConfig] = {}
+        self._of_parameters: set[str] = set()
+        self._patterns = _Patterns(self.path / CONFIG, self.config)
+        self._names = _names_on_disk(plan)
+        self.whole: dict[str, tuple[str, AdapterConfig]] = {}
+        """Tensor of all experts in the base model → (module of the folder, its rank and alpha)."""
         for name in self._infos:
             self._add(name)
         self._check()
@@ -120,68 +130,120 @@ class PeftFolder:
         """Return ``A`` [rank, in] or ``B`` [out, rank] of a projection. Raises KeyError if it has none."""
         return self._factors[f"{module}.{letter}"]()
 
+    def settings(self, module: str) -> AdapterConfig:
+        """Return rank and alpha of a projection, which ``rank_pattern`` and ``alpha_pattern`` may change."""
+        return self._settings.get(module, self.config)
+
+    def added_to_layer(self, module: str, weight: Tensor) -> Tensor:
+        """Return the weight of a projection with its adapter, as PEFT merges it."""
+        a, b = (self.factor(module, letter) for letter in "AB")
+        return merged(weight, a, b, self.settings(module).scale, of_parameter=module in self._of_parameters)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all projections have the rank and the scale of the configuration."""
+        same = (self.config.rank, self.config.scale)
+        return all((each.rank, each.scale) == same for each in self._settings.values())
+
     def _add(self, name: str) -> None:
         if name.endswith(_BASE_WEIGHT) and name.startswith(PREFIX) and ".lora_" not in name:
             return
         if name.startswith(PREFIX) and name.endswith((".lora_embedding_A", ".lora_embedding_B")):
             module, letter = name[len(PREFIX) : -17], "BA"["AB".index(name[-1])]
-            self._factors[f"{module}.{letter}"] = lambda: self._read(name).t()
+            self._register(module, letter, lambda: self._read(name).t(), self._patterns.of(module))
             return
         module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         letter = rest.removesuffix(".weight")
         if letter not in ("A", "B") or not name.startswith(PREFIX):
             raise BridgeError(f"{self.path / WEIGHTS}: {name} is not a factor of a linear layer (….lora_A.weight)")
+        settings, is_parameter = self._patterns.of(module), self._patterns.is_parameter(f"{module}.weight")
+        module = self._names.get(module, module)
+        if is_parameter:
+            self._of_parameters.add(module)
         stacked = _STACKED.match(module)
         if stacked is None or f"{module}.weight" in self._plan.hf:
-            self._factors[f"{module}.{letter}"] = lambda: self._read(name)
+            self._register(module, letter, lambda: self._read(name), settings)
         else:
-            self._unstack(name, module, letter, int(stacked["layer"]))
+            self._unstack(name, module, letter, stacked["experts"], int(stacked["layer"]))
 
-    def _unstack(self, name: str, module: str, letter: str, layer: int) -> None:
+    def _register(self, module: str, letter: str, read: Callable[[], Tensor], settings: AdapterConfig) -> None:
+        self._factors[f"{module}.{letter}"], self._settings[module] = read, settings
+
+    def _unstack(self, name: str, module: str, letter: str, container: str, layer: int) -> None:
         """Register the factors of single experts in a stacked tensor; the shapes of A and B give the projection."""
-        rank = self.config.rank
         entries = [e for e in self._plan.entries if e.layer == layer and e.expert is not None and len(e.shape) == 2]
-        count = len({entry.expert for entry in entries})
+        count = len({entry.expert for entry in entries}) or 1
         a, b = (self._infos.get(f"{PREFIX}{module}.lora_{each}.weight") for each in "AB")
-        sizes = a and b and (*a.shape, *b.shape)
-        fitting = [
-            (e, width)
-            for e in entries
-            for width in {rank, rank * len(e.hf)}
-            if sizes == (count * width, e.shape[1], e.shape[0], count * width)
-        ]
-        if not fitting:
-            shapes = " and ".join(str(list(info.shape)) for info in (a, b) if info)
+        shapes = " and ".join(str(list(info.shape)) for info in (a, b) if info)
+        fitting = [e for e in entries if a and b and (*a.shape[1:], *b.shape) == (e.shape[1], e.shape[0], a.shape[0])]
+        kinds = {entry.name.rsplit(".", 2)[1] for entry in fitting}
+        if not fitting or a is None or a.shape[0] % count:
             raise BridgeError(f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which match no experts")
-        for entry, width in fitting:
-            for part in range(len(entry.hf)):
-                self._factors[f"{entry.hf[part].name.removesuffix('.weight')}.{letter}"] = self._slice(
-                    name, letter, entry, part, count, width
-                )
+        if len(kinds) > 1:  # PEFT wraps the parameter named first, gate and up, in the other
+            kinds = {"linear_fc1" if module.endswith(".base_layer") else "linear_fc2"}
+        width, (kind,) = a.shape[0] // count, kinds
+        settings = self._patterns.of(f"{container}.{_PARAMETERS[kind]}")
+        if settings.rank != width:
+            raise BridgeError(
+                f"{self.path}: factors of {module} are {shapes}, of rank {width} for {count} experts, but {CONFIG} "
+                f"gives {_PARAMETERS[kind]} the rank {settings.rank} (r, rank_pattern)"
+            )
+        for entry in fitting:
+            if entry.name.rsplit(".", 2)[1] == kind and entry.hf[0].index is not None:
+                self.whole.setdefault(entry.hf[0].name, (module, settings))
+            elif entry.name.rsplit(".", 2)[1] == kind:
+                for part in range(len(entry.hf)):
+                    self._register_part(name, letter, entry, part, count, settings)
 
-    def _slice(self, name: str, letter: str, entry: Entry, part: int, count: int, width: int) -> Callable[[], Tensor]:
-        """Return a function that reads one projection's factor of one expert.
+    def _register_part(
+        self, name: str, letter: str, entry: Entry, part: int, count: int, settings: AdapterConfig
+    ) -> None:
+        """Register one projection's factor of one expert.
 
-        ``width``: rank of the stacked factor. It is a multiple of the adapter's rank if each projection has a separate
-        ``A`` (:func:`stack_experts`).
+        If each projection has a separate ``A`` (:func:`stack_experts`), it is the part of these ranks alone.
         """
-        rank = self.config.rank
-        own = slice(None) if width == rank else slice(part * rank, (part + 1) * rank)
+        parts, rank = len(entry.hf), self.config.rank
+        module = entry.hf[part].name.removesuffix(".weight")
+        apart = settings.rank == rank * parts and parts > 1 and self._is_apart(name, entry, count, rank)
+        columns = slice(part * rank, (part + 1) * rank) if apart else slice(None)
 
         def read() -> Tensor:
             whole = self._read(name)
             if letter == "A":
-                return whole.view(count, width, -1)[entry.expert][own]
-            matrix = whole.view(-1, width, count)[..., entry.expert].chunk(len(entry.hf))[part]
-            if matrix.count_nonzero() != matrix[:, own].count_nonzero():
-                module = entry.hf[part].name.removesuffix(".weight")
-                raise BridgeError(
-                    f"{self.path / WEIGHTS}: {module} has rank {width}, the adapter has rank {rank}: such experts are "
-                    "not supported"
-                )
-            return matrix[:, own]
+                return whole.view(count, settings.rank, -1)[entry.expert][columns]
+            return whole.view(-1, settings.rank, count)[..., entry.expert].chunk(parts)[part][:, columns]
 
-        return read
+        own = replace(settings, rank=rank, alpha=settings.scale * self._divisor(rank)) if apart else settings
+        self._register(module, letter, read, own)
+        self._of_parameters.add(module)
+
+    def _divisor(self, rank: int) -> float:
+        return math.sqrt(rank) if self.config.rank_stabilised else rank
+
+    def _is_apart(self, name: str, entry: Entry, count: int, rank: int) -> bool:
+        """Return whether ``B`` of an expert is 0 outside of each projection's own ranks."""
+        parts = len(entry.hf)
+        matrix = self._read(name.replace(".lora_A.", ".lora_B.")).view(-1, rank * parts, count)[..., entry.expert]
+        own = sum(
+            int(rows[:, part * rank : (part + 1) * rank].count_nonzero())
+            for part, rows in enumerate(matrix.chunk(parts))
+        )
+        return int(matrix.count_nonzero()) == own
+
+    def added_to(self, name: str, weight: Tensor) -> Tensor:
+        """Return the tensor ``name`` of all experts with their adapters, as PEFT merges it; :attr:`whole` has it."""
+        module, settings = self.whole[name]
+        a, b = (self._read(f"{PREFIX}{module}.lora_{letter}.weight") for letter in "AB")
+        count, out = len(weight), torch.empty_like(weight)
+        entry = next(e for e in self._plan.entries if e.hf[0].name == name)
+        transposed = isinstance(entry.bound.row, InterleavedGateUp | Transposed)
+        for expert in range(count):
+            own_b, own_a = b.view(len(b), -1, count)[..., expert], a.view(count, -1, a.shape[1])[expert]
+            if transposed:
+                out[expert] = merged(weight[expert].t(), own_a, own_b, settings.scale, of_parameter=True).t()
+            else:
+                out[expert] = merged(weight[expert], own_a, own_b, settings.scale, of_parameter=True)
+        return out
 
     def _read(self, name: str) -> Tensor:
         info = self._infos[name]
@@ -198,15 +260,64 @@ class PeftFolder:
                 )
             if base is None:
                 raise BridgeError(f"{self.path}: {module} is not a layer of the model: the adapter is of another one")
+            rank = self.settings(module).rank
             for letter, side in (("A", 1), ("B", 0)):
                 if f"{module}.{letter}" not in self._factors:
                     raise BridgeError(f"{self.path / WEIGHTS}: {module} has no lora_{letter}")
                 shape = self.factor(module, letter).shape
-                if (shape[side], shape[1 - side]) != (base[side], self.config.rank):
+                if shape[side] != base[side]:
                     raise BridgeError(
-                        f"{self.path}: lora_{letter} of {module} is {list(shape)}, the model's layer is {list(base)} "
-                        f"and the rank {self.config.rank}: it is an adapter of another model"
+                        f"{self.path}: lora_{letter} of {module} is {list(shape)}, the model's layer is "
+                        f"{list(base)}: it is an adapter of another model"
                     )
+                if shape[1 - side] != rank:
+                    raise BridgeError(
+                        f"{self.path}: lora_{letter} of {module} is {list(shape)}, but {CONFIG} gives it the rank "
+                        f"{rank} (r, rank_pattern): the files do not belong together"
+                    )
+
+
+class _Patterns:
+    """``rank_pattern`` and ``alpha_pattern`` of an adapter, matched as PEFT does (``get_pattern_key`` of
+    peft/utils/other.py)."""
+
+    def __init__(self, path: Path, config: AdapterConfig) -> None:
+        self.path, self.config, values = path, config, read_json(path)
+        self.ranks, self.alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
+        self.parameters = [str(each) for each in values.get("target_parameters") or ()]
+
+    def of(self, module: str) -> AdapterConfig:
+        """Return rank and alpha of a module, by transformers' name."""
+        rank, alpha = self._found(self.ranks, module), self._found(self.alphas, module)
+        own = {} if rank is None else {"rank": int(rank)}
+        return replace(self.config, **own, **({} if alpha is None else {"alpha": float(alpha)}))
+
+    def is_parameter(self, name: str) -> bool:
+        """Return whether the adapter is of a parameter (``target_parameters``), not of a module."""
+        return any(name == each or name.endswith(f".{each}") for each in self.parameters)
+
+    def _found(self, patterns: Mapping[str, Any], module: str) -> Any:
+        try:
+            return next((each for key, each in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
+        except re.error as error:
+            raise BridgeError(
+                f"{self.path}: rank_pattern or alpha_pattern has no regular expression: {error}"
+            ) from error
+
+
+def _names_on_disk(plan: Plan) -> dict[str, str]:
+    """Return module in transformers' model → module on disk, where the two differ."""
+    renamings = [
+        each
+        for each in get_checkpoint_conversion_mapping(plan.family.model_type) or ()
+        if isinstance(each, WeightRenaming)
+    ]
+    names = {name: rename_source_key(name, renamings, [])[0] for name in plan.hf} if renamings else {}
+    return {
+        memory.removesuffix(".weight"): disk.removesuffix(".weight")
+        for disk, memory in names.items()
+        if memory != disk
+    }
 
 
 def tensor_on_disk(module: str, letter: str, factor: Tensor) -> tuple[str, Tensor]:
@@ -225,16 +336,7 @@ def _read_config(path: Path) -> AdapterConfig:
             raise BridgeError(f"{path}: {key}={values[key]} is not supported; only plain A and B factors are")
     check_adapter_fields(values, str(path))
     rank, alpha = values["r"], float(values["lora_alpha"])
-    config = AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
-    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
-    for key in {**ranks, **alphas}:
-        own = AdapterConfig(ranks.get(key, rank), alphas.get(key, alpha), config.rank_stabilised, None)
-        if not math.isclose(own.scale, config.scale, rel_tol=1e-6):
-            raise BridgeError(
-                f"{path}: rank_pattern and alpha_pattern give {key} the scale {own.scale:g}, all others have "
-                f"{config.scale:g}; only one scale for all is supported"
-            )
-    return config
+    return AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
 
 
 def check_adapter_fields(values: Mapping[str, Any], where: str) -> None:
@@ -268,17 +370,18 @@ def _patterns_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
 def adapter_config(
     *,
     rank: int,
-    alpha: float,
-    rank_stabilised: bool,
-    dropout: float,
+    scale: float,
     modules: list[str],
     base: str | None,
     revision: str | None = None,
 ) -> bytes:
     """Return the content of ``adapter_config.json``.
 
-    ``modules``: names, or suffixes of names, of the adapted projections. ``base``: the model's folder, or its name on
-    the Hugging Face hub with its commit as ``revision``.
+    ``scale``: the factor of B·A. It is written as a plain ``lora_alpha`` of scale · rank: with ``use_rslora`` PEFT
+    would scale gate and up of experts by √2 more, because it joins their factors into one pair of twice the rank. The
+    dropout is 0, because PEFT opens no adapter of experts with another. ``modules``: names, or suffixes of names, of
+    the adapted projections. ``base``: the model's folder, or its name on the Hugging Face hub with its commit as
+    ``revision``.
     """
     values = {
         "peft_type": "LORA",
@@ -286,9 +389,9 @@ def adapter_config(
         "base_model_name_or_path": base,
         "revision": revision,
         "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "use_rslora": rank_stabilised,
+        "lora_alpha": round(scale * rank) if math.isclose(scale * rank, round(scale * rank)) else scale * rank,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
         "bias": "none",
         "target_modules": modules,
         "inference_mode": True,
@@ -349,9 +452,15 @@ def _join(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 EMBEDDING = "model.embed_tokens"
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return weight + scale · B·A in fp32, rounded once to the weight's dtype."""
-    return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, of_parameter: bool = False) -> Tensor:
+    """Return weight + scale · B·A in fp32, rounded to the weight's dtype.
+
+    ``of_parameter``: round B·A to that dtype before, as PEFT does for experts (``ParamWrapper``).
+    """
+    delta = (b.float() @ a.float()) * scale
+    if of_parameter:
+        delta = delta.to(weight.dtype)
+    return (weight.float() + delta.float()).to(weight.dtype)
 
 
 def merge_adapter(
@@ -392,9 +501,6 @@ def merge_adapter(
             "lm_head.weight)",
             stacklevel=2,
         )
-    stacked = [name for name in plan.stacked if any(m.startswith(name.removesuffix(".weight")) for m in left)]
-    if stacked:
-        raise BridgeError(f"{hf}: {stacked[0]} holds all experts in one tensor; merging into it is not supported")
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
     progress = Progress(total, "merge", stream)
     with staged(out, total) as folder:
@@ -403,9 +509,10 @@ def merge_adapter(
         def convert(worker: int, name: str) -> None:
             module = name.removesuffix(".weight")
             tensor = source.read(f"{EMBEDDING}.weight" if untied and module == "lm_head" else name)
-            if module in left:
-                a, b = (factors.factor(module, letter) for letter in "AB")
-                tensor = merged(tensor, a, b, factors.config.scale)
+            if name in factors.whole:
+                tensor = factors.added_to(name, tensor)
+            elif module in left:
+                tensor = factors.added_to_layer(module, tensor)
             progress.add(writer.write(name, tensor))
 
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
-from bridges.files import read_hf_config, refuse_outside, refuse_special
+from bridges.files import read_hf_config, read_json, refuse_outside, refuse_special
 from bridges.hf_io import HfFolder
 from bridges.plan import PREDICTION_LAYERS, Plan, without_output_layer
 from bridges.quantized import DequantizedFolder
@@ -80,15 +81,45 @@ def asset_files(source: Path) -> list[Path]:
     return found
 
 
-def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
-    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` there.
+TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
-    Raises :class:`BridgeError` as :func:`asset_files` does.
+
+@dataclass(frozen=True, slots=True)
+class FolderChanges:
+    """How the files of an exported folder differ from those of the model that it was trained from."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Entries that replace those of ``config.json``."""
+    pad_token: str | None = None
+    """The token with which the folder's tokenizer pads; None: as before."""
+
+    def assets(self, source: Path) -> dict[str, bytes]:
+        """Return name → content of the small files for ``source``, without ``config.json``.
+
+        Raises :class:`BridgeError` as :func:`asset_files` does, and for a tokenizer's file that is not JSON.
+        """
+        files = {path.name: path.read_bytes() for path in asset_files(source)}
+        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS) if self.pad_token is not None else ():
+            if name in files or name == TOKENIZER_CONFIG:
+                values = read_json(source / name) if name in files else {}
+                files[name] = _as_json(values | {"pad_token": self.pad_token})
+        return files
+
+
+def _as_json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def copy_assets(source: Path, target: Path, config: Mapping[str, Any], changes: FolderChanges | None = None) -> None:
+    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` there, with ``changes``.
+
+    Raises :class:`BridgeError` as :meth:`FolderChanges.assets` does.
     """
+    changes = changes or FolderChanges()
     target.mkdir(exist_ok=True)
-    for path in asset_files(source):
-        write_file(target / path.name, path.read_bytes())
-    write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    for name, content in changes.assets(source).items():
+        write_file(target / name, content)
+    write_file(target / "config.json", _as_json({**config, **changes.config}))
 
 
 MANIFEST = "MANIFEST.json"  # in a training run's checkpoint, next to a folder for each role

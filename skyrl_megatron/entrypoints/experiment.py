@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,13 @@ import ray
 from skyrl_megatron import hub
 from skyrl_megatron import progress as start_times
 from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
-from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.config.schema.evaluation import SETS, eval_sets
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.tokenizer import load_tokenizer
+from skyrl_megatron.data.vocabulary import configured_stops, require_vocabulary
 from skyrl_megatron.entrypoints.command import redirect_stderr, report_if_finished, terminal
 from skyrl_megatron.entrypoints.crash_report import crash_reporter
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
@@ -69,6 +71,7 @@ class BasePPOExp:
         self._pin(hub.models(self.cfg, active_roles(self.cfg)))
         with current_task("read tokenizer and data"):
             self.tokenizer = self.get_tokenizer()
+            self._check_tokenizer()
             self.train_dataset = self.get_train_dataset()
             self.eval_dataset = self.get_eval_dataset()
             self.eval_sets = self.get_eval_sets()
@@ -89,6 +92,13 @@ class BasePPOExp:
             trust_remote_code=trainer.trust_remote_code,
             padding_side=padding_side,
         )
+
+    def _check_tokenizer(self) -> None:
+        """Check what the checks before the start could not: a model of the hub, the tokenizer of a script."""
+        if callable(getattr(self.tokenizer, "get_vocab", None)):
+            folder, tp = hub.model_folder(self.cfg, weights=False), role_layout(self.cfg, "policy").tp
+            with warnings.catch_warnings(action="ignore"):
+                require_vocabulary(self.tokenizer, folder, tp=tp, stops=configured_stops(self.cfg.generator))
 
     def get_train_dataset(self) -> PromptDataset | None:
         """Read the prompts to train on."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bridges.errors import BridgeError
 from bridges.files import read_json
 from skyrl_megatron.config.derive import is_data_file, supervised
-from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.rules.evaluation_rules import VAL_DATA, metric_problems, name_problems
 from skyrl_megatron.config.schema.evaluation import DATASET_KEY, SETS, UNKNOWN, read_eval_sets
 from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
@@ -35,6 +35,12 @@ _MODEL, _TEMPLATE = "trainer.policy.model.path", "generator.chat_template.name_o
 
 def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | NotChecked]]:
     """Return the run's chat format, None if it cannot be loaded, and the problems found."""
+    from skyrl_megatron.data.vocabulary import (
+        configured_stops,
+        require_one_start,
+        require_vocabulary,
+        warn_of_split_markers,
+    )
     from skyrl_megatron.rollout.templates import ChatFormat, load_template
 
     trainer, generator = run.cfg.trainer, run.cfg.generator
@@ -55,19 +61,24 @@ def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | 
             return None, [*problems, NotChecked(f"{_MODEL}={path}", why)]
         try:
             tokenizer = load_tokenizer(folder, trust_remote_code=trainer.trust_remote_code)
+            require_vocabulary(
+                tokenizer, folder, tp=role_layout(run.cfg, "policy").tp, stops=configured_stops(generator)
+            )
         except ModelLoadError as error:
             problems.append(Problem(_MODEL, path, str(error)))
     if tokenizer is None or problems:
         return None, problems
     try:
         chat = ChatFormat(tokenizer, template, generator.chat_template_kwargs)
-        chat.prompt([_QUESTION])
+        require_one_start(tokenizer, chat.prompt([_QUESTION]))
         if generator.max_turns > 1:
             chat.after_answer([_QUESTION])
             chat.prompt([_QUESTION, _ANSWER, _QUESTION])
-    except DataError as error:
+    except (DataError, ModelLoadError) as error:
         key, value = (_MODEL, path) if template is None else (_TEMPLATE, generator.chat_template.name_or_path)
         return None, [Problem(key, value, str(error))]
+    if template is not None:
+        warn_of_split_markers(tokenizer, template)
     _warn_of_unused(template or str(tokenizer.chat_template), generator.chat_template_kwargs, tokenizer)
     return chat, []
 

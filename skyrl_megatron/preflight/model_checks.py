@@ -12,7 +12,7 @@ from bridges.errors import BridgeError
 from bridges.quantisation import FP8, EngineForm
 from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.derive import derive, supervised
+from skyrl_megatron.config.derive import derive, reward_model, supervised
 from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import (
@@ -82,6 +82,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from _adapters(run, model, whole)
         if model is not None and role == "policy":
             yield from _engine_model(run, model, key, path)
+            yield from _reward_model(run, key, path, model)
         if model is not None and role == "policy" and _runs_on_cpu(run):
             yield from _cpu_engine(key, path, model.plan.family.config(model.config).to_dict())
 
@@ -98,6 +99,19 @@ def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Itera
     family = model.plan.family
     for fault in engine_model_faults(family.model_type, family.config(model.config), written):
         yield Problem(key, path, fault)
+
+
+def _reward_model(run: PlannedRun, key: str, path: str, model: HfModel) -> Iterator[Problem]:
+    """Yield why nothing could load the reward model that a run would export."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    from bridges.families import SUPPORTED
+
+    kind = str(model.config["model_type"])
+    if reward_model(run.cfg) is not None and kind not in CLASSES:
+        loadable = ", ".join(family for family in SUPPORTED if family in CLASSES)
+        fix = f"transformers has no sequence classification for {kind}, so no program could load the reward model"
+        yield Problem(key, path, f"{fix}: use a model of {loadable}")
 
 
 def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str | None]:

@@ -47,9 +47,8 @@ from skyrl_megatron.runtime.forward_step import (
 )
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
 from skyrl_megatron.runtime.model.family_attention import indexer_metrics
-from skyrl_megatron.runtime.model.moe import router_metrics, routers_of
+from skyrl_megatron.runtime.model.moe import forget_pass_inputs, router_metrics
 from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
-from skyrl_megatron.runtime.model.routing_replay import forget_routes
 from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
@@ -374,7 +373,9 @@ class MegatronEngine(TrainedModel):
         for own in (joined(parts, share) for share in plan):
             part = batch.select(own) if len(own) else batch.blank_row()
             padded = not trainer.use_sample_packing
-            packed = pack(part, self.groups, target, padded=padded, replayed=self._replayed)
+            packed = pack(
+                part, self.groups, target, padded=padded, replayed=self._replayed, by_sequence=self._by_sequence
+            )
             micro_batches.append(MicroBatch(own, part.to(target), packed))
         return micro_batches
 
@@ -428,7 +429,7 @@ class MegatronEngine(TrainedModel):
             yield
         except BaseException:
             self.clear_gradients()
-            forget_routes(routers_of(self.model.chunks))
+            forget_pass_inputs(self.model.chunks)
             raise
 
     def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from bridges.hf_io import HfWriter, TensorInfo
 from bridges.quantized import DequantizedFolder, ScaledMatrix, join_matrices
 from bridges.rows import Shape
 from bridges.rules import Entry, check_divisible, shard, unshard
-from bridges.source import SCORE, Source, copy_assets, open_hf, output_config, value_config
+from bridges.source import SCORE, FolderChanges, Source, copy_assets, open_hf, output_config, value_config
 from bridges.staging import byte_blocks, staged, write_all, write_file
 from skyrl_megatron.errors import CheckpointError, ModelLoadError
 from skyrl_megatron.runtime.model.build import ModelChunks
@@ -210,16 +210,15 @@ def save_hf(
     max_shard_size: int = 5 * 10**9,
     of: Callable[[Tensor], Tensor] = weight_data,
     card: str | None = None,
-    described: Mapping[str, Any] | None = None,
+    changes: FolderChanges | None = None,
 ) -> None:
     """Write ``model`` as a HF folder. Every rank calls it and writes the tensors it gathers.
 
     ``out`` must be on a file system that all ranks share; it is created complete or not at all. ``template``: the
     source of tokenizer, generation config and multi-token-prediction layers, by default the folder that the model was
     built from. ``dtype`` of the weights: by default the model's. ``of`` maps a parameter to the tensor to write, for
-    example ``Adapters.merged``. ``card``: text of ``README.md``. ``described``: entries of ``config.json``
-    that replace the model's. If ``out`` exists or cannot be written, every rank
-    raises CheckpointError and no file remains.
+    example ``Adapters.merged``. ``card``: text of ``README.md``. ``changes`` of other files. If ``out``
+    exists or cannot be written, every rank raises CheckpointError and no file remains.
     """
     out, template = Path(out), Path(template) if template else model.hf.path
     stack, writer, problem = contextlib.ExitStack(), None, None
@@ -241,7 +240,7 @@ def save_hf(
             try:
                 for name, source in passthrough.items():
                     writer.write(name, source.read(name))
-                copy_assets(template or out, writer.folder, _config(model, dtype) | dict(described or {}))
+                copy_assets(template or out, writer.folder, _config(model, dtype), changes)
                 if card:
                     write_file(writer.folder / "README.md", card.encode())
                 writer.finish()

@@ -15,7 +15,7 @@ gradient_scaling_factor 1/dp_cp                    parameters; asks for ``averag
 distributed/finalize_model_grads.py: gradients     ``finalize_model_grads(num_tokens=None)``: no division
 / num_tokens of the step
 transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 / valid tokens of the step: the
-                                                   router multiplies each loss by its micro-batch's tokens
+                                                   router sums its losses over tokens
 =================================================  ==================================================================
 """
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.preferences import PreferenceObjective
 from skyrl_megatron.runtime.model.attention import gather_tokens, local_positions
+from skyrl_megatron.runtime.model.pass_inputs import SequenceNumbers
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.softmax import Support
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
@@ -157,6 +158,8 @@ class PackedInputs:
     routes: Mapping[int, Tensor] | None = None
     """Layer of the model → [t, K] int16, experts of the t tokens that the layer's router sees on this rank (with tp, a
     part of p); -1 for tokens without a route. None: the model routes."""
+    sequences: SequenceNumbers | None = None
+    """The sequences of these t tokens. None: no router asks for them."""
 
     def model_arguments(self) -> dict[str, object]:
         """Return the keyword arguments of ``GPTModel.forward``."""
@@ -167,7 +170,10 @@ class PackedInputs:
             "packed_seq_params": self.params,
             "padding_mask": self.padding_mask,
         }
-        return arguments if self.routes is None else arguments | {"routes": self.routes}
+        for name in ("routes", "sequences"):  # the model takes them if its routers read them
+            if (given := getattr(self, name)) is not None:
+                arguments[name] = given
+        return arguments
 
     def to_responses(self, per_token: Tensor) -> Tensor:
         """Map values at predicting positions, [p, …] per cp rank → [b, T, …] on every rank, 0 without a token.
@@ -214,10 +220,12 @@ def pack(
     *,
     padded: bool = False,
     replayed: Sequence[int] = (),
+    by_sequence: bool = False,
 ) -> PackedInputs:
     """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding.
 
-    ``replayed``: layers of this rank whose routers replay the routes of the batch.
+    ``replayed``: layers of this rank whose routers replay the routes of the batch. ``by_sequence``: routers read which
+    sequence a token is in.
     """
     lengths = [int(length) for length in batch.lengths] or [0]
     alignment = groups.parallel.alignment
@@ -266,6 +274,7 @@ def pack(
         groups=groups,
         support=_support(batch, lengths, starts, total, mine, device),
         routes=_routes(batch, lengths, starts, total, mine, shape, replayed, groups, device),
+        sequences=_sequences(padded_lengths, mine, shape, groups, device) if by_sequence else None,
     )
 
 
@@ -326,11 +335,28 @@ def _routes(
         if routes is not None:
             count = min(len(routes), length)
             placed[start : start + count] = routes[:count, layers]
-    tokens = torch.from_numpy(placed)[mine].unflatten(0, shape).transpose(0, 1)  # [S, b, …], as layers see them
+    here = _for_routers(torch.from_numpy(placed)[mine], shape, groups).transpose(0, 1).contiguous().to(device)
+    return dict(zip(layers, here, strict=True))
+
+
+def _sequences(
+    padded_lengths: tuple[int, ...],
+    mine: Tensor | slice,
+    shape: tuple[int, int],
+    groups: ProcessGroups,
+    device: torch.device,
+) -> SequenceNumbers:
+    count = len(padded_lengths)
+    numbers = torch.arange(count).repeat_interleave(torch.tensor(padded_lengths))[mine]
+    return SequenceNumbers(_for_routers(numbers, shape, groups).to(device), count)
+
+
+def _for_routers(tokens: Tensor, shape: tuple[int, int], groups: ProcessGroups) -> Tensor:
+    """Map values of a cp rank's tokens [p, …] (padded: [b·S, …]) to those that its routers see, in their order."""
+    tokens = tokens.unflatten(0, shape).transpose(0, 1)  # [S, b, …], as layers see them
     if groups.parallel.sequence_parallel:
         tokens = tokens.chunk(groups.tp.size())[groups.tp.rank()]
-    here = tokens.flatten(0, 1).transpose(0, 1).contiguous().to(device)
-    return dict(zip(layers, here, strict=True))
+    return tokens.flatten(0, 1)
 
 
 def _sequence_params(

@@ -32,7 +32,7 @@ from skyrl_megatron.runtime.lora.targets import fingerprint
 from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
 from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
-from skyrl_megatron.runtime.model.moe import routers_of
+from skyrl_megatron.runtime.model.moe import number_sequences, routers_of
 from skyrl_megatron.runtime.model.routing_replay import replay_routes
 from skyrl_megatron.runtime.offload import Offload
 from skyrl_megatron.runtime.optimizer import TrainingState, build_lr_schedule, prepare_training
@@ -100,6 +100,9 @@ class TrainedModel:
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage and self.model.head == "lm"
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self._replayed = self._replay_routes() if self.megatron.moe_enable_routing_replay else ()
+        self._by_sequence = "seq_aux_loss" in self.model.config.moe_router_load_balancing_type
+        for chunk in self.model.chunks if self._by_sequence else ():
+            number_sequences(chunk)
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
         self._expert_balance = self._balance_experts()
         self.memory = MemoryRecorder(

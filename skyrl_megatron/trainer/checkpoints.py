@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridges.source import HF_SUBFOLDER, asset_files
+from bridges.source import HF_SUBFOLDER, FolderChanges
 from skyrl_megatron.errors import CheckpointError, ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
@@ -47,12 +47,12 @@ SETTINGS = "settings"
 def run_checkpointer(
     cfg: SkyRLTrainConfig,
     roles: Mapping[str, RoleRanks],
-    described: Mapping[str, Mapping[str, Any]] | None = None,
+    changes: Mapping[str, FolderChanges] | None = None,
     identity: Identity | None = None,
 ) -> Checkpointer:
     """Return the checkpointer of the trained ``roles``, under ``trainer.ckpt_path``.
 
-    ``described``: role → entries of ``config.json`` that replace the model's, for conversion. ``identity``: of the
+    ``changes``: role → changes of the model's files, for conversion. ``identity``: of the
     run, which then continues no checkpoint of another one; None: nothing is compared.
     With ``megatron_config.async_dist_ckpt_save``, a save returns once all ranks have copied their state.
     """
@@ -63,7 +63,7 @@ def run_checkpointer(
         hub_commits=cfg.trainer.hub_commits,
         asynchronous=cfg.trainer.policy.megatron_config.async_dist_ckpt_save,
         timeout_s=cfg.trainer.phase_timeout_s,
-        model_files=_model_files(cfg, {role: (described or {}).get(role, {}) for role in roles}),
+        model_files=_model_files(cfg, {role: (changes or {}).get(role, FolderChanges()) for role in roles}),
         identity=None if identity is None else as_json(identity),
         accept=lambda found: None if identity is None else require_same_run(cfg, found, identity),
     )
@@ -124,18 +124,17 @@ def settings_line(state: Mapping[str, Any], cfg: SkyRLTrainConfig) -> str:
     return f"continues with other settings: {', '.join(changed)}" if changed else ""
 
 
-def _model_files(cfg: SkyRLTrainConfig, described: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return path in a checkpoint → content, for config, tokenizer and license of the models of the roles
-    ``described``."""
+def _model_files(cfg: SkyRLTrainConfig, changes: Mapping[str, FolderChanges]) -> dict[str, bytes]:
+    """Return path in a checkpoint → content, for config, tokenizer and license of the models of the roles."""
     found = {}
-    for role in {"policy", "critic"}.intersection(described):
+    for role in {"policy", "critic"}.intersection(changes):
         folder = cached_folder(cfg, role, weights=False)
         if folder is not None and (folder / CONFIG).is_file():
-            for path in (folder / CONFIG, *asset_files(folder)):
-                found[f"{role}/{HF_SUBFOLDER}/{path.name}"] = path.read_bytes()
-            if described[role]:
-                config = json.loads((folder / CONFIG).read_bytes()) | dict(described[role])
-                found[f"{role}/{HF_SUBFOLDER}/{CONFIG}"] = json.dumps(config, indent=2).encode()
+            files = {CONFIG: (folder / CONFIG).read_bytes(), **changes[role].assets(folder)}
+            if changes[role].config:
+                config = json.loads(files[CONFIG]) | dict(changes[role].config)
+                files[CONFIG] = json.dumps(config, indent=2).encode()
+            found |= {f"{role}/{HF_SUBFOLDER}/{name}": content for name, content in files.items()}
     return found
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from bridges.families import get_family
+from bridges.source import FolderChanges
+from skyrl_megatron import hub
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
 from skyrl_megatron.algorithms.preferences import (
     KL,
@@ -26,6 +28,7 @@ from skyrl_megatron.algorithms.preferences import (
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.schema.generator import DPOConfig
+from skyrl_megatron.data.vocabulary import named_tokens, padding_token
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.preference_rows import other_answers, preference_batch
 from skyrl_megatron.trainer.callbacks import notify
@@ -177,16 +180,20 @@ class RewardTrainer(PreferenceTrainer):
         """Return the scores, [B, T]."""
         return self.policy.start_values(batch)()
 
-    def described(self, role: str) -> dict[str, Any]:
-        """Return what ``AutoModelForSequenceClassification`` needs. transformers reads the score at the last token
-        that is not padding, so the token for padding is none that ends an answer."""
-        ends = self.train_dataset.chat.end_token
-        tokens = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids)
-        padding = next((token for token in tokens if token not in (None, ends)), None)
+    def folder_changes(self, role: str) -> FolderChanges:
+        """Return what ``AutoModelForSequenceClassification`` and the folder's tokenizer need.
+
+        transformers reads the score at the last token that is not padding, so the token for padding is none that ends
+        an answer, and the tokenizer pads with it too.
+        """
+        folder = hub.cached_folder(self.cfg, weights=False)
+        ends = {self.train_dataset.chat.end_token, *(named_tokens(folder, "eos_token_id") if folder else ())}
+        padding = padding_token(self.tokenizer, ends)
         family = get_family(str((read_hf_config(self.cfg) or {}).get("model_type")))
-        return {
+        config = {
             "architectures": [family.architecture.replace("ForCausalLM", "ForSequenceClassification")],
             "id2label": {"0": "score"},
             "label2id": {"score": 0},
             "pad_token_id": padding,
         }
+        return FolderChanges(config, str(self.tokenizer.convert_ids_to_tokens(padding)))

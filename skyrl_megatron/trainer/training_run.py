@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from bridges.source import FolderChanges
 from skyrl_megatron.algorithms.kl import get_kl_controller
 from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.config.resolve import run_folder
@@ -220,8 +221,8 @@ class TrainingRun:
         for name, role in self.roles.items():
             if not is_frozen(role.name) or (name == "ref" and self.cfg.trainer.update_ref_every_epoch):
                 trained |= role.checkpointed()
-        described = {name: self.described(name) for name in trained}
-        self.checkpoints = run_checkpointer(self.cfg, trained, described, self.identity)
+        changes = {name: self.folder_changes(name) for name in trained}
+        self.checkpoints = run_checkpointer(self.cfg, trained, changes, self.identity)
 
     def start_engines(self) -> None:
         """Wait until the engines answer, unless nothing is sampled. Engines that share GPUs with the models sleep
@@ -351,11 +352,11 @@ class TrainingRun:
                 if role is not None:
                     self.offload_others(role.name)
                     folder = prepare_export(self.cfg.trainer.export_path, self.global_step, role.name, self.identity)
-                    role.export_hf(str(folder), self.described(role.name))
+                    role.export_hf(str(folder), self.folder_changes(role.name))
 
-    def described(self, role: str) -> dict[str, Any]:
-        """Return entries of ``config.json`` that replace those of a role's model, in exports and checkpoints."""
-        return {}
+    def folder_changes(self, role: str) -> FolderChanges:
+        """Return how the files of a role's model differ in exports and checkpoints."""
+        return FolderChanges()
 
     def save_on_stop(self) -> None:
         """Save a checkpoint of the last complete step, unless it is saved already."""

@@ -30,6 +30,7 @@ from skyrl_megatron.workers.runtime_env import take_port
 if TYPE_CHECKING:
     import numpy as np
 
+    from bridges.source import FolderChanges
     from skyrl_megatron.algorithms.registry import RegistryVersions
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.progress import Span
@@ -359,9 +360,9 @@ class RankProcess:
         return read_rank(folder, part, self._state(adapter), seed=self.cfg.trainer.seed)
 
     @timed
-    def export_hf(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
-        """Write the model as a HF folder, with the entries ``described`` in its ``config.json``. An unnamed adapter is
-        merged into the weights, and also saved in ``adapter`` next to the folder. Named adapters are only saved in
+    def export_hf(self, folder: str, changes: FolderChanges | None = None) -> None:
+        """Write the model as a HF folder, with ``changes`` of its files. An unnamed adapter is merged into the
+        weights, and also saved in ``adapter`` next to the folder. Named adapters are only saved in
         ``adapters/<name>`` next to it."""
         from skyrl_megatron.runtime.hf_weights import save_hf
         from skyrl_megatron.runtime.lora.folder import save_adapter
@@ -369,13 +370,13 @@ class RankProcess:
         engine, card = self.engine, model_card(self.cfg)
         engine.onload("weights")
         if engine.adapters is None:
-            save_hf(engine.model, engine.groups, folder, card=card, described=described)
+            save_hf(engine.model, engine.groups, folder, card=card, changes=changes)
         elif engine.adapter_names != ("",):
             for name in engine.adapter_names:
                 engine.set_adapter(name)
                 save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapters" / name, engine.base)
         else:
-            save_hf(engine.model, engine.groups, folder, of=engine.adapters.merged, card=card)
+            save_hf(engine.model, engine.groups, folder, of=engine.adapters.merged, card=card, changes=changes)
             save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapter", engine.base)
 
     def state_hashes(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from skyrl_megatron.workers.ray_setup import rank_environment
 from skyrl_megatron.workers.runtime_env import runtime_environment
 
 if TYPE_CHECKING:
+    from bridges.source import FolderChanges
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.progress import Span
     from skyrl_megatron.runtime.checkpoint.checkpointer import RoleRanks
@@ -327,10 +328,9 @@ class WorkerGroup:
         offloads = not alone and shares_policy_gpus(self.cfg, self.name)
         return {role_part(self.name, name): _CheckpointedPart(self.group, name, offloads=offloads) for name in names}
 
-    def export_hf(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
-        """Write the weights as an HF folder, and named adapters as PEFT folders next to it. ``described``: entries of
-        its ``config.json``."""
-        self.group.call("export_hf", folder, described, phase="export")
+    def export_hf(self, folder: str, changes: FolderChanges | None = None) -> None:
+        """Write the weights as an HF folder, and named adapters as PEFT folders next to it."""
+        self.group.call("export_hf", folder, changes, phase="export")
         self.group.repeat_warnings()
 
     def state_hashes(self) -> list[dict[str, str]]:

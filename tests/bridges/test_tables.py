@@ -154,3 +154,16 @@ def test_unknown_family_names_the_nearest():
 
     with pytest.raises(BridgeError, match=r"'qwen3_mo' is not supported; nearest: qwen3_moe\. Supported: .*qwen2"):
         get_family("qwen3_mo")
+
+
+@pytest.mark.parametrize("module", ["tests.bridges.tiny_models", "tests.support.tiny_models"])
+def test_no_part_of_a_tiny_model_is_trivial(module):
+    """A gate of zeros, norms of ones: a comparison with such a part shows no mistake in it."""
+    import importlib
+
+    tiny = importlib.import_module(module)
+    for family in tiny.TINY:
+        model = tiny.tiny_model(family)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.numel() > 1 and tensor.is_floating_point():
+                assert tensor.std() > 1e-3, f"{family}: {name}"

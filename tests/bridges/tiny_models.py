@@ -149,6 +149,8 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
                 tensor.uniform_(0.6, 1.4).sub_(stored_less_1)
             elif name.endswith(("bias", "sinks")):
                 tensor.normal_(std=0.3)
+            elif not tensor.any():  # ERNIE's gate
+                tensor.normal_(std=config.initializer_range)
         if config.pad_token_id is not None:  # transformers makes it zeros
             model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)
     return model

@@ -417,6 +417,11 @@ RULES = {
         OVERLAP[:-5],
         "moe_enable_routing_replay=false",
     ),
+    "overlapped and balanced by sequence": (
+        [*EP2, OVERLAP, f"{M}moe_router_load_balancing_type=seq_aux_loss", f"{M}moe_aux_loss_coeff=0.1"],
+        OVERLAP[:-5],
+        "moe_router_load_balancing_type=aux_loss",
+    ),
     "overlapped adapters": ([*EP2, OVERLAP, "trainer.policy.model.lora.rank=8"], OVERLAP[:-5], "lora.rank=0"),
     "moves on one rank": ([MOVES], MOVES[:-5], "set trainer.policy.megatron_config.expert_model"),
     "moves and muon": (

@@ -275,7 +275,7 @@ def test_an_export_names_its_origin(tmp_path):
     repo = names.origin(by_hand(tmp_path, FILES))
     assert repo == Repo("model", "acme/tiny", "0123456789abcdef0123456789abcdef01234567")
     assert names.origin(tmp_path) is None and names.origin(Path("/")) is None
-    settings = dict(rank=1, alpha=1.0, rank_stabilised=False, dropout=0.0, modules=["q_proj"])
+    settings = dict(rank=1, scale=1.0, modules=["q_proj"])
     written = json.loads(adapter_config(**settings, base=repo.name, revision=repo.revision))
     assert (written["base_model_name_or_path"], written["revision"]) == (repo.name, repo.revision)
 

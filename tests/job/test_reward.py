@@ -14,7 +14,12 @@ KEYS = {"trainer.epochs": 2, "trainer.eval_interval": 8, "trainer.ckpt_interval"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return row_runs.prepare(tmp_path_factory.mktemp("reward"))
+    """Rows, and a model that pads with the token that ends its answers, as DeepSeek's do."""
+    folder = row_runs.prepare(tmp_path_factory.mktemp("reward"))
+    for name, key, value in (("tokenizer_config", "pad_token", "<|end|>"), ("config", "pad_token_id", 1)):
+        path = folder / f"model/{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    return folder
 
 
 def test_a_reward_model_is_trained(folder, tmp_path):
@@ -36,19 +41,22 @@ def test_a_reward_model_is_trained(folder, tmp_path):
     model, loading = AutoModelForSequenceClassification.from_pretrained(export, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(export)
+    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
     scores = {"chosen": [], "rejected": []}
     for line in (folder / "scored.jsonl").read_text().splitlines():
         row, texts = json.loads(line), []
         for side in scores:
             text = tokenizer.apply_chat_template([*row["prompt"], *row[side]], tokenize=False)
             texts.append(text[: text.rindex("<|end|>") + len("<|end|>")])
-        both = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        width = max(map(len, both))
-        padded = torch.tensor([ids + [model.config.pad_token_id] * (width - len(ids)) for ids in both])
-        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in both])
         with torch.no_grad():
-            logits = model(padded, attention_mask=mask).logits
-        assert logits.shape == (2, 1)
+            padded, other = (
+                tokenizer(texts, padding=True, padding_side=side, return_tensors="pt") for side in ("right", "left")
+            )
+            logits = model(**padded).logits
+            assert logits.shape == (2, 1)
+            assert torch.allclose(model(**other).logits, logits, atol=1e-5)
+            for number, text in enumerate(texts):
+                assert torch.allclose(model(**tokenizer(text, return_tensors="pt")).logits, logits[number], atol=1e-5)
         for side, score in zip(scores, logits[:, 0].tolist(), strict=True):
             scores[side].append(score)
     for side, values in scores.items():
@@ -62,7 +70,8 @@ def test_a_reward_model_is_trained(folder, tmp_path):
     again, loading = AutoModelForSequenceClassification.from_pretrained(converted, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        assert torch.equal(again(padded, attention_mask=mask).logits, logits)
+        assert torch.equal(again(**padded).logits, logits)
+    assert (converted / "tokenizer_config.json").read_bytes() == (export / "tokenizer_config.json").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def case(family, separate, folder):
     adapter.mkdir()
     named = {f"{PREFIX}{name[:-2]}.lora_{name[-1]}.weight": tensor.clone() for name, tensor in factors.items()}
     save_file(named, adapter / WEIGHTS)
-    shape = dict(rank=reference.RANK, alpha=reference.ALPHA, rank_stabilised=False, dropout=0.0)
+    shape = dict(rank=reference.RANK, scale=reference.ALPHA / reference.RANK)
     (adapter / CONFIG).write_bytes(adapter_config(**shape, modules=[], base=None))
     merge_adapter(base, adapter, folder / "merged")
     # The chain rule multiplies an error of ∂W by what the factors leave of ∂W itself, so that it is taken in fp64.

@@ -111,9 +111,9 @@ def test_weights_are_merged_one_at_a_time(folder, saved, tmp_path, monkeypatch, 
 
     made, most, original = [], 0, merge_adapter.merged
 
-    def counted(*factors):
+    def counted(*factors, **how):
         nonlocal most
-        weight = original(*factors)
+        weight = original(*factors, **how)
         made.append(weakref.ref(weight))
         most = max(most, sum(each() is not None for each in made))
         return weight
@@ -173,12 +173,16 @@ def test_training_starts_from_a_folder(ranks, folder, batch, saved):  # noqa: F8
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({f"{bodies.LORA}alpha": 5}, "alpha is 5, the folder's 12: set trainer.policy.model.lora.alpha=12"),
-        ({f"{bodies.LORA}use_rslora": True}, "the folder's false"),
+        ({f"{bodies.LORA}alpha": 5}, "a scale of 1.25, the folder's 3: set trainer.policy.model.lora.alpha=12 with"),
+        (
+            {f"{bodies.LORA}use_rslora": True},
+            "or trainer.policy.model.lora.alpha=6 with trainer.policy.model.lora.use_rs",
+        ),
         ({f"{bodies.LORA}target_modules": "self_attn"}, "has an adapter there"),
+        ({"alpha_pattern": {"q_proj": 20}}, "give its projections several ranks or scales, and one is trained"),
         ({}, "the adapter has another base model"),
     ],
-    ids=["alpha", "scale", "layers", "base"],
+    ids=["alpha", "scale", "layers", "patterns", "base"],
 )
 def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_path, change, says):  # noqa: F811
     import shutil
@@ -193,6 +197,9 @@ def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_pat
         sizes = dict(num_hidden_layers=4, num_key_value_heads=2, initializer_range=0.2)
         folder = save_tiny("qwen3_moe", tmp_path / "model", seed=9, **sizes)
     adapter = shutil.copytree(saved[0] / "adapter", tmp_path / "adapter")
+    if "alpha_pattern" in change:
+        change_config(adapter, **change)
+        change = {}
     keys = bodies.KEYS | saved[1] | {"trainer.policy.model.path": str(folder)} | change
     keys[f"{bodies.LORA}adapter_path"] = str(adapter)
     with warnings.catch_warnings(action="ignore"):
@@ -209,14 +216,18 @@ def change_config(adapter, **values):
 @pytest.mark.parametrize(
     "damage, says",
     [
-        (lambda a: change_config(a, r=8), "an adapter of another model"),
+        (lambda a: change_config(a, r=8), "gives it the rank 8 (r, rank_pattern)"),
         (lambda a: change_config(a, use_dora=True), "use_dora=True"),
-        (lambda a: change_config(a, rank_pattern={"q_proj": 8}), "q_proj the scale 1.5, all others have 3"),
+        (
+            lambda a: change_config(a, rank_pattern={"q_proj": 8}),
+            "q_proj is [4, 48], but adapter_config.json gives it",
+        ),
+        (lambda a: change_config(a, rank_pattern={"(": 8}), "rank_pattern or alpha_pattern has no regular expression"),
         (lambda a: change_config(a, peft_type="IA3"), "only LORA"),
         (lambda a: (a / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda a: (a / "adapter_model.safetensors").write_bytes(b"\0" * 40), "adapter_model.safetensors"),
     ],
-    ids=["rank", "dora", "rank pattern", "ia3", "no config", "damaged"],
+    ids=["rank", "dora", "rank pattern", "no pattern", "ia3", "no config", "damaged"],
 )
 def test_folders_that_do_not_fit(folder, saved, tmp_path, capsys, damage, says):  # noqa: F811
     import shutil
@@ -233,8 +244,8 @@ def test_folders_that_do_not_fit(folder, saved, tmp_path, capsys, damage, says):
 
 
 def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  # noqa: F811
-    """Gate and up with an A each: side by side in one pair of factors, and apart again; others of that rank are not
-    read."""
+    """Gate and up with an A each: side by side in one pair of factors, and apart again; others of that rank stay
+    whole, and such a rank must be in ``rank_pattern``."""
     import torch
     from safetensors.torch import save_file
 
@@ -243,7 +254,7 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     from skyrl_megatron.runtime.model.description import read_hf_model
 
     plan = read_hf_model(folder).plan
-    shape = dict(rank=reference.RANK, alpha=reference.ALPHA, rank_stabilised=False, dropout=0.0)
+    shape = dict(rank=reference.RANK, scale=reference.ALPHA / reference.RANK)
     (tmp_path / CONFIG).write_bytes(adapter_config(**shape, modules=[], base=None))
     change_config(
         tmp_path,
@@ -255,9 +266,13 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     peft = PeftFolder(tmp_path, plan)
     assert {f"{module}.{letter}" for module in peft.modules for letter in "AB"} == factors[True].keys()
     assert all(torch.equal(peft.factor(name[:-2], name[-1]), tensor) for name, tensor in factors[True].items())
+    assert peft.is_uniform
     stacked = {name: torch.ones_like(tensor) for name, tensor in stacked.items()}
     save_file(stacked, tmp_path / WEIGHTS)
-    with pytest.raises(BridgeError, match="has rank 8, the adapter has rank 4"):
+    shared = PeftFolder(tmp_path, plan)  # gate and up share all ranks
+    assert not shared.is_uniform and shared.factor("model.layers.0.mlp.experts.0.up_proj", "A").shape[0] == 8
+    change_config(tmp_path, rank_pattern={}, alpha_pattern={})
+    with pytest.raises(BridgeError, match=r"of rank 8 for 4 experts, but .* gives gate_up_proj the rank 4"):
         PeftFolder(tmp_path, plan)
 
 
@@ -280,7 +295,7 @@ def tied_case(tmp_path, module):
         "B": torch.randn(config["vocab_size"], 4, generator=generator),
     }
     save_file(dict(tensor_on_disk(module, letter, each) for letter, each in factors.items()), adapter / WEIGHTS)
-    shape = dict(rank=4, alpha=8, rank_stabilised=False, dropout=0.0)
+    shape = dict(rank=4, scale=2.0)
     ends = [module.rpartition(".")[2]]
     (adapter / CONFIG).write_bytes(adapter_config(**shape, modules=ends, base=None))
     return base, adapter

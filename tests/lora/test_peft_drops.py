@@ -34,8 +34,9 @@ ALWAYS = {"glm4_moe", "qwen2_moe"}
 """One family of each table; the others are in the full matrix."""
 
 
-def export_body(base, factors, root):
-    """Export on one rank: (largest error of our logits against the merged folder's, warnings)."""
+def export_body(base, factors, root, **settings):
+    """Export on one rank: (largest error of our logits against the merged folder's, warnings). ``settings`` are those
+    of the adapter, without dropout for the logits."""
     import warnings
 
     import torch
@@ -52,13 +53,17 @@ def export_body(base, factors, root):
     groups = parallel_state.initialize(ParallelConfig(1), timeout_s=120)
     model = build_model(base, groups, dtype=torch.float32)
     load_hf(model, base, groups)
-    settings = AdapterSettings(reference.RANK, reference.ALPHA, 0.0, "kaiming")
+    settings = AdapterSettings(
+        **dict(rank=reference.RANK, alpha=reference.ALPHA, dropout=0.0, init="kaiming") | settings
+    )
     adapters = attach(model, groups, select(model.hf.plan, "all-linear"), settings)
     fill_factors(adapters, groups, by_module(factors))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         save_adapter(adapters, groups, root / "adapter")
     save_hf(model, groups, root / "merged", of=adapters.merged)
+    if settings.dropout:
+        return None, [str(each.message) for each in caught]
     with torch.no_grad():
         logits = parity.logits_of(transformers_model(root / "merged", "float64"), parity.data()).float()
     return parity.forward_backward(model, groups, logits, False, None), [str(each.message) for each in caught]
@@ -117,6 +122,25 @@ def test_an_export_says_what_peft_drops(ranks, tmp_path, family):
         assert "python -m bridges merge" in warned[0]
     else:
         assert gap < 1e-3 and not warned
+
+
+@pytest.mark.parametrize("family", ["olmoe", pytest.param("mixtral", marks=pytest.mark.full_matrix)])
+def test_peft_scales_experts_as_the_run_did(ranks, tmp_path, family):
+    """PEFT joins gate and up of an expert into one pair of twice the rank, and opens no adapter of experts with
+    dropout: an export of a run with both settings has the scale as a plain alpha, and no dropout."""
+    from peft import PeftModel
+
+    from skyrl_megatron.runtime.model.description import read_hf_model
+    from tests.bridges.tiny_models import save_tiny
+
+    base = save_tiny(family, tmp_path / "base", num_hidden_layers=2, num_key_value_heads=2, initializer_range=0.2)
+    factors = reference.start_factors(read_hf_model(base).plan, separate=False)
+    ranks(1, export_body, base, factors, tmp_path, rank_stabilised=True, dropout=0.25)
+    before, merged = (transformers_model(tmp_path / name).state_dict() for name in ("base", "merged"))
+    peft = PeftModel.from_pretrained(transformers_model(base), str(tmp_path / "adapter")).merge_and_unload()
+    assert any("experts" in name for name in changed(merged, before))
+    for name, tensor in peft.state_dict().items():
+        assert (merged[name] - tensor).abs().max() < 1e-6, name
 
 
 def test_the_tables_are_those_of_peft():

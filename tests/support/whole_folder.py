@@ -16,7 +16,8 @@ def write_whole_folder(folder: Path, config: Mapping[str, Any]) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(dict(config)))
+    ends = {"eos_token_id": 2, "pad_token_id": 0}  # as the tokenizer has them
+    (folder / "config.json").write_text(json.dumps({**config, **ends}))
     header, end = {}, 0
     for name, shape in Plan.of(config).hf.items():
         start, end = end, end + 2 * math.prod(shape)

@@ -82,11 +82,11 @@ def newest_routes_recomputed(engine):
 
         return routes
 
-    return _in_replay("_current_routes", swapped)
+    return _in_replay("take", swapped)
 
 
 def recomputed_without_routes(engine):
-    return _in_replay("_current_routes", lambda right: lambda self: right(self) if self.in_pass else None)
+    return _in_replay("take", lambda right: lambda self: right(self) if self.in_pass else None)
 
 
 def routes_of_another_row(engine):

@@ -126,6 +126,9 @@ def _against_overlap(
         return f"skips the hooks of a draft head: set {section}mtp.train=false"
     if megatron.moe_enable_routing_replay:
         return f"skips the hooks that replay experts: set {section}moe_enable_routing_replay=false"
+    name = "moe_router_load_balancing_type"
+    if "seq_aux_loss" in (kwargs.get(name) or getattr(megatron, name)):
+        return f"skips the hooks that tell routers the sequences: set {section}{name}=aux_loss"
     if role == "policy" and cfg.trainer.policy.model.lora.rank:
         return "is for training all weights: set trainer.policy.model.lora.rank=0"
     return None

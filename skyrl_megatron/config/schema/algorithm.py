@@ -278,7 +278,8 @@ class AlgorithmConfig(BaseConfig):
     step (ECHO, arXiv:2605.24517). Rows whose rewards teach nothing count too. Observations in the prompts of step-wise
     rows are not trained on."""
     m2po_threshold: Positive = 0.04
-    """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy."""
+    """Loss `m2po`: largest mean of (log r)² over the tokens that move away from the engine's policy, as in algorithm 1
+    of arXiv:2510.01161. The authors' code clips such tokens instead, and others of them."""
     ratio_anchor: Annotated[str, OneOf("old", "rollout")] = "old"
     """Denominator of the ratio of `regular`, `dual_clip`, `gspo` and `sapo`; as `cispo.anchor`. `rollout`: for stale
     samples."""

@@ -226,7 +226,10 @@ class MegatronConfig(BaseConfig):
     moe_router_load_balancing_type: Annotated[
         str, OneOf("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
     ] = "none"
-    """Load balancing of experts in training. `moe_aux_loss_coeff` is the weight of the auxiliary losses."""
+    """Load balancing of experts in training. The losses weigh every token alike. They compare the load of a
+    micro-batch (`aux_loss`), of each sequence (`seq_aux_loss`), or of the micro-batches of all replicas so far in the
+    step (`global_aux_loss`), and count the experts with the best scores, as Megatron does, also where a bias or groups
+    choose others. `sinkhorn` balances the tokens of each rank alone, so routes depend on the layout."""
     moe_grouped_gemm: bool = True
     """Compute the experts of a rank in one grouped GEMM instead of one after another."""
     moe_router_score_function: Annotated[str | None, OneOf("softmax", "sigmoid")] = None
@@ -266,7 +269,8 @@ class MegatronConfig(BaseConfig):
     moe_router_dtype: Annotated[str | None, OneOf("fp32", "fp64")] = "fp32"
     """Data type of the router. None: that of the model."""
     moe_aux_loss_coeff: NonNegative = 0.0
-    """Weight of the auxiliary load-balancing loss. No effect if `moe_router_load_balancing_type` is `none`."""
+    """Weight of the load-balancing loss, which counts the experts with the best scores, without any bias or groups. No
+    effect if `moe_router_load_balancing_type` is `none`."""
     moe_z_loss_coeff: NonNegative | None = None
     """Weight of the z-loss on router logits (arXiv:2202.08906). None or 0: no z-loss."""
     moe_enable_routing_replay: bool = False

@@ -286,9 +286,7 @@ def _config(adapters: Adapters) -> bytes:
     repo = origin(path) if path else None
     return adapter_config(
         rank=settings.rank,
-        alpha=settings.alpha,
-        rank_stabilised=settings.rank_stabilised,
-        dropout=settings.dropout,
+        scale=settings.scale(settings.rank),
         modules=sorted(ends) if uniform else list(modules),
         base=repo.name if repo else str(path) if path else None,
         revision=repo.revision if repo else None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,14 +270,26 @@ def base_file(base: str) -> bytes:
 def adapter_mismatches(peft: PeftFolder, wanted: AdapterConfig, selection: Selection, plan: Plan) -> Iterator[str]:
     """Yield the differences between ``peft`` and ``wanted`` or ``selection``, with the setting to change."""
     config = peft.config
-    for name, theirs, ours in (
-        ("rank", config.rank, wanted.rank),
-        ("alpha", config.alpha, wanted.alpha),
-        ("use_rslora", config.rank_stabilised, wanted.rank_stabilised),
-    ):
-        if theirs != ours:
-            value = f"{theirs:g}" if name == "alpha" else str(theirs).lower()
-            yield f"{KEY}.{name} is {ours}, the folder's {value}: set {KEY}.{name}={value}"
+    if config.rank != wanted.rank:
+        yield f"{KEY}.rank is {wanted.rank}, the folder's {config.rank}: set {KEY}.rank={config.rank}"
+    elif not math.isclose(config.scale, wanted.scale, rel_tol=1e-6):
+        # The same factor of B·A can be written in two ways, and an export never has use_rslora.
+        ways = {False: config.scale * config.rank, True: config.scale * math.sqrt(config.rank)}
+        fixes = [
+            f"{KEY}.alpha={round(alpha)} with {KEY}.use_rslora={str(stabilised).lower()}"
+            for stabilised, alpha in ways.items()
+            if math.isclose(alpha, round(alpha), rel_tol=1e-6)
+        ]
+        yield (
+            f"{KEY}.alpha is {wanted.alpha:g} with use_rslora={str(wanted.rank_stabilised).lower()}, a scale of "
+            f"{wanted.scale:g}, the folder's {config.scale:g}: "
+            + (f"set {' or '.join(fixes)}" if fixes else "no whole alpha gives it, so use another folder")
+        )
+    if not peft.is_uniform:
+        yield (
+            "rank_pattern or alpha_pattern give its projections several ranks or scales, and one is trained: merge it "
+            "into the model (python -m bridges merge), and train a new adapter"
+        )
     modules = set(selected_modules(selection, plan))
     if absent := sorted(modules - peft.modules):
         yield f"{absent[0]} has no adapter there ({len(absent)} in all): set {KEY}.target_modules to fit"

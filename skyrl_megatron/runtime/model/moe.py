@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.moe import router as megatron_router
-from megatron.core.transformer.moe.moe_utils import (
-    get_tokens_per_expert_and_token_count,
-    switch_load_balancing_loss_func,
-    te_general_gemm,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, te_general_gemm
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -28,6 +24,7 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.cpu_patches import grouped_gemm
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
+from skyrl_megatron.runtime.model.pass_inputs import PassInput, SequenceNumbers, give_inputs
 from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -246,12 +243,18 @@ def exact_routing(
 
 
 class TokenWeightedRouter(TopKRouter):
-    """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
+    """``TopKRouter`` whose load-balancing losses give each valid token the same weight, in every layout.
 
-    Megatron multiplies the loss by the *local* count of valid tokens times the number of ranks
-    (megatron/core/transformer/moe/router.py, ``attach_and_log_load_balancing_loss``). That is correct only if all
-    tp·cp ranks hold equally many tokens, which packed sequences do not guarantee, and a micro-batch without valid
-    tokens divides by zero. Here the gradient is the same for every tp and cp.
+    A loss is E · Σ_e share_e · score_e, averaged over tokens. ``share``: the part of all choices that fell on an
+    expert, in the micro-batch (``aux_loss``, arXiv:2101.03961), in the token's own sequence (``seq_aux_loss``,
+    arXiv:2412.19437), or in the micro-batches of all replicas so far in the step (``global_aux_loss``,
+    arXiv:2501.11873). Choices are the K best scores, as in Megatron: without the bias or the groups that a family may
+    choose by.
+
+    Megatron-Core 0.19.2 computes something else. Its count of the tokens is summed in place over the ranks and then
+    taken for the local one (transformer/moe/moe_utils.py, ``get_tokens_per_expert_and_token_count``,
+    NVIDIA/Megatron-LM#7452), which multiplies the loss by tp·cp. The loss of a micro-batch without valid tokens is
+    NaN, and all sequences of a pack count as one.
     """
 
     load: Tensor | None = None
@@ -259,8 +262,12 @@ class TokenWeightedRouter(TopKRouter):
     Σ z-loss, Σ entropy in nats, tokens. Counts training passes only, and a recomputed pass once."""
 
     balance: Tensor | None = None
-    """Σ load-balancing loss · tokens of the micro-batch since that call, this rank's part, [] float64; None without
-    such a loss."""
+    """Σ load-balancing loss over this rank's tokens since that call, [] float64; None without such a loss."""
+
+    sequences: PassInput[SequenceNumbers] | None = None
+    """The number of each token's sequence in its micro-batch, for ``seq_aux_loss``."""
+
+    _sequences: SequenceNumbers | None = None
 
     placement: ExpertPlacement | None = None
     """The slots of the experts (``give_placement``)."""
@@ -297,6 +304,7 @@ class TokenWeightedRouter(TopKRouter):
             # Megatron splits the mask over sequence-parallel ranks on the first pipeline stage only
             # (megatron/core/models/gpt/gpt_model.py, _preprocess).
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self._sequences = None if self.sequences is None else self.sequences.take()
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
@@ -307,8 +315,11 @@ class TokenWeightedRouter(TopKRouter):
             return probs, routing_map
         return probs.index_select(1, columns), routing_map.index_select(1, columns)
 
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
+
     def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
-        scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
+        scores = self._scores(logits)
         entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1)
         z = logits.logsumexp(-1).square()
         columns = torch.cat([routing_map, torch.stack([z, entropy, torch.ones_like(entropy)], dim=1)], dim=1)
@@ -324,64 +335,80 @@ class TokenWeightedRouter(TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        coefficient = self.get_aux_loss_coeff("aux_loss")
-        if coefficient == 0:
+        if not self.get_aux_loss_coeff("aux_loss"):
             return probs
-        tokens_per_expert, _, total = get_tokens_per_expert_and_token_count(
-            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
+        shares = _shares(_summed(routing_map.sum(0), self.tp_cp_group))
+        return self._attach("aux_loss", probs, scores_for_aux_loss, shares)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        if not self.get_aux_loss_coeff("seq_aux_loss"):
+            return probs
+        assert self._sequences is not None, "the model is not given the sequences of its tokens"
+        numbers = self._sequences.numbers
+        counts = scores_for_aux_loss.new_zeros(self._sequences.count, self.config.num_moe_experts)
+        counts.index_add_(0, numbers, routing_map.to(counts.dtype))
+        return self._attach(
+            "seq_aux_loss", probs, scores_for_aux_loss, _shares(_summed(counts, self.tp_cp_group))[numbers]
         )
-        total = torch.as_tensor(total, dtype=torch.float32, device=probs.device)
-        loss = switch_load_balancing_loss_func(
-            probs=scores_for_aux_loss,
-            tokens_per_expert=tokens_per_expert,
-            total_num_tokens=total.clamp(min=1.0),
-            topk=self.topk,
-            num_experts=self.config.num_moe_experts,
-            moe_aux_loss_coeff=coefficient,
-            fused=self.config.moe_router_fusion,
-        )
-        attached: Tensor = self.attach_and_log_load_balancing_loss(
-            probs,
-            coefficient,
-            loss,
-            "load_balancing_loss",
-            self.tp_cp_group,
-            valid_token_count=total / self.tp_cp_group.size(),
-        )
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        if not self.get_aux_loss_coeff("global_aux_loss"):
+            return probs
+        so_far = self.global_tokens_per_expert  # Megatron empties it behind the step
+        so_far += _summed(routing_map.sum(0), self.tp_dp_cp_group)
+        return self._attach("global_aux_loss", probs, scores_for_aux_loss, _shares(so_far))
+
+    def _attach(self, kind: str, probs: Tensor, scores: Tensor, shares: Tensor) -> Tensor:
+        """Return ``probs``, with the gradient of a load-balancing loss in their backward pass, and count the loss.
+
+        ``scores`` [t, E] are 0 on padding; ``shares``: [E], or [t, E]. The loss is a sum over tokens, because the
+        schedule divides it by the tokens of the step (``loss_scale.AuxiliaryLossScale``).
+        """
+        loss = self.config.num_moe_experts * (scores * shares).sum()
+        if not self.is_mtp_layer:
+            so_far = 0.0 if self.balance is None else self.balance
+            self.balance = so_far + loss.detach().double()
+        attached: Tensor = MoEAuxLossAutoScaler.apply(probs, self.get_aux_loss_coeff(kind) * loss)
         return attached
 
-    def attach_and_log_load_balancing_loss(
-        self,
-        activation: Tensor,
-        aux_loss_coeff: float,
-        aux_loss: Tensor,
-        aux_loss_name: str,
-        reduce_group: dist.ProcessGroup,
-        needs_dp_avg: bool = True,
-        valid_token_count: int | Tensor | None = None,
-    ) -> Tensor:
-        """Attach a load-balancing loss as ``TopKRouter`` does, and add it to ``balance`` with the weight that its
-        gradient has."""
-        if not self.is_mtp_layer:
-            tokens = activation.shape[0] if valid_token_count is None else valid_token_count
-            found = (aux_loss.detach() / aux_loss_coeff * tokens * self.tp_cp_group.size()).double()
-            self.balance = found if self.balance is None else self.balance + found
-        attached: Tensor = super().attach_and_log_load_balancing_loss(
-            activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, needs_dp_avg, valid_token_count
-        )
-        return attached
+
+def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of ``counts`` over the ranks of a group, in float32."""
+    total = counts.float()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """Return what part of the choices fell on each expert, [.., E]; 0 if there were none."""
+    shares: Tensor = counts / counts.sum(-1, keepdim=True).clamp(min=1.0)
+    return shares
 
 
 class LogOddsRouter(TokenWeightedRouter):
     """Router with softmax scores and a bias that affects only the selection of experts (ERNIE 4.5).
 
     Megatron supports such a bias for sigmoid scores only. The sigmoid of a probability's log-odds is the probability,
-    so this router passes log-odds to Megatron's sigmoid routing.
+    so this router passes log-odds to Megatron's sigmoid routing. The z-loss is that of the logits.
     """
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route by the softmax of ``logits`` [sequence, batch, E]."""
-        return super().routing(log_odds(logits), padding_mask)
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the z-loss to ``logits`` [t, E] and return their log-odds, which all that follows routes by."""
+        return log_odds(super().apply_z_loss(logits, padding_mask=padding_mask))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
 
 
 def log_odds(logits: Tensor) -> Tensor:
@@ -406,6 +433,24 @@ def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
     """Return the routers of model chunks in order, without that of a draft head."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return [module for module in modules if isinstance(module, TokenWeightedRouter) and not module.is_mtp_layer]
+
+
+def number_sequences(chunk: torch.nn.Module) -> None:
+    """Let the routers of a model chunk read which sequence a token is in: its forward pass then takes the argument
+    ``sequences`` (``PackedInputs.sequences``)."""
+    inputs: list[PassInput[SequenceNumbers]] = []
+    for router in routers_of([chunk]):
+        router.sequences = PassInput(router.layer_number - 1)
+        inputs.append(router.sequences)
+    give_inputs(chunk, "sequences", inputs, lambda sequences, _: sequences)
+
+
+def forget_pass_inputs(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drop what is queued for passes that will not be recomputed, for example after an error."""
+    for router in routers_of(chunks):
+        for queued in (router.router_replay, router.sequences):
+            if isinstance(queued, PassInput):
+                queued.queue.clear()
 
 
 def freeze_expert_bias(chunks: Iterable[torch.nn.Module]) -> None:
