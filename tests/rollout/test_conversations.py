@@ -383,6 +383,20 @@ def test_a_sampled_stop_token_is_not_written_again(name, stop, role):
     assert row.reward[sampled - 1] == 0.5
 
 
+@pytest.mark.parametrize("role, stop", [("user", "<|user|>"), ("tool", "<|observation|>")])
+def test_a_stop_token_that_only_the_run_names_is_not_written_again(role, stop):
+    """The model folder has no generation_config.json; the engine stops there by ``stop_token_ids`` of the request."""
+    from skyrl_megatron.rollout.conversation import ChatConversation
+    from skyrl_megatron.rollout.templates import ChatFormat
+    from tests.support.chat_families import family_tokenizer
+
+    chat = ChatFormat(family_tokenizer("glm"))
+    talk = ChatConversation(chat, [{"role": "user", "content": "the"}])
+    talk.add_turn(generation(chat.encoder.whole(SAID + stop)), SAID, 0.5, at_stop_string=False)
+    talk.add_observations([{"role": role, "content": "of"}], at_stop_string=False)
+    assert SAID + NEXT["glm", stop, role] + "of" in chat.tokenizer.decode(talk.next_prompt())
+
+
 @pytest.mark.parametrize("at_stop_string, append", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("name, role", CUT)
 def test_a_turn_without_a_stop_token_gets_that_of_the_next_message(name, role, at_stop_string, append):

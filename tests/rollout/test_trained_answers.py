@@ -127,11 +127,11 @@ def test_a_stop_token_inside_an_answer_is_an_error_with_the_message():
 
     chat = family_format("qwen2.5")
     with pytest.raises(
-        DataError, match=r"message 3: its text goes on with ' c<\|im_end\|>.n' after <\|im_end\|>, at w"
+        DataError, match=r"message 3: its text continues with ' c<\|im_end\|>.n' after <\|im_end\|>, at w"
     ):
         chat.trained_sequences([user("a"), answer("b"), user("a"), answer("b<|im_end|> c")])
     chat = family_format("glm")
-    with pytest.raises(DataError, match=r"message 1: its text goes on with '!' after <\|user\|>"):
+    with pytest.raises(DataError, match=r"message 1: its text continues with '!' after <\|user\|>"):
         chat.trained_sequences([user("a"), answer("b<|user|>!")])
 
 
