@@ -85,10 +85,13 @@ class Encoder:
         return self.whole("\nx") != [*self.whole("\n"), *self.whole("x")]
 
 
-def after_stop(after: Sequence[int], stopped: int, closing: int | None) -> list[int]:
-    """Return the tokens that follow a sampled stop token, of those that a template writes ``after`` an answer.
+def after_stop(after: Sequence[int], sampled: Sequence[int], closing: int | None) -> list[int]:
+    """Return the tokens that follow a turn whose last sampled token is a stop token, of those that a template writes
+    ``after`` an answer.
 
-    The first of them is left out if it is the same token, or if it is the one that closes every answer
-    (``closing``): the sampled token stands in its place.
+    Those that were sampled already are left out: one, or several where a template ends answers with several tokens. If
+    there are none, the token that closes every answer (``closing``) is left out: the stop token stands in its place.
     """
-    return list(after[1:] if after and after[0] in (stopped, closing) else after)
+    longest = min(len(after), len(sampled))
+    same = next((n for n in range(longest, 0, -1) if list(sampled[-n:]) == list(after[:n])), 0)
+    return list(after[same or int(bool(after) and after[0] == closing) :])

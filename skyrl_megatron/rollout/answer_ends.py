@@ -77,11 +77,11 @@ class AnswerEnds:
         """The tokens that end an answer: those of the model; and, if the template ends answers with none of them, the
         special token that it writes there instead, as ChatML does with a base model."""
         model = frozenset(self.stop_token_ids)
-        after = [self._text_after([]), self._text_after(_USER), self._text_after([], generation_prompt=False)]
-        stops = re.compile(rf"\s*(?:{self._names(model)})") if model else None
-        if self.closing_token is None or (stops and any(text and stops.match(text) for text in after)):
-            return model
-        return model | {self.closing_token}
+        stops = re.compile(self._names(model)) if model else None
+        at_end = self._text_after([], generation_prompt=False) or ""
+        before_others = [self._text_after([]) or "", self._text_after(_USER) or ""]
+        written = stops and (stops.search(at_end) or any(stops.match(text.lstrip()) for text in before_others))
+        return model if self.closing_token is None or written else model | {self.closing_token}
 
     @cached_property
     def stops(self) -> re.Pattern[str]:

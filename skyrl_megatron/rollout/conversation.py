@@ -127,7 +127,7 @@ class ChatConversation:
         if at_stop_string and turn.kept and turn.appended and ends:
             self.ids[-1] = between.pop(0)  # what ends a turn depends on the next message
         elif turn.kept + turn.appended and self._ended(between):
-            between = after_stop(between, self.ids[-1], closing)
+            between = after_stop(between, self.ids[turn.start :], closing)
         elif at_stop_string and not self.append_end_token and between[:1] == [closing]:
             between = between[1:]
         self.ids += between

@@ -16,6 +16,7 @@ trained. If not, because it drops their thinking or ends them with another token
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,12 +52,7 @@ def trained_sequences(
         if message["role"] != "assistant" or not (trained is None or trained[number]):
             continue
         before = chat.text(messages[:number], generation_prompt=True, tools=tools)
-        text = chat.text(messages[: number + 1], tools=tools)
-        if not text.startswith(before):
-            raise DataError(
-                f"message {number}: the chat template renders an answer differently from what follows its generation"
-                " prompt: set generator.chat_template, or chat_template_kwargs"
-            )
+        text = before + _answer(chat, messages[: number + 1], before, tools)
         if not sequences or not _continues(chat, sequences[-1], before):
             sequences.append(_Sequence(""))
         written = chat.stops.search(text, len(before))
@@ -73,6 +69,53 @@ def trained_sequences(
             current.text, current.stop = text, _stop_after(chat, messages, number, text, tools)
         current.answers.append((number, len(before), len(current.text)))
     return [_tokens(chat, sequence) for sequence in sequences]
+
+
+def _answer(chat: AnswerEnds, messages: Sequence[Mapping[str, Any]], before: str, tools: Sequence[Any] | None) -> str:
+    """Return what the template writes for the last message, after its generation prompt ``before``."""
+    text, number = chat.text(messages, tools=tools), len(messages) - 1
+    start = len(before) if text.startswith(before) else None
+    if start is None:
+        start = _rewritten_start(messages, before, text, chat.text(messages[:-1], tools=tools))
+    if start is None:
+        raise DataError(
+            f"message {number}: the chat template renders an answer differently from what follows its generation"
+            " prompt: set generator.chat_template, or chat_template_kwargs"
+        )
+    _require_calls(messages[-1], text[start:], number)
+    return text[start:]
+
+
+def _require_calls(message: Mapping[str, Any], answer: str, number: int) -> None:
+    """Raise DataError if the text of an answer lacks a call, as of templates that write none, or only the first."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
+    content = str(message.get("content") or "").strip()
+    for name, count in Counter(str(function.get("name")) for function in functions).items():
+        elsewhere = content.count(name) if content in answer else 0
+        if answer.count(name) - elsewhere < count:
+            raise DataError(
+                f"message {number}: the chat template leaves out a call of {name!r}: set another"
+                " generator.chat_template, or make a message of each call"
+            )
+
+
+def _rewritten_start(messages: Sequence[Mapping[str, Any]], before: str, text: str, asked: str) -> int | None:
+    """Return where the last answer begins in a text that rewrites the messages before it, as gpt-oss drops the
+    thinking of calls when a final answer follows; None if that is not certain.
+
+    ``asked``: the prompt without its generation prompt. The longest end of the prompt that is in the text must be
+    there once, and hold the generation prompt and the content of the message before the answer.
+    """
+    low, high = 0, len(before)
+    while low < high:  # the largest length of an end that is in the text
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if before[-middle:] in text else (low, middle - 1)
+    end = before[len(before) - low :]
+    content = messages[-2].get("content") if len(messages) > 1 else None
+    held = isinstance(content, str) and content.strip() in end and before.startswith(asked)
+    certain = held and low > len(before) - len(asked) and text.count(end) == 1
+    return text.index(end) + low if certain else None
 
 
 def _continues(chat: AnswerEnds, sequence: _Sequence, prompt: str) -> bool:

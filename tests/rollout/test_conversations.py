@@ -383,6 +383,17 @@ def test_a_sampled_stop_token_is_not_written_again(name, stop, role):
     assert row.reward[sampled - 1] == 0.5
 
 
+def test_what_was_sampled_is_left_out_of_what_follows():
+    """Also several tokens: Cohere's answers end with two, at the second of which the model stops."""
+    from skyrl_megatron.data.encoding import after_stop
+
+    assert after_stop([1, 2, 3], [9, 1, 2], None) == after_stop([1, 2, 3], [9, 1, 2], 1) == [3]
+    assert after_stop([2, 3], [9, 2, 2], None) == [3]
+    assert after_stop([5, 6], [9, 1], 5) == [6], "the closing token, of which the stop token takes the place"
+    assert after_stop([5, 6], [9, 1], None) == after_stop([5, 6], [5, 1], 6) == [5, 6]
+    assert after_stop([], [1], None) == []
+
+
 @pytest.mark.parametrize("role, stop", [("user", "<|user|>"), ("tool", "<|observation|>")])
 def test_a_stop_token_that_only_the_run_names_is_not_written_again(role, stop):
     """The model folder has no generation_config.json; the engine stops there by ``stop_token_ids`` of the request."""
