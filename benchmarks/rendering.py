@@ -68,7 +68,7 @@ def conversations(count: int, turns: int, tokens: int) -> list[list[dict[str, st
     ]
 
 
-def by_pieces(chat: ChatFormat, messages: Sequence[Any]) -> list[list[int]]:
+def by_pieces(chat: ChatFormat, messages: list[Any]) -> list[list[int]]:
     """Return the tokens of the pieces, and their mask."""
     end = chat.tokenizer.convert_ids_to_tokens(chat.end_token)
     ids: list[int] = []
@@ -87,7 +87,7 @@ def by_pieces(chat: ChatFormat, messages: Sequence[Any]) -> list[list[int]]:
     return [ids, mask]
 
 
-def whole(chat: ChatFormat, messages: Sequence[Any]) -> list[list[int]]:
+def whole(chat: ChatFormat, messages: list[Any]) -> list[list[int]]:
     """Return the tokens of our one sequence, and their mask."""
     ((prompt, response, mask),) = chat.trained_sequences(messages)
     return [[*prompt, *response], [*([0] * len(prompt)), *mask]]

@@ -71,7 +71,8 @@ class Encoder:
 
     def _divided_anew(self, text: str, ends: Sequence[int], encode: Any) -> tuple[list[int], list[int]]:
         """Implement :meth:`divided` by encoding beginnings of the text. ``encode``: of this text."""
-        ids, counts = encode(text), []
+        ids: list[int] = encode(text)
+        counts: list[int] = []
         for place, end in enumerate(ends):
             before = encode(text[:end])
             if ids[: len(before)] != before:

@@ -21,8 +21,8 @@ from skyrl_megatron.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARKER = "HEREstandsTHEanswer"
-_STAND_IN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER})
+MARKER = "HEREstandsTHEanswer"
+_STAND_IN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARKER})
 _USER: ConversationType = [{"role": "user", "content": "?"}]
 _TOOL: ConversationType = [{"role": "tool", "content": "?", "tool_call_id": "0", "name": "?"}]
 
@@ -148,7 +148,7 @@ class AnswerEnds:
         """Return what the template writes after an answer that ``following`` messages and a generation prompt
         follow."""
         text = self.text([*_STAND_IN, *following], generation_prompt=generation_prompt)
-        _, marked, after = text.partition(_MARKER)
+        _, marked, after = text.partition(MARKER)
         if not marked:
             raise DataError(
                 "the chat template omits assistant messages, so it cannot render several turns: set another"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.answer_ends import AnswerEnds
+from skyrl_megatron.rollout.answer_ends import MARKER, AnswerEnds
 
 type TrainedSequence = tuple[list[int], list[int], list[int]]
 """(prompt ids, response ids, mask of the response): 1 on trained tokens."""
@@ -76,46 +76,55 @@ def _answer(chat: AnswerEnds, messages: Sequence[Mapping[str, Any]], before: str
     text, number = chat.text(messages, tools=tools), len(messages) - 1
     start = len(before) if text.startswith(before) else None
     if start is None:
-        start = _rewritten_start(messages, before, text, chat.text(messages[:-1], tools=tools))
+        start = _rewritten_start(chat, messages, before, text, tools)
     if start is None:
         raise DataError(
             f"message {number}: the chat template renders an answer differently from what follows its generation"
             " prompt: set generator.chat_template, or chat_template_kwargs"
         )
-    _require_calls(messages[-1], text[start:], number)
+    if left_out := _call_left_out(messages[-1], text[start:]):  # or its name is in the content, which is not written
+        silent = chat.text([*messages[:-1], {**messages[-1], "content": ""}], tools=tools)
+        if _call_left_out({**messages[-1], "content": ""}, silent[start:]):
+            raise DataError(
+                f"message {number}: the chat template leaves out a call of {left_out!r}: set another"
+                " generator.chat_template, or make a message of each call"
+            )
     return text[start:]
 
 
-def _require_calls(message: Mapping[str, Any], answer: str, number: int) -> None:
-    """Raise DataError if the text of an answer lacks a call, as of templates that write none, or only the first."""
+def _call_left_out(message: Mapping[str, Any], answer: str) -> str | None:
+    """Return the name of a call that the text of an answer seems to lack, as of templates that write none, or only
+    the first; None if it has all."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
     content = str(message.get("content") or "").strip()
     for name, count in Counter(str(function.get("name")) for function in functions).items():
-        elsewhere = content.count(name) if content in answer else 0
-        if answer.count(name) - elsewhere < count:
-            raise DataError(
-                f"message {number}: the chat template leaves out a call of {name!r}: set another"
-                " generator.chat_template, or make a message of each call"
-            )
+        if answer.count(name) - (content.count(name) if content in answer else 0) < count:
+            return name
+    return None
 
 
-def _rewritten_start(messages: Sequence[Mapping[str, Any]], before: str, text: str, asked: str) -> int | None:
+def _rewritten_start(
+    chat: AnswerEnds, messages: Sequence[Mapping[str, Any]], before: str, text: str, tools: Sequence[Any] | None
+) -> int | None:
     """Return where the last answer begins in a text that rewrites the messages before it, as gpt-oss drops the
     thinking of calls when a final answer follows; None if that is not certain.
 
-    ``asked``: the prompt without its generation prompt. The longest end of the prompt that is in the text must be
-    there once, and hold the generation prompt and the content of the message before the answer.
+    It begins at the last generation prompt in what the text shares with that of another answer, if what is
+    before it, from the content of the last message on, is that of the prompt.
     """
-    low, high = 0, len(before)
-    while low < high:  # the largest length of an end that is in the text
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if before[-middle:] in text else (low, middle - 1)
-    end = before[len(before) - low :]
+    asked = chat.text(messages[:-1], tools=tools)
+    kept = {name: messages[-1][name] for name in ("role", "tool_calls") if name in messages[-1]}
+    other = chat.text([*messages[:-1], {**kept, "content": MARKER}], tools=tools)
+    shorter = min(len(text), len(other))
+    differs = next((place for place in range(shorter) if text[place] != other[place]), shorter)
+    generation_prompt = before[len(asked) :]
     content = messages[-2].get("content") if len(messages) > 1 else None
-    held = isinstance(content, str) and content.strip() in end and before.startswith(asked)
-    certain = held and low > len(before) - len(asked) and text.count(end) == 1
-    return text.index(end) + low if certain else None
+    if not generation_prompt or not before.startswith(asked) or not isinstance(content, str):
+        return None
+    found = text.rfind(generation_prompt, 0, differs)
+    start = found + len(generation_prompt)
+    return start if found >= 0 and text[:start].endswith(before[before.rfind(content.strip()) :]) else None
 
 
 def _continues(chat: AnswerEnds, sequence: _Sequence, prompt: str) -> bool:
