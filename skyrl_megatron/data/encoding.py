@@ -6,10 +6,8 @@ Pieces of a text that are encoded alone are not its tokens. Tokenizers of senten
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from skyrl_megatron.errors import DataError
@@ -46,28 +44,35 @@ class Encoder:
         Where a token would reach over one of ``ends``, the text before and the text after it are encoded one after the
         other: an engine gets the tokens of the text before, and samples those of the text after it.
         """
-        if not getattr(self.tokenizer, "is_fast", False):
+        encoding = self._encoding(text)
+        if encoding is None:
             return self._divided_anew(text, ends, self.whole)
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
-        )
-        ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
-        last = [end for _, end in spans]
+        ids: list[int] = encoding.ids
         counts: list[int] = []
         for end in ends:
-            count = bisect_right(last, end)
-            sure = self._spans_hold_spaces or " " not in text[max(end - 1, 0) : end + 1]
-            if not sure or (count < len(ids) and spans[count][0] < end):
-                before = self.whole(text[:end])
+            if end == len(text):
+                counts.append(len(ids))
+                continue
+            count = encoding.char_to_token(end)
+            if count is None or (end and count in (0, encoding.char_to_token(end - 1))):
+                before = self.whole(text[:end])  # the span of no token has the character, or a token reaches over end
                 count = len(before)
                 if ids[:count] != before:
                     return self._divided_anew(text, ends, self.whole)
             counts.append(count)
         return ids, counts
 
+    def _encoding(self, text: str) -> Any:
+        """Return the tokens of a text with their spans; None if the tokenizer has no spans."""
+        inner = getattr(self.tokenizer, "backend_tokenizer", None)
+        if inner is None or inner.truncation is not None or inner.padding is not None:
+            return None  # those of another call, which transformers resets at its next one
+        return inner.encode(text, add_special_tokens=False)
+
     def _divided_anew(self, text: str, ends: Sequence[int], encode: Any) -> tuple[list[int], list[int]]:
         """Implement :meth:`divided` by encoding beginnings of the text. ``encode``: of this text."""
-        ids, counts = encode(text), []
+        ids: list[int] = encode(text)
+        counts: list[int] = []
         for place, end in enumerate(ends):
             before = encode(text[:end])
             if ids[: len(before)] != before:
@@ -80,18 +85,14 @@ class Encoder:
     def _adds_space(self) -> bool:
         return self.whole("\nx") != [*self.whole("\n"), *self.whole("x")]
 
-    @cached_property
-    def _spans_hold_spaces(self) -> bool:
-        """Whether the spans of tokens hold their spaces: those of some tokenizers leave them out."""
-        spans = self.tokenizer("x y z", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        bounds = [(0, 0), *spans, (5, 5)]
-        return all(end == start for (_, end), (start, _) in pairwise(bounds))
 
+def after_stop(after: Sequence[int], sampled: Sequence[int], closing: int | None) -> list[int]:
+    """Return the tokens that follow a turn whose last sampled token is a stop token, of those that a template writes
+    ``after`` an answer.
 
-def after_stop(after: Sequence[int], stopped: int, closing: int | None) -> list[int]:
-    """Return the tokens that follow a sampled stop token, of those that a template writes ``after`` an answer.
-
-    The first of them is left out if it is the same token, or if it is the one that closes every answer
-    (``closing``): the sampled token stands in its place.
+    Those that were sampled already are left out: one, or several where a template ends answers with several tokens. If
+    there are none, the token that closes every answer (``closing``) is left out: the stop token stands in its place.
     """
-    return list(after[1:] if after and after[0] in (stopped, closing) else after)
+    longest = min(len(after), len(sampled))
+    same = next((n for n in range(longest, 0, -1) if list(sampled[-n:]) == list(after[:n])), 0)
+    return list(after[same or int(bool(after) and after[0] == closing) :])

@@ -118,7 +118,7 @@ class ChatConversation:
         """Append messages of the environment, before another turn.
 
         A stop token that ends the turn stays, also where the template writes another one in earlier messages: gpt-oss
-        goes on after its ``<|return|>`` instead of ``<|end|>``, because nothing that was sampled is changed.
+        keeps its ``<|return|>`` instead of ``<|end|>``, because nothing that was sampled is changed.
         """
         self.messages += observations
         between = self.chat.after_answer(observations)
@@ -126,13 +126,16 @@ class ChatConversation:
         ends = bool(between) and (between[0] == closing or between[0] in self.chat.stop_ids)
         if at_stop_string and turn.kept and turn.appended and ends:
             self.ids[-1] = between.pop(0)  # what ends a turn depends on the next message
-        elif turn.kept + turn.appended and self.ids[-1] in self.chat.stop_ids:
-            between = after_stop(between, self.ids[-1], closing)
-        elif turn.kept and between[:1] == self.ids[-1:] and between[0] in self.chat.tokenizer.all_special_ids:
-            between = between[1:]  # stopped at a token of the request, which also begins the next message
+        elif turn.kept + turn.appended and self._ended(between):
+            between = after_stop(between, self.ids[turn.start :], closing)
         elif at_stop_string and not self.append_end_token and between[:1] == [closing]:
             between = between[1:]
         self.ids += between
+
+    def _ended(self, between: list[int]) -> bool:
+        """Return whether the last token is a stop token, also one that only this run's sampling stops at."""
+        last = self.ids[-1]
+        return last in self.chat.stop_ids or (between[:1] == [last] and last in self.chat.tokenizer.all_special_ids)
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
         """Return the rows of the trajectory up to its last turn. An empty response becomes an end token."""

@@ -9,26 +9,21 @@ that treat the last answer, or earlier thinking, differently.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import ChatTemplateConfig
-from skyrl_megatron.data.encoding import Encoder
-from skyrl_megatron.data.tokenizer import render, require_template, stop_tokens_of
+from skyrl_megatron.data.tokenizer import render
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
+from skyrl_megatron.rollout.answer_ends import AnswerEnds
 from skyrl_megatron.rollout.trained_answers import TrainedSequence, trained_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARKER = "HEREstandsTHEanswer"
-_STAND_IN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER})
-_USER: ConversationType = [{"role": "user", "content": "?"}]
-_TOOL: ConversationType = [{"role": "tool", "content": "?", "tool_call_id": "0", "name": "?"}]
-_STAND_IN_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 _CHATML_OTHERS = (
@@ -75,8 +70,11 @@ def load_template(config: ChatTemplateConfig) -> str | None:
     return BUILT_IN[name]
 
 
-class ChatFormat:
+class ChatFormat(AnswerEnds):
     """A tokenizer with its chat template and the template's arguments.
+
+    ``stop_token_ids``: the tokens at which the engines stop, by default those of the tokenizer's model folder
+    (:func:`~skyrl_megatron.data.tokenizer.stop_tokens_of`).
 
     Raises DataError if there is no template, or if it cannot render a conversation.
     """
@@ -89,14 +87,9 @@ class ChatFormat:
         *,
         stop_token_ids: Sequence[int] | None = None,
     ) -> None:
-        require_template(tokenizer, template)
-        self.stop_token_ids = tuple(stop_tokens_of(tokenizer) if stop_token_ids is None else stop_token_ids)
-        self.tokenizer: Any = tokenizer  # its type hints are narrower than what templates take
-        self.template, self.kwargs = template, dict(kwargs or {})
+        super().__init__(tokenizer, template, kwargs or {}, stop_token_ids)
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
         """Whether the template marks the text of the assistant (``{% generation %}``)."""
-        self.encoder = Encoder(tokenizer)
-        self._stop_before = cache(self._find_stop_before)
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
         self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
 
@@ -104,84 +97,6 @@ class ChatFormat:
         """Return the same format with other arguments of the template."""
         return ChatFormat(self.tokenizer, self.template, kwargs, stop_token_ids=self.stop_token_ids)
 
-    # ------------------------------------------------------------------ where answers end
-    @cached_property
-    def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer: those of the model; and, if the template ends answers with none of them, the
-        special tokens that it writes there instead, as ChatML does with a base model and GLM with the next message."""
-        model = frozenset(self.stop_token_ids)
-        after = [self._text_after([]), self._text_after(_USER), self._text_after([], generation_prompt=False)]
-        stops = re.compile(rf"\s*(?:{self._names(model)})") if model else None
-        if stops and any(text and stops.match(text) for text in after):
-            return model
-        return model | {first for following in (_USER, _TOOL) if (first := self._special_after(following)) is not None}
-
-    @cached_property
-    def stops(self) -> re.Pattern[str]:
-        """Finds a token of :attr:`stop_ids` in a text. Raises DataError if there is none."""
-        if not self.stop_ids:
-            raise DataError("the model has no end-of-sequence token: set eos_token_id in its generation_config.json")
-        return re.compile(self._names(self.stop_ids))
-
-    @cached_property
-    def next_stop(self) -> re.Pattern[str]:
-        """Matches such a token, its first group, after white space."""
-        return re.compile(rf"\s*({self.stops.pattern})")
-
-    def _names(self, tokens: Iterable[int]) -> str:
-        names = sorted((str(self.tokenizer.convert_ids_to_tokens(token)) for token in tokens), key=len, reverse=True)
-        return "|".join(map(re.escape, names))
-
-    def id_of(self, stop: str) -> int:
-        """Return the id of a token of :attr:`stop_ids`."""
-        return int(self.tokenizer.convert_tokens_to_ids(stop))
-
-    @cached_property
-    def closing_token(self) -> int | None:
-        """The special token that the template writes after every answer before another message (``<|im_end|>``,
-        ``<|end|>`` of gpt-oss); None if it is the next message that ends an answer (GLM)."""
-        written = [following for following in (_USER, _TOOL, []) if self._text_after(following) is not None][:2]
-        firsts = {self._special_after(following) for following in written}
-        return firsts.pop() if len(firsts) == 1 else None
-
-    def _special_after(self, following: ConversationType) -> int | None:
-        """Return the special token with which the text after an answer begins; None if there is none."""
-        first = self.encoder.continued(self._text_after(following) or "")[:1]
-        special = bool(first) and (first[0] in self.stop_token_ids or first[0] in self.tokenizer.all_special_ids)
-        return int(first[0]) if special else None
-
-    @cached_property
-    def end_token(self) -> int:
-        """The stop token of an answer without tool calls that ends a conversation."""
-        written = self.next_stop.match(self._text_after([], generation_prompt=False) or "")
-        return self.id_of(written[1]) if written else self.stop_before("user")
-
-    def stop_before(self, role: str) -> int:
-        """Return the token with which an answer stops before a message of a role, or the tokenizer's
-        end-of-sequence token if the template writes none."""
-        return self._stop_before(role)
-
-    def _find_stop_before(self, role: str) -> int:
-        text = self._text_after(_TOOL if role == "tool" else [{"role": role, "content": "?"}])
-        written = None if text is None else self.next_stop.match(text)
-        return self.id_of(written[1]) if written else (*self.stop_token_ids, *self.stop_ids)[0]
-
-    @cached_property
-    def rest_after_stop(self) -> str:
-        """What the template writes after the stop token of an answer that ends a conversation. Raises DataError if it
-        omits answers."""
-        text = self._after_marker([], generation_prompt=False)
-        written = self.stops.search(text)
-        return text[written.end() :] if written else ""
-
-    def _text_after(self, following: ConversationType, *, generation_prompt: bool = True) -> str | None:
-        """Implement :meth:`_after_marker`; None if the template cannot render it."""
-        try:
-            return self._after_marker(following, generation_prompt=generation_prompt)
-        except DataError:
-            return None
-
-    # ------------------------------------------------------------------ tokens
     def prompt(self, messages: ConversationType, *, generation_prompt: bool = True) -> list[int]:
         """Tokenize a conversation, by default with the generation prompt of the next answer."""
         if _is_plain(messages):
@@ -242,29 +157,6 @@ class ChatFormat:
         """
         return trained_sequences(self, messages, trained, tools)
 
-    def text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        generation_prompt: bool = False,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        """Render a conversation. Raises DataError if the template cannot."""
-        try:
-            text: str = render(
-                self.tokenizer,
-                messages,
-                template=self.template,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **({"tools": list(tools)} if tools else {}),
-                **self.kwargs,
-            )
-            return text
-        except Exception as error:  # whatever a template's expressions and its own raise_exception raise
-            roles = [message.get("role") for message in messages]
-            raise DataError(f"the chat template cannot render a conversation with roles {roles}: {error}") from error
-
     def _tokenize_prompt(self, messages: _Pairs, generation_prompt: bool) -> tuple[int, ...]:
         return tuple(self._text_prompt(_messages(messages), generation_prompt))
 
@@ -275,23 +167,7 @@ class ChatFormat:
         return tuple(self._text_after_answer(_messages(observations)))
 
     def _text_after_answer(self, observations: ConversationType) -> list[int]:
-        return self.encoder.continued(self._after_marker(observations))
-
-    def _after_marker(self, following: ConversationType, *, generation_prompt: bool = True) -> str:
-        """Return what the template writes after an answer that ``following`` messages and a generation prompt
-        follow."""
-        messages = [*_STAND_IN, *following]
-        try:
-            text = self.text(messages, generation_prompt=generation_prompt)
-        except DataError:  # of a template for tools alone
-            text = self.text(messages, generation_prompt=generation_prompt, tools=_STAND_IN_TOOLS)
-        _, marked, after = text.partition(_MARKER)
-        if not marked:
-            raise DataError(
-                "the chat template omits assistant messages, so it cannot render several turns: set another"
-                " generator.chat_template"
-            )
-        return after
+        return self.encoder.continued(self.after_marker(observations))
 
 
 type _Pairs = tuple[tuple[str, str], ...]

@@ -2,7 +2,7 @@
 
 The chat template is the truth. A sequence is the text that it writes, tokenized once, and a trained answer is what the
 model has to sample in that place: from the end of the generation prompt to and including the token at which generation
-stops (:attr:`~skyrl_megatron.rollout.templates.ChatFormat.stop_ids`). That token is the first of
+stops (:attr:`~skyrl_megatron.rollout.answer_ends.AnswerEnds.stop_ids`). That token is the first of
 
 1. the one that the template writes inside the answer's own text or at its end (ChatML's ``<|im_end|>``, ``<|return|>``
    and ``<|call|>`` of gpt-oss);
@@ -20,13 +20,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_megatron.data.messages import THINKING
 from skyrl_megatron.errors import DataError
-
-if TYPE_CHECKING:
-    from skyrl_megatron.rollout.templates import ChatFormat
+from skyrl_megatron.rollout.answer_ends import AnswerEnds
 
 SWITCHES = (
     ("enable_thinking", False),
@@ -53,7 +51,7 @@ class _Sequence:
 
 
 def trained_sequences(
-    chat: ChatFormat,
+    chat: AnswerEnds,
     messages: Sequence[Mapping[str, Any]],
     trained: Sequence[bool] | None,
     tools: Sequence[Any] | None,
@@ -81,7 +79,7 @@ def trained_sequences(
             rest = text[written.end() :]
             if rest.strip() and rest != rest_after_stop:
                 raise DataError(
-                    f"message {number}: its text goes on with {rest[:40]!r} after {written[0]}, at which the model"
+                    f"message {number}: its text continues with {rest[:40]!r} after {written[0]}, at which the model"
                     " stops: take that token out of the message"
                 )
             current.text, current.stop = text[: written.end()], None
@@ -92,7 +90,7 @@ def trained_sequences(
 
 
 def _rewritten_answer(
-    chat: ChatFormat,
+    chat: AnswerEnds,
     messages: Sequence[Mapping[str, Any]],
     number: int,
     before: str,
@@ -100,7 +98,7 @@ def _rewritten_answer(
     tools: Sequence[Any] | None,
 ) -> str | None:
     """Return the text of an answer with which the template renders its prompt differently, as gpt-oss drops the
-    thinking of tool calls once they are answered; None if it cannot be told from the prompt.
+    thinking of tool calls once they are answered; None if that is not certain.
 
     The answer follows the longest end of its own prompt, ``before``, that ``text`` still holds. That end must be there
     once, and must have the generation prompt; without one, all of the message before the answer.
@@ -118,8 +116,8 @@ def _rewritten_answer(
     return rest.partition(end)[2]
 
 
-def _why_not(chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None) -> str:
-    """Return why an answer cannot be told from its generation prompt, and what makes it possible."""
+def _why_not(chat: AnswerEnds, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None) -> str:
+    """Return why an answer does not follow its generation prompt, and what makes it possible."""
     opening = _generation_prompt(chat, messages, number, tools)
     differs = f"the chat template does not begin the answer with its generation prompt {opening[-60:]!r}"
     for name, value in SWITCHES:
@@ -135,7 +133,7 @@ def _why_not(chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: in
 
 
 def _generation_prompt(
-    chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None
+    chat: AnswerEnds, messages: Sequence[Mapping[str, Any]], number: int, tools: Sequence[Any] | None
 ) -> str:
     """Return what the template adds after the messages before an answer, or, if it changes these, all of its text."""
     before = chat.text(messages[:number], generation_prompt=True, tools=tools)
@@ -160,7 +158,7 @@ def _omitted(message: Mapping[str, Any], answer: str) -> str:
     return ""
 
 
-def _continues(chat: ChatFormat, sequence: _Sequence, prompt: str) -> bool:
+def _continues(chat: AnswerEnds, sequence: _Sequence, prompt: str) -> bool:
     """Return whether a prompt begins with a sequence, which then holds its stop token as text."""
     if not prompt.startswith(sequence.text):
         return False
@@ -176,7 +174,7 @@ def _continues(chat: ChatFormat, sequence: _Sequence, prompt: str) -> bool:
 
 
 def _stop_after(
-    chat: ChatFormat, messages: Sequence[Mapping[str, Any]], number: int, text: str, tools: Sequence[Any] | None
+    chat: AnswerEnds, messages: Sequence[Mapping[str, Any]], number: int, text: str, tools: Sequence[Any] | None
 ) -> int:
     """Return the stop token of an answer whose ``text`` holds none."""
     calls = messages[number].get("tool_calls")
@@ -197,7 +195,7 @@ def _stop_after(
     return chat.stop_before(role) if written is None else chat.id_of(written[1])
 
 
-def _tokens(chat: ChatFormat, sequence: _Sequence) -> TrainedSequence:
+def _tokens(chat: AnswerEnds, sequence: _Sequence) -> TrainedSequence:
     bounds = [bound for _, start, end in sequence.answers for bound in (start, end)]
     try:
         ids, counts = chat.encoder.divided(sequence.text, bounds)
@@ -208,10 +206,8 @@ def _tokens(chat: ChatFormat, sequence: _Sequence) -> TrainedSequence:
         counts[-1] = len(ids)
     mask = [0] * len(ids)
     for (number, _, _), first, after in zip(sequence.answers, counts[::2], counts[1::2], strict=True):
-        inside = [token for token in ids[first : after - 1] if token in chat.stop_ids]
-        if inside or ids[after - 1] not in chat.stop_ids:
-            name = chat.tokenizer.convert_ids_to_tokens(inside[0] if inside else ids[after - 1])
-            raise DataError(f"message {number}: its tokens do not end with the first stop token, but at {name!r}")
+        if ids[after - 1] not in chat.stop_ids or not chat.stop_ids.isdisjoint(ids[first : after - 1]):
+            raise DataError(f"message {number}: its tokens do not end with the first stop token of the model")
         mask[first:after] = [1] * (after - first)
     start = counts[0]
     return ids[:start], ids[start:], mask[start:]

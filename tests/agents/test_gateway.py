@@ -243,6 +243,29 @@ def test_tools_that_the_template_cannot_show_are_refused(setting, tmp_path):
         other.close()
 
 
+def test_a_sampled_stop_token_stands_for_the_one_of_the_history(setting, tmp_path):
+    """As in gpt-oss: a last answer ends with the token that was sampled, earlier ones end with another one."""
+    from tests.agents.wires import TEMPLATE, make_wire
+
+    history = "{{ '<|im_end|>' if loop.last else '<|endoftext|>' }}\n"
+    template = TEMPLATE.replace("<|im_end|>\n{% endfor %}{% if add", history + "{% endfor %}{% if add")
+    assert template != TEMPLATE
+    (path := tmp_path / "template").write_text(template)
+    wire = setting.loop(make_wire(setting.folder, chat_template=str(path)), 300)
+    other = Setting(setting.folder, tmp_path / "log", wire, client=setting.client)
+    try:
+        setting.client.say = ["It is 7.", "It is 12."]
+        trajectory = other.open()
+        agent = WIRES["chat"](trajectory.access)
+        agent.ask()
+        agent.reply("And 5?")
+        agent.ask()
+        text = setting.client.tokenizer.decode(trajectory.graph.calls[1].prompt_ids)
+        assert "It is 7.<|im_end|>\n<|im_start|>" in text and not trajectory.graph.calls[1].text_only
+    finally:
+        other.close()
+
+
 def test_a_new_process_continues_with_the_log(setting, tmp_path):
     made = Setting(setting.folder, tmp_path / "log", setting.wire, client=setting.client)
     try:

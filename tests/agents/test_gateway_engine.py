@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -9,18 +10,35 @@ import pytest
 
 from tests.agents.clients import Chat, Messages, Responses
 from tests.agents.wires import Setting, make_wire, set_template
+from tests.support.chat_families import FAMILIES
 from tests.support.engines import tiny_settings
 from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.engines("gateway")]
-CALLS = r'(No\. )?(\n<tool_call>\n\{"name": "(add|look_up)", "arguments": \{"a": [0-9]\}\}\n</tool_call>){0,2}'
+FORCED = ("glm", "harmony", "qwen3", "deepseek", "kimi", "minimax", "hunyuan 3")
+CALL = r'\n<tool_call>\n\{"name": "(add|look_up)", "arguments": \{"a": [0-9]\}\}\n</tool_call>'
+CALLS = rf"(No\. |(No\. )?({CALL}){{1,2}})"
+"""Answers are not empty: with many stop tokens, nearly all would be."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
     set_template(made)
+    add_tokens(made)
     return made
+
+
+def add_tokens(folder):
+    """Give a folder the special tokens of several families, and all their stop tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer, families = AutoTokenizer.from_pretrained(folder), [FAMILIES[name] for name in FORCED]
+    tokenizer.add_tokens([token for family in families for token in family.specials], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    path = folder / "generation_config.json"
+    stops = sorted({tokenizer.convert_tokens_to_ids(token) for family in families for token in family.stops})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +86,42 @@ def test_rows_are_the_engines_own_record(served, kind, seed):
     assert row.response_ids[trained].tolist() == [t for _, made in record[start:] for t in made.token_ids]
     logprobs = np.asarray([p for _, made in record[start:] for p in made.logprobs], np.float32)
     np.testing.assert_array_equal(row.rollout_logprobs[trained], logprobs)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_an_engine_that_is_made_to_say_an_answer_stops_at_its_last_trained_token(folder, served, name):
+    """At each token of a trained answer the engine may sample this token only, after those before it. It stops at the
+    last one, because generation_config.json says so, and at no other."""
+    from skyrl_megatron.data.tokenizer import load_tokenizer
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    family = FAMILIES[name]
+    chat = ChatFormat(load_tokenizer(folder), family.template)
+    thought = {"reasoning_content": "2"} if family.thinks == "always" else {}
+    call = {"id": "f:0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "3 + 4?"},
+        {"role": "assistant", "content": "7", **thought},
+        {"role": "user", "content": "4?"},
+        *([{"role": "assistant", "content": "", "tool_calls": [call], **thought}] if family.calls else []),
+        *([{"role": "tool", "content": "1", "tool_call_id": "f:0"}] if family.calls else []),
+        {"role": "assistant", "content": "It", **thought},
+    ]
+    prompts, sampling, expected, said = [], [], [], []
+    for prompt, response, mask in chat.trained_sequences(messages):
+        for place, (token, trained) in enumerate(zip(response, mask, strict=True)):
+            if not trained:
+                continue
+            prompts.append([*prompt, *response[:place]])
+            sampling.append({"max_tokens": 1, "temperature": 0.0, "allowed_token_ids": [token]})
+            last = place + 1 == len(mask) or not mask[place + 1]
+            expected.append(([token], "stop" if last else "length"))
+            said.append(chat.tokenizer.decode([token]) + ("" if not last else "\n"))
+    made = served[0].loop(served[0].client.generate(prompts, sampling, None), 300)
+    assert [(each.token_ids, each.finish_reason) for each in made] == expected
+    answers = [message for message in messages if message["role"] == "assistant"]
+    oracle = "".join(family.said(message) + family.stop(message) + "\n" for message in answers)
+    assert "".join(said) == oracle
 
 
 def test_a_batch_of_agents_is_that_of_our_own_loop(folder, served, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 
@@ -88,6 +89,39 @@ def test_what_is_no_token_id_is_refused_by_its_place(given, message):
 
     with pytest.raises(WrongType, match=message):
         typed_tokens(given, 100)
+
+
+EOS = 2  # of the tokenizer
+STOPS = {  # case: (generation_config.json, config.json, stop tokens)
+    "a list": ({"eos_token_id": [11, 12]}, {"eos_token_id": 13}, {EOS, 11, 12}),
+    "one": ({"eos_token_id": 12}, {"eos_token_id": 13}, {EOS, 12}),
+    "none": ({"temperature": 0.5}, {"eos_token_id": 13}, {EOS}),
+    "no file": (None, {"eos_token_id": [13, EOS]}, {EOS, 13}),
+    "the default of the family": (None, {"model_type": "bart"}, {EOS}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.process  # importing vLLM does
+@pytest.mark.parametrize("case", STOPS)
+def test_the_stop_tokens_of_a_folder_are_those_of_vllm(case, tmp_path):
+    from vllm import SamplingParams
+    from vllm.transformers_utils.config import try_get_generation_config
+
+    from skyrl_megatron.data.tokenizer import load_tokenizer, stop_tokens_of
+    from tests.support.tiny_models import write_tokenizer
+
+    generation, config, expected = STOPS[case]
+    write_tokenizer(tmp_path)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    tokenizer = load_tokenizer(tmp_path)
+    params = SamplingParams()
+    read = try_get_generation_config(str(tmp_path), trust_remote_code=False)
+    params.update_from_generation_config(read.to_diff_dict(), tokenizer.eos_token_id)
+    found = stop_tokens_of(tokenizer)
+    assert set(found) == {*params.stop_token_ids, params.eos_token_id} == expected and found[0] == EOS
 
 
 @pytest.mark.slow

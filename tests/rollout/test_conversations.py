@@ -319,3 +319,130 @@ def test_versions_and_routes_are_carried_through(left_out):
     assert routes.shape == (p + 4 + gap, 3, 2) and routes.dtype == np.uint8
     np.testing.assert_array_equal(routes[: p + 2], first)
     np.testing.assert_array_equal(routes[p + 2 :], second[p + 2 :])
+
+
+# ------------------------------------------------------- families whose answers end in several ways
+SAID = "4"
+NEXT = {
+    # (family, sampled stop token or None, role of the next message): the text between the answer and the message
+    ("glm", "<|user|>", "user"): "<|user|>\n",
+    ("glm", "<|observation|>", "tool"): "<|observation|>\n<tool_response>\n",
+    ("glm", "<|observation|>", "user"): "<|observation|><|user|>\n",
+    ("glm", "<|endoftext|>", "user"): "<|endoftext|><|user|>\n",
+    ("harmony", "<|return|>", "user"): "<|return|><|start|>user<|message|>",
+    ("harmony", "<|call|>", "tool"): "<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>",
+    ("qwen2.5", "<|im_end|>", "tool"): "<|im_end|>\n<|im_start|>user\n<tool_response>\n",
+    ("qwen2.5", "<|endoftext|>", "user"): "<|endoftext|>\n<|im_start|>user\n",
+    ("qwen2.5 base", "<|im_end|>", "user"): "<|im_end|>\n<|im_start|>user\n",
+    ("mistral", "</s>", "user"): "</s>[INST] ",
+    ("llama3", "<|eom_id|>", "tool"): "<|eom_id|><|start_header_id|>ipython<|end_header_id|>\n\n",
+    (
+        "deepseek",
+        "<｜end▁of▁sentence｜>",
+        "tool",
+    ): "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>",
+    ("kimi", "<|im_end|>", "user"): "<|im_end|><|im_user|>user<|im_middle|>",
+    ("minimax", "[e~[", "tool"): "[e~[\n]~b]tool\n<response>",
+    ("hunyuan", "<hy_2>", "user"): "<hy_2><hy_user>",
+    ("hunyuan 3", "<hy_end>", "user"): "<hy_end><hy_user>",
+}
+CUT = {  # no stop token was sampled, so that of the template follows, unsampled
+    ("glm", "user"): "<|user|>\n",
+    ("glm", "tool"): "<|observation|>\n<tool_response>\n",
+    ("harmony", "user"): "<|end|><|start|>user<|message|>",
+    ("qwen2.5", "user"): "<|im_end|>\n<|im_start|>user\n",
+    ("hunyuan 3", "user"): "<hy_end><hy_user>",
+}
+
+
+def next_turn(name, sampled_stop, role, *, at_stop_string, kind="ChatConversation", **options):
+    """(format, prompt of the second turn, row of two turns) of a conversation of a family."""
+    from skyrl_megatron.rollout import conversation as conversations
+    from tests.support.chat_families import family_format
+
+    chat = family_format(name, legacy=False)
+    talk = getattr(conversations, kind)(chat, [{"role": "user", "content": "the"}], **options)
+    ids = chat.encoder.continued(SAID)
+    ids += [chat.tokenizer.convert_tokens_to_ids(sampled_stop)] if sampled_stop else []
+    talk.add_turn(generation(ids), SAID + (sampled_stop or ""), 0.5, at_stop_string=at_stop_string)
+    message = {"role": role, "content": "of", "tool_call_id": "f:0"}
+    talk.add_observations([message], at_stop_string=at_stop_string)
+    prompt = list(talk.next_prompt())
+    talk.add_turn(generation([0]), "", 1.0, at_stop_string=False)
+    return chat, prompt, talk.sequences("stop")[-1]
+
+
+@pytest.mark.parametrize("name, stop, role", NEXT)
+def test_a_sampled_stop_token_is_not_written_again(name, stop, role):
+    from tests.rollout.test_trained_answers import spelled
+
+    chat, prompt, row = next_turn(name, stop, role, at_stop_string=False)
+    assert SAID + NEXT[name, stop, role] + "of" in spelled(chat.tokenizer, prompt)
+    sampled = len(chat.encoder.continued(SAID)) + 1
+    assert row.loss_mask.tolist() == [1] * sampled + [0] * (len(row.loss_mask) - sampled - 1) + [1]
+    assert row.reward[sampled - 1] == 0.5
+
+
+def test_what_was_sampled_is_left_out_of_what_follows():
+    """Also several tokens: Cohere's answers end with two, at the second of which the model stops."""
+    from skyrl_megatron.data.encoding import after_stop
+
+    assert after_stop([1, 2, 3], [9, 1, 2], None) == after_stop([1, 2, 3], [9, 1, 2], 1) == [3]
+    assert after_stop([2, 3], [9, 2, 2], None) == [3]
+    assert after_stop([5, 6], [9, 1], 5) == [6], "the closing token, of which the stop token takes the place"
+    assert after_stop([5, 6], [9, 1], None) == after_stop([5, 6], [5, 1], 6) == [5, 6]
+    assert after_stop([], [1], None) == []
+
+
+@pytest.mark.parametrize("role, stop", [("user", "<|user|>"), ("tool", "<|observation|>")])
+def test_a_stop_token_that_only_the_run_names_is_not_written_again(role, stop):
+    """The model folder has no generation_config.json; the engine stops there by ``stop_token_ids`` of the request."""
+    from skyrl_megatron.rollout.conversation import ChatConversation
+    from skyrl_megatron.rollout.templates import ChatFormat
+    from tests.support.chat_families import family_tokenizer
+
+    chat = ChatFormat(family_tokenizer("glm"))
+    talk = ChatConversation(chat, [{"role": "user", "content": "the"}])
+    talk.add_turn(generation(chat.encoder.whole(SAID + stop)), SAID, 0.5, at_stop_string=False)
+    talk.add_observations([{"role": role, "content": "of"}], at_stop_string=False)
+    assert SAID + NEXT["glm", stop, role] + "of" in chat.tokenizer.decode(talk.next_prompt())
+
+
+@pytest.mark.parametrize("at_stop_string, append", [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("name, role", CUT)
+def test_a_turn_without_a_stop_token_gets_that_of_the_next_message(name, role, at_stop_string, append):
+    """Without the option, a token that only closes the answer is left out; one that begins the message stays."""
+    from tests.rollout.test_trained_answers import spelled
+
+    options = {"at_stop_string": at_stop_string, "append_end_token": append}
+    chat, prompt, row = next_turn(name, None, role, **options)
+    between = CUT[name, role]
+    if not append and name != "glm":
+        between = between[between.index(">") + 1 :]
+    assert SAID + between + "of" in spelled(chat.tokenizer, prompt)
+    assert row.loss_mask.sum() == len(chat.encoder.continued(SAID)) + 1
+
+
+@pytest.mark.parametrize("kind", ["StepwiseConversation", "OneMessageConversation"])
+def test_stop_tokens_of_the_other_forms(kind):
+    """A text that holds its stop token is a message without it; in one message none stays between turns."""
+    chat, prompt, _ = next_turn("glm", "<|observation|>", "tool", at_stop_string=False, kind=kind)
+    text = chat.tokenizer.decode(prompt)
+    if kind == "StepwiseConversation":
+        assert text.endswith("4<|observation|>\n<tool_response>\nof\n</tool_response><|assistant|>")
+    else:
+        assert text.endswith("<|assistant|>4of")
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_texts_between_turns_continue_the_sequence(legacy):
+    """No space before them by a tokenizer that puts one before each text."""
+    from tests.rollout.test_trained_answers import spelled
+    from tests.support.chat_families import family_format
+
+    chat = family_format("mistral", legacy=legacy)
+    messages = [{"role": "user", "content": text} for text in ("4", " of", "the")]
+    assert spelled(chat.tokenizer, chat.observation(messages)) == "4 ofthe"
+    first, answer = {"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}
+    after = chat.after_answer([first])
+    assert chat.prompt([first, answer, first])[-len(after) :] == after and len(after) > 5

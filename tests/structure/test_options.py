@@ -14,6 +14,7 @@ PROGRAM = re.compile(
 )
 """Another program, before its option."""
 KEY_VALUE = {"--check", "--show-config", "--gpu", "--host-memory", "--config", "--recipe", "--hosts", "--help"}
+KEY_VALUE |= {"--show-row", "--json", "--strict-rows"}
 """Options of every command that takes ``key=value``."""
 ELSEWHERE = {
     "bridges/source.py": {"--dtype"},  # parse_dtype reads it of the parser

@@ -80,9 +80,11 @@ def glm_said(m):
     return text + joined(m.get("tool_calls"), "\n<tool_call>NAME\nARGS\n</tool_call>")
 
 
-HARMONY = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if m.reasoning_content and not add_generation_prompt and loop.last %}"
+HARMONY = (  # thinking is kept in the last answer, and in calls until a final answer follows
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set ns = namespace(final=false) %}"
+    "{% for later in messages[loop.index:] %}{% if later.role == 'assistant' and not later.tool_calls %}"
+    "{% set ns.final = true %}{% endif %}{% endfor %}"
+    "{% if m.reasoning_content and not ns.final and (m.tool_calls or (loop.last and not add_generation_prompt)) %}"
     "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}{% endif %}"
     "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}"
     "{{ '<|start|>assistant to=functions.' + c.function.name + '<|channel|>commentary json<|message|>' }}"

@@ -63,25 +63,76 @@ def alone(ranks, folder):
 
 @pytest.fixture(scope="module")
 def transformers_loss(folder):
-    """The loss that transformers computes from ``labels``, summed over rows and divided by all trained tokens."""
+    """The loss that transformers computes from ``labels``."""
+    labelled = []
+    for prompt, response, mask in rows():
+        labels = [token if one else -100 for token, one in zip(response, mask, strict=True)]
+        labelled.append(([*prompt, *response], [-100] * len(prompt) + labels))
+    return loss_of(folder, labelled)
+
+
+def loss_of(folder, labelled):
+    """transformers' loss of (ids, labels), summed over rows and divided by all trained tokens."""
     import torch
 
     from tests.training.reference import load_model
 
     model, total, tokens = load_model(folder), 0.0, 0
-    for prompt, response, mask in rows():
-        labels = [-100] * len(prompt) + [token if one else -100 for token, one in zip(response, mask, strict=True)]
-        ids = torch.tensor([[*prompt, *response]])
+    for row, labels in labelled:
+        ids = torch.tensor([row])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits
         labels = torch.tensor([labels])
-        total += model.loss_function(logits, labels, vocab_size=logits.shape[-1]).item() * sum(mask)
-        tokens += sum(mask)
+        trained = sum(label != -100 for label in labels[0].tolist())
+        total += model.loss_function(logits, labels, vocab_size=logits.shape[-1]).item() * trained
+        tokens += trained
     return total / tokens
 
 
 def test_the_loss_is_that_of_transformers(alone, transformers_loss):
     assert alone[0] == pytest.approx(transformers_loss, rel=1e-6)
+
+
+TALKS = {  # family: conversations of one sequence each
+    "glm": (("2", "4"), ("", "It is 2.")),
+    "harmony": (("2",), ("", "It is 2.")),
+    "mistral": (("2", "4"),),
+}
+
+
+def test_the_loss_of_conversations_is_that_of_an_independent_mask(ranks, folder):
+    """Labels are made from the template's whole text: the places of what a model of the family says."""
+    from tests.support.chat_families import FAMILIES, family_format
+
+    sequences, labelled = [], []
+    for name, talks in TALKS.items():
+        chat, family = family_format(name, legacy=False), FAMILIES[name]
+        for answers in talks:
+            messages = [message for place, text in enumerate(answers) for message in asked(text, answers[:place])]
+            sequences += chat.trained_sequences(messages)
+            last = messages[-1]
+            text = chat.tokenizer.apply_chat_template(messages, tokenize=False)
+            text += family.stop(last) if not text.rstrip().endswith(family.stop(last)) else ""
+            encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            spans, at = [], 0
+            for message in messages:
+                if message["role"] == "assistant":
+                    said = family.said(message) + family.stop(message)
+                    spans.append((at := text.index(said, at), at := at + len(said)))
+            ids = encoded["input_ids"]
+            inside = [any(a < end <= b for a, b in spans) for _, end in encoded["offset_mapping"]]
+            labelled.append((ids, [token if one else -100 for token, one in zip(ids, inside, strict=True)]))
+    loss = ranks(1, step, folder, sequences, dict(world=1))[0][0]
+    assert loss == pytest.approx(loss_of(folder, labelled), rel=1e-6)
+
+
+def asked(text, before):
+    """A question, or the result of the call before it, and an answer; without a text it is a call."""
+    call = {"id": "f:0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    question = {"role": "user", "content": "What is it?"}
+    if before and not before[-1]:
+        question = {"role": "tool", "content": "2", "tool_call_id": "f:0"}
+    return [question, {"role": "assistant", "content": text} | ({} if text else {"tool_calls": [call]})]
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])

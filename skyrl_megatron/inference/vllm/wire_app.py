@@ -297,7 +297,7 @@ class _SplicingRenderer(OnlineRenderer):
             if after[:1] != [ended] and ended not in self._stop_ids:
                 return after
             closing = None if after[:1] == [ended] else await self._closing(params)
-            return after_stop(after, ended, closing)
+            return after_stop(after, prefix.ids[-len(after) :], closing)
         return None
 
     @cached_property
