@@ -158,8 +158,11 @@ class MessageForm:
     def _fit_thinking(self, message: dict[str, Any], number: int, before: str) -> None:
         given = {key: message.pop(key) for key in THINKING if key in message}
         case = bool(message.get("tool_calls")), before == "tool"
-        if "</think>" in (message["content"] or "") and not self._keeps_inline(*case):
-            given |= self._inline_as_key(message, case) if not given else {}
+        inside = "</think>" in (message["content"] or "")
+        if inside and any(given.values()) and self.thinking != "ignore":
+            raise DataError(f"message {number}: {' and '.join(given)} and the content have thinking: keep one of them")
+        if inside and not given and not self._keeps_inline(*case):
+            given = self._inline_as_key(message, case)
             if not given:
                 self._without_inline(message, number)
         if not given:
@@ -170,14 +173,12 @@ class MessageForm:
                 raise DataError(f"message {number}: {key} is {value!r:.80}, it must be text")
             if value != thinking:
                 raise DataError(f"message {number}: {name} and {key} differ: keep one of them")
-        key = self._thinking_key(name, *case)
-        if key is not None:
-            message[key] = thinking
+        read = self._thinking_key(name, *case)
+        if read is not None:
+            message[read] = thinking
         elif not thinking.strip():
             return
         elif self.thinking == "content" or (self.parses_content and self._keeps_inline(*case)):
-            if "</think>" in (message["content"] or ""):
-                raise DataError(f"message {number}: {name} and the content both have thinking: keep one of them")
             message["content"] = inline(thinking, message["content"])
             if not self._keeps_inline(*case):
                 self._without_inline(message, number)
@@ -321,7 +322,8 @@ def _conversation(
 ) -> list[dict[str, Any]]:
     """Return a conversation that ends with an ``answer``, which may call a tool and come after the result of one."""
     function = {"name": "probe", "arguments": "{}" if arguments is str else {}}
-    called = {"role": "assistant", "content": empty, "tool_calls": [{**_CALL, "function": function}]}
+    called: dict[str, Any] = {"role": "assistant", "content": empty, "tool_calls": [{**_CALL, "function": function}]}
     result = {"role": "tool", "content": "!", "tool_call_id": _CALL["id"], "name": "probe"}
     last = {**called, **answer} if calls else {"role": "assistant", "content": _OTHER_SIGN, **answer}
-    return [_QUESTION, *([called, result] if after_result else []), last]
+    before: list[dict[str, Any]] = [called, result] if after_result else []
+    return [_QUESTION, *before, last]

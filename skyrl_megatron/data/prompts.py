@@ -214,7 +214,7 @@ class PromptDataset:
         try:
             messages = self.form.fitted(row[self.prompt_key])
             settings = self._render | {"add_generation_prompt": True, "tokenize": False}
-            text: Any = render(self.tokenizer, messages, **settings, **({"tools": tools} if tools else {}))
+            text: Any = render(self.tokenizer, messages, **(settings | {"tools": tools} if tools else settings))
         except DataError as error:
             raise DataError(f"{self.rows.place(number)}: {self.prompt_key}: {error}") from error
         except Exception as error:  # expressions and raise_exception of a template can raise anything

@@ -100,3 +100,25 @@ def test_settings_of_rollouts_do_not_change_the_loss(folder):
     assert cfg.trainer.algorithm.temperature == 1.0
     text = str(warned[0].message)
     assert [key for key in keys if f"{key}: supervised training samples nothing" not in text] == []
+
+
+REFUSED = {
+    "row 1: message 1: weight is 0.5, which cannot be obeyed": {"weight": 0.5},
+    "row 1: message 1: the chat template does not write reasoning in this place": {"reasoning": "one and one"},
+    "row 1: nothing reads the key 'note' of messages (sft.strict_rows)": {"note": "?"},
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_a_row_that_says_more_than_is_obeyed(folder, tmp_path, capsys, problem):
+    """One line from the command, before anything starts."""
+    from skyrl_megatron.entrypoints.sft import main
+
+    rows = [talk("1+1=?"), talk("2+2=?", "4")] * 40
+    rows[1] = {"messages": [rows[1]["messages"][0], rows[1]["messages"][1] | REFUSED[problem]]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"trainer.policy.model.path={folder}/model", f"data.train_data=[{tmp_path}/rows.jsonl]"]
+    code = main(["--check", "--strict-rows", "sft.max_length=64", "trainer.logger=console", *keys])
+    out, err = capsys.readouterr()
+    assert code == 2 and "Traceback" not in out + err
+    assert [line for line in err.splitlines() if problem in line], err

@@ -291,6 +291,9 @@ def test_thinking_by_two_keys(tmp_path):
     assert trained(path, QWEN3) == [f"<think>\n{THOUGHT}\n</think>\n\n2<|im_end|>"]
     differs = write(tmp_path / "x.jsonl", [{"messages": [USER, both | {"reasoning": "other"}]}])
     assert "message 1: reasoning_content and reasoning differ" in refused(differs, QWEN3)
+    inside = [USER, both | {"content": "<think>\nmore\n</think>\n\n2"}]
+    twice = write(tmp_path / "z.jsonl", [{"messages": inside}])
+    assert "and the content have thinking: keep one of them" in refused(twice, QWEN3)
     number = write(tmp_path / "y.jsonl", [{"messages": [USER, ANSWER | {"thinking": 3}]}])
     assert "message 1: thinking is 3, it must be text" in refused(number, QWEN3)
 
