@@ -100,7 +100,7 @@ def _windows(family: str, config: Any, written: Mapping[str, Any]) -> Iterator[s
     fields = window_fields(config)
     if "window_size" not in fields or "window_attn_skip_freq" in fields:
         yield (
-            f"config.json has layers without a window beside sliding_window={window}: "
+            f"config.json has layers without a window and sliding_window={window}: "
             f"{_HIDES.format('a window in every layer')}; use a folder whose layers are alike"
         )
 
