@@ -37,6 +37,7 @@ from skyrl_megatron.agents.answers import COMPLETIONS, error_content, events, me
 from skyrl_megatron.agents.call_counts import CallCounts
 from skyrl_megatron.agents.call_log import CallLog, LoggedCall, LoggedChoice
 from skyrl_megatron.agents.graph import Graph, Match, SampledCall
+from skyrl_megatron.config.rules.passthrough_keys import MASKS, WEIGHTS
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
 from skyrl_megatron.inference.http_endpoint import Guard, HttpServer
 from skyrl_megatron.inference.protocol import Generation
@@ -143,6 +144,7 @@ class Gateway:
         self._secret = secret.encode()
         self.trajectories: dict[str, OpenTrajectory] = {}
         self.counts = CallCounts()
+        self._changes_named = False
         self._thresholds = gc.get_threshold()
         self.log = CallLog(folder)
         try:
@@ -150,6 +152,17 @@ class Gateway:
         except BaseException:
             self.log.close()
             raise
+
+    def name_changes(self, names: Sequence[str], trajectory: str) -> None:
+        """Log once which parameters of requests change what is sampled, with no support that describes it."""
+        if not self._changes_named:
+            self._changes_named = True
+            log.warning(
+                "requests of trajectory %s set %s: tokens are not sampled from the trainer's softmax(logits / "
+                "temperature), and neither ratios nor off-policy correction account for that",
+                trajectory,
+                ", ".join(names),
+            )
 
     async def start(self) -> None:
         """Serve."""
@@ -358,6 +371,9 @@ class _Call:
         finally:
             self.seconds = time.perf_counter() - started
         self.prompt_ids, self.generations = prompt_ids, list(generations)
+        changes = [name for name in (*MASKS, *WEIGHTS) if sampling.get(name)]
+        if changes and any(each.support is None or name in WEIGHTS for each in generations for name in changes):
+            self.gateway.name_changes(changes, self.trajectory.name)
         return self.generations
 
     def _requests(self, prompt_ids: list[int], asked: dict[str, Any], count: int) -> list[dict[str, Any]]:

@@ -49,6 +49,70 @@ def failing(loop, settings):
     return str(caught.value)
 
 
+SHOWN = {
+    "block_size": 32,
+    "max_cudagraph_capture_size": 4,
+    "disable_hybrid_kv_cache_manager": True,
+    "distributed_timeout_seconds": 77,
+    "cpu_distributed_timeout_seconds": 78,
+    "enable_logging_iteration_details": True,
+    "enable_mfu_metrics": True,
+    "enable_flashinfer_autotune": False,
+    "cudagraph_metrics": True,
+    "kv_cache_metrics": True,
+    "kv_cache_metrics_sample": 0.25,
+    "kv_cache_dtype_skip_layers": ["1"],
+    "long_prefill_token_threshold": 64,
+    "max_logprobs": 7,
+    "max_num_scheduled_tokens": 128,
+    "num_gpu_blocks_override": 99,
+    "otlp_traces_endpoint": "http://127.0.0.1:9/x",
+    "performance_mode": "throughput",
+    "prefill_schedule_interval": 3,
+    "safetensors_load_strategy": "lazy",
+    "scheduler_reserve_full_isl": False,
+    "use_fp64_gumbel": True,
+    "use_tqdm_on_load": False,
+    "watermark": 0.05,
+    "mamba_block_size": 64,
+    "mamba_cache_dtype": "float32",
+    "mamba_cache_mode": "align",
+    "moe_backend": "triton",
+    "all2all_backend": "deepep_low_latency",
+    "sparse_indexer_topk_backend": "torch",
+}
+"""Arguments of engines that are passed on → a value that is not the default."""
+
+
+def attributes(config, seen):
+    """(name, value) of every attribute below a configuration of vLLM."""
+    if id(config) not in seen and hasattr(config, "__dict__"):
+        seen.add(id(config))
+        for name, value in vars(config).items():
+            yield name, value
+            if type(value).__module__.startswith("vllm"):
+                yield from attributes(value, seen)
+
+
+@pytest.mark.full_matrix
+def test_arguments_that_are_passed_on_are_in_the_configuration_of_the_engine(tmp_path):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from skyrl_megatron.config.rules.passthrough_keys import ENGINE
+
+    model = write_tiny_model("qwen3_moe", tmp_path)
+    sizes = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 25)
+    assert set(SHOWN) <= ENGINE.passed_on
+    plain = AsyncEngineArgs(model=str(model), **sizes).create_engine_config()
+    unseen = {}
+    for name, value in SHOWN.items():
+        asked = AsyncEngineArgs(model=str(model), **sizes, **{name: value}).create_engine_config()
+        before, after = ([v for key, v in attributes(each, set()) if key == name] for each in (plain, asked))
+        if value not in after or value in before:
+            unseen[name] = (before, after)
+    assert unseen == {}
+
+
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 IGNORED = [
     ("gpt_oss", {"swiglu_limit": 0.5}),

@@ -287,13 +287,12 @@ ENGINE = KeyTable(
     passed_on=frozenset(
         """
             all2all_backend async_scheduling attention_backend attention_config aux_output_config block_size
-            collect_detailed_traces compilation_config cpu_distributed_timeout_seconds cudagraph_capture_sizes
-            cudagraph_metrics disable_cascade_attn disable_custom_all_reduce disable_hybrid_kv_cache_manager
-            distributed_timeout_seconds enable_flashinfer_autotune enable_logging_iteration_details
-            enable_mfu_metrics gdn_prefill_backend kernel_config kv_cache_dtype kv_cache_dtype_skip_layers
-            kv_cache_metrics kv_cache_metrics_sample linear_backend long_prefill_token_threshold mamba_backend
-            mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_cudagraph_capture_size
-            max_logprobs max_num_scheduled_tokens max_parallel_loading_workers moe_backend num_gpu_blocks_override
+            compilation_config cpu_distributed_timeout_seconds cudagraph_capture_sizes cudagraph_metrics
+            disable_custom_all_reduce disable_hybrid_kv_cache_manager distributed_timeout_seconds
+            enable_flashinfer_autotune enable_logging_iteration_details enable_mfu_metrics kernel_config
+            kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample linear_backend
+            long_prefill_token_threshold mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype
+            max_cudagraph_capture_size max_logprobs max_num_scheduled_tokens moe_backend num_gpu_blocks_override
             optimization_level otlp_traces_endpoint performance_mode prefill_schedule_interval
             prefix_caching_hash_algo profiler_config safetensors_load_strategy scheduler_reserve_full_isl
             sparse_indexer_topk_backend structured_outputs_config use_fp64_gumbel use_tqdm_on_load watermark
@@ -368,21 +367,23 @@ ENGINE = KeyTable(
             "requests above it would be refused, and this run queues requests itself: remove this key": """
                 max_num_active_seqs max_num_queued_reqs max_num_queued_tokens
             """,
+            "vLLM 0.32 ignores it: remove this key": "disable_cascade_attn max_parallel_loading_workers",
             _UNTESTED_ENGINE: """
-                aggregate_engine_logging allow_deprecated_quantization custom_histogram_buckets
-                dbo_decode_token_threshold dbo_prefill_token_threshold enable_batch_sharded_sampling enable_dbo
-                enable_fault_tolerance enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
-                enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_moe_shared_loras
-                ec_transfer_config engram_config kv_events_config kv_sharing_fast_prefill
-                prefix_cache_retention_interval reasoning_config swa_bounded_replay enable_nccl_comm_suspend
-                enable_shm_tensor_arena fail_on_environ_validation fault_tolerance_config ignore_patterns
-                ir_op_priority jit_monitor_mode jit_monitor_verbose kda_decode_backend kda_prefill_backend
-                log_config_file log_level logging_config long_prefill_token_threshold_adaptive lora_dtype
-                mamba_cache_philox_rounds mamba_config mamba_ssu_algorithm max_lora_cls_labels
-                model_loader_extra_config per_request_spec_decode_metrics prefix_match_unit pt_load_map_location
-                reasoning_parser reasoning_parser_plugin replayssm_buffer_len safetensors_prefetch_block_size
-                safetensors_prefetch_num_threads scheduler_cls scheduling_policy show_hidden_metrics_for_version
-                shutdown_timeout specialize_active_lora spec_method spec_model spec_tokens ubatch_size use_replayssm
+                collect_detailed_traces gdn_prefill_backend mamba_backend aggregate_engine_logging
+                allow_deprecated_quantization custom_histogram_buckets dbo_decode_token_threshold
+                dbo_prefill_token_threshold enable_batch_sharded_sampling enable_dbo enable_fault_tolerance
+                enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests enable_mamba_cache_stochastic_rounding
+                enable_mamba_shared_prefix_checkpoint enable_moe_shared_loras ec_transfer_config engram_config
+                kv_events_config kv_sharing_fast_prefill prefix_cache_retention_interval reasoning_config
+                swa_bounded_replay enable_nccl_comm_suspend enable_shm_tensor_arena fail_on_environ_validation
+                fault_tolerance_config ignore_patterns ir_op_priority jit_monitor_mode jit_monitor_verbose
+                kda_decode_backend kda_prefill_backend log_config_file log_level logging_config
+                long_prefill_token_threshold_adaptive lora_dtype mamba_cache_philox_rounds mamba_config
+                mamba_ssu_algorithm max_lora_cls_labels model_loader_extra_config per_request_spec_decode_metrics
+                prefix_match_unit pt_load_map_location reasoning_parser reasoning_parser_plugin replayssm_buffer_len
+                safetensors_prefetch_block_size safetensors_prefetch_num_threads scheduler_cls scheduling_policy
+                show_hidden_metrics_for_version shutdown_timeout specialize_active_lora spec_method spec_model
+                spec_tokens ubatch_size use_replayssm
             """,
         }
     ),
