@@ -364,7 +364,7 @@ class TokenWeightedRouter(TopKRouter):
     ) -> Tensor:
         if not self.get_aux_loss_coeff("global_aux_loss"):
             return probs
-        so_far = self.global_tokens_per_expert  # Megatron empties it behind the step
+        so_far = self.global_tokens_per_expert  # Megatron empties it after the step
         so_far += _summed(routing_map.sum(0), self.tp_dp_cp_group)
         return self._attach("global_aux_loss", probs, scores_for_aux_loss, _shares(so_far))
 
