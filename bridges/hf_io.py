@@ -99,6 +99,24 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
     return infos
 
 
+_OF_BOTH = "model.language_model."
+"""Prefix of the language model in a model of text and images. transformers keeps it in the text model that it takes
+out of such a model; vLLM and transformers read that folder by the names without it."""
+
+
+def _of_text_model(tensors: dict[str, TensorInfo], path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors by the names that they have in a text model."""
+    renamed: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        own = f"model.{name.removeprefix(_OF_BOTH)}" if name.startswith(_OF_BOTH) else name
+        if own in renamed:
+            raise BridgeError(
+                f"{path} has {own} twice, with and without the prefix {_OF_BOTH}; fetch the folder again"
+            )
+        renamed[own] = info
+    return renamed
+
+
 class HfFolder:
     """A HF folder opened for reading.
 
@@ -115,7 +133,7 @@ class HfFolder:
             )
         check_folder(self.path)
         self.config = read_hf_config(self.path)
-        self.tensors: Mapping[str, TensorInfo] = self._read_tensors()
+        self.tensors: Mapping[str, TensorInfo] = _of_text_model(self._read_tensors(), self.path)
         self._maps: dict[str, mmap.mmap] = {}
 
     def _read_tensors(self) -> dict[str, TensorInfo]:

@@ -289,8 +289,11 @@ class _Patterns:
     def of(self, module: str) -> AdapterConfig:
         """Return rank and alpha of a module, by transformers' name."""
         rank, alpha = self._found(self.ranks, module), self._found(self.alphas, module)
-        own = {} if rank is None else {"rank": int(rank)}
-        return replace(self.config, **own, **({} if alpha is None else {"alpha": float(alpha)}))
+        return replace(
+            self.config,
+            rank=self.config.rank if rank is None else int(rank),
+            alpha=self.config.alpha if alpha is None else float(alpha),
+        )
 
     def is_parameter(self, name: str) -> bool:
         """Return whether the adapter is of a parameter (``target_parameters``), not of a module."""

@@ -85,6 +85,11 @@ def get_family(model_type: str) -> Family:
     _load_installed()
     if model_type in _families:
         return _families[model_type]
+    if f"{model_type}_text" in _families:
+        raise UnknownFamilyError(
+            f"model_type={model_type!r} is a model of text and images, and only the text model is supported: save it "
+            "with AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(TEXT) and copy the tokenizer to TEXT"
+        )
     near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
     known = ", ".join(sorted(_families))

@@ -43,8 +43,21 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     )
 
 
+def window(config: PreTrainedConfig) -> int:
+    """Return the window of W tokens, the query among them: vLLM's, which reads ``sliding_window_size``.
+
+    transformers from 5.23 on counts that many tokens besides the query, and saves ``sliding_window`` as one more.
+    """
+    size = getattr(config, "sliding_window_size", None) or config.sliding_window
+    if config.sliding_window not in (size, size + 1):
+        reason = f"sliding_window_size is {size}, by which engines sample: set both to one number"
+        raise refuse(config.model_type, "sliding_window", config.sliding_window, reason)
+    return int(size)
+
+
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention that differs by layer, sigmoid routing."""
+    config.sliding_window = window(config)
     require(config, "attention_bias", (False,), "the table has no rows for biases of q, k and v")
     groups = WINDOW_GROUPS * config.num_key_value_heads
     if config.num_attention_heads % groups:

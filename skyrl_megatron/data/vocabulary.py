@@ -83,7 +83,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> 
     another special token, else the first token of the vocabulary that it can be."""
     special = (tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids)
     wrong = {*ends, tokenizer.eos_token_id, None}
-    return next(token for token in (*special, *sorted(tokenizer.get_vocab().values())) if token not in wrong)
+    return int(next(token for token in (*special, *sorted(tokenizer.get_vocab().values())) if token not in wrong))
 
 
 def warn_of_split_markers(tokenizer: PreTrainedTokenizerBase, template: str) -> None:

@@ -126,7 +126,7 @@ def settings_line(state: Mapping[str, Any], cfg: SkyRLTrainConfig) -> str:
 
 def _model_files(cfg: SkyRLTrainConfig, changes: Mapping[str, FolderChanges]) -> dict[str, bytes]:
     """Return path in a checkpoint → content, for config, tokenizer and license of the models of the roles."""
-    found = {}
+    found: dict[str, bytes] = {}
     for role in {"policy", "critic"}.intersection(changes):
         folder = cached_folder(cfg, role, weights=False)
         if folder is not None and (folder / CONFIG).is_file():

@@ -167,3 +167,18 @@ def test_no_part_of_a_tiny_model_is_trivial(module):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.numel() > 1 and tensor.is_floating_point():
                 assert tensor.std() > 1e-3, f"{family}: {name}"
+
+
+def test_mimo_has_the_window_of_its_engine():
+    """transformers from 5.23 on saves ``sliding_window`` as one more than ``sliding_window_size``, by which vLLM
+    samples."""
+    from bridges.errors import BridgeError
+    from bridges.families import get_family
+
+    config, family = tiny_config("mimo_v2_flash"), get_family("mimo_v2_flash")
+    for saved in ({"sliding_window": 17}, {"sliding_window": 17, "sliding_window_size": 17}):
+        assert family.megatron_config(config | saved).transformer["window_size"] == (16, 0)
+    again = config | {"sliding_window": 18, "sliding_window_size": 17}
+    assert family.megatron_config(again).transformer["window_size"] == (16, 0)
+    with pytest.raises(BridgeError, match="sliding_window_size is 17, by which engines sample"):
+        family.megatron_config(config | {"sliding_window": 64, "sliding_window_size": 17})

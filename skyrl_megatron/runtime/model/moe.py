@@ -353,7 +353,7 @@ class TokenWeightedRouter(TopKRouter):
             return probs
         assert self._sequences is not None, "the model is not given the sequences of its tokens"
         numbers = self._sequences.numbers
-        counts = scores_for_aux_loss.new_zeros(self._sequences.count, self.config.num_moe_experts)
+        counts = scores_for_aux_loss.new_zeros(self._sequences.sequences, self.config.num_moe_experts)
         counts.index_add_(0, numbers, routing_map.to(counts.dtype))
         return self._attach(
             "seq_aux_loss", probs, scores_for_aux_loss, _shares(_summed(counts, self.tp_cp_group))[numbers]

@@ -21,7 +21,7 @@ class SequenceNumbers(NamedTuple):
 
     numbers: Tensor
     """[t] int64, in the order in which routers of this rank see tokens."""
-    count: int
+    sequences: int
     """Sequences of the micro-batch, on all ranks."""
 
 
