@@ -362,7 +362,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_alpha(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**40  # type: ignore[operator]  # False for NaN
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**40  # False for NaN
 
 
 def _patterns_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
