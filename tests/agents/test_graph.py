@@ -75,10 +75,9 @@ def test_an_answer_matches_in_every_form_that_clients_return_it(returned):
         [USER, {**ANSWER, "content": "I counted."}, *RESULTS],
         [USER, {**ANSWER, "tool_calls": [call(arguments='{"of": "pears"}'), call("wait", "{}")]}, *RESULTS],
         [{"role": "user", "content": "How many?\n"}, ANSWER, *RESULTS],
-        [{"role": "system", "content": "Be brief."}, USER, ANSWER, *RESULTS],
         [USER, {**ANSWER, "tool_calls": ANSWER["tool_calls"][::-1]}, *RESULTS],
     ],
-    ids=["text", "argument", "prompt", "system prompt", "order of calls"],
+    ids=["text", "argument", "prompt", "order of calls"],
 )
 def test_an_edited_history_is_a_fork_and_names_the_message(edited):
     from skyrl_megatron.agents.graph import Graph

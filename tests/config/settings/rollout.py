@@ -146,3 +146,12 @@ def agent(cfg):
     except SkyRLMegatronError as error:
         return str(error)
     return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once
+
+
+def agent_limits(cfg):
+    """What the agent of a trajectory may use, and the parser of its thinking."""
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from tests.rollout.scripted import tokenizer_of
+
+    made = AgentGenerator(cfg.generator, cfg.environment.skyrl_gym, None, tokenizer_of("chatml"))
+    return made.limits(), made.thinking_parser()

@@ -253,6 +253,11 @@ ROLLOUT = {
     f"{G}agent.sandbox": Row("docker", rollout.agent, AGENT),
     f"{G}agent.mounts": Row({"/opt": "/"}, rollout.agent, AGENT),
     f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
+    f"{G}agent.reasoning_parser": Row("qwen3", rollout.agent_limits, {f"{G}name": "tests_generator"}),
+    f"{G}agent.max_calls": Row(77, rollout.agent_limits, AGENT),
+    f"{G}agent.max_samples": Row(77, rollout.agent_limits, AGENT),
+    f"{G}agent.max_tokens": Row(77, rollout.agent_limits, AGENT),
+    f"{G}agent.max_connections": Row(77, rollout.agent_limits, AGENT),
 }
 
 ENGINES = {
