@@ -94,6 +94,12 @@ class Conversation:
     quoted: set[str] = field(default_factory=set)
     """Digests of answers that the client sent before anything was sampled in it, such as examples, or those of another
     conversation: no path holds them."""
+    _triples: frozenset[tuple[str, ...]] = frozenset()
+
+    def is_like(self, triples: frozenset[tuple[str, ...]]) -> bool:
+        """Return whether a system prompt has half of the words in common with that of the conversation, in threes."""
+        self._triples = self._triples or _word_triples(self.system)
+        return 2 * len(self._triples & triples) >= max(len(self._triples), len(triples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,8 @@ class Graph:
         digest = _digest(b"", system)
         found = self._systems.get(digest)
         if found is None:
-            found = next((each for each in self.conversations if _alike(each.system, system)), None)
+            triples = _word_triples(system)
+            found = next((each for each in self.conversations if each.is_like(triples)), None)
             if found is None and len(self.conversations) >= MOST_CONVERSATIONS:
                 found = self.conversations[-1]
             if found is None:
@@ -241,6 +248,7 @@ class Graph:
         """Give a conversation of restored calls what was known of it."""
         conversation = self.conversations[number]
         conversation.system, conversation.tools, conversation.quoted = system, tools, set(quoted)
+        conversation._triples = _word_triples(system)
         self._systems[_digest(b"", system)] = conversation
 
     def leaves(self) -> list[SampledCall]:
@@ -268,13 +276,10 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
     return bisect_left(range(length), True, key=lambda place: one[: place + 1] != other[: place + 1])
 
 
-def _alike(one: str, other: str) -> bool:
-    """Return whether two system prompts differ in the smaller part of the longer one only."""
-    if one == other:
-        return True
-    first = _common(one, other)
-    last = min(_common(one[::-1], other[::-1]), min(len(one), len(other)) - first)
-    return 2 * (first + last) >= max(len(one), len(other))
+def _word_triples(text: str) -> frozenset[tuple[str, ...]]:
+    """Return what two texts are compared by: every three words that follow each other."""
+    words = text.split()
+    return frozenset(zip(words, words[1:], words[2:], strict=False)) or frozenset([tuple(words)])
 
 
 def _system_of(messages: Sequence[ChatMessage]) -> str:
