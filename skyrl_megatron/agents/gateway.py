@@ -163,6 +163,7 @@ class Gateway:
         await call.take_turn()
         try:
             request, _ = await self._read(COUNT_TOKENS, body)
+            trajectory.charge(request.values, 0)
             made = await self.wire.call(COUNT_TOKENS, request.body, call, beside=request.wide)
             return _in_dialect(COUNT_TOKENS, made)
         except Exception as error:
@@ -178,6 +179,7 @@ class Gateway:
         try:
             async with trajectory.preparing:
                 request, digest = await self._read(path, body)
+            trajectory.charge(request.values, request.samples)
         except RefusedRequest as error:
             code = None
             if error.too_long:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.agents.answers import COMPLETIONS, error_content
-from skyrl_megatron.inference.http_endpoint import Guard
+from skyrl_megatron.inference.http_endpoint import MAX_BODY_BYTES, Guard
 
 if TYPE_CHECKING:
     from skyrl_megatron.agents.gateway import Gateway
@@ -57,6 +57,7 @@ class KeyGuard(Guard):
 
         trajectory.requests += 1
         try:
+            await trajectory.wait_for_pace(_length(scope["headers"]))
             await super().__call__(scope, counted, send)
         except _TooManyBytes:
             much = f"the unanswered requests of the agent have more than {BODIES * self.max_body_bytes} bytes"
@@ -143,6 +144,12 @@ class KeyGuard(Guard):
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
     return headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+
+
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Return the length of a body, if the headers say it."""
+    given = dict(headers).get(b"content-length", b"")
+    return min(int(given), MAX_BODY_BYTES) if given.isdigit() and len(given) < 20 else 0
 
 
 def _parts(path: str) -> tuple[str, str]:

@@ -52,6 +52,31 @@ class Access:
         }
 
 
+SHARE, BURST_S = 0.2, 0.25
+"""Share of the gateway's time that one trajectory may take for its requests, and seconds that it may take at once."""
+REQUEST_S, BYTE_S, VALUE_S, SAMPLE_S = 2e-3, 2e-7, 2e-5, 1.5e-3
+"""Estimated processing of a request: of each, of a byte, of a JSON value and of a sample, in seconds."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How much processing a trajectory asked for, by an estimate that does not depend on what else the machine does.
+    Agents that ask for much wait; others do not wait behind them."""
+
+    seconds: float = 0.0
+    at: float = 0.0
+
+    def charge(self, seconds: float, now: float) -> None:
+        """Add so many seconds of processing. ``now``: time of the event loop."""
+        self.seconds = max(self.seconds - SHARE * (now - self.at), 0.0) + seconds
+        self.at = now
+
+    def wait_s(self, now: float) -> float:
+        """Return after how many seconds the next request may be read."""
+        self.charge(0.0, now)
+        return max(self.seconds - BURST_S, 0.0) / SHARE
+
+
 @dataclass(eq=False, slots=True)
 class Answer:
     """A request that is answered, or will be."""
@@ -94,6 +119,9 @@ class OpenTrajectory:
     """Requests that are read or answered now."""
     held: int = 0
     """Bytes of their bodies."""
+    pace: Pace = field(default_factory=Pace)
+    arriving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Held while a request waits for the pace."""
     preparing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """Held while a request is converted, or its answer written: the trajectories take turns with the processor."""
     first_unmatched: str = ""
@@ -113,6 +141,18 @@ class OpenTrajectory:
     def agents_failure(self) -> str:
         """Why the trajectory has failed by the agent's own doing; "" if it has not."""
         return self.exceeded or next(iter(self.faults.values()), "")
+
+    async def wait_for_pace(self, length: int) -> None:
+        """Wait until a request with a body of ``length`` bytes may be read."""
+        async with self.arriving:
+            now = asyncio.get_running_loop().time()
+            if (wait_s := self.pace.wait_s(now)) > 0:
+                await asyncio.sleep(wait_s)
+            self.pace.charge(REQUEST_S + BYTE_S * length, asyncio.get_running_loop().time())
+
+    def charge(self, values: int, samples: int) -> None:
+        """Count the processing of a request that was read."""
+        self.pace.charge(VALUE_S * values + SAMPLE_S * samples, asyncio.get_running_loop().time())
 
     def count_call(self) -> str:
         """Count a request. Return the limit that the agent has exceeded."""

@@ -47,8 +47,19 @@ class CheckedRequest:
     """As the client sent it."""
     body: bytes
     """JSON of what is passed on."""
-    wide: bool
-    """Whether preparing it takes long."""
+    values: int
+    """Its JSON values."""
+
+    @property
+    def samples(self) -> int:
+        """Answers that it wants."""
+        count = self.fields.get("n")
+        return count if type(count) is int else 1
+
+    @property
+    def wide(self) -> bool:
+        """Whether converting it takes long."""
+        return len(self.body) > WIDE_BYTES or self.values > WIDE_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +100,7 @@ class RequestBounds:
             raise RefusedRequest(f"the body has more than {self.values} values")
         self._check_lists(fields)
         passed = self._meant(fields)
-        return CheckedRequest(
-            fields,
-            body if passed == fields else json.dumps(passed).encode(),
-            len(body) > WIDE_BYTES or count > WIDE_VALUES,
-        )
+        return CheckedRequest(fields, body if passed == fields else json.dumps(passed).encode(), count)
 
     def _check_lists(self, fields: Mapping[str, Any]) -> None:
         """Raise RefusedRequest for a field with too many entries, and for one that is the run's."""

@@ -135,8 +135,8 @@ class WireApp:
         renderers: int = 1,
     ) -> WireApp:
         """Read the folder's configuration and tokenizer. ``chat_template``: Jinja text; None: the tokenizer's.
-        ``adapters``: further names of models that are served. ``renderers``: threads that render and tokenize. Raises EngineError for an unknown parser, or one that
-        lacks a package."""
+        ``adapters``: further names of models that are served. ``renderers``: threads for text. Raises EngineError for
+        an unknown parser, or one that lacks a package."""
         options = {name: value for name, value in locals().items() if name != "cls"}
         arguments = ["--model", folder, "--served-model-name", served_model_name, *adapters, "--disable-fastapi-docs"]
         arguments += ["--renderer-num-workers", str(renderers)]
@@ -169,7 +169,12 @@ class WireApp:
         engine = _NoEngine(config)
         app = build_app(args, ("generate",), model_config)
         guard_templates()
-        await init_app_state(engine, app.state, args, ("generate",))
+        try:
+            await init_app_state(engine, app.state, args, ("generate",))
+        except (TypeError, ValueError, RuntimeError, ImportError) as error:  # a parser does not fit the tokenizer
+            raise EngineError(
+                f"reasoning_parser={reasoning_parser}, tool_call_parser={tool_call_parser}: {error}"
+            ) from error
         renderer = app.state.online_renderer
         renderer.__class__ = _SplicingRenderer
         renderer.openings, renderer.shown = {}, {}
