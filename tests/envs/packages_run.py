@@ -215,6 +215,40 @@ def openenv(folder):
         assert first.step("9")["reward"] == 0.5
         first.close()
         second.close()
+    with server(folder, GUESSING.replace(", max_concurrent_envs=8", "")) as url:
+        episodes_that_wait({**row, "env_class": f"openenv:{url}"})
+
+
+def episodes_that_wait(row):
+    """A server with its default of one episode at once, and more episodes than threads: each gets its reward. One that
+    waits too long is an error that names the setting."""
+    import asyncio
+
+    from skyrl_megatron.envs.env_pool import EnvBusy, EnvPool
+
+    async def episode(pool):
+        env = envs.make(row["env_class"], extras={**row, "max_turns": 3})
+        try:
+            await pool.run(env.init, row["prompt"])
+            return [(await pool.run(env.step, answer))["reward"] for answer in ("3", "9")]
+        finally:
+            await pool.run(env.close)
+
+    async def run():
+        pool = EnvPool(2, 60.0)
+        rewards = await asyncio.gather(*(episode(pool) for _ in range(4)))
+        assert rewards == [[0.0, 0.5]] * 4, rewards
+        impatient, held = EnvPool(2, 0.5), envs.make(row["env_class"], extras={**row, "max_turns": 3})
+        held.init(row["prompt"])
+        try:
+            await episode(impatient)
+        except EnvBusy as error:
+            assert "max_concurrent_envs" in str(error)
+        else:
+            raise AssertionError("nothing says that the server is full")
+        held.close()
+
+    asyncio.run(run())
 
 
 def nemo_gym(folder):

@@ -64,8 +64,8 @@ class ReasoningGym(BaseTextEnv):
         said = [str(message.get("content")) for message in prompt]
         if self.kept is None and not any(self.entry["question"] in text for text in said):
             raise DataError(
-                f"reasoning-gym:{self.name}: the package makes another question here than the row asks, so that answers"
-                " cannot be scored: make the rows anew with rows(), which keep the task as extra_info.entry. It asks"
+                f"reasoning-gym:{self.name}: the package makes another question here than the row asks, so no answer"
+                " can be scored: make the rows anew with rows(), which keep the task as extra_info.entry. It asks"
                 f" {self.entry['question'][:200]!r}"
             )
         return prompt, {}
