@@ -98,7 +98,8 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
         nonlocal count
         count += 1
         opened = [gateway.open(f"t{count}-{number}").access for number in range(args.trajectories)]
-        return await clients(args, port, [(f"{each.url}{CHAT}", each.key) for each in opened], tokens=0)
+        added: np.ndarray = await clients(args, port, [(f"{each.url}{CHAT}", each.key) for each in opened], tokens=0)
+        return added
 
     await ordinary()  # the first calls compile the template
     rival = await ordinary()

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +16,11 @@ from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.sampling_params import request_seed
 
-if TYPE_CHECKING:
-    from skyrl_megatron.agents.gateway import Gateway
-
 
 class AgentCall:
     """A request while it is answered. ``counts``: whether it is one of ``count_tokens``, which samples nothing."""
 
-    def __init__(self, gateway: Gateway, trajectory: OpenTrajectory, *, counts: bool = False) -> None:
+    def __init__(self, gateway: Any, trajectory: OpenTrajectory, *, counts: bool = False) -> None:
         self.gateway, self.trajectory, self.counts = gateway, trajectory, counts
         self.match = Match(None, 0, 0, b"", None)
         self.prompt_ids: list[int] = []

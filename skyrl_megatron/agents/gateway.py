@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PORT = "port"
+__all__ = ["Access", "Gateway"]
 
 
 class Gateway:
@@ -164,7 +165,7 @@ class Gateway:
         try:
             request, _ = await self._read(COUNT_TOKENS, body)
             trajectory.charge(request.values, 0)
-            made = await self.wire.call(COUNT_TOKENS, request.body, call, beside=request.wide)
+            made = await self.wire.call(COUNT_TOKENS, request.body, call, apart=request.wide)
             return _in_dialect(COUNT_TOKENS, made)
         except Exception as error:
             return _error(COUNT_TOKENS, 400, _why_refused(error))
@@ -246,7 +247,7 @@ class Gateway:
         """Return the answer of a request, after its samples were recorded."""
         await call.take_turn()
         started = time.perf_counter()
-        found = await self.wire.call(path, request.body, call, beside=request.wide)
+        found = await self.wire.call(path, request.body, call, apart=request.wide)
         if isinstance(call.failure, RequestError):
             return _error(path, 403 if trajectory.exceeded else 400, str(call.failure))
         if call.failure is not None:

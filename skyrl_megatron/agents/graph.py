@@ -183,7 +183,8 @@ class Graph:
 
     def continued(self, tokens: list[int]) -> SampledCall | None:
         """Return the call with the longest prompt and answer that ``tokens`` begin with."""
-        longest, ends = None, {}
+        longest: SampledCall | None = None
+        ends: dict[int, int] = {}
         for call in self.calls:
             start = 0 if call.parent is None else ends.get(call.parent.number)
             if start is None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.agents.answers import COMPLETIONS, error_content
 from skyrl_megatron.inference.http_endpoint import MAX_BODY_BYTES, Guard
-
-if TYPE_CHECKING:
-    from skyrl_megatron.agents.gateway import Gateway
 
 SAMPLING_PATHS = ("/v1/chat/completions", COMPLETIONS, "/v1/messages", "/v1/responses")
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -31,9 +28,9 @@ class _TooManyBytes(Exception):
 class KeyGuard(Guard):
     """Checks keys, sizes and times of requests, and passes the others to the gateway. An ASGI application."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Any) -> None:
         self.gateway = gateway
-        super().__init__(self._serve, "", gateway.bounds.bytes)
+        super().__init__(self._serve, "", gateway.bounds.body_bytes)
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Serve a request within the limits of its trajectory."""

@@ -61,7 +61,7 @@ REQUEST_S, BYTE_S, VALUE_S, SAMPLE_S = 2e-3, 2e-7, 2e-5, 1.5e-3
 @dataclass(slots=True)
 class Pace:
     """How much processing a trajectory asked for, by an estimate that does not depend on what else the machine does.
-    Agents that ask for much wait; others do not wait behind them."""
+    Agents that ask for much wait; others do not wait for them."""
 
     seconds: float = 0.0
     at: float = 0.0

@@ -25,7 +25,7 @@ MOST_IDS = 1 << 16
 FORMS, MOST_FORM_BYTES = ("response_format", "structured_outputs", "text", "output_config"), 128 << 10
 """Fields with a schema or a grammar, which engines compile."""
 WIDE_BYTES, WIDE_VALUES = 256 << 10, 2000
-"""From these sizes on, a request is prepared beside the event loop."""
+"""From these sizes on, a request is converted in another thread."""
 THE_RUNS = ("kv_transfer_params", "use_beam_search")
 """Fields that would replace the prompt or the sampling of the run."""
 
@@ -69,7 +69,7 @@ class RequestBounds:
     context: int
 
     @property
-    def bytes(self) -> int:
+    def body_bytes(self) -> int:
         """Bytes of a body."""
         return min(MAX_BODY_BYTES, BYTES_OF_TOOLS + BYTES_OF_A_TOKEN * self.context)
 
@@ -119,8 +119,8 @@ class RequestBounds:
             if isinstance(listed := fields.get(name), list | dict):
                 self._require(name, len(listed), most, "entries")
         for name in ("n", "best_of"):
-            if type(count := fields.get(name)) is int:
-                self._require(name, count, MOST_CHOICES, "samples")
+            if type(wanted := fields.get(name)) is int:
+                self._require(name, wanted, MOST_CHOICES, "samples")
         for name in FORMS:
             if isinstance(form := fields.get(name), dict):
                 self._require(name, len(json.dumps(form)), MOST_FORM_BYTES, "bytes")
@@ -140,7 +140,9 @@ class RequestBounds:
                 passed[name] = self.context
         thinking, limit = passed.get("thinking"), passed.get("max_tokens")
         budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
-        if limit != fields.get("max_tokens") and type(budget) is int and budget >= limit:  # Anthropic's API wants less
+        if (
+            limit != fields.get("max_tokens") and type(budget) is int and budget >= self.context
+        ):  # Anthropic's API wants less
             passed["thinking"] = {"type": "adaptive"}
         return passed
 

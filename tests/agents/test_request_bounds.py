@@ -75,7 +75,7 @@ def test_what_no_prompt_can_hold_is_refused_before_vllm_sees_it(setting, name, m
 
 def test_a_body_of_more_bytes_than_a_context_is_not_read(setting):
     trajectory = setting.open()
-    answer = post(trajectory, CHAT, asked("a" * setting.gateway.bounds.bytes))
+    answer = post(trajectory, CHAT, asked("a" * setting.gateway.bounds.body_bytes))
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "context_length_exceeded"
     assert trajectory.too_long and not trajectory.held and not trajectory.requests
 
@@ -186,7 +186,7 @@ def test_requests_at_once_and_unfinished_bodies_are_bounded(setting, tmp_path):
             return int((await reader.readline()).split()[1])
 
     async def ask():
-        trajectory, bound = made.open(), made.gateway.bounds.bytes
+        trajectory, bound = made.open(), made.gateway.bounds.body_bytes
         held = [await unfinished(trajectory, 100, 1) for _ in range(6)]
         while trajectory.requests < 6:
             await asyncio.sleep(0.01)

@@ -18,6 +18,7 @@ from skyrl_megatron.envs.env_pool import EnvBusy
 from skyrl_megatron.envs.packages import import_package
 
 clients = import_package("openenv.core.generic_client", "openenv")
+closed = import_package("websockets.exceptions", "openenv")
 FULL = "CAPACITY_REACHED"
 """In the error of a server that has no place for another episode."""
 HIDDEN = ("done", "reward", "metadata")
@@ -43,8 +44,8 @@ class OpenEnv(BaseTextEnv):
         self.client.connect()
         try:
             shown = self.client.reset(**self.arguments).observation
-        except RuntimeError as error:
-            if FULL not in str(error):
+        except (RuntimeError, closed.ConnectionClosedOK) as error:  # closed before this side has asked for anything
+            if isinstance(error, RuntimeError) and FULL not in str(error):
                 raise
             self.client.close()  # the server closes the connection of an episode that it refuses
             self.client = clients.GenericEnvClient(base_url=self.name).sync()

@@ -183,15 +183,13 @@ class WireApp:
         _parse_after_opening(app.state.anthropic_serving_messages, "parser_cls")
         return cls(app, model_config.max_model_len, options)
 
-    async def call(
-        self, path: str, body: bytes, exchange: Exchange, *, beside: bool = False
-    ) -> tuple[int, str, bytes]:
+    async def call(self, path: str, body: bytes, exchange: Exchange, *, apart: bool = False) -> tuple[int, str, bytes]:
         """Answer a request: return (status, content type, body). A stream is complete.
 
-        ``beside``: in another thread, because the request takes long to convert. Only ``exchange.sample`` runs on this
+        ``apart``: in another thread, because the request takes long to convert. Only ``exchange.sample`` runs on this
         event loop then. Raises what ``exchange.sample`` raises, if that was not made into an answer by vLLM.
         """
-        if beside:
+        if apart:
             if self._lane is None:
                 self._lane = _Lane(self._options)
             return await self._lane.call(path, body, _FromLane(exchange, asyncio.get_running_loop()))
