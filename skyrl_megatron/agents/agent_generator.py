@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from skyrl_megatron.agents.command_agent import END_S, AgentTask, CommandAgent
-from skyrl_megatron.agents.gateway import Gateway, OpenTrajectory
+from skyrl_megatron.agents.gateway import Gateway
+from skyrl_megatron.agents.open_trajectory import OpenTrajectory, TrajectoryLimits
 from skyrl_megatron.agents.outcome_counts import Cause, OutcomeCounts
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule, trajectory_of
 from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
@@ -69,7 +70,7 @@ class AgentGenerator(ConfiguredGenerator):
     tool_call_parser: str | None = "hermes"
     """vLLM's parser of tool calls."""
     reasoning_parser: ClassVar[str | None] = None
-    """vLLM's parser of thinking. None: thinking is a part of the text."""
+    """vLLM's parser of thinking. None: ``generator.agent.reasoning_parser``."""
     log_folder: str | Path | None = None
     """Folder of the log of calls; a run sets it. None: a temporary one, so that calls do not outlive the process."""
     records: TrajectoryRecords | None = None
@@ -115,6 +116,15 @@ class AgentGenerator(ConfiguredGenerator):
         """Return which paths are trained on."""
         return type(self).rule  # type: ignore[no-any-return]
 
+    def limits(self) -> TrajectoryLimits:
+        """Return what the agent of a trajectory may use."""
+        agent = self.generator_cfg.agent
+        return TrajectoryLimits(agent.max_calls, agent.max_samples, agent.max_tokens, agent.max_connections)
+
+    def thinking_parser(self) -> str | None:
+        """Return vLLM's parser of thinking."""
+        return self.reasoning_parser or self.generator_cfg.agent.reasoning_parser
+
     async def begin(self) -> None:
         """Start what the agents need besides the gateway. Called once, before the first of them."""
 
@@ -149,7 +159,7 @@ class AgentGenerator(ConfiguredGenerator):
             "policy",
             max_model_len=(cfg.max_input_length or 0) + cfg.sampling_params.max_generate_length or None,
             tool_call_parser=self.tool_call_parser,
-            reasoning_parser=self.reasoning_parser,
+            reasoning_parser=self.thinking_parser(),
             chat_template=self.chat.template,
             adapters=self.adapters,
         )
@@ -165,6 +175,7 @@ class AgentGenerator(ConfiguredGenerator):
             model="policy",
             sampling=sampling,
             adapters=self.adapters,
+            limits=self.limits(),
         )
         await gateway.start()
         return gateway
@@ -243,6 +254,8 @@ class AgentGenerator(ConfiguredGenerator):
             made = Outcome(OutcomeKind.INFRASTRUCTURE, why=f"the agent raised {with_origin(error)}")
         if opened.failure:
             return Outcome(OutcomeKind.INFRASTRUCTURE, why=opened.failure, cause=Cause.CALL)
+        if opened.agents_failure:
+            return Outcome(OutcomeKind.FAILED, 0.0, opened.agents_failure, Cause.LIMIT)
         if opened.too_long:
             return Outcome(OutcomeKind.CONTEXT_FULL, why=opened.too_long)
         if made.kind is OutcomeKind.TIMED_OUT and made.reward is None:

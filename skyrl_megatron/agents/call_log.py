@@ -34,6 +34,18 @@ class LoggedChoice:
     text_only: bool
     text: str | None = None
     """Prompt and answer of a call of ``/v1/completions`` as text."""
+    whole: str = ""
+    """Digest of the answer's text with its thinking, hexadecimal."""
+
+
+@dataclass(slots=True)
+class LoggedConversation:
+    """What is known of a conversation when its first call is answered
+    (:class:`~skyrl_megatron.agents.graph.Conversation`)."""
+
+    system: str
+    tools: int
+    quoted: list[str]
 
 
 @dataclass(slots=True)
@@ -47,6 +59,9 @@ class LoggedCall:
     answer: str
     """The body of the answer."""
     choices: list[LoggedChoice] = field(default_factory=list)
+    conversation: int = 0
+    begins: LoggedConversation | None = None
+    """The conversation, if this is its first call."""
 
 
 @dataclass(slots=True)
@@ -56,7 +71,7 @@ class ForgottenTrajectories:
     names: list[str]
 
 
-_CODEC = Codec(LoggedCall, LoggedChoice, ForgottenTrajectories, Generation, TokenSupport)
+_CODEC = Codec(LoggedCall, LoggedChoice, LoggedConversation, ForgottenTrajectories, Generation, TokenSupport)
 
 
 class CallLog:

@@ -23,98 +23,35 @@ import hmac
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from fastapi import Response
-from fastapi.responses import JSONResponse
-
+from skyrl_megatron.agents.agent_call import AgentCall
 from skyrl_megatron.agents.answers import COMPLETIONS, error_content, events, message_of_error, messages_of
 from skyrl_megatron.agents.call_counts import CallCounts
-from skyrl_megatron.agents.call_log import CallLog, LoggedCall, LoggedChoice
-from skyrl_megatron.agents.graph import Graph, Match, SampledCall
-from skyrl_megatron.config.rules.passthrough_keys import MASKS, WEIGHTS
+from skyrl_megatron.agents.call_log import CallLog, LoggedCall, LoggedChoice, LoggedConversation
+from skyrl_megatron.agents.graph import Graph
+from skyrl_megatron.agents.key_guard import COUNT_TOKENS, KeyGuard
+from skyrl_megatron.agents.open_trajectory import (
+    Access,
+    Answer,
+    OpenTrajectory,
+    TrajectoryLimits,
+    continue_calls,
+    restore_call,
+)
+from skyrl_megatron.agents.request_bounds import WIDE_BYTES, CheckedRequest, RefusedRequest, RequestBounds
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
-from skyrl_megatron.inference.http_endpoint import Guard, HttpServer
-from skyrl_megatron.inference.protocol import Generation
-from skyrl_megatron.inference.sampling_params import request_seed
+from skyrl_megatron.inference.http_endpoint import HttpServer
 from skyrl_megatron.rollout.interface import SamplingClient
 
 if TYPE_CHECKING:
-    from skyrl_megatron.agents.rows import Outcome
     from skyrl_megatron.inference.vllm.wire_app import WireApp
 
 log = logging.getLogger(__name__)
-SAMPLING_PATHS = ("/v1/chat/completions", COMPLETIONS, "/v1/messages", "/v1/responses")
-COUNT_TOKENS = "/v1/messages/count_tokens"
 PORT = "port"
-RETRY_HEADER = b"x-stainless-retry-count"
-"""Header in which the libraries of OpenAI and Anthropic count their retries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How an agent calls the policy in its trajectory."""
-
-    url: str
-    """Anthropic's base URL; OpenAI's is ``url`` + ``/v1``."""
-    key: str
-    model: str
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables that the libraries of OpenAI and Anthropic read."""
-        return {
-            "OPENAI_BASE_URL": f"{self.url}/v1",
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.url,
-            "ANTHROPIC_API_KEY": self.key,
-            "AGENT_MODEL": self.model,
-        }
-
-
-@dataclass(eq=False, slots=True)
-class _Answer:
-    """A request that is answered, or will be."""
-
-    done: asyncio.Future[tuple[int, str, bytes]]
-    waiting: int = 0
-    """Clients that are connected for it."""
-    delivered: bool = False
-
-
-@dataclass(eq=False)
-class OpenTrajectory:
-    """A trajectory whose agent may call."""
-
-    name: str
-    access: Access
-    sampling: Mapping[str, Any]
-    adapter: str = ""
-    seeds: tuple[int, str, int, int] | None = None
-    """(seed of the run, uid, repetition, step) of seeded requests."""
-    graph: Graph = field(default_factory=Graph)
-    answers: dict[str, list[_Answer]] = field(default_factory=dict)
-    texts: list[tuple[str, SampledCall]] = field(default_factory=list)
-    too_long: str = ""
-    """Why the last prompt was refused, if it did not fit into the context."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Request → why it failed for a reason other than the request, unless it was answered later."""
-    first_unmatched: str = ""
-    """Where a request with an answer that no path holds first differed from the sampled ones; "" if none did."""
-    outcome: Outcome | None = None
-    """How it ended; the generator sets it."""
-    closed: bool = False
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    samples: Counter[tuple[int, bytes]] = field(default_factory=Counter)
-
-    @property
-    def failure(self) -> str:
-        """Why a call failed that was not answered later; "" if there is none."""
-        return next(iter(self.failures.values()), "")
+__all__ = ["Access", "Gateway"]
 
 
 class Gateway:
@@ -122,8 +59,8 @@ class Gateway:
 
     ``folder``: of the log. ``secret``: of the keys; the same one after a restart keeps them valid. ``sampling``: keys
     of vLLM's ``SamplingParams`` of all requests; ``max_tokens`` is the limit of a call. ``adapters``: names of the
-    policy's adapters, which are also names of models. Raises LaunchError if the port is taken, JournalError and
-    CheckpointError for the log.
+    policy's adapters, which are also names of models. ``limits``: of each trajectory. Raises LaunchError if the port
+    is taken, JournalError and CheckpointError for the log.
     """
 
     def __init__(
@@ -138,17 +75,20 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         adapters: Sequence[str] = (),
+        limits: TrajectoryLimits | None = None,
     ) -> None:
         self.client, self.wire, self.model, self.sampling = client, wire, model, dict(sampling)
         self.adapters = tuple(adapters)
+        self.limits, self.bounds = limits or TrajectoryLimits(), RequestBounds(wire.max_model_len)
         self._secret = secret.encode()
         self.trajectories: dict[str, OpenTrajectory] = {}
+        self._keys: dict[bytes, str] = {}
         self.counts = CallCounts()
         self._changes_named = False
         self._thresholds = gc.get_threshold()
         self.log = CallLog(folder)
         try:
-            self.server = HttpServer(_KeyGuard(self), host, port, PORT)
+            self.server = HttpServer(KeyGuard(self), host, port, PORT)
         except BaseException:
             self.log.close()
             raise
@@ -179,6 +119,10 @@ class Gateway:
         gc.set_threshold(*self._thresholds)
         await asyncio.to_thread(self.log.close)
 
+    def is_key(self, given: bytes) -> bool:
+        """Return whether this is the key of a trajectory."""
+        return given in self._keys
+
     def key_of(self, name: str) -> str:
         """Return the key of a trajectory."""
         return "sk-" + hmac.new(self._secret, name.encode(), hashlib.blake2s).hexdigest()
@@ -197,14 +141,15 @@ class Gateway:
         if not name or not all(each.isalnum() or each in "-_." for each in name):
             raise ValueError(f"trajectory {name!r}: use letters, digits and -_. for its name")
         access = Access(f"{self.server.url}/{name}", self.key_of(name), adapter or self.model)
-        made = OpenTrajectory(name, access, {**self.sampling, **(sampling or {})}, adapter, seeds)
+        made = OpenTrajectory(name, access, {**self.sampling, **(sampling or {})}, adapter, seeds, limits=self.limits)
         before = self.trajectories.get(name)
         self.trajectories[name] = made
+        self._keys[access.key.encode()] = name
         if before is not None:
-            _continue(made, before)
+            continue_calls(made, before)
             return made
         for call in self.log.stored.get(name, ()):
-            _restore(made, call)
+            restore_call(made, call)
         return made
 
     async def close(self, name: str) -> Graph:
@@ -221,27 +166,38 @@ class Gateway:
         """Free closed trajectories, whose rows are elsewhere."""
         for name in names:
             self.trajectories.pop(name, None)
+            self._keys.pop(self.key_of(name).encode(), None)
         await self.log.forget(names)
 
     # ------------------------------------------------------------------ a request
     async def count_tokens(self, trajectory: OpenTrajectory, body: bytes) -> tuple[int, str, bytes]:
         """Answer a request of ``count_tokens``."""
-        return _in_dialect(
-            COUNT_TOKENS, await self.wire.call(COUNT_TOKENS, body, _Call(self, trajectory, COUNT_TOKENS))
-        )
+        call = AgentCall(self, trajectory, counts=True)
+        await call.take_turn()
+        try:
+            request, _ = await self._read(COUNT_TOKENS, body)
+            trajectory.charge(request.values, 0)
+            made = await self.wire.call(COUNT_TOKENS, request.body, call, apart=request.wide)
+            return _in_dialect(COUNT_TOKENS, made)
+        except Exception as error:
+            return _error(COUNT_TOKENS, 400, _why_refused(error))
+        finally:
+            call.end_turn()
 
-    def answer_to(self, trajectory: OpenTrajectory, path: str, body: bytes, *, retry: bool) -> _Answer:
+    async def answer_to(self, trajectory: OpenTrajectory, path: str, body: bytes, *, retry: bool) -> Answer:
         """Return the answer of a request, which may not be there yet: that of an equal earlier request if this one is
         a retry of it, else a new one. It is completed also if its client leaves."""
+        if over := trajectory.count_call():
+            return _answered(_error(path, 403, over))
         try:
-            request = json.loads(body)
-            if not isinstance(request, dict):
-                raise ValueError(f"it is {type(request).__name__}, not an object")
-        except (ValueError, RecursionError) as error:
-            done: asyncio.Future[tuple[int, str, bytes]] = asyncio.get_running_loop().create_future()
-            done.set_result(_error(path, 400, f"the body is not a JSON object: {error}"))
-            return _Answer(done)
-        digest = hashlib.blake2b(path.encode() + _sorted(request), digest_size=16).hexdigest()
+            async with trajectory.preparing:
+                request, digest = await self._read(path, body)
+            trajectory.charge(request.values, request.samples)
+        except RefusedRequest as error:
+            code = None
+            if error.too_long:
+                trajectory.too_long, code = str(error), "context_length_exceeded"
+            return _answered(_error(path, 400, str(error), code, error.field))
         same = trajectory.answers.setdefault(digest, [])
         found = next((each for each in same if not each.delivered and not each.waiting), None)
         if found is None and retry and same:
@@ -249,42 +205,75 @@ class Gateway:
         if found is not None:
             self.counts.now["retries"] += 1
             return found
-        made = _Answer(asyncio.get_running_loop().create_future())
+        if trajectory.closed:
+            return _answered(_error(path, 503, f"trajectory {trajectory.name} has ended"))
+        made = Answer(asyncio.get_running_loop().create_future())
         same.append(made)
-        task = asyncio.create_task(self._sample(trajectory, path, body, digest, made), name="agent's call")
+        task = asyncio.create_task(self._sample(trajectory, path, request, digest, made), name="agent's call")
         trajectory.tasks.add(task)
         task.add_done_callback(trajectory.tasks.discard)
         return made
 
-    async def _sample(self, trajectory: OpenTrajectory, path: str, body: bytes, digest: str, answer: _Answer) -> None:
+    async def _read(self, path: str, body: bytes) -> tuple[CheckedRequest, str]:
+        """Return a request and its digest. Raises RefusedRequest."""
+
+        def read() -> tuple[CheckedRequest, str]:
+            request = self.bounds.check(body)
+            return request, hashlib.blake2b(path.encode() + _sorted(request.fields), digest_size=16).hexdigest()
+
+        return await asyncio.to_thread(read) if len(body) > WIDE_BYTES else read()
+
+    async def _sample(
+        self, trajectory: OpenTrajectory, path: str, request: CheckedRequest, digest: str, answer: Answer
+    ) -> None:
         """Sample for a request, record the call, and set its answer."""
-        started, call = time.perf_counter(), _Call(self, trajectory, path)
-        made = _error(path, 503, f"trajectory {trajectory.name} has ended")  # where it is cancelled
+        call, made = AgentCall(self, trajectory), _error(path, 503, f"trajectory {trajectory.name} has ended")
         try:
-            found = await self.wire.call(path, body, call)
-            if isinstance(call.failure, RequestError):
-                found = _error(path, 400, str(call.failure))
-            elif call.failure is not None:
-                raise call.failure
-            if call.generations and found[0] < 400:
-                await self._record(trajectory, path, digest, call, found)
+            made = await self._sampled(trajectory, path, request, digest, call)
+            if made[0] < 400:
                 trajectory.failures.pop(digest, None)
-                trajectory.too_long = ""
-                self.counts.sampled(time.perf_counter() - started - call.seconds, unmatched=call.text_only)
-            made = _in_dialect(path, found, "context_length_exceeded" if call.too_long_message else None)
+                trajectory.faults.pop(digest, None)
         except Exception as error:
-            if not isinstance(error, SkyRLMegatronError):
-                log.exception("a call of trajectory %s failed", trajectory.name)
-            trajectory.failures[digest] = f"{type(error).__name__}: {error}"
-            status = 503 if isinstance(error, EngineError) else 500
-            made = _error(path, status, f"the call failed: {type(error).__name__}, see the log of the run")
+            why = f"{type(error).__name__}: {error}"
+            if call.failure is None and not call.generations:  # nothing but the request is at fault
+                made = _error(path, 400, _why_refused(error))
+            elif call.failure is None and not isinstance(error, SkyRLMegatronError | OSError):
+                log.warning("an answer of trajectory %s cannot be written: %s", trajectory.name, why)
+                trajectory.faults[digest] = f"what the policy sampled cannot be written as an answer: {why}"
+                made = _error(path, 500, trajectory.faults[digest])
+            else:
+                if not isinstance(error, SkyRLMegatronError):
+                    log.exception("a call of trajectory %s failed", trajectory.name)
+                trajectory.failures[digest] = why
+                status = 503 if isinstance(error, EngineError) else 500
+                made = _error(path, status, f"the call failed: {type(error).__name__}, see the log of the run")
         finally:
+            call.end_turn()
             if made[0] >= 400:
                 trajectory.answers[digest].remove(answer)
             answer.done.set_result(made)
 
+    async def _sampled(
+        self, trajectory: OpenTrajectory, path: str, request: CheckedRequest, digest: str, call: AgentCall
+    ) -> tuple[int, str, bytes]:
+        """Return the answer of a request, after its samples were recorded."""
+        await call.take_turn()
+        started = time.perf_counter()
+        found = await self.wire.call(path, request.body, call, apart=request.wide)
+        if isinstance(call.failure, RequestError):
+            return _error(path, 403 if trajectory.exceeded else 400, str(call.failure))
+        if call.failure is not None:
+            raise call.failure
+        if found[0] >= 500:
+            raise ValueError(message_of_error(found[2])[0])
+        if call.generations and found[0] < 400:
+            await self._record(trajectory, path, digest, call, found)
+            trajectory.too_long = ""
+            self.counts.sampled(time.perf_counter() - started - call.seconds, unmatched=call.text_only)
+        return _in_dialect(path, found, "context_length_exceeded" if call.too_long_message else None)
+
     async def _record(
-        self, trajectory: OpenTrajectory, path: str, digest: str, call: _Call, made: tuple[int, str, bytes]
+        self, trajectory: OpenTrajectory, path: str, digest: str, call: AgentCall, made: tuple[int, str, bytes]
     ) -> None:
         """Add the sampled answers to the graph and to the log. They are on disk on return."""
         status, content_type, body = made
@@ -292,7 +281,10 @@ class Gateway:
         if len(messages) != len(call.generations):
             raise ValueError(f"the answer has {len(messages)} choices for {len(call.generations)} samples")
         choices = []
-        parent = call.match.parent
+        parent, conversation = call.match.parent, call.match.conversation
+        begins = None
+        if conversation is not None and not conversation.answered:
+            begins = LoggedConversation(conversation.system, conversation.tools, sorted(conversation.quoted))
         rest = call.prompt_ids[0 if parent is None else parent.start + len(parent.generation.token_ids) :]
         for message, generation in zip(messages, call.generations, strict=True):
             continues = None if path == COMPLETIONS else message
@@ -303,146 +295,42 @@ class Gateway:
                 trajectory.texts.append((text, added))
             number = None if parent is None else parent.number
             choices.append(
-                LoggedChoice(added.number, number, added.rest, generation, added.end.hex(), added.text_only, text)
+                LoggedChoice(
+                    added.number,
+                    number,
+                    added.rest,
+                    generation,
+                    added.end.hex(),
+                    added.text_only,
+                    text,
+                    added.text.hex(),
+                )
             )
-        await self.log.add(LoggedCall(trajectory.name, digest, content_type, body.decode(), choices))
-
-
-class _Call:
-    """The exchange of one request (``wire_app.Exchange``)."""
-
-    def __init__(self, gateway: Gateway, trajectory: OpenTrajectory, path: str) -> None:
-        self.gateway, self.trajectory, self.path = gateway, trajectory, path
-        self.match = Match(None, 0, 0, b"", None)
-        self.prompt_ids: list[int] = []
-        self.generations: list[Generation] = []
-        self.text: str | None = None
-        self.text_only = False
-        self.too_long_message = ""
-        self.failure: Exception | None = None
-        self.seconds = 0.0
-        """Seconds of sampling."""
-
-    def prefix_of(self, messages: Sequence[Mapping[str, Any]], scope: Any) -> Any:
-        """Return the tokens of the longest path that the messages begin with."""
-        from skyrl_megatron.inference.vllm.wire_app import Prefix
-
-        self.match = match = self.trajectory.graph.match(messages, scope)
-        if match.unmatched is not None and not self.trajectory.first_unmatched:
-            self.trajectory.first_unmatched = found = self.trajectory.graph.difference(match)
-            counts = self.gateway.counts
-            counts.first_unmatched = counts.first_unmatched or f"{self.trajectory.name}: {found}"
-        return None if match.parent is None else Prefix(match.parent.ids, match.first, match.used)
-
-    def prefix_of_text(self, prompt: Any) -> Any:
-        """Return the tokens of the longest prompt and answer that a prompt begins with."""
-        from skyrl_megatron.inference.vllm.wire_app import Prefix
-
-        if not isinstance(prompt, str):
-            whole = [(call.ids, call) for call in self.trajectory.graph.calls]
-            fits = [(len(ids), call) for ids, call in whole if len(ids) <= len(prompt) and prompt[: len(ids)] == ids]
-            length, parent = max(fits, key=lambda fit: fit[0], default=(0, None))
-        else:
-            self.text = prompt
-            fits = [(len(text), call) for text, call in self.trajectory.texts if prompt.startswith(text)]
-            length, parent = max(fits, key=lambda fit: fit[0], default=(0, None))
-        self.match = Match(parent, 0, length, b"", None)
-        return None if parent is None else Prefix(parent.ids, 0, length)
-
-    async def sample(self, prompt_ids: list[int], sampling: dict[str, Any], count: int) -> list[Generation]:
-        """Sample with the run's engines."""
-        started = time.perf_counter()
-        parent = self.match.parent
-        exact = parent is None or prompt_ids[: len(parent.ids)] == parent.ids
-        if not exact:
-            self.match = Match(None, 0, 0, self.match.digest, self.match.unmatched)
-        self.text_only = not exact or self.match.unmatched is not None
-        try:
-            requests = self._requests(prompt_ids, sampling, count)
-            named: dict[str, Any] = {}
-            if self.gateway.adapters:
-                named["adapters"] = [self.trajectory.adapter] * count
-            generations = await self.gateway.client.generate(
-                [prompt_ids] * count, requests, [self.trajectory.name] * count, **named
-            )
-        except Exception as error:
-            self.failure = error
-            raise
-        finally:
-            self.seconds = time.perf_counter() - started
-        self.prompt_ids, self.generations = prompt_ids, list(generations)
-        changes = [name for name in (*MASKS, *WEIGHTS) if sampling.get(name)]
-        if changes and any(each.support is None or name in WEIGHTS for each in generations for name in changes):
-            self.gateway.name_changes(changes, self.trajectory.name)
-        return self.generations
-
-    def _requests(self, prompt_ids: list[int], asked: dict[str, Any], count: int) -> list[dict[str, Any]]:
-        """Return the sampling parameters of each sample."""
-        run, parent = self.trajectory.sampling, self.match.parent
-        limits = [value for value in (run.get("max_tokens"), asked.get("max_tokens")) if value is not None]
-        merged = {**run, **asked, **({"max_tokens": min(limits)} if limits else {})}
-        if (known := _routed(parent)) > 0:
-            merged["routed_experts_prompt_start"] = known
-        if self.trajectory.seeds is None:
-            return [merged] * count
-        seed, uid, repetition, step = self.trajectory.seeds
-        turn = 0 if parent is None else len(parent.path())
-        tokens = hashlib.blake2b(np.asarray(prompt_ids, np.int32).tobytes(), digest_size=16).digest()
-        requests = []
-        for _ in range(count):
-            number = self.trajectory.samples[turn, tokens]
-            self.trajectory.samples[turn, tokens] += 1
-            name = f"{uid}/turn-{turn}" if turn else uid
-            name = f"{name}/sample-{number}" if number else name
-            requests.append({**merged, "seed": request_seed(seed, name, repetition, step)})
-        return requests
-
-    def too_long(self, message: str) -> None:
-        """Note a prompt that does not fit into the context."""
-        self.too_long_message = message
-        if self.path != COUNT_TOKENS:
-            self.trajectory.too_long = message
-
-
-def _routed(parent: SampledCall | None) -> int:
-    """Return the number of first tokens whose routed experts are known, if the engines return them."""
-    if parent is None or parent.generation.routed_experts is None:
-        return 0
-    return parent.start + len(parent.generation.token_ids) - 1
-
-
-def _continue(trajectory: OpenTrajectory, before: OpenTrajectory) -> None:
-    """Give a trajectory the calls of an earlier attempt of this process."""
-    trajectory.graph, trajectory.texts, trajectory.samples = before.graph, before.texts, before.samples
-    for request, answers in before.answers.items():
-        trajectory.answers[request] = [_Answer(each.done) for each in answers]
-
-
-def _restore(trajectory: OpenTrajectory, call: LoggedCall) -> None:
-    """Add a call of the log to a trajectory."""
-    graph = trajectory.graph
-    for choice in call.choices:
-        parent = None if choice.parent is None else graph.calls[choice.parent]
-        end = bytes.fromhex(choice.end)
-        added = SampledCall(choice.number, parent, choice.rest, choice.generation, end, choice.text_only)
-        graph.restore(added)
-        if choice.text is not None:
-            trajectory.texts.append((choice.text, added))
-        if trajectory.seeds is not None:
-            turn = 0 if parent is None else len(parent.path())
-            tokens = hashlib.blake2b(np.asarray(added.prompt_ids, np.int32).tobytes(), digest_size=16).digest()
-            trajectory.samples[turn, tokens] += 1
-    done: asyncio.Future[tuple[int, str, bytes]] = asyncio.get_running_loop().create_future()
-    done.set_result((200, call.content_type, call.answer.encode()))
-    trajectory.answers.setdefault(call.request, []).append(_Answer(done))
+        place = choices[0].number if choices else 0
+        number = trajectory.graph.calls[place].conversation
+        await self.log.add(LoggedCall(trajectory.name, digest, content_type, body.decode(), choices, number, begins))
 
 
 def _sorted(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _error(path: str, status: int, message: str, code: str | None = None) -> tuple[int, str, bytes]:
-    return status, "application/json", json.dumps(error_content(path, status, message, code=code)).encode()
+def _answered(made: tuple[int, str, bytes]) -> Answer:
+    done: asyncio.Future[tuple[int, str, bytes]] = asyncio.get_running_loop().create_future()
+    done.set_result(made)
+    return Answer(done)
+
+
+def _error(
+    path: str, status: int, message: str, code: str | None = None, param: str | None = None
+) -> tuple[int, str, bytes]:
+    content = error_content(path, status, message, param=param, code=code)
+    return status, "application/json", json.dumps(content).encode()
+
+
+def _why_refused(error: Exception) -> str:
+    """Return the message for a request that vLLM's code fails on."""
+    return str(error) if isinstance(error, RequestError) else f"the request cannot be served: {error!r}"
 
 
 def _in_dialect(path: str, made: tuple[int, str, bytes], code: str | None = None) -> tuple[int, str, bytes]:
@@ -459,92 +347,3 @@ def _in_dialect(path: str, made: tuple[int, str, bytes], code: str | None = None
     message, param = message_of_error(body)
     content = error_content(path, status, message, param=param, code=code)
     return status, content_type, json.dumps(content).encode()
-
-
-class _KeyGuard(Guard):
-    """Checks keys, sizes and times of requests, and passes the others to the gateway. An ASGI application."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
-        super().__init__(self._serve, "")
-
-    def refused(self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
-        if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-            return None
-        name, _ = _parts(scope["path"])
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if hmac.compare_digest(given, self.gateway.key_of(name).encode()):
-            trajectory = self.gateway.trajectories.get(name)
-            if trajectory is not None and not trajectory.closed:
-                return None
-            self.gateway.counts.now["refused"] += 1
-            return 404, f"trajectory {name} has not begun, or has ended"
-        self.gateway.counts.now.update(("refused", "unattributed"))
-        if not given:
-            return 401, "the key is missing: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        if any(hmac.compare_digest(given, self.gateway.key_of(each).encode()) for each in self.gateway.trajectories):
-            return 403, "the key belongs to another trajectory"
-        return 401, "the key is wrong"
-
-    def refusal(
-        self, scope: Mapping[str, Any], status: int, message: str, param: str | None = None, *, unread: bool = False
-    ) -> Response:
-        _, path = _parts(scope["path"])
-        content = error_content(path, status, message, param=param)
-        return JSONResponse(content, status, {"connection": "close"} if unread else None)
-
-    async def _serve(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        name, path = _parts(scope["path"])
-        if scope["path"] == "/health":
-            return await JSONResponse({"trajectories": len(self.gateway.trajectories)})(scope, receive, send)
-        trajectory = self.gateway.trajectories[name]
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if scope["method"] != "POST" or path not in (*SAMPLING_PATHS, COUNT_TOKENS):
-            return await self._other(scope, path)(scope, receive, send)
-        if path == COUNT_TOKENS:
-            status, content_type, content = await self.gateway.count_tokens(trajectory, bytes(body))
-            return await Response(content, status, media_type=content_type)(scope, receive, send)
-        retry = dict(scope["headers"]).get(RETRY_HEADER, b"0") not in (b"", b"0")
-        answer = self.gateway.answer_to(trajectory, path, bytes(body), retry=retry)
-        answer.waiting += 1
-        gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            waited: list[asyncio.Future[Any]] = [answer.done, gone]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done.done() and not gone.done():
-                status, content_type, content = answer.done.result()
-                await Response(content, status, media_type=content_type)(scope, receive, send)
-                answer.delivered = True
-        finally:
-            answer.waiting -= 1
-            gone.cancel()
-
-    def _other(self, scope: Mapping[str, Any], path: str) -> Response:
-        names = (self.gateway.model, *self.gateway.adapters)
-        models = [
-            {"id": each, "object": "model", "type": "model", "created": 0, "owned_by": "policy"} for each in names
-        ]
-        if scope["method"] == "GET" and path == "/v1/models":
-            return JSONResponse({"object": "list", "data": models, "has_more": False})
-        if scope["method"] == "GET" and path.startswith("/v1/models/"):
-            for model in models:
-                if model["id"] == path.removeprefix("/v1/models/"):
-                    return JSONResponse(model)
-        known = ", ".join((*SAMPLING_PATHS, COUNT_TOKENS, "/v1/models"))
-        return self.refusal(scope, 404, f"{scope['method']} {path} is not served: use {known}")
-
-
-def _parts(path: str) -> tuple[str, str]:
-    """Return (name of the trajectory, path after it)."""
-    name, _, rest = path.lstrip("/").partition("/")
-    return name, f"/{rest}"
-
-
-async def _until_gone(receive: Callable[..., Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

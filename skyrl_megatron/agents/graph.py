@@ -6,14 +6,19 @@ call and its answer continues that call: it is a child of it. A request that doe
 branches off an earlier path. Compaction, edited history, a subagent and a second sample of one prompt are forks.
 
 Messages are compared by a canonical form (:func:`canonical`), because clients do not return an answer as they got it:
-they drop its thinking, reorder the keys of JSON, reformat the arguments of tools, and give tool calls other ids. None
-of that changes the form. Text is compared exactly, except for white space around an answer.
+they drop or reformat its thinking, reorder the keys of JSON, reformat the arguments of tools, and give tool calls
+other ids. None of that changes the form. Text is compared exactly, except for white space around an answer.
+
+Programs also ask for titles, summaries and memories. These requests have a system prompt of their own and quote what
+was said under another one: they are another :class:`Conversation`, and what they quote is not an answer in it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +48,10 @@ class SampledCall:
     """Whether the prompt has answers of the policy as text that match no path, so that they are not its tokens."""
     said: tuple[str, ...] = ()
     """Canonical messages after those of the parent, up to and with the answer, as JSON; () if they are not known."""
+    conversation: int = 0
+    """Number of its :class:`Conversation`."""
+    text: bytes = b""
+    """Digest of the answer's text with its thinking, which the canonical form leaves out."""
 
     start: int = field(init=False)
     """Number of tokens of its prompt."""
@@ -71,6 +80,28 @@ class SampledCall:
         return calls[::-1]
 
 
+@dataclass(slots=True)
+class Conversation:
+    """The calls of a trajectory whose system prompts are alike: the same one, or one with another date in it."""
+
+    number: int
+    system: str
+    """The first of its system prompts."""
+    tools: int = 0
+    """The most tools that a request had."""
+    answered: bool = False
+    """Whether it has a sampled call."""
+    quoted: set[str] = field(default_factory=set)
+    """Digests of answers that the client sent before anything was sampled in it, such as examples, or those of another
+    conversation: no path holds them."""
+    _triples: frozenset[tuple[str, ...]] = frozenset()
+
+    def is_like(self, triples: frozenset[tuple[str, ...]]) -> bool:
+        """Return whether a system prompt has half of the words in common with that of the conversation, in threes."""
+        self._triples = self._triples or _word_triples(self.system)
+        return 2 * len(self._triples & triples) >= max(len(self._triples), len(triples))
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """What a request continues."""
@@ -87,6 +118,7 @@ class Match:
     """Index of the first answer in the request that no path holds; None if there is none."""
     said: tuple[str, ...] = ()
     """Its canonical messages after those of the path, as JSON."""
+    conversation: Conversation | None = None
 
 
 @dataclass(slots=True)
@@ -94,9 +126,9 @@ class Graph:
     """The calls of one trajectory, in the order in which they were answered."""
 
     calls: list[SampledCall] = field(default_factory=list)
-    foreign: set[str] = field(default_factory=set)
-    """Answers that the client wrote itself before anything was sampled, such as examples: no path holds them."""
-    _ends: dict[bytes, SampledCall] = field(default_factory=dict)
+    conversations: list[Conversation] = field(default_factory=list)
+    _ends: dict[bytes, list[SampledCall]] = field(default_factory=dict)
+    _systems: dict[bytes, Conversation] = field(default_factory=dict)
 
     def match(self, messages: Sequence[ChatMessage], scope: Any = None) -> Match:
         """Return the longest path that the request's messages begin with.
@@ -104,23 +136,65 @@ class Graph:
         ``scope``: what else the prompt depends on, such as tools and arguments of the template, as JSON values. A path
         of another scope does not match.
         """
+        conversation = self.conversation_of(_system_of(messages))
+        tools = scope.get("tools") if isinstance(scope, Mapping) else None
+        conversation.tools = max(conversation.tools, len(tools or ()))
         digest = _digest(b"", scope)
         parent, first, used, unmatched = None, 0, 0, None
         before = 0
         said: list[str] = []
-        for form, after in grouped(messages):
+        for form, text, after in grouped(messages):
             digest = _digest(digest, form)
             said.append(_as_json(form))
             if form["role"] == "assistant":
-                if (found := self._ends.get(digest)) is not None:
-                    parent, first, used, unmatched = found, before, after, None
+                if digest in self._ends:
+                    parent, first, used, unmatched = self._end(digest, text), before, after, None
                     said.clear()
-                elif not self.calls:
-                    self.foreign.add(said[-1])
-                elif unmatched is None and said[-1] not in self.foreign:
+                elif not conversation.answered:
+                    conversation.quoted.add(_short(said[-1]))
+                elif unmatched is None and _short(said[-1]) not in conversation.quoted:
                     unmatched = after - 1
             before = after
-        return Match(parent, first, used, digest, unmatched, tuple(said))
+        return Match(parent, first, used, digest, unmatched, tuple(said), conversation)
+
+    def _end(self, digest: bytes, text: str) -> SampledCall:
+        """Return the call with an answer of this canonical form: the one with the same thinking, or the last."""
+        calls = self._ends[digest]
+        if len(calls) == 1:
+            return calls[0]
+        whole = _digest(b"", text)
+        return next((call for call in reversed(calls) if call.text == whole), calls[-1])
+
+    def conversation_of(self, system: str) -> Conversation:
+        """Return the conversation of a system prompt, which may be a new one."""
+        digest = _digest(b"", system)
+        found = self._systems.get(digest)
+        if found is None:
+            triples = _word_triples(system)
+            found = next((each for each in self.conversations if each.is_like(triples)), None)
+            if found is None and len(self.conversations) >= MOST_CONVERSATIONS:
+                found = self.conversations[-1]
+            if found is None:
+                found = Conversation(len(self.conversations), system)
+                self.conversations.append(found)
+            if len(self._systems) < MOST_SYSTEMS:
+                self._systems[digest] = found
+        return found
+
+    def continued(self, tokens: list[int]) -> SampledCall | None:
+        """Return the call with the longest prompt and answer that ``tokens`` begin with."""
+        longest: SampledCall | None = None
+        ends: dict[int, int] = {}
+        for call in self.calls:
+            start = 0 if call.parent is None else ends.get(call.parent.number)
+            if start is None:
+                continue
+            added = [*call.rest.tolist(), *call.generation.token_ids]
+            if tokens[start : start + len(added)] == added:
+                ends[call.number] = start + len(added)
+                if longest is None or ends[call.number] > ends[longest.number]:
+                    longest = call
+        return longest
 
     def difference(self, match: Match) -> str:
         """Return where a request with an unmatched answer first differs from the path that it is most like."""
@@ -149,18 +223,34 @@ class Graph:
         """Add the call that answered a request. ``rest``: the tokens of its prompt after those of ``match.parent``.
         ``answer``: the message that the client got; None: it is no message, and nothing can continue it."""
         end = b"" if answer is None else _digest(match.digest, canonical(answer))
+        text = b"" if answer is None else _digest(b"", _text_of(answer.get("content")).strip())
         text_only = match.unmatched is not None
         tokens = np.asarray(rest, np.int32)
         said = () if answer is None or not match.said else (*match.said, _as_json(canonical(answer)))
-        return self.restore(SampledCall(len(self.calls), match.parent, tokens, generation, end, text_only, said))
+        conversation = match.conversation or self.conversation_of("")
+        return self.restore(
+            SampledCall(
+                len(self.calls), match.parent, tokens, generation, end, text_only, said, conversation.number, text
+            )
+        )
 
     def restore(self, call: SampledCall) -> SampledCall:
         """Add a call as it was. Its number is the next one."""
         assert call.number == len(self.calls), f"call {call.number} is added after {len(self.calls)} calls"
         self.calls.append(call)
+        while len(self.conversations) <= call.conversation:
+            self.conversations.append(Conversation(len(self.conversations), ""))
+        self.conversations[call.conversation].answered = True
         if call.end:
-            self._ends[call.end] = call
+            self._ends.setdefault(call.end, []).append(call)
         return call
+
+    def restore_conversation(self, number: int, system: str, tools: int, quoted: Sequence[str]) -> None:
+        """Give a conversation of restored calls what was known of it."""
+        conversation = self.conversations[number]
+        conversation.system, conversation.tools, conversation.quoted = system, tools, set(quoted)
+        conversation._triples = _word_triples(system)
+        self._systems[_digest(b"", system)] = conversation
 
     def leaves(self) -> list[SampledCall]:
         """Return the calls that no other call continues, in order."""
@@ -176,45 +266,88 @@ SHOWN = 400
 """Characters of a differing message that are shown."""
 
 
+MOST_CONVERSATIONS, MOST_SYSTEMS = 64, 4096
+COMPARED = 1 << 15
+"""Characters of a system prompt that are kept and compared."""
+
+
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
     """Return how many first parts are equal."""
     length = min(len(one), len(other))
-    return next((place for place in range(length) if one[place] != other[place]), length)
+    return bisect_left(range(length), True, key=lambda place: one[: place + 1] != other[: place + 1])
+
+
+def _word_triples(text: str) -> frozenset[tuple[str, ...]]:
+    """Return what two texts are compared by: every three words that follow each other."""
+    words = text.split()
+    return frozenset(zip(words, words[1:], words[2:], strict=False)) or frozenset([tuple(words)])
+
+
+def _system_of(messages: Sequence[ChatMessage]) -> str:
+    """Return the text of the first messages that are the system's."""
+    texts = []
+    for message in messages:
+        if message.get("role") not in ("system", "developer"):
+            break
+        texts.append(_text_of(message.get("content")))
+    return "\n".join(texts)[:COMPARED]
 
 
 def canonical(message: ChatMessage) -> dict[str, Any]:
     """Return the form of a message in which two messages are the same if a client may have made one of the other.
 
-    It has the role, the text, and of an answer the names and arguments of its tool calls in order. Thinking, ids and
-    the order of keys do not count. Raises no error: what it does not know is compared as JSON.
+    It has the role, the text, and of an answer the names and arguments of its tool calls in order. Thinking, also as a
+    part of the text, ids and the order of keys do not count. Raises no error: what it does not know is compared as
+    JSON.
     """
     role = str(message.get("role"))
     text = _text_of(message.get("content"))
     if role != "assistant":
         return {"role": role, "text": text}
     calls = [_tool_call(call) for call in message.get("tool_calls") or ()]
-    return {"role": role, "text": text.strip(), "calls": calls}
+    return {"role": role, "text": without_thinking(text), "calls": calls}
 
 
-def grouped(messages: Sequence[ChatMessage]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (canonical form, number of messages up to its end). Adjacent messages of the assistant are one, because
-    the Responses API makes one item of each part of an answer."""
-    pending: dict[str, Any] | None = None
+_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning|seed:think)>.*?</\1>|◁think▷.*?◁/think▷", re.DOTALL)
+_ENDS_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|◁/think▷")
+
+
+def without_thinking(text: str) -> str:
+    """Return the text of an answer without the thinking in it, and without white space around. The template may have
+    opened the thinking, so what is before an end without a beginning is thinking, too."""
+    if "</" not in text and "◁/" not in text:
+        return text.strip()
+    text = _THOUGHT.sub("", text)
+    *_, last = _ENDS_THOUGHT.split(text)
+    return last.strip()
+
+
+def grouped(messages: Sequence[ChatMessage]) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yield (canonical form, text of an answer with its thinking, number of messages up to its end). Adjacent messages
+    of the assistant are one, because the Responses API makes one item of each part of an answer."""
+    texts: list[str] = []
+    calls: list[Any] = []
+    answering = False
+
+    def answer() -> tuple[dict[str, Any], str]:
+        whole = "".join(texts) if len(texts) > 1 else texts[0].strip()
+        made = {"role": "assistant", "text": without_thinking(whole), "calls": list(calls)}
+        texts.clear()
+        calls.clear()
+        return made, whole.strip()
+
     for place, message in enumerate(messages):
-        form = canonical(message)
-        if form["role"] == "assistant":
-            if pending is None:
-                pending = form
-            else:
-                text = "".join([pending["text"], form["text"]])
-                pending = {"role": "assistant", "text": text, "calls": [*pending["calls"], *form["calls"]]}
+        if str(message.get("role")) == "assistant":
+            texts.append(_text_of(message.get("content")).strip())
+            calls += [_tool_call(call) for call in message.get("tool_calls") or ()]
+            answering = True
             continue
-        if pending is not None:
-            yield pending, place
-            pending = None
-        yield form, place + 1
-    if pending is not None:
-        yield pending, len(messages)
+        if answering:
+            yield *answer(), place
+            answering = False
+        yield canonical(message), "", place + 1
+    if answering:
+        yield *answer(), len(messages)
 
 
 def _text_of(content: Any) -> str:
@@ -259,6 +392,10 @@ def _arguments(given: Any) -> str:
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+
+
+def _short(said: str) -> str:
+    return _digest(b"", said).hex()
 
 
 def _digest(before: bytes, value: Any) -> bytes:

@@ -75,9 +75,29 @@ def every_path(graph: Graph) -> list[SampledCall]:
     return graph.leaves()
 
 
-def last_path(graph: Graph) -> list[SampledCall]:
-    """Rule ``final``: the path of the last call only. Answers on other paths are not trained on."""
-    return graph.calls[-1:]
+def task_path(graph: Graph) -> list[SampledCall]:
+    """Rule ``final``: one path, that of the task. Answers on other paths are not trained on.
+
+    Programs also ask for titles, memories and summaries, before, after and between. So it is a path of the
+    conversation whose requests had the most tools, then the longest path, then the most sampled tokens; and of its
+    paths the one with the most calls, the last of equal ones.
+    """
+    if not graph.calls:
+        return []
+    depth: list[int] = []
+    sampled = [0] * len(graph.conversations)
+    longest: dict[int, SampledCall] = {}
+    for call in graph.calls:
+        depth.append(1 if call.parent is None else depth[call.parent.number] + 1)
+        sampled[call.conversation] += len(call.generation.token_ids)
+        best = longest.get(call.conversation)
+        if best is None or depth[call.number] >= depth[best.number]:
+            longest[call.conversation] = call
+
+    def rank(number: int) -> tuple[int, int, int, int]:
+        return graph.conversations[number].tools, depth[longest[number].number], sampled[number], -number
+
+    return [longest[max(longest, key=rank)]]
 
 
 def every_call(graph: Graph) -> list[SampledCall]:
@@ -85,7 +105,7 @@ def every_call(graph: Graph) -> list[SampledCall]:
     return list(graph.calls)
 
 
-RULES: dict[str, Rule] = {"all": every_path, "final": last_path, "calls": every_call}
+RULES: dict[str, Rule] = {"all": every_path, "final": task_path, "calls": every_call}
 
 
 def rule_of(rule: str | Rule) -> Rule:

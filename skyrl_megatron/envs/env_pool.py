@@ -122,6 +122,10 @@ class _Results:
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
+class EnvBusy(Exception):
+    """An environment cannot begin yet, as its server has no place: the same call is to be made again later."""
+
+
 class EnvPool:
     """A thread pool that runs at most ``workers`` calls at a time, each for at most ``timeout_s`` seconds.
 
@@ -141,9 +145,21 @@ class EnvPool:
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``function(*arguments)`` in a thread. Raises what it raises, and EnvTimeout after ``timeout_s``.
 
-        If the caller is cancelled, the call still runs to its end.
+        If it raises EnvBusy, it is called again for as long, and meanwhile takes no thread from the environments that
+        it waits for. If the caller is cancelled, the call still runs to its end.
         """
         loop = asyncio.get_running_loop()
+        until, pause_s = loop.time() + self.timeout_s, 0.1
+        while True:
+            try:
+                return await self._run(loop, function, *arguments)
+            except EnvBusy:
+                if loop.time() + pause_s > until:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2.0)
+
+    async def _run(self, loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> Any:
         call = _Call(function, arguments, loop.create_future())
         self._open.add(call)
         if self._threads < min(self.workers, len(self._open)):

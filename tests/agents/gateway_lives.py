@@ -48,8 +48,8 @@ def live(folder: str, log: str, port: int, record: str, die_at: int) -> None:
             await add(call)
             event()
 
-        def answer_and_count(*arguments, **keys):
-            made = answer_to(*arguments, **keys)
+        async def answer_and_count(*arguments, **keys):
+            made = await answer_to(*arguments, **keys)
             made.done.add_done_callback(lambda _: event())
             return made
 

@@ -75,10 +75,9 @@ def test_an_answer_matches_in_every_form_that_clients_return_it(returned):
         [USER, {**ANSWER, "content": "I counted."}, *RESULTS],
         [USER, {**ANSWER, "tool_calls": [call(arguments='{"of": "pears"}'), call("wait", "{}")]}, *RESULTS],
         [{"role": "user", "content": "How many?\n"}, ANSWER, *RESULTS],
-        [{"role": "system", "content": "Be brief."}, USER, ANSWER, *RESULTS],
         [USER, {**ANSWER, "tool_calls": ANSWER["tool_calls"][::-1]}, *RESULTS],
     ],
-    ids=["text", "argument", "prompt", "system prompt", "order of calls"],
+    ids=["text", "argument", "prompt", "order of calls"],
 )
 def test_an_edited_history_is_a_fork_and_names_the_message(edited):
     from skyrl_megatron.agents.graph import Graph
@@ -169,3 +168,128 @@ def test_other_tools_are_named_as_the_difference():
     graph = Graph()
     added(graph, [USER], ANSWER, scope={"tools": [1]})
     assert "its tools" in graph.difference(graph.match([USER, ANSWER], {"tools": [2]}))
+
+
+# ------------------------------------------------------------------ conversations
+TITLE = {"role": "system", "content": "You write titles of at most five words."}
+SYSTEM = {"role": "system", "content": "You are an agent that works on files. Today is Monday. " * 3}
+
+
+def paths(graph, rule="final"):
+    from skyrl_megatron.agents.rows import targets_of
+
+    return [[call.number for call in path] for path, _ in targets_of(graph, rule)]
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+@pytest.mark.parametrize("tools", [0, 2])
+def test_side_requests_are_conversations_of_their_own_and_no_path_of_the_task(place, tools):
+    """Titles have no system prompt of the task, memories quote what was said in it, in other words or in the same."""
+    from skyrl_megatron.agents.graph import Graph
+
+    graph, scope = Graph(), {"tools": [{}] * tools}
+    quoted = [USER, ANSWER, *RESULTS, {"role": "assistant", "content": "It is… (cut)"}]
+
+    def side():
+        for system in (TITLE, {"role": "system", "content": "Memory: list what you learned."}):
+            made = added(
+                graph, [system, *quoted, {"role": "user", "content": "Now."}], {"role": "assistant", "content": "T"}
+            )
+            assert made.parent is None and not made.text_only
+
+    if place == "before":
+        side()
+    first = added(graph, [SYSTEM, USER], ANSWER, scope)
+    if place == "between":
+        side()
+    second = added(graph, [SYSTEM, USER, ANSWER, *RESULTS], {"role": "assistant", "content": "It is 7."}, scope)
+    if place == "after":
+        side()
+    assert second.parent is first and paths(graph) == [[first.number, second.number]]
+    assert len(paths(graph, "all")) == 3 and not any(call.text_only for call in graph.calls)
+
+
+def test_a_conversation_of_memories_must_return_its_own_answers():
+    """What it quotes is not the policy's in it, what was sampled in it is."""
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    added(graph, [SYSTEM, USER], ANSWER)
+    first = [TITLE, USER, ANSWER, {"role": "user", "content": "A title?"}]
+    title = added(graph, first, {"role": "assistant", "content": "Counting"})
+    kept = graph.match([*first, {"role": "assistant", "content": "Counting"}, USER])
+    edited = graph.match([*first, {"role": "assistant", "content": "Counted"}, USER])
+    assert kept.parent is title and kept.unmatched is None and edited.unmatched == 4
+
+
+@pytest.mark.parametrize(
+    "other", [SYSTEM["content"].replace("Monday", "Tuesday"), SYSTEM["content"] + " Be brief.", ""]
+)
+def test_a_system_prompt_that_changes_from_call_to_call_is_still_noticed(other):
+    """Its answers are text in each prompt. Without any system prompt in both, likewise."""
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    added(graph, [SYSTEM, USER] if other else [USER, {"role": "user", "content": "x"}], ANSWER)
+    changed = graph.match([{"role": "system", "content": other}, USER, ANSWER, *RESULTS] if other else [USER, ANSWER])
+    assert changed.parent is None and changed.unmatched is not None
+
+
+def test_the_path_of_the_task_outlives_compaction_and_titles_that_are_longer():
+    from skyrl_megatron.agents.graph import Graph
+
+    graph, scope = Graph(), {"tools": [{}]}
+    added(graph, [SYSTEM, USER], ANSWER, scope)
+    added(graph, [SYSTEM, USER, ANSWER, *RESULTS], {"role": "assistant", "content": "It is 7."}, scope)
+    added(
+        graph, [SYSTEM, {"role": "user", "content": "Summary: 7 apples"}], {"role": "assistant", "content": "7"}, scope
+    )
+    said = [TITLE, USER]
+    for number in range(4):
+        answer = {"role": "assistant", "content": str(number)}
+        added(graph, said, answer)
+        said += [answer, USER]
+    assert paths(graph) == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "returned"),
+    [
+        ("<think>I count.</think>It is 7.", "It is 7."),
+        ("<think>I count.</think>It is 7.", "<think>\nI count.\n</think>\n\nIt is 7."),
+        ("I count.</think>\n\nIt is 7.", "It is 7."),
+        ("<think>\n</think>\nIt is 7.", "It is 7."),
+        ("<seed:think>Hm.</seed:think>It is 7.", "It is 7."),
+        ("◁think▷Hm.◁/think▷It is 7.", "It is 7."),
+    ],
+)
+def test_thinking_in_the_content_may_be_dropped_or_reformatted(sampled, returned):
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    first = added(graph, [USER], {"role": "assistant", "content": sampled})
+    assert graph.match([USER, {"role": "assistant", "content": returned}, USER]).parent is first
+    assert graph.match([USER, {"role": "assistant", "content": returned + "!"}, USER]).parent is None
+
+
+def test_of_answers_that_differ_in_thinking_the_returned_one_continues():
+    from skyrl_megatron.agents.graph import Graph
+
+    graph = Graph()
+    contents = [f"<think>{word}</think>It is 7." for word in ("one", "two", "three")]
+    made = [added(graph, [USER], {"role": "assistant", "content": content}) for content in contents]
+    for call, content in zip(made, contents, strict=True):
+        assert graph.match([USER, {"role": "assistant", "content": content}]).parent is call
+    assert graph.match([USER, {"role": "assistant", "content": "It is 7."}]).parent is made[-1]
+
+
+def test_the_longest_tokens_that_a_prompt_begins_with_are_found():
+    from tests.agents.graphs import random_graph
+
+    for seed in range(50):
+        graph = random_graph(seed, 12)
+        for call in graph.calls:
+            tokens = [*call.ids, 99]
+            fits = [each for each in graph.calls if tokens[: len(each.ids)] == each.ids]
+            assert len(graph.continued(tokens).ids) == max(len(each.ids) for each in fits)
+        assert graph.continued([99]) is None

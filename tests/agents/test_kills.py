@@ -59,7 +59,7 @@ class Conversation(threading.Thread):
 )
 def test_no_call_is_lost_and_none_is_trained_twice(tmp_path, seed, kills, turns):
     from skyrl_megatron.agents.call_log import CallLog
-    from skyrl_megatron.agents.gateway import Access, OpenTrajectory, _restore
+    from skyrl_megatron.agents.open_trajectory import Access, OpenTrajectory, restore_call
     from skyrl_megatron.agents.rows import rows_of
 
     rng, folder = random.Random(seed), write_folder(tmp_path / "model")
@@ -114,7 +114,7 @@ def test_no_call_is_lost_and_none_is_trained_twice(tmp_path, seed, kills, turns)
     log.close()
     for number, client in enumerate(clients):
         made = OpenTrajectory(f"t{number}", Access("", "", ""), {})
-        _in_loop(lambda made=made, number=number: [_restore(made, call) for call in log.stored[f"t{number}"]])
+        _in_loop(lambda made=made, number=number: [restore_call(made, call) for call in log.stored[f"t{number}"]])
         graph = made.graph
         assert len(graph.calls) == turns and not graph.forks()
         assert [

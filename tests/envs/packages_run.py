@@ -124,9 +124,51 @@ def reasoning_gym(folder):
                 assert scored(row, f"So: <answer>{answer}</answer>")[0] == [want], (name, answer)
             assert scored(row, entry["answer"])[0] == [data.score_answer(None, entry=entry)], "without the tag"
         assert scored(made[0], f"<answer>{data[0]['answer']}</answer>")[0] == [1.0]
+    tasks_of_another_process(folder)
     refused("nope", lambda: next(rows("nope", 1)))
     refused("no_such", lambda: next(rows("maze", 1, no_such=1)))
     refused("index and seed", lambda: envs.make("reasoning-gym:maze", extras={}))
+
+
+HASHED = ["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"]
+"""Data sets whose tasks depend on the hash seed of the process."""
+MAKING = """
+import json, random, sys
+from skyrl_megatron.envs.packages.reasoning_gym import _dataset, rows
+made = []
+for name in json.loads(sys.argv[1]):
+    random.seed(sys.argv[2])
+    data = _dataset(name, 5, 4, "{}")
+    answers = [data[index]["answer"] for index in range(4)]
+    random.seed(sys.argv[2])
+    made += zip(rows(name, 4, seed=5), answers)
+print(json.dumps(made))
+"""
+
+
+def tasks_of_another_process(folder):
+    """The right answers of rows that another process made are right here. Without the task in the row, a question that
+    is another one here is refused."""
+    import os
+
+    import reasoning_gym as theirs
+
+    names = [*HASHED, "list_functions", "maze", "arc_agi", "sudoku"]
+    for seed in ("1", "2"):
+        done = subprocess.run([sys.executable, "-c", MAKING, json.dumps(names), seed], capture_output=True, text=True,
+                              env={**os.environ, "PYTHONHASHSEED": seed}, check=True)  # fmt: skip
+        differ = 0
+        for row, answer in json.loads(done.stdout.splitlines()[-1]):
+            name = row["env_class"].partition(":")[2]
+            assert "entry" in row["extra_info"], name
+            (reward,), *_ = scored(row, f"<answer>{answer}</answer>")
+            assert reward == 1.0, (name, row["prompt"][-1]["content"], answer)
+            plain = {key: value for key, value in row["extra_info"].items() if key != "entry"}
+            data = theirs.create_dataset(name, seed=5, size=4)
+            if name in HASHED and data[plain["index"]]["question"] != row["prompt"][-1]["content"]:
+                differ += 1
+                refused("another question", lambda row=row, plain=plain: scored({**row, "extra_info": plain}, "x"))
+        assert differ, "no question differs: this test tests nothing"
 
 
 def verifiers(folder):
@@ -173,6 +215,40 @@ def openenv(folder):
         assert first.step("9")["reward"] == 0.5
         first.close()
         second.close()
+    with server(folder, GUESSING.replace(", max_concurrent_envs=8", "")) as url:
+        episodes_that_wait({**row, "env_class": f"openenv:{url}"})
+
+
+def episodes_that_wait(row):
+    """A server with its default of one episode at once, and more episodes than threads: each gets its reward. One that
+    waits too long is an error that names the setting."""
+    import asyncio
+
+    from skyrl_megatron.envs.env_pool import EnvBusy, EnvPool
+
+    async def episode(pool):
+        env = envs.make(row["env_class"], extras={**row, "max_turns": 3})
+        try:
+            await pool.run(env.init, row["prompt"])
+            return [(await pool.run(env.step, answer))["reward"] for answer in ("3", "9")]
+        finally:
+            await pool.run(env.close)
+
+    async def run():
+        pool = EnvPool(2, 60.0)
+        rewards = await asyncio.gather(*(episode(pool) for _ in range(4)))
+        assert rewards == [[0.0, 0.5]] * 4, rewards
+        impatient, held = EnvPool(2, 0.5), envs.make(row["env_class"], extras={**row, "max_turns": 3})
+        held.init(row["prompt"])
+        try:
+            await episode(impatient)
+        except EnvBusy as error:
+            assert "max_concurrent_envs" in str(error)
+        else:
+            raise AssertionError("nothing says that the server is full")
+        held.close()
+
+    asyncio.run(run())
 
 
 def nemo_gym(folder):

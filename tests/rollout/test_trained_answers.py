@@ -108,7 +108,7 @@ def test_an_answer_that_does_not_follow_its_prompt_is_an_error():
     from skyrl_megatron.errors import DataError
 
     chat = family_format("minimax")
-    with pytest.raises(DataError, match="message 1: .* does not begin the answer with its generation prompt"):
+    with pytest.raises(DataError, match=r"message 1: .* does not begin the answer with its generation prompt"):
         chat.trained_sequences([user("1"), answer("2")])
 
 
@@ -116,7 +116,7 @@ def test_a_call_that_the_template_leaves_out_is_an_error():
     from skyrl_megatron.errors import DataError
 
     for name, calls in (("harmony", 2), ("mistral", 1)):
-        with pytest.raises(DataError, match=f"message 1: .* does not write 1 of {calls} calls of 'look_up'"):
+        with pytest.raises(DataError, match=rf"message 1: .* does not write 1 of {calls} calls of 'look_up'"):
             family_format(name).trained_sequences([user("1"), answer("", calls=calls, name="look_up")])
 
 

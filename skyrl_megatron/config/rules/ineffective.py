@@ -127,8 +127,19 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         f"{_G}min_token_in_rate",
         lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
     ),
-    IneffectiveSetting(
-        "generator.name is not agent", f"{_G}agent.", lambda cfg, hardware: cfg.generator.name != "agent"
+    *(
+        IneffectiveSetting(
+            "generator.name is not agent", f"{_G}agent.{name}", lambda cfg, hardware: cfg.generator.name != "agent"
+        )
+        for name in ("command", "sandbox", "mounts", "at_once")
+    ),
+    *(
+        IneffectiveSetting(
+            "generator.name=skyrl_gym runs no agents",
+            f"{_G}agent.{name}",
+            lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
+        )
+        for name in ("reasoning_parser", "max_calls", "max_samples", "max_tokens", "max_connections")
     ),
     # ------------------------------------------------------------ fully asynchronous rollouts
     IneffectiveSetting(

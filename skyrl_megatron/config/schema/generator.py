@@ -356,6 +356,17 @@ class AgentConfig(BaseConfig):
     `agent`. False: stdin is empty."""
     timed_out_reward: float | None = 0.0
     """Reward of a trajectory that reached its time, which its agent can bring about. None: it is no sample."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of thinking in answers (`qwen3`, `deepseek_r1`, …). None: thinking is a part of the text. This key
+    and the following ones hold for generators of plugins, too."""
+    max_calls: Count = 10_000
+    """Requests of a trajectory. An agent that wants more has failed, with reward 0; so for the next two keys."""
+    max_samples: Count = 2_000
+    """Sampled answers of a trajectory."""
+    max_tokens: Count = 4_000_000
+    """Sampled tokens of a trajectory."""
+    max_connections: Count = 64
+    """Requests of a trajectory at once. Further ones are refused with status 429."""
 
 
 @dataclass

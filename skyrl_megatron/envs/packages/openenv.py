@@ -2,6 +2,9 @@
 
 The row's ``extra_info`` may have ``action``, the field of the action that gets the policy's text (default
 ``message``), and ``reset``, the arguments of the server's ``reset`` as JSON.
+
+A server has as many episodes at once as its ``max_concurrent_envs``, by default one. Further ones wait for a place, as
+long as ``environment.skyrl_gym.env_timeout``.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, Message
+from skyrl_megatron.envs.env_pool import EnvBusy
 from skyrl_megatron.envs.packages import import_package
 
 clients = import_package("openenv.core.generic_client", "openenv")
+closed = import_package("websockets.exceptions", "openenv")
+FULL = "CAPACITY_REACHED"
+"""In the error of a server that has no place for another episode."""
 HIDDEN = ("done", "reward", "metadata")
 """Fields of an observation that the policy does not see."""
 
@@ -28,12 +35,24 @@ class OpenEnv(BaseTextEnv):
         super().__init__(env_config, extras)
         made = self.extras.get("extra_info") or {}
         self.action, self.arguments = made.get("action") or "message", json.loads(made.get("reset") or "{}")
+        self.name = name
         self.client = clients.GenericEnvClient(base_url=name).sync()
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Begin an episode of the server. Raises its errors, and ConnectionError if it does not answer."""
+        """Begin an episode of the server. Raises its errors, EnvBusy if it has no place for another episode, and
+        ConnectionError if it does not answer."""
         self.client.connect()
-        return [*prompt, *_shown(self.client.reset(**self.arguments).observation)], {}
+        try:
+            shown = self.client.reset(**self.arguments).observation
+        except (RuntimeError, closed.ConnectionClosedOK) as error:  # closed before this side has asked for anything
+            if isinstance(error, RuntimeError) and FULL not in str(error):
+                raise
+            self.client.close()  # the server closes the connection of an episode that it refuses
+            self.client = clients.GenericEnvClient(base_url=self.name).sync()
+            raise EnvBusy(
+                f"openenv:{self.name}: {error}; start the server with a larger max_concurrent_envs"
+            ) from error
+        return [*prompt, *_shown(shown)], {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Send the text as an action."""

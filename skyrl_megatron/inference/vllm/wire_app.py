@@ -13,8 +13,12 @@ prompt, made for disaggregated serving.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import hashlib
+import json
 import secrets
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
@@ -49,6 +53,10 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/respons
 COUNT_PATH = "/v1/messages/count_tokens"
 STREAM_TOKENS = 16
 """Tokens in a chunk of a stream."""
+LANE_RENDERERS = 4
+"""Threads that tokenize wide requests: tokenizers leave the interpreter to others while they do."""
+MOST_KEPT = 256
+"""Sets of tools, and of arguments of the template, about which something is remembered."""
 GIVEN_BY_REQUEST = (
     "stop",
     "stop_token_ids",
@@ -95,14 +103,24 @@ class Exchange(Protocol):
         """Note that the prompt does not fit into the context. The request is refused with ``message``."""
 
 
-_exchange: ContextVar[Exchange] = ContextVar("exchange")
+@dataclasses.dataclass(slots=True)
+class _Current:
+    """The request that is answered."""
+
+    exchange: Exchange
+    opening: list[int] | None = None
+    """What the template writes before an answer; None: it is not known."""
+
+
+_current: ContextVar[_Current] = ContextVar("current")
 
 
 class WireApp:
     """vLLM's application for a model folder; make it with :meth:`create`."""
 
-    def __init__(self, app: Any, max_model_len: int) -> None:
-        self._app, self.max_model_len = app, max_model_len
+    def __init__(self, app: Any, max_model_len: int, options: Mapping[str, Any]) -> None:
+        self._app, self.max_model_len, self._options = app, max_model_len, options
+        self._lane: _Lane | None = None
 
     @classmethod
     async def create(
@@ -116,11 +134,14 @@ class WireApp:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
         adapters: Sequence[str] = (),
+        renderers: int = 1,
     ) -> WireApp:
         """Read the folder's configuration and tokenizer. ``chat_template``: Jinja text; None: the tokenizer's.
-        ``adapters``: further names of models that are served. Raises EngineError for an unknown parser, or one that
-        lacks a package."""
+        ``adapters``: further names of models that are served. ``renderers``: threads for text. Raises EngineError for
+        an unknown parser, or one that lacks a package."""
+        options = {name: value for name, value in locals().items() if name != "cls"}
         arguments = ["--model", folder, "--served-model-name", served_model_name, *adapters, "--disable-fastapi-docs"]
+        arguments += ["--renderer-num-workers", str(renderers)]
         if max_model_len is not None:
             arguments += ["--max-model-len", str(max_model_len)]
         if tool_call_parser is not None:
@@ -150,17 +171,31 @@ class WireApp:
         engine = _NoEngine(config)
         app = build_app(args, ("generate",), model_config)
         guard_templates()
-        await init_app_state(engine, app.state, args, ("generate",))
+        try:
+            await init_app_state(engine, app.state, args, ("generate",))
+        except (TypeError, ValueError, RuntimeError, ImportError) as error:  # a parser does not fit the tokenizer
+            raise EngineError(
+                f"reasoning_parser={reasoning_parser}, tool_call_parser={tool_call_parser}: {error}"
+            ) from error
         renderer = app.state.online_renderer
         renderer.__class__ = _SplicingRenderer
-        return cls(app, model_config.max_model_len)
+        renderer.openings, renderer.shown = {}, {}
+        for serving, name in (("chat", "parser_cls"), ("chat_batch", "parser_cls"), ("responses", "parser")):
+            _parse_after_opening(getattr(app.state, f"openai_serving_{serving}"), name)
+        _parse_after_opening(app.state.anthropic_serving_messages, "parser_cls")
+        return cls(app, model_config.max_model_len, options)
 
-    async def call(self, path: str, body: bytes, exchange: Exchange) -> tuple[int, str, bytes]:
+    async def call(self, path: str, body: bytes, exchange: Exchange, *, apart: bool = False) -> tuple[int, str, bytes]:
         """Answer a request: return (status, content type, body). A stream is complete.
 
-        Raises what ``exchange.sample`` raises, if that was not made into an answer by vLLM.
+        ``apart``: in another thread, because the request takes long to convert. Only ``exchange.sample`` runs on this
+        event loop then. Raises what ``exchange.sample`` raises, if that was not made into an answer by vLLM.
         """
-        token = _exchange.set(exchange)
+        if apart:
+            if self._lane is None:
+                self._lane = _Lane(self._options)
+            return await self._lane.call(path, body, _FromLane(exchange, asyncio.get_running_loop()))
+        token = _current.set(_Current(exchange))
         try:
             pieces = call_app(self._app, path, body)
             head = await anext(pieces)
@@ -168,13 +203,74 @@ class WireApp:
             status, content_type = head
             parts = [piece async for piece in pieces if isinstance(piece, bytes)]
         finally:
-            _exchange.reset(token)
+            _current.reset(token)
         answer = b"".join(parts)
         return status, content_type, answer if status < 400 else with_config_keys(answer)
 
 
+class _Lane:
+    """An application of the same model in a thread of its own, with an event loop and a renderer of its own."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._app: WireApp | None = None
+        self._starting = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="wide requests", daemon=True).start()
+
+    async def call(self, path: str, body: bytes, exchange: Exchange) -> tuple[int, str, bytes]:
+        """See :meth:`WireApp.call`."""
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._call(path, body, exchange), self._loop)
+        )
+
+    async def _call(self, path: str, body: bytes, exchange: Exchange) -> tuple[int, str, bytes]:
+        async with self._starting:
+            if self._app is None:
+                self._app = await WireApp.create(**{**self._options, "renderers": LANE_RENDERERS})
+        return await self._app.call(path, body, exchange)
+
+
+class _FromLane:
+    """An exchange for the thread of a lane, which samples on the event loop that it belongs to."""
+
+    def __init__(self, exchange: Exchange, loop: asyncio.AbstractEventLoop) -> None:
+        self._exchange, self._loop = exchange, loop
+        self.prefix_of, self.prefix_of_text = exchange.prefix_of, exchange.prefix_of_text
+        self.too_long = exchange.too_long
+
+    async def sample(self, prompt_ids: list[int], sampling: dict[str, Any], count: int) -> list[Generation]:
+        work = asyncio.run_coroutine_threadsafe(self._exchange.sample(prompt_ids, sampling, count), self._loop)
+        return await asyncio.wrap_future(work)
+
+
+def _parse_after_opening(serving: Any, name: str) -> None:
+    """Let a serving object's parser of streams see of the prompt what the template opens an answer with.
+
+    vLLM's parser looks in the whole prompt for the end of thinking, and takes that of an earlier answer, or one in the
+    text of a user, for the end of this answer's. Answers that are not streamed are parsed without the prompt.
+    """
+    kind = getattr(serving, name, None)
+    if kind is None:
+        return
+
+    class AfterOpening(kind):  # type: ignore[misc, valid-type]
+        def parse_delta(self, *given: Any, prompt_token_ids: list[int] | None = None, **options: Any) -> Any:
+            current = _current.get(None)
+            if current is not None and current.opening is not None and prompt_token_ids is not None:
+                prompt_token_ids = current.opening
+            return super().parse_delta(*given, prompt_token_ids=prompt_token_ids, **options)
+
+    setattr(serving, name, AfterOpening)
+
+
 class _SplicingRenderer(OnlineRenderer):
     """Renders only what follows the tokens that the exchange has."""
+
+    openings: dict[str, list[int]]
+    """Arguments of the template, as JSON → the tokens that it opens an answer with."""
+    shown: dict[bytes, bool]
+    """Digest of tools and template → whether a prompt shows them."""
 
     async def preprocess_chat(
         self,
@@ -188,7 +284,9 @@ class _SplicingRenderer(OnlineRenderer):
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
-        exchange = _exchange.get(None)
+        current = _current.get(None)
+        exchange = None if current is None else current.exchange
+        prefix = None
         if exchange is not None:
             defaults = merge_kwargs(default_template_kwargs, dict(tools=tool_dicts, tokenize=False))
             params = request.build_chat_params(default_template, default_template_content_format)
@@ -221,12 +319,16 @@ class _SplicingRenderer(OnlineRenderer):
                 exchange.too_long(str(error))
             raise
         self._require_room(exchange, inputs)
+        if current is not None and parser is not None and parser.reasoning_parser_cls is not None:
+            ids = inputs[0]["prompt_token_ids"]
+            current.opening = await self._opening(ids, params, len(prefix.ids) if prefix is not None else 0)
         return conversation, inputs
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
     ) -> Any:
-        exchange = _exchange.get(None)
+        current = _current.get(None)
+        exchange = None if current is None else current.exchange
         if exchange is not None:
             if isinstance(prompt_input, list) and len(prompt_input) == 1 and not isinstance(prompt_input[0], int):
                 (prompt_input,) = prompt_input
@@ -250,12 +352,51 @@ class _SplicingRenderer(OnlineRenderer):
 
     async def _expresses(self, tools: list[dict[str, Any]], params: Any) -> bool:
         """Return whether a prompt shows the names of its tools."""
+        given = json.dumps([tools, params.chat_template_kwargs], sort_keys=True, default=str)
+        digest = hashlib.blake2b(given.encode(errors="surrogatepass"), digest_size=16).digest()
+        if (known := self.shown.get(digest)) is not None:
+            return known
         try:
             _, prompt = await self.renderer.render_messages_async([{"role": "user", "content": "?"}], params)
         except (VLLMValidationError, ValueError, TypeError, KeyError):
             return True  # what is wrong with the request is found when it is rendered
-        text = prompt.get("prompt")
-        return not isinstance(text, str) or all(str(tool["function"]["name"]) in text for tool in tools)
+        text, at, shown = prompt.get("prompt"), 0, True
+        for tool in tools if isinstance(text, str) else ():  # templates write them in their order
+            name = str(tool["function"]["name"])
+            if (place := text.find(name, at)) < 0 and name not in text:
+                shown = False
+                break
+            at = max(at, place)
+        if len(self.shown) >= MOST_KEPT:
+            self.shown.clear()
+        self.shown[digest] = shown
+        return shown
+
+    async def _opening(self, ids: list[int], params: Any, held: int) -> list[int]:
+        """Return the tokens that the template opens an answer with, such as a role and the start of thinking.
+
+        ``held``: number of first tokens of the prompt that were sampled, or rendered for earlier calls. The result is
+        what follows them where the prompt does not end with the opening of another one, as when a client begins the
+        answer itself.
+        """
+        given = {name: value for name, value in params.chat_template_kwargs.items() if name != "tools"}
+        key = json.dumps(given, sort_keys=True, default=str)
+        if key not in self.openings:
+            texts = []
+            for opens in (True, False):
+                arguments = {**given, "add_generation_prompt": opens, "continue_final_message": False}
+                plain = dataclasses.replace(params, chat_template_kwargs=arguments)
+                try:
+                    _, prompt = await self.renderer.render_messages_async([{"role": "user", "content": "?"}], plain)
+                except (VLLMValidationError, ValueError, TypeError, KeyError):
+                    break
+                texts.append(str(prompt.get("prompt") or ""))
+            opening = texts[0].removeprefix(texts[1]) if len(texts) == 2 and texts[0].startswith(texts[1]) else ""
+            if len(self.openings) >= MOST_KEPT:
+                self.openings.clear()
+            self.openings[key] = self.renderer.get_tokenizer().encode(opening, add_special_tokens=False)
+        tokens = self.openings[key]
+        return tokens if tokens and ids[-len(tokens) :] == tokens else ids[held:]
 
     def _require_room(self, exchange: Exchange | None, inputs: Sequence[Any]) -> None:
         """Raise VLLMValidationError for a prompt that leaves no room for a token."""
@@ -353,15 +494,16 @@ class _NoEngine:
         sampling_params.update_from_generation_config(self._generation_config, self.renderer.get_eos_token_id())
         count = sampling_params.n or 1
         try:
-            generations = await _exchange.get().sample(ids, asked_for(sampling_params), count)
+            generations = await _current.get().exchange.sample(ids, asked_for(sampling_params), count)
         except RequestError as error:
             raise VLLMValidationError(str(error)) from error
         streams = sampling_params.output_kind is RequestOutputKind.DELTA
         tokenizer = self.renderer.get_tokenizer()
-        pieces = [
-            list(played_back(each, index, ids, sampling_params, tokenizer, STREAM_TOKENS if streams else None))
-            for index, each in enumerate(generations)
-        ]
+        pieces = []
+        for index, each in enumerate(generations):
+            step = STREAM_TOKENS if streams else None
+            pieces.append(list(played_back(each, index, ids, sampling_params, tokenizer, step)))
+            await asyncio.sleep(0)  # other requests are not to wait for all of them
         if not streams:
             yield RequestOutput(request_id, None, ids, None, [each for [each] in pieces], finished=True)
             return

@@ -224,3 +224,12 @@ async def _late(generator, task):
 
     generator.agent = agent
     return await generator._outcome(task, Open)
+
+
+def agent_limits(cfg):
+    """What the agent of a trajectory may use, and the parser of its thinking."""
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from tests.rollout.scripted import tokenizer_of
+
+    made = AgentGenerator(cfg.generator, cfg.environment.skyrl_gym, None, tokenizer_of("chatml"))
+    return made.limits(), made.thinking_parser()

@@ -265,6 +265,11 @@ ROLLOUT = {
     f"{G}agent.stdin": Row(True, rollout.agent, AGENT),
     f"{G}agent.timed_out_reward": Row(None, rollout.agent, AGENT),
     f"{G}max_infrastructure_share": Row(0.1, rollout.judgement),
+    f"{G}agent.reasoning_parser": Row("qwen3", rollout.agent_limits, {f"{G}name": "tests_generator"}),
+    f"{G}agent.max_calls": Row(77, rollout.agent_limits, AGENT),
+    f"{G}agent.max_samples": Row(77, rollout.agent_limits, AGENT),
+    f"{G}agent.max_tokens": Row(77, rollout.agent_limits, AGENT),
+    f"{G}agent.max_connections": Row(77, rollout.agent_limits, AGENT),
 }
 
 ENGINES = {
