@@ -164,7 +164,8 @@ class PromptLoader:
             if state.get(key, "shuffle" if key == "sampler" else None) != value:
                 raise DataError(
                     f"the data loader has {key}={value}, but {key}={state.get(key)} in the checkpoint: resume with the"
-                    " same data, batch size, seed and sampler, or start with trainer.resume_mode=none"
+                    " same data, batch size, seed and sampler, or start with trainer.resume_mode=none (skyrl-megatron"
+                    " convert makes a model of these weights)"
                 )
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         if self.draws is not None:
