@@ -117,10 +117,13 @@ async def outcome_of(task: AgentTask, ended: CommandResult) -> Outcome | float:
 
 
 def why_it_failed(ended: CommandResult) -> str:
-    """Return exit code and last line of a command that failed; "" for one that did not."""
+    """Return exit code and last lines of a command that failed; "" for one that did not."""
     if not ended.exit_code:
         return ""
-    last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+    # Many agents write their errors to standard output.
+    outputs = {"": ended.stderr, "stdout: ": ended.stdout}
+    lines = {name: output.decode(errors="replace").strip().rpartition("\n")[2] for name, output in outputs.items()}
+    last = "; ".join(f"{name}{line[:300]}" for name, line in lines.items() if line)
     return f"the command ended with code {ended.exit_code}: {last}"
 
 

@@ -93,3 +93,11 @@ def test_a_program_that_its_own_commands_ended_is_a_failure_of_the_policy():
 
     outcome = asyncio.run(CommandAgent(["sh", "-c", "kill -9 $$"])(task_of(ROW, [])))
     assert (outcome.kind, outcome.reward) == ("failed", 0.0) and "code -9" in outcome.why
+
+
+def test_an_error_on_standard_output_is_shown():
+    from skyrl_megatron.agents.command_agent import CommandAgent
+
+    command = ["sh", "-c", "echo started; echo 'API Error: 400'; exit 3"]
+    outcome = asyncio.run(CommandAgent(command)(task_of(ROW, [])))
+    assert outcome.why == "the command ended with code 3: stdout: API Error: 400"
