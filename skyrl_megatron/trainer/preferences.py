@@ -187,7 +187,7 @@ class RewardTrainer(PreferenceTrainer):
         an answer, and the tokenizer pads with it too.
         """
         folder = hub.cached_folder(self.cfg, weights=False)
-        ends = {self.train_dataset.chat.end_token, *(named_tokens(folder, "eos_token_id") if folder else ())}
+        ends = {*self.train_dataset.chat.stop_ids, *(named_tokens(folder, "eos_token_id") if folder else ())}
         padding = padding_token(self.tokenizer, ends)
         family = get_family(str((read_hf_config(self.cfg) or {}).get("model_type")))
         config = {
