@@ -106,6 +106,9 @@ def resume_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 def resume_lines(cfg: SkyRLTrainConfig) -> Iterator[str]:
     """Yield what the run resumes from, and the settings that differ from those of the checkpoint."""
+    if cfg.trainer.resume_mode in (None, "none"):
+        yield "starts at step 0: trainer.resume_mode=none"
+        return
     found = resumed_checkpoint(cfg)
     if found is None:
         yield f"starts at step 0: no checkpoint to resume from in {cfg.trainer.ckpt_path}"

@@ -285,8 +285,12 @@ def _data(sources: Sequence[str], files: Sequence[Mapping[str, Any]] | None) -> 
 
 
 def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
-    """Return what the rows of an evaluation without training depend on."""
+    """Return what the rows of an evaluation without training depend on. Of the hub, names and commits are compared:
+    before the evaluation, weights and data need not be in the cache."""
+    commits = json.dumps(dict(cfg.trainer.hub_commits), sort_keys=True)
     found = {"verb": Part("evaluate", "evaluate"), "model": model_part(cfg)}
+    if (repo := hub.model_repo(cfg, "policy")) is not None:
+        found["model"] = Part(f"{repo.name} of the hub", _hash(repo.key, cfg.trainer.hub_commits.get(repo.key, "")))
     found |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
     kept = {
         key: value
@@ -294,7 +298,10 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
         if key.startswith(("generator.", "environment.")) and not key.startswith("generator.inference_engine.")
     }
     sets = [cfg.data.val_data, *(one.get("data", ()) for one in cfg.data.eval_sets.values() if isinstance(one, dict))]
-    found["data"] = _data([source for sources in sets for source in sources], None)
+    sources = [source for part in sets for source in part]
+    found["data"] = _data(sources, None)
+    if sources and not found["data"].digest:
+        found["data"] = Part(", ".join(sources), _hash(*sources, commits))
     found["settings"] = Part("", _hash(json.dumps(kept, sort_keys=True, default=str)))
     return {name: part for name, part in found.items() if part.digest}
 
@@ -416,9 +423,9 @@ def claim(key: str, folder: Path, cfg: SkyRLTrainConfig, identity: Identity) -> 
     write_identity(private_folder(folder), identity)
 
 
-def is_of_other(folder: Path, identity: Identity, allowed: Collection[str] = ()) -> bool:
+def is_of_other(folder: Path, identity: Identity) -> bool:
     """Return whether a folder has the identity of another run."""
-    return bool(other_parts(read_identity(folder), identity, allowed))
+    return bool(other_parts(read_identity(folder), identity))
 
 
 def short(identity: Identity) -> str:

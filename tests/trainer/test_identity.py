@@ -249,6 +249,33 @@ def test_rows_of_another_evaluation_are_not_overwritten(start, tmp_path):
     assert rows_folder(hot, 0, evaluation_identity(hot)) == second
 
 
+def test_evaluations_of_models_and_data_that_are_not_downloaded_yet_differ(start):
+    """The identity is made before the evaluation downloads anything: names and commits of the hub tell them apart."""
+    from skyrl_megatron.trainer.identity import evaluation_identity, other_parts
+
+    def identity(model="of/ours", data="of/sums", commit="1" * 40):
+        keys = {"trainer.policy.model.path": model, "data.val_data": f"[{data}]"}
+        cfg = configured(start, "SkyRLTrainConfig", **keys)
+        cfg.trainer.hub_commits = {f"{model}@main": commit, f"datasets/{data}@main": "2" * 40}
+        return evaluation_identity(cfg)
+
+    assert other_parts(identity(), identity()) == []
+    assert "model" in other_parts(identity(), identity(model="of/others"))
+    assert "model" in other_parts(identity(), identity(commit="3" * 40))
+    assert "data" in other_parts(identity(), identity(data="of/products"))
+
+
+def test_a_run_that_resumes_nothing_says_why(start, tmp_path):
+    from skyrl_megatron.trainer.checkpoints import resume_lines
+
+    keys = {"trainer.ckpt_path": tmp_path}
+    assert list(resume_lines(configured(start, **keys))) == [
+        f"starts at step 0: no checkpoint to resume from in {tmp_path}"
+    ]
+    keys["trainer.resume_mode"] = "none"
+    assert list(resume_lines(configured(start, **keys))) == ["starts at step 0: trainer.resume_mode=none"]
+
+
 def test_rollouts_of_another_run_are_not_trained_on(start, tmp_path):
     """Also before the first checkpoint; `resume_mode=none` removes them, and `resume_other` keeps them."""
     from skyrl_megatron.errors import ConfigError
