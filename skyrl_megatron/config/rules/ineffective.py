@@ -122,24 +122,22 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     IneffectiveSetting("transformers has only fast tokenizers", f"{_T}disable_fast_tokenizer"),
     IneffectiveSetting("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
     # ------------------------------------------------------------ rollouts
-    IneffectiveSetting(
-        "generator.name=skyrl_gym runs no agents",
-        f"{_G}min_token_in_rate",
-        lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
-    ),
     *(
         IneffectiveSetting(
             "generator.name is not agent", f"{_G}agent.{name}", lambda cfg, hardware: cfg.generator.name != "agent"
         )
-        for name in ("command", "sandbox", "mounts", "at_once")
+        for name in ("command", "sandbox", "mounts", "at_once", "stdin", "timed_out_reward")
     ),
     *(
         IneffectiveSetting(
             "generator.name=skyrl_gym runs no agents",
-            f"{_G}agent.{name}",
+            f"{_G}{name}",
             lambda cfg, hardware: cfg.generator.name == "skyrl_gym",
         )
-        for name in ("reasoning_parser", "max_calls", "max_samples", "max_tokens", "max_connections")
+        for name in (
+            *("min_token_in_rate", "max_infrastructure_share", "agent.reasoning_parser"),
+            *("agent.max_calls", "agent.max_samples", "agent.max_tokens", "agent.max_connections"),
+        )
     ),
     # ------------------------------------------------------------ fully asynchronous rollouts
     IneffectiveSetting(
