@@ -8,6 +8,7 @@ can be overridden in a trainer as well: ``build_models``, ``init_weight_sync_sta
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -583,7 +584,7 @@ class TrainingRun:
 
 def _is_better(metric: str, value: float, best: float | None) -> bool:
     """Return whether a value is better than the best so far, in the metric's direction; NaN never is."""
+    if best is None:
+        return not math.isnan(value)
     row = describe(metric)
-    if best is None or row is None:
-        return value == value
-    return value < best if row.better == "lower" else value > best
+    return value < best if row is not None and row.better == "lower" else value > best
