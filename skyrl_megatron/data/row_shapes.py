@@ -208,4 +208,3 @@ CONVERTERS: dict[str, Callable[[DatasetRow, Sequence[str]], DatasetRow]] = {
     "anthropic": _anthropic,
     "openai_functions": _openai_functions,
 }
-FORMATS = (MESSAGES_FORMAT, *CONVERTERS)

@@ -23,7 +23,6 @@ TABLES = {
     "engine": keys.ENGINE,
     "sampling": keys.SAMPLING,
 }
-PREFIXES = {"transformer": K, "optimizer": O, "engine": W, "sampling": f"{MORE}."}
 GPUS, CPU = Hardware(8), Hardware(0)
 
 

@@ -48,9 +48,6 @@ from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.vllm.requests import call_app, with_config_keys
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-"""Paths that sample."""
-COUNT_PATH = "/v1/messages/count_tokens"
 STREAM_TOKENS = 16
 """Tokens in a chunk of a stream."""
 LANE_RENDERERS = 4
