@@ -19,7 +19,7 @@ FEWEST = 20
 
 
 class Cause(StrEnum):
-    """Why a trajectory ended as it did. The first six are the agent's doing: reward 0, or no sample by a setting."""
+    """Why a trajectory ended as it did. The first five are the agent's doing: reward 0, or no sample by a setting."""
 
     TESTS = "tests"
     """The tests of the task, or the environment of the row, decided."""

@@ -75,7 +75,8 @@ class RequestBounds:
 
     def messages(self, name: str = "messages") -> int:
         """Messages or items with their parts. A template writes four tokens or more for each."""
-        return min(MOST_ITEMS if name == "input" else MOST_MESSAGES, 16 + self.context // 2)
+        most = MOST_ITEMS if name == "input" else MOST_MESSAGES
+        return min(max(most, self.context // 64), 16 + self.context // 2)
 
     @property
     def tools(self) -> int:

@@ -109,7 +109,7 @@ class MessageForm:
         calls = []
         for call, text in calls_of(message, number):
             if self.argument_type is str:
-                function = call.get("function", call)
+                function = call.get("function") or call
                 function["arguments"] = text or json.dumps(function["arguments"], ensure_ascii=False)
                 self.notes.add("arguments of tool calls stay text, as the chat template writes them")
             calls.append(call)

@@ -162,13 +162,15 @@ def flag_of(holder: Mapping[str, Any], where: str) -> bool | None:
     """Return whether a message or a row is trained, by its keys of :data:`FLAGS`; None if it has none.
 
     ``where`` begins the messages. Raises DataError for other values than 0, 1, false and true, for keys that
-    contradict each other, and for keys of :data:`TOKEN_MASKS`.
+    contradict each other, and for keys of :data:`TOKEN_MASKS`; of a row, for those that hold a list.
     """
     chosen: dict[str, bool] = {}
     for name in holder:
         value = holder[name]
         if value is None or name not in _SELECTING:
             continue
+        if name in TOKEN_MASKS and not where and not isinstance(value, list):
+            continue  # a column of another meaning: it is named as one that nothing reads
         if name in TOKEN_MASKS:
             fix = "only whole messages are left out of training, by weight=0"
             raise DataError(f"{where}{name} is {value!r:.40}, which cannot be obeyed: {fix}")

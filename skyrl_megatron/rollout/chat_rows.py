@@ -20,7 +20,7 @@ from skyrl_megatron.config.schema.evaluation import data_set_names
 from skyrl_megatron.config.schema.generator import SFTConfig
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.data.message_form import MessageForm
-from skyrl_megatron.data.messages import FLAGS, TOKEN_MASKS, flag_of, messages_problem, read_tools, trained_messages
+from skyrl_megatron.data.messages import FLAGS, flag_of, messages_problem, read_tools, trained_messages
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
 from skyrl_megatron.data.row_shapes import format_of, format_of_messages, in_messages
 from skyrl_megatron.data.samplers import SampledRows
@@ -31,7 +31,7 @@ from skyrl_megatron.types import TrainingBatch
 logger = logging.getLogger(__name__)
 
 MESSAGES, TOOLS = "messages", "tools"
-DECLARED = frozenset((TOOLS, "images", "extra_info", *FLAGS, *TOKEN_MASKS))
+DECLARED = frozenset((TOOLS, "images", "extra_info", *FLAGS))
 """Columns that every command knows, in addition to those of its messages."""
 PRECEDING = {
     "system": (None,),

@@ -150,7 +150,7 @@ def _omitted(message: Mapping[str, Any], answer: str) -> str:
         thinking = message.get(name)
         if isinstance(thinking, str) and thinking.strip() and thinking.strip() not in answer:
             return f"the thinking {thinking.strip()[:40]!r} of {name}"
-    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    functions = [call.get("function") or call for call in calls if isinstance(call, Mapping)]
     names = Counter(function["name"] for function in functions if isinstance(function.get("name"), str))
     for name, count in names.items():
         if answer.count(name) < count:

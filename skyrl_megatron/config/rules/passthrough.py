@@ -91,7 +91,10 @@ def _is_checked_elsewhere(table: KeyTable, name: str) -> bool:
 
 
 def _is_default(field: Declared | None, value: Any) -> bool:
-    return field is not None and field.default is not dataclasses.MISSING and not _other(field.default, value)
+    """Return whether a value changes nothing: the default, or, where that is no literal, one that means "off"."""
+    if field is None or field.default is dataclasses.MISSING:
+        return value is None or value is False or value in (0, "", "none")
+    return not _other(field.default, value)
 
 
 def _other(one: Any, two: Any) -> bool:
