@@ -91,8 +91,8 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     problems += unreadable
     problems += training_problems(cfg)
     policy = configs.get("policy", {})
+    problems += evaluation_problems(cfg)
     if supervised(cfg) is None:
-        problems += evaluation_problems(cfg)
         problems += rollout_problems(cfg, policy, hardware)
         problems += exact_problems(cfg, hardware, policy)
     else:

@@ -229,6 +229,10 @@ class PromptDataset:
             notes.append("null fields that the columns' types add to tool calls and tools are left out")
         if tools and not self.form.writes_tools:
             notes.append("the chat template leaves out the tools")
+        if any("function" not in tool for tool in tools):
+            notes.append(
+                'tools are written as they are, not in the form {"type": "function", "function": {…}} of OpenAI'
+            )
         if row.get(TOOLS) and not tools and row[TOOLS] not in EMPTY_TOOLS:
             notes.append(f"only the environment gets the column {TOOLS!r}, which describes no tools")
         self.notes.update(notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_megatron.data.messages import from_json
+from skyrl_megatron.data.messages import from_json, read_tools
 from skyrl_megatron.data.row_files import DatasetRow
 from skyrl_megatron.errors import DataError
 
@@ -61,6 +61,8 @@ def _sharegpt(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     for name, column in zip(turns, columns, strict=True):
         listed = [turns[name]] if isinstance(turns[name], dict) else turns[name]
         row[column] = [_turn(turn) for turn in listed] if isinstance(listed, list) else listed
+    if tools := read_tools(row.get("tools")):  # bare functions, which templates expect in OpenAI's form
+        row["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     return _with_system(row, columns)
 
 
@@ -89,6 +91,8 @@ def _alpaca(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     question = [row.pop("instruction", None), row.pop("input", None)]
     if wrong := [part for part in question if not isinstance(part, str | None)]:
         raise DataError(f"instruction or input is {wrong[0]!r:.80}, it must be text")
+    if not any(question):
+        raise DataError("no instruction and no input: the question is empty")
     messages = []
     for pair in row.pop("history", None) or []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

@@ -96,10 +96,13 @@ def _model_stops(folder: Path) -> Sequence[int]:
                 config = GenerationConfig.from_model_config(json.loads((folder / "config.json").read_bytes()))
         else:
             return ()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{folder}: the stop tokens cannot be read: {_first_line(error)}") from error
     stops = config.eos_token_id
-    return [stops] if isinstance(stops, int) else list(stops or ())
+    listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if any(type(stop) is not int or stop >= 2**31 for stop in listed):
+        raise ModelLoadError(f"{folder}: eos_token_id={stops!r:.80} must be the id of a token, or a list of ids")
+    return [stop for stop in listed if stop >= 0]  # -1: none
 
 
 def require_template(tokenizer: Any, template: str | None) -> None:

@@ -123,7 +123,13 @@ def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str,
     row, _ = rows.as_written(number, rows[number], ("prompt", TOOLS))
     if problem := row_problem(row):
         raise DataError(f"{rows.place(number)}: {problem}")
-    messages = MessageForm(chat.tokenizer, chat.template, chat.kwargs, thinking="ignore").fitted(row["prompt"])
+    form = MessageForm(chat.tokenizer, chat.template, chat.kwargs, thinking="ignore")
+    messages = form.fitted(row["prompt"])
+    if unread := sorted(form.unread):
+        note = f"nothing reads the key {unread[0]!r} of messages"
+        if cfg.data.strict_rows:
+            raise DataError(f"{rows.place(number)}: {note}: remove it, or set data.strict_rows=false")
+        _on_stderr(f"data: {note}")
     text = chat.text(messages, generation_prompt=True, tools=declared_tools(row.get(TOOLS)))
     return rows.place(number), [("prompt", (chat.encoder.whole(text), [], []))]
 

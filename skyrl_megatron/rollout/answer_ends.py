@@ -103,7 +103,8 @@ class AnswerEnds:
         return re.compile(rf"\s*({self.stops.pattern})")
 
     def _names(self, tokens: Iterable[int]) -> str:
-        names = sorted((str(self.tokenizer.convert_ids_to_tokens(token)) for token in tokens), key=len, reverse=True)
+        known = [name for name in map(self.tokenizer.convert_ids_to_tokens, tokens) if name is not None]
+        names = sorted(map(str, known), key=len, reverse=True)
         return "|".join(map(re.escape, names))
 
     def id_of(self, stop: str) -> int:

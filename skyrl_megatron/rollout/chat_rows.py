@@ -31,6 +31,7 @@ from skyrl_megatron.types import TrainingBatch
 logger = logging.getLogger(__name__)
 
 MESSAGES, TOOLS = "messages", "tools"
+BARE_TOOLS = 'tools are written as they are, not in the form {"type": "function", "function": {…}} of OpenAI'
 DECLARED = frozenset((TOOLS, "images", "extra_info", *FLAGS))
 """Columns that every command knows, in addition to those of its messages."""
 PRECEDING = {
@@ -214,6 +215,8 @@ class ChatRows:
             raise DataError("no message of the assistant is trained: the flags of the messages leave out all")
         if (declared := read_tools(tools)) and not self.form.writes_tools:
             self.form.notes.add("the chat template leaves out the tools")
+        if any("function" not in tool for tool in declared):
+            self.form.notes.add(BARE_TOOLS)
         return self.chat.trained_sequences(self.form.fitted(messages), trained=trained, tools=declared)
 
     @staticmethod

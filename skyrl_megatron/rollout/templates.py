@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from skyrl_megatron.rollout.trained_answers import TrainedSequence, trained_sequ
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PROBE = "HEREstandsANobservation"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 _CHATML_OTHERS = (
@@ -90,6 +91,7 @@ class ChatFormat(AnswerEnds):
         super().__init__(tokenizer, template, kwargs or {}, stop_token_ids)
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
         """Whether the template marks the text of the assistant (``{% generation %}``)."""
+        self._writes_role = cache(self._try_role)
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
         self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
 
@@ -167,7 +169,20 @@ class ChatFormat(AnswerEnds):
         return tuple(self._text_after_answer(_messages(observations)))
 
     def _text_after_answer(self, observations: ConversationType) -> list[int]:
+        for role in dict.fromkeys(message["role"] for message in observations):
+            if not self._writes_role(role):
+                raise DataError(
+                    f"the chat template leaves out an observation of the role {role!r}: use another role, or set"
+                    " generator.chat_template"
+                )
         return self.encoder.continued(self.after_marker(observations))
+
+    def _try_role(self, role: str) -> bool:
+        try:
+            text = self.after_marker([{"role": role, "content": _PROBE, "tool_call_id": "0", "name": "?"}])
+        except DataError:  # it wants other messages around: the template itself says what is wrong
+            return True
+        return _PROBE in text
 
 
 type _Pairs = tuple[tuple[str, str], ...]

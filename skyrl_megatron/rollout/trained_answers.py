@@ -16,6 +16,7 @@ trained. If not, because it drops their thinking or ends them with another token
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ SWITCHES = (
     ("reasoning_effort", "high"),
 )
 """Arguments with which chat templates turn thinking off or on."""
+
+_THINKING_TAGS = re.compile(r"</?think>")
 
 type TrainedSequence = tuple[list[int], list[int], list[int]]
 """(prompt ids, response ids, mask of the response): 1 on trained tokens."""
@@ -144,8 +147,10 @@ def _omitted(message: Mapping[str, Any], answer: str) -> str:
     """Return what a template leaves out of an answer, as some do with text next to tool calls, with thinking, or with
     all calls but one; "" if it writes everything."""
     content, calls = message.get("content"), message.get("tool_calls") or ()
-    if isinstance(content, str) and (spoken := content.rpartition("</think>")[2].strip()) and spoken not in answer:
-        return f"the text {spoken[:40]!r}"
+    # Thinking in the text is written in other places, and some templates keep one part of it only.
+    for part in _THINKING_TAGS.split(content) if isinstance(content, str) else ():
+        if (spoken := part.strip()) and spoken not in answer:
+            return f"the text {spoken[:40]!r}"
     for name in THINKING:
         thinking = message.get(name)
         if isinstance(thinking, str) and thinking.strip() and thinking.strip() not in answer:

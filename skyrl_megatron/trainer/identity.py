@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from bridges.source import ASSETS
 from bridges.staging import write_file
 from skyrl_megatron import hub
 from skyrl_megatron.config.derive import is_data_file, preferences, reward_model, supervised
+from skyrl_megatron.config.fields import Section, field_types, get_path, members_of, sections_of
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import active_roles, policy_is_reference, teacher_addresses
 from skyrl_megatron.config.schema.run import get_config_as_dict
@@ -41,6 +43,11 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 
+ENGINE_NUMBERS = tuple(
+    f"generator.inference_engine.{name}"
+    for name in ("engine_init_kwargs", "model_dtype", "rope_scaling", "rope_theta")
+)
+"""Settings of engines that change what is sampled by more than rounding."""
 FILE = "identity.json"
 """File with the identity, in folders that have no other place for it."""
 RESUME_OTHER = "trainer.resume_other"
@@ -206,7 +213,22 @@ def model_part(cfg: SkyRLTrainConfig, role: str = "policy") -> Part:
     folder = hub.cached_folder(cfg, role)
     named = str(folder) if repo is None else f"{repo.name} of the hub"
     digest = "" if folder is None else model_digest(folder)
+    if digest and (changes := _model_changes(cfg, role)):
+        digest = _hash(digest, json.dumps(changes, sort_keys=True, default=str))
     return Part(f"{named} ({digest[:8]})", digest)
+
+
+def _model_changes(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
+    """Return what the configuration changes of a model's ``config.json``."""
+    section = getattr(cfg.trainer, role, None)
+    if section is None:
+        return {}
+    given = {
+        "model_config_kwargs": {**section.model_config_kwargs, **section.megatron_config.model_config_kwargs},
+        "rope_scaling": cfg.trainer.rope_scaling,
+        "rope_theta": cfg.trainer.rope_theta,
+    }
+    return {name: value for name, value in given.items() if value}
 
 
 def model_digest(folder: Path) -> str:
@@ -295,7 +317,8 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
     kept = {
         key: value
         for key, value in _flat(get_config_as_dict(cfg))
-        if key.startswith(("generator.", "environment.")) and not key.startswith("generator.inference_engine.")
+        if key.startswith(("generator.", "environment."))
+        and (not key.startswith("generator.inference_engine.") or key.startswith(ENGINE_NUMBERS))
     }
     sets = [cfg.data.val_data, *(one.get("data", ()) for one in cfg.data.eval_sets.values() if isinstance(one, dict))]
     sources = [source for part in sets for source in part]
@@ -311,7 +334,24 @@ def settings_of(cfg: SkyRLTrainConfig) -> dict[str, Any]:
     """Return key → value of the settings that change the numbers of a step by more than rounding."""
     roles = active_roles(cfg)
     others = tuple(f"trainer.{role}." for role in ("policy", "ref", "critic", "teacher") if role not in roles)
-    return dict(_without(get_config_as_dict(cfg), {*NO_NUMBERS, *ONLY_ROUNDING, *others}))
+    values, unwanted = get_config_as_dict(cfg), {*NO_NUMBERS, *ONLY_ROUNDING, *others}
+    # An option that is a dictionary is one setting: two runs need not have the same entries of it.
+    options = list(_dict_options(cfg))
+    kept = dict(_without(values, {*unwanted, *options}))
+    excluded = tuple(f"{name.removesuffix('.')}." for name in unwanted)
+    return kept | {key: get_path(cfg, key) for key in options if not f"{key}.".startswith(excluded)}
+
+
+def _dict_options(section: Section, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of options that are dictionaries."""
+    for name in sections_of(type(section)):
+        if isinstance(inner := getattr(section, name), Section):
+            yield from _dict_options(inner, f"{prefix}{name}.")
+    for name in field_types(type(section)):
+        if isinstance(getattr(section, name), Mapping | None) and name not in sections_of(type(section)):
+            kinds = members_of(field_types(type(section))[name])
+            if any(kind is dict or typing.get_origin(kind) is dict for kind in kinds):
+                yield f"{prefix}{name}"
 
 
 def changed_settings(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

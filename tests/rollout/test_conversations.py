@@ -446,3 +446,19 @@ def test_texts_between_turns_continue_the_sequence(legacy):
     first, answer = {"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}
     after = chat.after_answer([first])
     assert chat.prompt([first, answer, first])[-len(after) :] == after and len(after) > 5
+
+
+def test_an_observation_that_the_template_leaves_out_is_an_error():
+    """It would be an empty turn, and the policy would answer to nothing."""
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.templates import ChatFormat
+    from tests.support.chat_families import family_tokenizer
+
+    plain = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = ChatFormat(family_tokenizer("qwen2.5"), plain)
+    assert "4" in chat.tokenizer.decode(chat.after_answer([{"role": "user", "content": "4"}]))
+    with pytest.raises(DataError, match="leaves out an observation of the role 'tool'"):
+        chat.after_answer([{"role": "tool", "content": "4"}])

@@ -407,6 +407,24 @@ def test_rows_of_other_tools(tmp_path, form):
     assert ('"function": {"name": "f"' in whole) == (form in ("anthropic", "openai_functions"))
 
 
+def test_alpaca_without_a_question_is_an_error(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"question": "1+1=?", "output": "2"}])
+    assert ", row 0: no instruction and no input: the question is empty" in refused(path, format="alpaca")
+
+
+def test_tools_in_another_form(tmp_path):
+    """Bare functions are those of ShareGPT's rows; elsewhere the template gets them as they are, and it is said."""
+    bare = [{"name": "f", "description": "d", "parameters": {}}]
+    path = write(
+        tmp_path / "share.jsonl",
+        [{"conversations": TURNS + TURNS[:1] + [{"from": "gpt", "value": "2"}], "tools": bare}],
+    )
+    rows, said = read(path, TOOLS_HEAD + QWEN25, format="sharegpt")
+    assert '"function": {"name": "f"' in rows.chat.tokenizer.decode(rows[0]["sequences"][0][0]) and said == []
+    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER], "tools": bare}])
+    assert "data: tools are written as they are, not in the form" in read(path, TOOLS_HEAD + QWEN25)[1][0]
+
+
 def test_the_formats_of_the_configuration_are_those_of_the_reader():
     from skyrl_megatron.config.schema.generator import SFTConfig
     from skyrl_megatron.data.row_shapes import CONVERTERS

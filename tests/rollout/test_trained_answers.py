@@ -1,5 +1,6 @@
 """What is trained of a conversation: what the template writes, and of it what the model has to sample."""
 
+import json
 from itertools import accumulate
 
 import pytest
@@ -247,3 +248,56 @@ def test_a_template_that_ends_answers_with_none_of_the_models_stops():
     messages = [user("1+1=?"), answer("", calls=1), tool("4"), answer("2"), user("and?"), answer("4")]
     ((_, runs),) = shown(chat, messages)
     assert [text.rpartition("<|")[2] for text in runs] == ["observation|>", "user|>", "user|>"]
+
+
+def test_text_around_thinking_that_a_template_drops_is_an_error():
+    """As Qwen3's, which writes what is in the first pair of marks and after the last one."""
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if '</think>' in m.content %}"
+        "{{ '<think>\\n' + m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') }}"
+        "{{ '\\n</think>\\n\\n' }}{% endif %}"
+        "{{ m.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    chat = ChatFormat(family_tokenizer("qwen3"), template)
+    ((_, runs),) = shown(chat, [user("q"), answer("<think>\nx\n</think>\n\nend")])
+    assert runs == ["<think>\nx\n</think>\n\nend<|im_end|>"]
+    for content, lost in (
+        ("before<think>\nx\n</think>\n\nend", "before"),
+        ("<think>a</think>middle</think>c", "middle"),
+    ):
+        with pytest.raises(DataError, match=f"message 1: the chat template does not write the text '{lost}'"):
+            chat.trained_sequences([user("q"), answer(content)])
+
+
+def test_stop_ids_that_the_tokenizer_lacks_are_no_text():
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+    tokenizer = family_tokenizer("qwen2.5")
+    chat = ChatFormat(tokenizer, stop_token_ids=[tokenizer.eos_token_id, len(tokenizer) + 20])
+    ((_, runs),) = shown(chat, [user("q"), answer("None of these")])
+    assert runs == ["None of these<|im_end|>"]
+
+
+@pytest.mark.parametrize("listed", [-1, [-1]])
+def test_no_stop_token_is_written_as_minus_one(tmp_path, listed):
+    from skyrl_megatron.data.tokenizer import load_tokenizer, stop_tokens_of
+
+    family_tokenizer("qwen2.5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert stop_tokens_of(tokenizer) == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("listed", [258.0, 99999999999, {"a": 1}, ["<|im_end|>"]])
+def test_a_stop_token_that_is_no_id_is_one_error(tmp_path, listed):
+    from skyrl_megatron.data.tokenizer import load_tokenizer, stop_tokens_of
+    from skyrl_megatron.errors import ModelLoadError
+
+    family_tokenizer("qwen2.5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(ModelLoadError, match=r"eos_token_id|the stop tokens cannot be read"):
+        stop_tokens_of(load_tokenizer(tmp_path))

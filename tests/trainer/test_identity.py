@@ -205,12 +205,14 @@ def test_changed_settings_are_named_once(start):
     from skyrl_megatron.trainer.identity import changed_settings, settings_of
 
     keys = {"trainer.algorithm.use_kl_loss": "true"}
-    rope = "trainer.policy.megatron_config.model_config_kwargs.rms_norm_eps"
-    saved = json.loads(json.dumps(settings_of(configured(start, **keys | {rope: 0.5}))))
+    option = "trainer.policy.megatron_config.model_config_kwargs"
+    epsilon = f"{option}.rms_norm_eps"
+    saved = json.loads(json.dumps(settings_of(configured(start, **keys | {epsilon: 0.5}))))
     here = settings_of(
-        configured(start, **keys | {rope: 0.1, "trainer.policy_mini_batch_size": 8, "trainer.run_name": "b"})
+        configured(start, **keys | {epsilon: 0.1, "trainer.policy_mini_batch_size": 8, "trainer.run_name": "b"})
     )
-    assert changed_settings(saved, here) == [f"{rope}=0.1 (was 0.5)", "trainer.policy_mini_batch_size=8 (was 64)"]
+    changed = f'{option}={{"rms_norm_eps": 0.1}} (was {{"rms_norm_eps": 0.5}})'
+    assert changed_settings(saved, here) == ["trainer.policy_mini_batch_size=8 (was 64)", changed]
     assert changed_settings(here, here) == changed_settings({}, here) == []
 
 
@@ -301,3 +303,22 @@ def test_rollouts_of_another_run_are_not_trained_on(start, tmp_path):
     opened(**{"trainer.resume_other": "[data]"})
     opened()
     assert json.loads((tmp_path / "rollouts" / FILE).read_text())["data"]["shown"].startswith("rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "generator.inference_engine.engine_init_kwargs",
+        "generator.sampling_params.additional_kwargs",
+        "trainer.policy.megatron_config.optimizer_config_kwargs",
+    ],
+)
+def test_an_entry_of_a_dictionary_is_a_changed_setting(option):
+    """Also where the other run has none of its entries."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.identity import changed_settings, settings_of
+
+    before, after = (SkyRLTrainConfig.from_cli_overrides(keys) for keys in ([], [f"{option}.probe=3"]))
+    for one, other in ((before, after), (after, before)):
+        (line,) = changed_settings(settings_of(one), settings_of(other))
+        assert line.startswith(f"{option}=") and "probe" in line
