@@ -195,7 +195,7 @@ class SampleLog:
             "uid": batch.uids[row],
             "answer": "" if batch.preferences is None else ANSWERS[float(batch.preferences[row, 0]) > 0],
             "adapter": batch.adapters[row] if batch.adapters else "",
-            "reward": None if scores is None else float(scores[row]),
+            "reward": None if scores is None or self.of_rows else float(scores[row]),
             "stop": facts.get("stop_reasons") or "",
             "versions": [list(span) for span in facts.get("rollout_versions") or ()],
             "prompt": _packed(tokens[: whole - response], "<i4"),

@@ -130,7 +130,7 @@ from skyrl_megatron.trainer import tracking
 tracking.read_metrics = lambda path: [json.loads(line) for line in Path(path).read_bytes().splitlines()]
 """
 SUMS_OF_RECORDS = """
-from skyrl_megatron.trainer import journal as segment
+from skyrl_megatron.data import journal as segment
 segment.zlib = type("Same", (), {"crc32": lambda *args: 0})
 """
 MONOTONIC = """

@@ -243,8 +243,8 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a sampling value of another type",
-        _keys("generator.sampling_params.additional_kwargs={seed: true}"),
-        ("sampling_params.additional_kwargs.seed=True", "must be an int"),
+        _keys("generator.sampling_params.additional_kwargs={min_tokens: true}"),
+        ("sampling_params.additional_kwargs.min_tokens=True", "must be an int"),
     ),
     Mistake(
         "an unknown parser of tool calls",

@@ -79,6 +79,7 @@ COMMANDS = (
     Row(r"skyrl-megatron replay-batch", "tests/job/test_replay_batch.py::test_a_step_is_trained_again"),
     Row(r"skyrl-megatron (--help|\{|(sft|dpo|reward) --help)", HERE + "test_a_quick_command_runs"),
     Row(r"skyrl-megatron sft$", "tests/job/test_sft.py::test_rows_are_learned"),
+    Row(r"skyrl-megatron sft --show-row", "tests/rollout/test_show_row.py::test_the_text_marks_what_is_trained"),
     Row(r"skyrl-megatron dpo$", "tests/job/test_dpo.py::test_the_better_answers_are_preferred"),
     Row(r"skyrl-megatron reward$", "tests/job/test_reward.py::test_a_reward_model_is_trained"),
     Row(r"curl http://127", "tests/inference/test_engines.py::test_the_openai_package_talks_to_the_endpoint"),

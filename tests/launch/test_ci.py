@@ -169,6 +169,7 @@ def test_documentation_part(checkout):
         pytest.skip("no .venv-docs: run launch/docs.sh")
     kept = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     copy(checkout, *(path for path in kept.split("\0") if path and not path.startswith("tests/data/")))
+    copy(checkout, "tests/data/trained_answers.json")  # of which a page is made
     (checkout / ".venv-docs").symlink_to(ROOT / ".venv-docs")
     use_tools(checkout, "python")  # which writes the pages that git ignores
     if shutil.which("uv") is None:

@@ -174,7 +174,7 @@ MUTATIONS = (
     Mutation(
         "failed-rows-that-are-counted",
         "skyrl_megatron/rollout/outputs.py",
-        "batch.loss_mask[failed] = 0.0",
+        "batch.loss_mask[list(failed)] = 0.0",
         "pass",
         ("tests/rollout/test_batches.py::test_failed_rows_enter_no_baseline_and_no_mean",),
         "trajectories of a broken environment would be trained on",
