@@ -21,10 +21,18 @@ _QUESTION = {"role": "user", "content": "?"}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {}}}  # Mistral: 9 letters
 _PLAIN = {"role", "content"}
 _STANDARD = {"role", "content", "tool_calls", *FLAGS}
+_OF_CALLS = {"id", "type", "index", "function", "name", "arguments"}
 _OF_RESULTS = {"name", "tool_call_id"}
 _FLAGS = frozenset(FLAGS)
 _BOTH = ({_SIGN: "v"}, f'{{"{_SIGN}": "v"}}')
 """Arguments of a call as an object, and as text."""
+
+
+def unread_keys(call: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a tool call that no chat template reads."""
+    function = call.get("function")
+    inner = function if isinstance(function, Mapping) else call
+    return {name for holder in (call, inner) for name in holder if holder[name] is not None} - _OF_CALLS
 
 
 class MessageForm:
@@ -108,6 +116,7 @@ class MessageForm:
             self.unread.add("content (with tool calls)")
         calls = []
         for call, text in calls_of(message, number):
+            self.unread |= {f"tool_calls.{name}" for name in unread_keys(call)}
             if self.argument_type is str:
                 function = call.get("function") or call
                 function["arguments"] = text or json.dumps(function["arguments"], ensure_ascii=False)

@@ -29,8 +29,20 @@ SPEAKERS = {
 """``from`` of a ShareGPT turn → role."""
 
 
+SOURCES = {
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+}
+"""Format → the columns that have its messages."""
+
+
 def in_messages(row: Mapping[str, Any], form: str, columns: Sequence[str]) -> DatasetRow:
-    """Return a row in the format ``form`` with chat messages in ``columns``. Raises DataError."""
+    """Return a row in the format ``form`` with chat messages in ``columns``. Raises DataError, also for a row that has
+    its messages in two columns."""
+    twice = [name for name in SOURCES.get(form, ()) if name not in columns and row.get(name) is not None]
+    if twice and len(columns) == 1 and row.get(columns[0]) is not None:
+        raise DataError(f"the messages are given twice, in {columns[0]} and in {twice[0]}: remove one of the columns")
     return dict(row) if form == MESSAGES_FORMAT else CONVERTERS[form](dict(row), columns)
 
 

@@ -407,6 +407,19 @@ def test_rows_of_other_tools(tmp_path, form):
     assert ('"function": {"name": "f"' in whole) == (form in ("anthropic", "openai_functions"))
 
 
+def test_messages_in_two_columns_are_an_error(tmp_path):
+    line = {"messages": [USER, ANSWER], "conversations": [*TURNS, TURNS[0], {"from": "gpt", "value": "2"}]}
+    path = write(tmp_path / "rows.jsonl", [line])
+    assert "the messages are given twice, in messages and in conversations" in refused(path, format="sharegpt")
+    assert read(path)[1] == ["data: nothing reads the column 'conversations' (1 of 1 rows)"]
+
+
+def test_a_key_of_a_tool_call_that_nothing_reads_is_named(tmp_path):
+    made = call("add", {"a": 1}) | {"thought": "zz"}
+    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, calling(made)]}])
+    assert read(path, QWEN25)[1] == ["data: nothing reads the key 'tool_calls.thought' of messages (1 of 1 rows)"]
+
+
 def test_alpaca_without_a_question_is_an_error(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "1+1=?", "output": "2"}])
     assert ", row 0: no instruction and no input: the question is empty" in refused(path, format="alpaca")
