@@ -127,7 +127,15 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value := float(text)) else _no_number(text)
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"the key {twice!r:.40} is given twice")
+    return entries
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_distinct)
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:

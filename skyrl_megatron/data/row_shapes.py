@@ -159,6 +159,10 @@ def _from_blocks(turn: Any) -> list[Any]:
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
+            if block.get("is_error"):
+                raise DataError(
+                    "a tool_result has is_error=true, which chat templates do not write: say it in its content"
+                )
             result = block.get("content")
             content = "" if result is None else result
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})

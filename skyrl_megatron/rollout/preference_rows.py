@@ -223,6 +223,11 @@ def split_pair(row: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]
         return prompt, _without_prompt(prompt, chosen, CHOSEN), _without_prompt(prompt, rejected, REJECTED)
     same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     same = min(len(chosen), len(rejected)) if same is None else same
+    asked = row.get(PROMPT)
+    if isinstance(asked, str) and asked and asked not in [message.get("content") for message in chosen[:same]]:
+        raise DataError(
+            f"the text of {PROMPT} is in no message that {CHOSEN} and {REJECTED} share: write it into both, or drop it"
+        )
     return chosen[:same], chosen[same:], rejected[same:]
 
 

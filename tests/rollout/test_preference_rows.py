@@ -73,6 +73,10 @@ BAD = {
     "chosen: the roles are out of order: 'assistant' comes after": ("sigmoid", PAIR | {"chosen": [RIGHT, RIGHT]}),
     "prompt has an image, but only text is trained": ("sigmoid", PAIR | {"prompt": [IMAGE]}),
     "longer than dpo.max_length=64": ("sigmoid", PAIR | {"rejected": [WRONG | {"content": "3" * 70}]}),
+    "the text of prompt is in no message that chosen and rejected share": (
+        "sigmoid",
+        {"prompt": "Be a pirate.", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+    ),
     "no 'completion'; the columns are": ("kto", PAIR),
     "label is 'good', it must be true or false": ("kto", LABELLED | {"label": "good"}),
     "completion begins with 'user', not": ("kto", LABELLED | {"completion": [AGAIN, RIGHT]}),

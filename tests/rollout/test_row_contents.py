@@ -407,6 +407,18 @@ def test_rows_of_other_tools(tmp_path, form):
     assert ('"function": {"name": "f"' in whole) == (form in ("anthropic", "openai_functions"))
 
 
+def test_a_key_that_arguments_have_twice_is_an_error(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, calling(call("f", '{"a": 1, "a": 2}'))]}])
+    assert "the key 'a' is given twice" in refused(path, QWEN25)
+
+
+def test_a_tool_result_that_is_an_error_is_not_made_a_plain_one(tmp_path):
+    line = json.loads(json.dumps(FORMS["anthropic"][0]))
+    line["messages"][2]["content"][0]["is_error"] = True
+    path = write(tmp_path / "rows.jsonl", [line])
+    assert "a tool_result has is_error=true" in refused(path, TOOLS_HEAD + QWEN25, format="anthropic")
+
+
 def test_messages_in_two_columns_are_an_error(tmp_path):
     line = {"messages": [USER, ANSWER], "conversations": [*TURNS, TURNS[0], {"from": "gpt", "value": "2"}]}
     path = write(tmp_path / "rows.jsonl", [line])
