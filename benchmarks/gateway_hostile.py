@@ -1,9 +1,9 @@
-"""What agents that flood the gateway cost the agents beside them.
+"""What agents that flood the gateway cost the other agents.
 
     python benchmarks/gateway_hostile.py [--trajectories 50] [--turns 6] [--engine-s 0.5]
 
 Ordinary agents make calls over Chat Completions, each with its whole history, to a fake engine that answers after a
-fixed time. Beside them one agent sends the same hostile request again and again, over eight connections: too many
+fixed time. At the same time one agent sends the same hostile request again and again, over eight connections: too many
 tools, messages, items, samples, biases or stops, as many as are allowed, long text, unfinished bodies, or connections
 that it holds through the relay of its sandbox. Printed is what an ordinary call took longer than the engine, without a
 hostile agent (the rival) and with each. The clients are in a process of their own and share the cores.
@@ -64,7 +64,7 @@ def bodies(size: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def main() -> None:
     """Measure all, and print medians and 99th percentiles."""
-    parser = argparse.ArgumentParser(description="What agents that flood the gateway cost the agents beside them.")
+    parser = argparse.ArgumentParser(description="What agents that flood the gateway cost the other agents.")
     parser.add_argument("--trajectories", type=int, default=50)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--engine-s", type=float, default=0.5, help="time of the engine for an answer")
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Serve the gateway, and run the ordinary agents beside each hostile one."""
+    """Serve the gateway, and run the ordinary agents and each hostile one."""
     from transformers import AutoTokenizer
 
     from skyrl_megatron.agents.gateway import Gateway
@@ -109,7 +109,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
         if args.only not in name:
             continue
         access = gateway.open(f"hostile-{number}").access
-        async with beside(name, port, f"/hostile-{number}{path}", access.key, {"model": "policy", **body}):
+        async with hostile_agent(name, port, f"/hostile-{number}{path}", access.key, {"model": "policy", **body}):
             found = await ordinary()
         report(name, found, rival)
         worst = max(worst, found, key=lambda added: float(np.percentile(added, 99)))
@@ -125,7 +125,7 @@ def report(name: str, added: np.ndarray, rival: np.ndarray) -> None:
 
 
 @contextlib.asynccontextmanager
-async def beside(name: str, port: int, path: str, key: str, body: Mapping[str, Any]) -> Any:
+async def hostile_agent(name: str, port: int, path: str, key: str, body: Mapping[str, Any]) -> Any:
     """Run the hostile agent, as a process of its own, until the block ends."""
     from skyrl_megatron.sandboxes.relay import Relay
 

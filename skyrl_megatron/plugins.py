@@ -121,7 +121,7 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
     """Declare a metric of your own, which a trainer, a generator or a callback of yours measures.
 
     ``trainer.stop_when`` and ``trainer.best_metric`` take only names of docs/metrics.md and declared ones. ``name``:
-    ``*`` stands for anything without a slash. ``direction``: ``higher`` or ``lower`` values are better; "": neither.
+    ``*`` matches anything without a slash. ``direction``: ``higher`` or ``lower`` values are better; "": neither.
     Raises ConfigError for another direction.
     """
     if direction not in ("higher", "lower", ""):

@@ -91,7 +91,7 @@ def after_stop(after: Sequence[int], sampled: Sequence[int], closing: int | None
     ``after`` an answer.
 
     Those that were sampled already are left out: one, or several where a template ends answers with several tokens. If
-    there are none, the token that closes every answer (``closing``) is left out: the stop token stands in its place.
+    there are none, the token that closes every answer (``closing``) is left out: the stop token takes its place.
     """
     longest = min(len(after), len(sampled))
     same = next((n for n in range(longest, 0, -1) if list(sampled[-n:]) == list(after[:n])), 0)

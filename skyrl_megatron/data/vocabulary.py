@@ -59,8 +59,8 @@ def require_vocabulary(
 
 def configured_stops(generator: GeneratorConfig) -> list[int]:
     """Return the ``stop_token_ids`` of all sampling parameters."""
-    settings = [each for each in (generator.sampling_params, generator.eval_sampling_params) if each is not None]
-    return [token for each in settings for token in _ids((each.additional_kwargs or {}).get("stop_token_ids"))]
+    settings = [params for params in (generator.sampling_params, generator.eval_sampling_params) if params is not None]
+    return [token for params in settings for token in _ids((params.additional_kwargs or {}).get("stop_token_ids"))]
 
 
 def require_one_start(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
@@ -88,8 +88,8 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> 
 
 def warn_of_split_markers(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """Warn of markers like ``<|im_end|>`` in a ``template`` that the tokenizer has no token for."""
-    known = tokenizer.get_vocab()
-    absent = [marker for marker in dict.fromkeys(_MARKER.findall(template)) if marker not in known]
+    vocabulary = tokenizer.get_vocab()
+    absent = [marker for marker in dict.fromkeys(_MARKER.findall(template)) if marker not in vocabulary]
     if absent:
         warnings.warn(
             f"generator.chat_template writes {', '.join(absent)}, which the tokenizer splits into several tokens: no "
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, int) and each not in _NO_TOKEN]
+    return [token for token in values if isinstance(token, int) and token not in _NO_TOKEN]
 
 
 def _without_row(tokenizer: PreTrainedTokenizerBase, rows: int) -> Iterator[str]:
@@ -129,9 +129,9 @@ def _warn_of_conflicts(tokenizer: PreTrainedTokenizerBase, files: Mapping[str, M
         is_default = kind == "padding" and token == tokenizer.eos_token_id  # of a tokenizer without such a token
         if token is None or is_default or not every or token in every:
             continue
-        told = ", ".join(f"{name} has {numbers}" for name, numbers in named.items() if numbers)
+        others = ", ".join(f"{name} has {numbers}" for name, numbers in named.items() if numbers)
         warnings.warn(
-            f"the tokenizer's {kind} token is {tokenizer.convert_ids_to_tokens(token)!r} (id {token}), {told} "
+            f"the tokenizer's {kind} token is {tokenizer.convert_ids_to_tokens(token)!r} (id {token}), {others} "
             f"({key}): set one of them in all files of the model",
             SkyRLMegatronWarning,
             stacklevel=2,

@@ -53,7 +53,8 @@ def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
 
 def with_strict_rows(args: Sequence[str], section: str) -> list[str]:
     """Return the arguments of a command with its option ``--strict-rows`` as the key that it sets."""
-    return [f"{section}.strict_rows=true" if arg == "--strict-rows" else arg for arg in args]
+    named = {"--strict-rows": "true", "--strict-rows=true": "true", "--strict-rows=false": "false"}
+    return [f"{section}.strict_rows={named[arg]}" if arg in named else arg for arg in args]
 
 
 @contextmanager

@@ -50,13 +50,13 @@ def run(args: Sequence[str], cls: type[SkyRLTrainConfig]) -> int:
         if problems:
             raise ConfigError(problems)
         derive(cfg)
-        place, sequences, decode = _rendered(cfg, number)
+        location, sequences, decode = _rendered(cfg, number)
         if as_json:
             print(json.dumps({"sequences": [_described(name, ids, mask, decode) for name, ids, mask in sequences]}))
             return 0
         coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         marks = (TRAINED_COLOUR, PLAIN) if coloured else TRAINED_MARKS
-        print(f"{place}: {len(sequences)} sequence{'s' * (len(sequences) != 1)}")
+        print(f"{location}: {len(sequences)} sequence{'s' * (len(sequences) != 1)}")
         for name, ids, mask in sequences:
             print(f"--- {name}: {len(ids)} tokens, {sum(mask)} trained")
             print(_marked(ids, mask, decode, marks))
@@ -92,16 +92,16 @@ def _rendered(cfg: SkyRLTrainConfig, number: int) -> tuple[str, Sequences, Decod
 
     if not cfg.data.train_data:
         raise ConfigError([Problem("data.train_data", [], f"name the data set whose row {number} is shown")])
-    asked = [*hub.models(cfg, ["policy"]), *hub.data_sets("data.train_data", cfg.data.train_data)]
-    if problems := hub.pin(cfg, asked, {}, _on_stderr):
+    references = [*hub.models(cfg, ["policy"]), *hub.data_sets("data.train_data", cfg.data.train_data)]
+    if problems := hub.pin(cfg, references, {}, _on_stderr):
         raise ConfigError(problems)
     folder = hub.model_folder(cfg, weights=False)
     tokenizer: Any = load_tokenizer(folder, trust_remote_code=cfg.trainer.trust_remote_code)
     generator = cfg.generator
     chat = ChatFormat(tokenizer, load_template(generator.chat_template), generator.chat_template_kwargs)
-    place, named = _of_data(cfg, number, chat)
+    location, named = _of_data(cfg, number, chat)
     whole = [(name, [*prompt, *answer], [*[0] * len(prompt), *mask]) for name, (prompt, answer, mask) in named]
-    return place, whole, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return location, whole, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str, list[tuple[str, Taught]]]:

@@ -80,7 +80,21 @@ def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | 
     if template is not None:
         warn_of_split_markers(tokenizer, template)
     _warn_of_unused(template or str(tokenizer.chat_template), generator.chat_template_kwargs, tokenizer)
+    _warn_of_stops(chat, configured_stops(generator))
     return chat, []
+
+
+def _warn_of_stops(chat: ChatFormat, configured: Sequence[int]) -> None:
+    """Warn of tokens with which the template ends answers, and at which no engine stops."""
+    missing = sorted(chat.stop_ids.difference(chat.stop_token_ids, configured))
+    if missing:
+        names = ", ".join(f"{chat.tokenizer.convert_ids_to_tokens(token)!r} (id {token})" for token in missing)
+        warnings.warn(
+            f"the chat template ends answers with {names}, but engines stop at {list(chat.stop_token_ids)} only: add"
+            " it to eos_token_id of the model's generation_config.json",
+            SkyRLMegatronWarning,
+            stacklevel=2,
+        )
 
 
 def _without_key(error: DataError) -> str:

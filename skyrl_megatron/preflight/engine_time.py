@@ -111,7 +111,7 @@ def _weights_read(cfg: SkyRLTrainConfig, table: ParameterTable, batch: float) ->
     if table.experts:
         # with expert parallelism, the tokens of all ranks reach an expert
         of_all = batch * (engine.data_parallel_size if ep > 1 else 1)
-        chosen = 1 - (1 - table.top_k / table.experts) ** of_all
+        chosen = 1 - max(1 - table.top_k / table.experts, 0.0) ** of_all
     embedding = dims["V"] * dims["H"] / tp if "untied" in table.plan.shape.flags and pp == 1 else 0.0
     return (whole - embedding - experts * (1 - chosen)) * width
 

@@ -150,3 +150,24 @@ def test_a_reward_model_that_nothing_could_load_is_refused(tmp_path, capsys, fam
     assert refused == (family == "glm4_moe") and code == 2 * refused, err
     code, _, err = check("dpo", tmp_path, capsys=capsys)
     assert code == 0, err
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_token_that_ends_answers_and_stops_no_engine_is_named(tmp_path, capsys, listed):
+    """As with ChatML and a base model, whose files name only the end of a text."""
+    write_model(tmp_path / "model")
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}<|end_of_turn|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_of_turn|>"]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    token = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    change(tmp_path / "model/config.json", vocab_size=max(512, len(tokenizer)))
+    ends = [tokenizer.eos_token_id, *([token] if listed else [])]
+    change(tmp_path / "model/generation_config.json", eos_token_id=ends)
+    code, _, said = check("sft", tmp_path, capsys=capsys)
+    warning = f"ends answers with '<|end_of_turn|>' (id {token}), but engines stop at {ends} only"
+    assert code == 0 and (warning in said) == (not listed)
