@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_megatron.rollout.chat_rows import Taught
+    from skyrl_megatron.rollout.trained_answers import TrainedSequence
     from skyrl_megatron.runtime.engine import MegatronEngine
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,7 +42,7 @@ MAX_GRAD_NORM = 1.0
 Gradients = dict[str, "torch.Tensor"]
 
 
-def rows(count: int, vocabulary: int) -> list[Taught]:
+def rows(count: int, vocabulary: int) -> list[TrainedSequence]:
     """Return rows of 16 to 64 prompt tokens and 32 to 512 trained tokens, log-normal. None is token 0, which is the
     padding: transformers keeps no gradient of its embedding."""
     rng, made = random.Random(0), []
@@ -62,7 +62,7 @@ def gradient(parameter: Any) -> torch.Tensor:
 class Ours:
     """One rank's engine."""
 
-    def __init__(self, model: Path, taught: list[Taught]) -> None:
+    def __init__(self, model: Path, taught: list[TrainedSequence]) -> None:
         from skyrl_megatron.config.schema.sft import SFTTrainConfig
         from skyrl_megatron.rollout.chat_rows import taught_batch
         from skyrl_megatron.runtime.engine import MegatronEngine

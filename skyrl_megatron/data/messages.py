@@ -29,6 +29,7 @@ FLAGS = (
 """Keys of a message or a row that say whether it is trained: 0 or false, 1 or true."""
 TOKEN_MASKS = ("train_detail", "mask", "masks", "loss_masks", "assistant_masks", "completion_mask", "labels")
 """Keys that select parts of a text or tokens, which nothing here reads."""
+BARE_TOOLS = 'tools are written as they are, not in the form {"type": "function", "function": {…}} of OpenAI'
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a message's content that are text."""
 

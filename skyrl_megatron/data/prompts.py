@@ -16,7 +16,7 @@ from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.config.schema.evaluation import UNKNOWN
 from skyrl_megatron.data.message_form import MessageForm
-from skyrl_megatron.data.messages import EMPTY_TOOLS, declared_tools, messages_problem
+from skyrl_megatron.data.messages import BARE_TOOLS, EMPTY_TOOLS, declared_tools, messages_problem
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.data.tokenizer import render, require_template
@@ -230,9 +230,7 @@ class PromptDataset:
         if tools and not self.form.writes_tools:
             notes.append("the chat template leaves out the tools")
         if any("function" not in tool for tool in tools):
-            notes.append(
-                'tools are written as they are, not in the form {"type": "function", "function": {…}} of OpenAI'
-            )
+            notes.append(BARE_TOOLS)
         if row.get(TOOLS) and not tools and row[TOOLS] not in EMPTY_TOOLS:
             notes.append(f"only the environment gets the column {TOOLS!r}, which describes no tools")
         self.notes.update(notes)

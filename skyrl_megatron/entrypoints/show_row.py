@@ -24,8 +24,8 @@ from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
-    from skyrl_megatron.rollout.chat_rows import Taught
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron.rollout.trained_answers import TrainedSequence
 
 SHOW_ROW, JSON = "--show-row", "--json"
 TRAINED_COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
@@ -104,7 +104,7 @@ def _rendered(cfg: SkyRLTrainConfig, number: int) -> tuple[str, Sequences, Decod
     return location, whole, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str, list[tuple[str, Taught]]]:
+def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str, list[tuple[str, TrainedSequence]]]:
     """Return file and row, and (name of the answer, (prompt, response, mask)) of each sequence. In a run that samples,
     the sequence is the prompt: nothing of it is trained."""
     from skyrl_megatron.data.message_form import MessageForm

@@ -227,7 +227,7 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
         for name, dataset in rows.items() if settings.invalid_rows == "error" else ():
             for number, row in enumerate(dataset):
                 _, _, problem, details = kind.checked(dataset, number, row, settings)
-                if problem:
+                if problem and not problem.startswith(kind.LEFT_OUT):
                     fix = f"correct or remove the row, or set {settings.SECTION}.invalid_rows=skip"
                     yield Problem(key, name, f"row {number}: {problem}{details}: {fix}")
                     return

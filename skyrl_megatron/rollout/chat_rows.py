@@ -20,20 +20,21 @@ from skyrl_megatron.config.schema.evaluation import data_set_names
 from skyrl_megatron.config.schema.generator import SFTConfig
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.data.message_form import MessageForm
-from skyrl_megatron.data.messages import FLAGS, flag_of, messages_problem, read_tools, trained_messages
+from skyrl_megatron.data.messages import BARE_TOOLS, FLAGS, flag_of, messages_problem, read_tools, trained_messages
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
 from skyrl_megatron.data.row_shapes import format_of, format_of_messages, in_messages
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.templates import ChatFormat
+from skyrl_megatron.rollout.trained_answers import TrainedSequence
 from skyrl_megatron.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
 MESSAGES, TOOLS = "messages", "tools"
-BARE_TOOLS = 'tools are written as they are, not in the form {"type": "function", "function": {…}} of OpenAI'
 DECLARED = frozenset((TOOLS, "images", "extra_info", *FLAGS))
 """Columns that every command knows, in addition to those of its messages."""
+NOT_TRAINED, NO_ANSWER_TRAINED = "the row is not trained", "no message of the assistant is trained"
 PRECEDING = {
     "system": (None,),
     "developer": (None,),
@@ -43,9 +44,6 @@ PRECEDING = {
 }
 """Role → the roles that may come before it; None: it may be the first."""
 IMAGES = ("image", "image_url", "video", "audio")
-
-type Taught = tuple[list[int], list[int], list[int]]
-"""(prompt, response, mask) of a sequence."""
 
 
 class ChatRows:
@@ -64,6 +62,8 @@ class ChatRows:
     """Columns with chat messages."""
     OTHERS: ClassVar[tuple[str, ...]] = ()
     """Other columns of the command."""
+    LEFT_OUT: ClassVar[tuple[str, ...]] = (NOT_TRAINED, NO_ANSWER_TRAINED)
+    """Beginnings of the problems that are no mistakes: the row says that it is not trained, which is obeyed."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ChatRows:
             kind, details = self._problem(number, row)
             if not kind:
                 kept.append(number)
-            elif self.settings.invalid_rows == "skip":
+            elif self.settings.invalid_rows == "skip" or kind.startswith(self.LEFT_OUT):
                 self.skipped[kind] += 1
             else:
                 raise DataError(
@@ -168,9 +168,7 @@ class ChatRows:
         ("", "") if it has the right one. ``row``: as in the file."""
         try:
             read, notes = cls._read(rows, number, row, settings)
-            kind = (
-                f"the row is not trained ({_set_flag(read)})" if flag_of(read, "") is False else cls.row_problem(read)
-            )
+            kind = f"{NOT_TRAINED} ({_set_flag(read)})" if flag_of(read, "") is False else cls.row_problem(read)
         except DataError as error:
             return dict(row), [], str(error), ""
         if not kind:
@@ -196,7 +194,7 @@ class ChatRows:
         number = int(self.kept[item])
         return self._read(self.rows, number, self.rows[number], self.settings)[0]
 
-    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+    def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, each with the name that its answer has in the row."""
         return [("answer", sequence) for sequence in self._sequences(self._row(item))]
 
@@ -204,15 +202,17 @@ class ChatRows:
         """Return what an item has in addition to uid and source."""
         return {"sequences": self._sequences(self._row(item))}
 
-    def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
+    def _sequences(self, row: Mapping[str, Any]) -> list[TrainedSequence]:
         """Return all sequences of a row."""
-        return self._taught(row[MESSAGES], row.get(TOOLS))
+        return self._trained_sequences(row[MESSAGES], row.get(TOOLS))
 
-    def _taught(self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int = 0) -> list[Taught]:
+    def _trained_sequences(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int = 0
+    ) -> list[TrainedSequence]:
         """Return the sequences that teach the assistant's messages from the message ``start`` on."""
         trained = trained_messages(messages, start, last=self.settings.turns == "last")
         if not any(trained):
-            raise DataError("no message of the assistant is trained: the flags of the messages leave out all")
+            raise DataError(f"{NO_ANSWER_TRAINED}: the flags of the messages leave out all")
         if (declared := read_tools(tools)) and not self.form.writes_tools:
             self.form.notes.add("the chat template leaves out the tools")
         if any("function" not in tool for tool in declared):
@@ -270,7 +270,7 @@ def has_image(messages: Any) -> bool:
     return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
 
 
-def taught_batch(sequences: Sequence[Taught], uids: Sequence[str]) -> TrainingBatch:
+def taught_batch(sequences: Sequence[TrainedSequence], uids: Sequence[str]) -> TrainingBatch:
     """Return the batch of sequences. ``uids``: the row of each one; those of a row are adjacent."""
     prompts, responses, masks = zip(*sequences, strict=True)
     batch = collate(prompts, responses, uids=uids, rewards=[0.0] * len(uids), loss_masks=masks)

@@ -25,13 +25,14 @@ from skyrl_megatron.data.packing import TOGETHER
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.chat_rows import (
     MESSAGES,
+    NOT_TRAINED,
     TOOLS,
     ChatRows,
-    Taught,
     conversation_problem,
     has_image,
     taught_batch,
 )
+from skyrl_megatron.rollout.trained_answers import TrainedSequence
 from skyrl_megatron.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class PairRows(ChatRows):
     the other one."""
 
     COLUMNS = (PROMPT, CHOSEN, REJECTED)
+    LEFT_OUT = (NOT_TRAINED,)  # one answer of a pair alone cannot be left out
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
@@ -64,20 +66,20 @@ class PairRows(ChatRows):
         chosen, rejected = self._answers(self._row(item))
         return {"sequences": [*chosen, *rejected], "sides": [1] * len(chosen) + [-1] * len(rejected)}
 
-    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+    def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, named ``chosen`` or ``rejected``."""
         answers = zip((CHOSEN, REJECTED), self._answers(self._row(item)), strict=True)
         return [(name, sequence) for name, answer in answers for sequence in answer]
 
-    def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
+    def _sequences(self, row: Mapping[str, Any]) -> list[TrainedSequence]:
         answers = self._answers(row)
         if answers[0] == answers[1]:
             raise DataError("the tokens of chosen and rejected are equal")
         return [sequence for answer in answers for sequence in answer]
 
-    def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
+    def _answers(self, row: Mapping[str, Any]) -> list[list[TrainedSequence]]:
         prompt, *answers = split_pair(row)
-        return [self._taught([*prompt, *answer], row.get(TOOLS), len(prompt)) for answer in answers]
+        return [self._trained_sequences([*prompt, *answer], row.get(TOOLS), len(prompt)) for answer in answers]
 
 
 class ScoredRows(PairRows):
@@ -98,13 +100,13 @@ class ScoredRows(PairRows):
     def _item(self, item: int) -> dict[str, Any]:
         return {**super()._item(item), "margin": float(self.rows[int(self.kept[item])].get(MARGIN) or 0.0)}
 
-    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+    def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the two answers as the model reads them; the token at which it is scored is marked as trained."""
         named = super().named_sequences(item)
         # The value of the added token is that of the state after the end token, and the token itself is never read.
         return [(name, (prompt, ids[:-1], [*mask[:-2], 1])) for name, (prompt, ids, mask) in named]
 
-    def _answers(self, row: Mapping[str, Any]) -> list[list[Taught]]:
+    def _answers(self, row: Mapping[str, Any]) -> list[list[TrainedSequence]]:
         for name in (CHOSEN, REJECTED):
             if flag_of(row[name][-1], f"the last message of {name}: ") is False:
                 raise DataError(f"the last message of {name} is not trained by its flag, but it is what gets a score")
@@ -169,19 +171,19 @@ class LabelledRows(ChatRows):
         row, other = self._row(item), self._row(int(self._exchanged[item]))
         sequences = self._sequences(row)
         answer = _without_prompt(other[PROMPT], other[COMPLETION], COMPLETION)
-        others = self._taught([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
+        others = self._trained_sequences([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
         limit = self.settings.max_length
         cut = [(prompt, *(part[: limit - len(prompt)] for part in rest)) for prompt, *rest in others]
         return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": cut}
 
-    def named_sequences(self, item: int) -> list[tuple[str, Taught]]:
+    def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, named by the label of the answer."""
         row = self._row(item)
         return [("good answer" if row[LABEL] else "bad answer", sequence) for sequence in self._sequences(row)]
 
-    def _sequences(self, row: Mapping[str, Any]) -> list[Taught]:
+    def _sequences(self, row: Mapping[str, Any]) -> list[TrainedSequence]:
         answer = _without_prompt(row[PROMPT], row[COMPLETION], COMPLETION)
-        return self._taught([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
+        return self._trained_sequences([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
 
 
 def nearest_others(prompts: Sequence[bytes]) -> np.ndarray:
@@ -272,7 +274,7 @@ def preference_batch(rows: Sequence[Mapping[str, Any]]) -> TrainingBatch:
     occurs several times.
     """
     seen: Counter[str] = Counter()
-    sequences: list[Taught] = []
+    sequences: list[TrainedSequence] = []
     sides: list[tuple[float, float]] = []
     uids: list[str] = []
     for row in rows:

@@ -204,6 +204,24 @@ def test_a_message_that_is_not_trained(tmp_path):
     assert trained(write(tmp_path / "x.jsonl", [{"messages": talk(loss=False)}]), turns="last") == ["2<|im_end|>"]
 
 
+LEFT_OUT = {
+    "the row is not trained (weight is 0)": {"messages": talk(), "weight": 0},
+    "no message of the assistant is trained: the flags of the messages leave out all": {
+        "messages": [USER, ANSWER | {"weight": 0}]
+    },
+}
+
+
+@pytest.mark.parametrize("said", LEFT_OUT)
+def test_a_row_that_says_it_is_not_trained_is_left_out(tmp_path, said):
+    """It is no mistake, so it does not end the run; it is counted."""
+    path = write(tmp_path / "rows.jsonl", [{"messages": talk(), "weight": 1}, LEFT_OUT[said]])
+    rows, lines = read(path)
+    assert len(rows) == 1 and lines == [f"data: skipped 1 of 2 rows: {said}"]
+    alone = write(tmp_path / "alone.jsonl", [LEFT_OUT[said]])
+    assert "none of 1 rows can be trained" in refused(alone)
+
+
 BAD_FLAGS = {
     "message 1: weight is 0.5, which cannot be obeyed": {"messages": talk(weight=0.5)},
     "message 1: loss is '0', which cannot be obeyed": {"messages": talk(loss="0")},
@@ -213,8 +231,6 @@ BAD_FLAGS = {
     "message 0: train is True, but a message of the role 'user' is not trained": {
         "messages": [USER | {"train": True}, ANSWER]
     },
-    "no message of the assistant is trained": {"messages": [USER, ANSWER | {"weight": 0}]},
-    "the row is not trained (weight is 0)": {"messages": talk(), "weight": 0},
     "weight is 0.5, which cannot be obeyed": {"messages": talk(), "weight": 0.5},
     "loss_mask is [1, 0, 1], which cannot be obeyed": {"messages": talk(), "loss_mask": [1, 0, 1]},
 }
