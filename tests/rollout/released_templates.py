@@ -71,6 +71,11 @@ RELEASED = {
     "mistral-nemo": Released(LLAMA_CPP / "mistralai-Mistral-Nemo-Instruct-2407.jinja", ("</s>",), BEGINNINGS),
     "deepseek-r1": Released(TRL / "deepseekv3.jinja", (DEEPSEEK,), BEGINNINGS, training="deepseekv3_training"),
     "deepseek-v3.1": Released(LLAMA_CPP / "deepseek-ai-DeepSeek-V3.1.jinja", (DEEPSEEK,), BEGINNINGS),
+    "deepseek-v3.2": Released(LLAMA_CPP / "deepseek-ai-DeepSeek-V3.2.jinja", (DEEPSEEK,), BEGINNINGS),
+    "deepseek-v3.2, thinking": Released(
+        LLAMA_CPP / "deepseek-ai-DeepSeek-V3.2.jinja", (DEEPSEEK,), BEGINNINGS, kwargs={"enable_thinking": True}
+    ),
+    "mimo": Released(LLAMA_CPP / "MiMo-VL.jinja", CHATML[:2]),
     "glm-4.5": Released(
         TRL / "glm4moe.jinja", GLM, ("<think>", "</think>"), "GLM45RendererConfig", "glm4moe_training"
     ),
