@@ -176,9 +176,11 @@ def every_layer(config: PreTrainedConfig) -> tuple[bool, ...]:
 
 def dense_first(config: PreTrainedConfig) -> tuple[bool, ...]:
     """Return which layers have experts: those of ``mlp_layer_types``, else all from ``first_k_dense_replace``."""
-    require(config, "moe_layer_freq", (1,), "all layers after the dense ones must have experts")
     if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
-        return tuple(kind == "sparse" for kind in kinds)
+        moe = tuple(kind == "sparse" for kind in kinds)
+        require(config, "moe_layer_freq", (1, [int(flag) for flag in moe]), f"mlp_layer_types are {kinds}")
+        return moe
+    require(config, "moe_layer_freq", (1,), "all layers after the dense ones must have experts")
     return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
 
 

@@ -36,8 +36,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "hy_v3": {"expert_hidden_dim": ANY, "first_k_dense_replace": ANY, "route_norm": True, "qk_norm": True},
     "mimo_v2_flash": dict.fromkeys(
         (
-            *("hybrid_layer_pattern", "layernorm_epsilon", "moe_layer_freq", "sliding_window_size", "swa_head_dim"),
-            *("swa_num_attention_heads", "swa_num_key_value_heads"),
+            *("hybrid_layer_pattern", "layernorm_epsilon", "moe_layer_freq", "partial_rotary_factor", "rope_theta"),
+            *("sliding_window_size", "add_swa_attention_sink_bias", "swa_head_dim", "swa_num_attention_heads"),
+            *("swa_num_key_value_heads", "swa_rope_theta", "swa_v_head_dim"),
         ),
         ANY,
     ),
@@ -64,16 +65,19 @@ def engine_model_faults(family: str, config: Any, written: Mapping[str, Any]) ->
         value = values.get(key, fixed)
         if value is not None and value != fixed:
             yield f"config.json has {key}={value!r}: {_HIDES.format(f'{key}={fixed!r}')}; {_USE}"
-    for check in (_layers, _windows, _heads, _experts):
+    for check in (_layers, _windows, _heads):
         yield from check(family, config, written)
-    needed_keys = REQUIRED.get(family, {})
-    if missing := [key for key in needed_keys if key not in written]:
-        meant = {key: _written_as(key, config) if needed_keys[key] is ANY else needed_keys[key] for key in missing}
-        known = ", ".join(f"{key!r}: {value!r}" for key, value in meant.items() if value is not None)
-        fix = f"add {known} to it" if None not in meant.values() else "take them from the released folder"
+    meant = {
+        key: _written_as(key, config) if value is ANY else value for key, value in REQUIRED.get(family, {}).items()
+    }
+    if missing := [key for key in meant if key not in written]:
+        known = ", ".join(f"{key!r}: {meant[key]!r}" for key in missing if meant[key] is not None)
+        fix = f"add {known} to it" if known else ""
+        if unknown := [key for key in missing if meant[key] is None]:
+            fix += f"{' and ' if fix else ''}take {', '.join(unknown)} from the released folder"
         yield f"config.json lacks {', '.join(missing)}, which vLLM reads and transformers does not write: {fix}"
-    for key, needed in needed_keys.items():
-        if key in written and needed is not ANY and written[key] != needed:
+    for key, needed in meant.items():
+        if key in written and needed is not None and written[key] != needed:
             yield f"config.json has {key}={written[key]!r}, but the trainer computes {key}={needed!r}: {_USE}"
 
 
@@ -114,16 +118,6 @@ def _heads(family: str, config: Any, written: Mapping[str, Any]) -> Iterator[str
         yield f"config.json lacks head_dim, which vLLM reads: add 'head_dim': {_head_size(config)} to it"
 
 
-def _experts(family: str, config: Any, written: Mapping[str, Any]) -> Iterator[str]:
-    if family == "hy_v3" and written.get("expert_hidden_dim", config.moe_intermediate_size) != (
-        config.moe_intermediate_size
-    ):
-        yield (
-            f"config.json has expert_hidden_dim={written['expert_hidden_dim']}, which vLLM reads, and "
-            f"moe_intermediate_size={config.moe_intermediate_size}, which the trainer reads: make them agree"
-        )
-
-
 def _count(config: Any) -> int:
     return int(config.num_hidden_layers)
 
@@ -138,12 +132,22 @@ def _dense_layers(config: Any) -> int | None:
 
 
 _MEANING: dict[str, Callable[[Any], Any]] = {
+    "add_swa_attention_sink_bias": lambda config: True,
     "expert_hidden_dim": lambda config: config.moe_intermediate_size,
     "first_k_dense_replace": _dense_layers,
+    "hybrid_layer_pattern": lambda config: [int(kind == "sliding_attention") for kind in config.layer_types],
     "layernorm_epsilon": lambda config: config.rms_norm_eps,
+    "moe_layer_freq": lambda config: [int(kind == "sparse") for kind in config.mlp_layer_types],
+    "partial_rotary_factor": lambda config: config.rope_parameters["full_attention"]["partial_rotary_factor"],
+    "rope_theta": lambda config: config.rope_parameters["full_attention"]["rope_theta"],
     "rotary_dim": lambda config: round(
         _head_size(config) * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     ),
+    "swa_head_dim": _head_size,
+    "swa_num_attention_heads": lambda config: config.num_attention_heads,
+    "swa_num_key_value_heads": lambda config: 2 * config.num_key_value_heads,  # fixed in transformers
+    "swa_rope_theta": lambda config: config.rope_parameters["sliding_attention"]["rope_theta"],
+    "swa_v_head_dim": lambda config: config.v_head_dim,
 }
 
 

@@ -172,7 +172,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         "heads come back in their senders' order": (context_parallel, "_heads_to_tokens", shuffled),
         "every key is seen": (
             selected_attention,
-            "_chosen",
+            "_top_k_mask",
             lambda scores, visible, _: visible.expand_as(scores)[:, None],
         ),
         "windows are left out": (attention, "is_layer_window_attention", lambda *_: False),
