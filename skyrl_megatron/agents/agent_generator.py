@@ -52,8 +52,8 @@ class AgentGenerator(ConfiguredGenerator):
     """Runs an agent for each trajectory. The arguments are those of any registered generator.
 
     A subclass sets :attr:`agent` and, as it needs, the other class attributes. ``generator.step_wise_trajectories``
-    must be true where a trajectory may have several rows (:attr:`rule`). A trajectory that an agent's error ended is
-    no sample; one with a call that failed or did not fit into the context is none either.
+    must be true where a trajectory may have several rows (:attr:`rule`). A trajectory that an agent's error or
+    a call that failed ended is no sample; one whose time or context was used up only if it is given a reward.
     """
 
     agent: ClassVar[Any]
@@ -67,6 +67,9 @@ class AgentGenerator(ConfiguredGenerator):
     """Agents at the same time."""
     timed_out_reward: float | None = None
     """Reward of trajectories that timed out. None: they are no samples."""
+    context_full_reward: float | None = None
+    """Reward of trajectories whose last prompt did not fit into the context, after another did. None: they are no
+    samples."""
     tool_call_parser: str | None = "hermes"
     """vLLM's parser of tool calls."""
     reasoning_parser: ClassVar[str | None] = None
@@ -257,7 +260,8 @@ class AgentGenerator(ConfiguredGenerator):
         if opened.agents_failure:
             return Outcome(OutcomeKind.FAILED, 0.0, opened.agents_failure, Cause.LIMIT)
         if opened.too_long:
-            return Outcome(OutcomeKind.CONTEXT_FULL, why=opened.too_long)
+            reward = self.context_full_reward if opened.graph.calls else None  # the first prompt is not the agent's
+            return Outcome(OutcomeKind.CONTEXT_FULL, reward, opened.too_long)
         if made.kind is OutcomeKind.TIMED_OUT and made.reward is None:
             return Outcome(OutcomeKind.TIMED_OUT, self.timed_out_reward, made.why)
         return made

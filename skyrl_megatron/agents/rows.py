@@ -36,12 +36,9 @@ class OutcomeKind(StrEnum):
     TIMED_OUT = "timed out"
     """The agent exceeded its time. It is a sample only where a reward is given for it."""
     CONTEXT_FULL = "context full"
-    """A prompt did not fit into the context. Never a sample."""
+    """The last prompt did not fit into the context. It is a sample only where a reward is given for it."""
     INFRASTRUCTURE = "infrastructure"
     """An engine, a sandbox or the agent's own program failed. Never a sample."""
-
-
-NEVER_A_SAMPLE = frozenset({OutcomeKind.CONTEXT_FULL, OutcomeKind.INFRASTRUCTURE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Outcome:
     """A :class:`~skyrl_megatron.agents.outcome_counts.Cause` by which it is counted; "" is that of its kind."""
 
     def __post_init__(self) -> None:
-        if self.kind in NEVER_A_SAMPLE and self.reward is not None:
+        if self.kind is OutcomeKind.INFRASTRUCTURE and self.reward is not None:
             raise DataError(f"outcome {self.kind.value!r} has reward {self.reward}: it is never a sample, give none")
         if self.kind in (OutcomeKind.SOLVED, OutcomeKind.FAILED) and self.reward is None:
             raise DataError(f"outcome {self.kind.value!r} has no reward: give one, or use another outcome")

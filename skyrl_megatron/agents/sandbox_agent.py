@@ -40,6 +40,7 @@ class SandboxAgentGenerator(AgentGenerator):
         self.settings = self.generator_cfg.agent
         self.tool_call_parser = self.generator_cfg.inference_engine.tool_call_parser or type(self).tool_call_parser
         self.timed_out_reward = self.settings.timed_out_reward
+        self.context_full_reward = self.settings.context_full_reward
         self.queue: SandboxQueue | None = None
 
     def rule_of_rows(self) -> str | Rule:

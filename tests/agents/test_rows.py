@@ -177,15 +177,15 @@ def test_a_trajectory_that_is_no_sample_is_one_masked_row_outside_of_its_group(k
 
 def test_outcomes():
     from skyrl_megatron.agents.graph import Graph
-    from skyrl_megatron.agents.rows import NEVER_A_SAMPLE, Outcome, OutcomeKind, trajectory_of
+    from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
     from skyrl_megatron.errors import DataError
 
-    for kind in NEVER_A_SAMPLE:
-        with pytest.raises(DataError, match="never a sample"):
-            Outcome(kind, 0.0)
+    with pytest.raises(DataError, match="never a sample"):
+        Outcome(OutcomeKind.INFRASTRUCTURE, 0.0)
     with pytest.raises(DataError, match="has no reward"):
         Outcome(OutcomeKind.FAILED)
-    late = trajectory_of(random_graph(1, 5), Outcome(OutcomeKind.TIMED_OUT, -1.0), end_token=2)
-    assert late.rows[-1].error is None and sum(map(sum, (row.reward for row in late.rows))) == -1.0
+    for kind in (OutcomeKind.TIMED_OUT, OutcomeKind.CONTEXT_FULL):
+        late = trajectory_of(random_graph(1, 5), Outcome(kind, -1.0), end_token=2)
+        assert late.rows[-1].error is None and sum(map(sum, (row.reward for row in late.rows))) == -1.0
     (row,) = trajectory_of(Graph(), Outcome(OutcomeKind.SOLVED, 1.0), end_token=2).rows
     assert "no call to the model" in row.error and row.prompt_ids.tolist() == row.response_ids.tolist() == [2]

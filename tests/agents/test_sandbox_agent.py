@@ -23,15 +23,26 @@ what = task["extras"]["what"]
 if what == "crashes":
     sys.exit("no such option")
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
-content = sys.argv[1] * (2000 if what == "context full" else 1)
-body = {"model": os.environ["AGENT_MODEL"], "messages": [{"role": "user", "content": content}]}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-try:
-    answer = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
-except urllib.error.HTTPError as error:
-    answer = str(error.code)
-print(answer)
+
+
+def ask(content, count=1, **more):
+    body = {"model": os.environ["AGENT_MODEL"], "messages": [{"role": "user", "content": content}] * count}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers | more)
+    try:
+        return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        return str(error.code)
+
+
+print(ask(sys.argv[1] * (2000 if what == "context full" else 1)))
+wide = {
+    "tokens": lambda: ask("a b " * 2000),
+    "bytes": lambda: ask("a b ", **{"Content-length": "10000000000"}),
+    "messages": lambda: ask("a b ", 30_000),
+}
+if what in wide:
+    print(wide[what]())
 if what in ("solved", "context full", "engine"):
     open("sums.py", "w").write("def add(a, b):\\n    return a + b\\n")
 if what == "timed out":
@@ -97,7 +108,7 @@ def running(folder, tmp_path, monkeypatch):
 
 
 def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
-    """The calls are trained on; what a fault ended, or what did not fit, has no reward and no target."""
+    """The calls are trained on; what a fault ended, or a first prompt too long, has no reward and no target."""
     from skyrl_megatron.errors import EngineError, SkyRLMegatronWarning
     from skyrl_megatron.rollout.interface import TrajectoryID
 
@@ -134,6 +145,26 @@ def test_outcomes_of_tasks_are_the_rows_of_the_batch(running, task):
     causes = {name: output["rollout_metrics"][f"agents/cause_{name}"] for name in ("tests", "time", "call", "no_call")}
     assert causes == {"tests": 2, "time": 1, "call": 1, "no_call": 1}
     assert running.generator.queue.counts.most == 2, "as many sandboxes as generator.agent.at_once"
+
+
+WIDE = ["tokens", "bytes", "messages"]
+
+
+def test_a_request_that_is_too_long_does_not_spare_a_trajectory_its_reward(running, task):
+    """The commands of a policy can send one. By ``context_full_reward=None`` such trajectories are no samples."""
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+
+    rows = [{"agent": {"what": what}, "task": str(task)} for what in WIDE]
+    output = running(rows, "task")
+    assert output["errors"] == [None] * 3 and [sum(reward) for reward in output["rewards"]] == [0.0] * 3
+    calls = {tuple(ids) for _, ids, _ in running.client.sampled}
+    for mask, answer in zip(output["loss_masks"], output["response_ids"], strict=True):
+        assert tuple(np.asarray(answer)[np.asarray(mask) > 0].tolist()) in calls
+    assert output["rollout_metrics"]["agents/cause_context"] == 3
+    running.generator.context_full_reward = None
+    with pytest.warns(SkyRLMegatronWarning, match="1 of 2 trajectories"):
+        output = running([*rows[:1], {"agent": {"what": "solved"}, "task": str(task)}], "task")
+    assert output["errors"][0].startswith("context full: ") and not np.any(output["loss_masks"][0])
 
 
 def test_another_environment_scores_what_the_command_prints(running):

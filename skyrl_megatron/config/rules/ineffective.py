@@ -126,7 +126,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         IneffectiveSetting(
             "generator.name is not agent", f"{_G}agent.{name}", lambda cfg, hardware: cfg.generator.name != "agent"
         )
-        for name in ("command", "sandbox", "mounts", "at_once", "stdin", "timed_out_reward")
+        for name in ("command", "sandbox", "mounts", "at_once", "stdin", "timed_out_reward", "context_full_reward")
     ),
     *(
         IneffectiveSetting(

@@ -356,6 +356,8 @@ class AgentConfig(BaseConfig):
     `agent`. False: stdin is empty."""
     timed_out_reward: float | None = 0.0
     """Reward of a trajectory that reached its time, which its agent can bring about. None: it is no sample."""
+    context_full_reward: float | None = 0.0
+    """Reward of a trajectory whose last prompt did not fit into the context, likewise."""
     reasoning_parser: str | None = None
     """vLLM's parser of thinking in answers (`qwen3`, `deepseek_r1`, …). None: thinking is a part of the text. This key
     and the following ones hold for generators of plugins, too."""
