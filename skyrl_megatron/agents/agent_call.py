@@ -76,6 +76,10 @@ class AgentCall:
         if over := self.trajectory.count_samples(count):
             self.failure = RequestError(over)
             raise self.failure
+        changes = [name for name in (*MASKS, *WEIGHTS) if self.trajectory.trained and sampling.get(name)]
+        if refused := [name for name in changes if name not in self.gateway.may_set]:
+            self.failure = RequestError(_unaccounted(refused[0]))
+            raise self.failure
         parent = self.match.parent
         exact = parent is None or prompt_ids[: len(parent.ids)] == parent.ids
         if not exact:
@@ -100,7 +104,6 @@ class AgentCall:
         await self.take_turn()
         self.prompt_ids, self.generations = prompt_ids, list(generations)
         self.trajectory.tokens += sum(len(each.token_ids) for each in self.generations)
-        changes = [name for name in (*MASKS, *WEIGHTS) if sampling.get(name)]
         if changes and any(each.support is None or name in WEIGHTS for each in generations for name in changes):
             self.gateway.name_changes(changes, self.trajectory.name)
         return self.generations
@@ -131,6 +134,14 @@ class AgentCall:
         self.too_long_message = message
         if not self.counts:
             self.trajectory.too_long = message
+
+
+def _unaccounted(name: str) -> str:
+    fix = "" if name in WEIGHTS else "set generator.sampling_params.top_k, so that engines return the tokens left, "
+    return (
+        f"{name} changes the distribution that tokens are sampled from, and what is trained on does not account for "
+        f"it: {fix}remove it, or set generator.unaccounted_sampling=warn"
+    )
 
 
 def _routed(parent: SampledCall | None) -> int:

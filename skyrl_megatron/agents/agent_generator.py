@@ -24,6 +24,8 @@ from skyrl_megatron.agents.open_trajectory import OpenTrajectory, TrajectoryLimi
 from skyrl_megatron.agents.outcome_counts import Cause, OutcomeCounts
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule, trajectory_of
 from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
+from skyrl_megatron.config.rules.passthrough_keys import MASKS, WEIGHTS
+from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError, with_origin
@@ -179,6 +181,7 @@ class AgentGenerator(ConfiguredGenerator):
             sampling=sampling,
             adapters=self.adapters,
             limits=self.limits(),
+            may_set=self._may_set(),
         )
         await gateway.start()
         return gateway
@@ -201,7 +204,11 @@ class AgentGenerator(ConfiguredGenerator):
             return stored  # type: ignore[no-any-return]
         async with running.slots:
             opened = running.gateway.open(
-                name, sampling=batch.get("sampling_params"), adapter=adapter_of(extras), seeds=seeds
+                name,
+                sampling=batch.get("sampling_params"),
+                adapter=adapter_of(extras),
+                seeds=seeds,
+                trained=metadata is None or metadata.training_phase == "train",
             )
             started = time.perf_counter()
             score = self._scorer(prompt, env_class, extras, id)
@@ -265,6 +272,12 @@ class AgentGenerator(ConfiguredGenerator):
         if made.kind is OutcomeKind.TIMED_OUT and made.reward is None:
             return Outcome(OutcomeKind.TIMED_OUT, self.timed_out_reward, made.why)
         return made
+
+    def _may_set(self) -> tuple[str, ...]:
+        """Return the parameters that change the distribution of samples and that requests may set in training."""
+        if self.generator_cfg.unaccounted_sampling == "warn":
+            return (*MASKS, *WEIGHTS)
+        return MASKS if returns_sampling_support(self.generator_cfg) else ()
 
     def _scorer(
         self, prompt: ConversationType, env_class: str, extras: Mapping[str, Any], id: TrajectoryID

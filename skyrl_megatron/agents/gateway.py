@@ -23,7 +23,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ from skyrl_megatron.agents.open_trajectory import (
     restore_call,
 )
 from skyrl_megatron.agents.request_bounds import WIDE_BYTES, CheckedRequest, RefusedRequest, RequestBounds
+from skyrl_megatron.config.rules.passthrough_keys import MASKS, WEIGHTS
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
 from skyrl_megatron.inference.http_endpoint import HttpServer
 from skyrl_megatron.rollout.interface import SamplingClient
@@ -59,8 +60,9 @@ class Gateway:
 
     ``folder``: of the log. ``secret``: of the keys; the same one after a restart keeps them valid. ``sampling``: keys
     of vLLM's ``SamplingParams`` of all requests; ``max_tokens`` is the limit of a call. ``adapters``: names of the
-    policy's adapters, which are also names of models. ``limits``: of each trajectory. Raises LaunchError if the port
-    is taken, JournalError and CheckpointError for the log.
+    policy's adapters, which are also names of models. ``limits``: of each trajectory. ``may_set``: of the parameters
+    that change the distribution of samples, those that requests may set where samples are trained on. Raises
+    LaunchError if the port is taken, JournalError and CheckpointError for the log.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class Gateway:
         port: int = 0,
         adapters: Sequence[str] = (),
         limits: TrajectoryLimits | None = None,
+        may_set: Collection[str] = (*MASKS, *WEIGHTS),
     ) -> None:
         self.client, self.wire, self.model, self.sampling = client, wire, model, dict(sampling)
         self.adapters = tuple(adapters)
         self.limits, self.bounds = limits or TrajectoryLimits(), RequestBounds(wire.max_model_len)
+        self.may_set = frozenset(may_set)
         self._secret = secret.encode()
         self.trajectories: dict[str, OpenTrajectory] = {}
         self._keys: dict[bytes, str] = {}
@@ -134,14 +138,17 @@ class Gateway:
         sampling: Mapping[str, Any] | None = None,
         adapter: str = "",
         seeds: tuple[int, str, int, int] | None = None,
+        trained: bool = True,
     ) -> OpenTrajectory:
         """Let an agent call. A name that the log knows, or that was closed and not forgotten, continues with its
         earlier calls, whose answers equal requests get. ``name``: unique in the run; letters, digits and ``-_.`` only.
+        ``trained``: whether samples are trained on.
         """
         if not name or not all(each.isalnum() or each in "-_." for each in name):
             raise ValueError(f"trajectory {name!r}: use letters, digits and -_. for its name")
         access = Access(f"{self.server.url}/{name}", self.key_of(name), adapter or self.model)
-        made = OpenTrajectory(name, access, {**self.sampling, **(sampling or {})}, adapter, seeds, limits=self.limits)
+        merged = {**self.sampling, **(sampling or {})}
+        made = OpenTrajectory(name, access, merged, adapter, seeds, limits=self.limits, trained=trained)
         before = self.trajectories.get(name)
         self.trajectories[name] = made
         self._keys[access.key.encode()] = name

@@ -106,6 +106,8 @@ class OpenTrajectory:
     """Request → why it failed by no fault of the agent, unless it was answered later."""
     faults: dict[str, str] = field(default_factory=dict)
     """Request → why what the policy sampled for it could not be written as an answer, unless it was answered later."""
+    trained: bool = True
+    """Whether samples are trained on, and so must come from a distribution that is accounted for."""
     limits: TrajectoryLimits = TrajectoryLimits()
     exceeded: str = ""
     """The limit that the agent exceeded; "" if there is none. No further call is answered."""

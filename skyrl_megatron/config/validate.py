@@ -147,8 +147,8 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
     if said := stale_loss(cfg):
         yield said
-    if supervised(cfg) is None and (said := unaccounted_sampling(cfg)):
-        yield said
+    if supervised(cfg) is None and generator.unaccounted_sampling == "warn" and (problem := unaccounted_sampling(cfg)):
+        yield str(problem)
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
         yield (
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "

@@ -374,7 +374,7 @@ def _drafting(run: PlannedRun, drafting: Any) -> Iterator[Problem | NotChecked]:
         )
         yield NotChecked(f"{key}={drafting}", why)
     cut = distribution_changes(cfg.generator.sampling_params)
-    if cut and (run.hardware.is_cpu or not returns_sampling_support(cfg)):
+    if cut and (run.hardware.is_cpu or not returns_sampling_support(cfg.generator)):
         fix = (
             f"with {cut[0]} the log-probs of drafted tokens are not those of the sampling distribution: remove "
             f"generator.sampling_params.{cut[0]}, or remove this key"

@@ -72,7 +72,7 @@ class MismatchMeasurement:
         self.masks = self.batch.loss_mask.numpy()
         probe = replay.sync()
         scores, self.routes, hidden = replay.engine(self.batch, watched=0)
-        missing = not self.batch.rollout_support and returns_sampling_support(replay.cfg)
+        missing = not self.batch.rollout_support and returns_sampling_support(replay.cfg.generator)
         self.support = replay.engine_support(self.batch) if missing else []
         replay.offload_engine()
         known = self._evidence(loaded, probe, scores, hidden)

@@ -165,6 +165,47 @@ def test_what_ends_an_agent(running):
     assert not os.path.exists(f"/proc/{left}") or open(f"/proc/{left}/stat").read().split()[2] == "Z"
 
 
+def test_what_changes_the_distribution_is_refused_where_it_is_trained_on(running):
+    """A grammar is accounted for by the tokens that it leaves, which engines return if they do so for the run."""
+    import openai
+
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from skyrl_megatron.config.schema.generator import SamplingParams
+    from skyrl_megatron.rollout.interface import BatchMetadata
+
+    biases, grammar = {"logit_bias": {"5": 10.0}}, {"response_format": {"type": "json_object"}}
+    answers, named = [], []
+
+    class Asks(AgentGenerator):
+        async def agent(self, task):
+            client = openai.AsyncOpenAI(base_url=f"{task.access.url}/v1", api_key=task.access.key, max_retries=0)
+            for more in ({}, biases, grammar, {"frequency_penalty": 0.0}):
+                message = {"role": "user", "content": str(more)}
+                try:
+                    await client.chat.completions.create(model="policy", messages=[message], **more)
+                    answers.append("")
+                except openai.BadRequestError as error:
+                    answers.append(error.message)
+            return 1.0
+
+    def asked(phase, **config):
+        answers.clear()
+        each = running(Asks, **config)
+        each([{}], batch_metadata=BatchMetadata(global_step=1, training_phase=phase))
+        named.append(each.generator._running.gateway._changes_named)
+        return list(answers)
+
+    _, biased, grammatical, neutral = asked("train")
+    assert "logit_bias changes the distribution" in biased and "generator.unaccounted_sampling=warn" in biased
+    assert "structured_outputs changes" in grammatical and "set generator.sampling_params.top_k" in grammatical
+    assert not neutral
+    whys = asked("train", sampling_params=SamplingParams(top_k=20))
+    assert "logit_bias" in whys[1] and not whys[2]
+    assert asked("eval") == [""] * 4
+    assert asked("train", unaccounted_sampling="warn") == [""] * 4
+    assert named == [False, True, False, True]  # in the log: the engine of this test returns no support
+
+
 def test_forks_need_several_rows(running):
     from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.errors import DataError

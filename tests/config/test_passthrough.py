@@ -136,11 +136,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_is_refused_with_its_key_and_the_fix(case):
     args, key, words = WRONG[case]
-    if key.startswith(f"{MORE}.structured"):
-        with pytest.warns(UserWarning, match="tokens are not sampled from"):
-            found = problems(*args)
-    else:
-        found = problems(*args)
+    found = problems(*args)
     assert [problem.key for problem in found] == [key], found
     assert words in found[0].fix
 
@@ -194,8 +190,11 @@ WHOLE = f"{E}return_sampling_support=false"
     ids=str,
 )
 def test_training_samples_of_another_distribution_are_named(settings):
+    """An error, and a warning where that is asked for."""
+    (found,) = problems(*settings)
+    assert found.key.startswith(S) and "tokens are not sampled from the trainer's softmax" in found.fix
     with pytest.warns(UserWarning, match="tokens are not sampled from the trainer's softmax") as caught:
-        assert problems(*settings) == []
+        assert problems(*settings, "generator.unaccounted_sampling=warn") == []
     assert len(caught) == 1
 
 
@@ -204,7 +203,7 @@ def test_whatever_excludes_tokens_comes_with_its_support(mask):
     from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", f"{MORE}={{{mask}}}"])
-    assert find_problems(cfg, GPUS) == [] and returns_sampling_support(cfg)
+    assert find_problems(cfg, GPUS) == [] and returns_sampling_support(cfg.generator)
 
 
 VALUES = [

@@ -17,32 +17,33 @@ from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, SANDBOXES, TRA
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.config.schema.generator import GeneratorConfig
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 
 KEY = "generator.inference_engine.return_sampling_support"
 
 
-def returns_sampling_support(cfg: SkyRLTrainConfig) -> bool:
+def returns_sampling_support(generator: GeneratorConfig) -> bool:
     """Return whether engines return the tokens that training samples were drawn from, for the trainer's softmax.
 
     False if that is the whole vocabulary. If the key is not set: true unless something prevents it.
     """
-    if not masks(cfg.generator.sampling_params):
+    if not masks(generator.sampling_params):
         return False
-    wanted = cfg.generator.inference_engine.return_sampling_support
-    return not any(_obstacles(cfg)) if wanted is None else wanted
+    wanted = generator.inference_engine.return_sampling_support
+    return not any(_obstacles(generator)) if wanted is None else wanted
 
 
 def support_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield what prevents ``return_sampling_support=true``."""
     if cfg.generator.inference_engine.return_sampling_support:
-        for obstacle in _obstacles(cfg):
+        for obstacle in _obstacles(cfg.generator):
             yield Problem(KEY, True, f"{obstacle}: change that, or set this key to false")
 
 
-def _obstacles(cfg: SkyRLTrainConfig) -> Iterator[str]:
-    engine, params = cfg.generator.inference_engine, cfg.generator.sampling_params
+def _obstacles(generator: GeneratorConfig) -> Iterator[str]:
+    engine, params = generator.inference_engine, generator.sampling_params
     if not engine.run_engines_locally or engine.backend != "vllm":
         yield "needs vLLM engines that this run starts (run_engines_locally=true, backend=vllm)"
     if engine.enable_registry:
@@ -55,25 +56,29 @@ def _obstacles(cfg: SkyRLTrainConfig) -> Iterator[str]:
         yield f"generator.sampling_params.{setting} changes the probability of tokens from that of the softmax"
 
 
-def unaccounted_sampling(cfg: SkyRLTrainConfig) -> str | None:
-    """Return the warning for training samples that come from another distribution than the trainer's softmax."""
+def unaccounted_sampling(cfg: SkyRLTrainConfig) -> Problem | None:
+    """Return the problem of training samples that come from another distribution than the trainer's softmax. Where
+    ``generator.unaccounted_sampling=warn``, it is a warning."""
     changed = distribution_changes(cfg.generator.sampling_params)
-    if not changed or returns_sampling_support(cfg) or cfg.generator.inference_engine.enable_registry:
+    if not changed or returns_sampling_support(cfg.generator) or cfg.generator.inference_engine.enable_registry:
         return None  # a rule refuses joining engines with such sampling
-    return (
-        f"generator.sampling_params {', '.join(changed)}: tokens are not sampled from the trainer's softmax(logits / "
-        "temperature), and no engine returns what they were sampled from: log-probs are those of the softmax, and "
-        "neither ratios nor trainer.algorithm.off_policy_correction account for the difference. For evaluation only, "
-        "set generator.eval_sampling_params"
+    name, _, value = changed[-1].partition("=")
+    return Problem(
+        f"generator.sampling_params.{name}",
+        value,
+        "tokens are not sampled from the trainer's softmax(logits / temperature), and engines do not return what they "
+        f"were sampled from ({next(_obstacles(cfg.generator), f'{KEY}=false')}), so that neither ratios nor trainer."
+        "algorithm.off_policy_correction account for the difference: remove it (for evaluation alone, set it in "
+        "generator.eval_sampling_params), or accept that with generator.unaccounted_sampling=warn",
     )
 
 
 def _grammar(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """vLLM applies the mask of a grammar before it takes log-probs of any kind."""
     params = cfg.generator.sampling_params
-    if (params.additional_kwargs or {}).get("structured_outputs") and not returns_sampling_support(cfg):
+    if (params.additional_kwargs or {}).get("structured_outputs") and not returns_sampling_support(cfg.generator):
         key = "generator.sampling_params.additional_kwargs.structured_outputs"
-        obstacle = next(_obstacles(cfg), f"{KEY}=false")
+        obstacle = next(_obstacles(cfg.generator), f"{KEY}=false")
         fix = f"log-probs need the tokens that the grammar leaves, which engines do not return: {obstacle}; remove one"
         yield Problem(key, (params.additional_kwargs or {})["structured_outputs"], fix)
 
@@ -94,7 +99,10 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any], hardware: Har
     yield from _lora(cfg)
     yield from engine_key_problems(cfg, hardware)
     yield from support_problems(cfg)
-    yield from _grammar(cfg)
+    grammar = [*_grammar(cfg)]
+    yield from grammar
+    if cfg.generator.unaccounted_sampling == "error" and not grammar and (problem := unaccounted_sampling(cfg)):
+        yield problem
 
 
 def _agent(cfg: SkyRLTrainConfig) -> Iterator[Problem]:

@@ -422,3 +422,6 @@ class GeneratorConfig(BaseConfig):
     """Of agents. Below it, the run stops."""
     max_infrastructure_share: Annotated[float, Bounds(0, 1)] = 0.5
     """Of agents' trajectories that ended by no fault of the agent. Above it, the run stops."""
+    unaccounted_sampling: Annotated[str, OneOf("error", "warn")] = "error"
+    """Penalties, biases, and truncation without a support (`return_sampling_support`) in samples to train on: tokens
+    then come from another distribution than the trainer's softmax, and no ratio accounts for it."""

@@ -277,8 +277,8 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
             **cfg.trainer.policy.megatron_config.model_config_kwargs,
         },
         "logprobs_at_temperature": bool(distribution_changes(generator.sampling_params))
-        and not returns_sampling_support(cfg),
-        "return_support": returns_sampling_support(cfg),
+        and not returns_sampling_support(cfg.generator),
+        "return_support": returns_sampling_support(cfg.generator),
         "exact": cfg.trainer.exact_rollouts,
         "exact_parts": max(megatron.tensor_model_parallel_size // engine.tensor_parallel_size, 1),
         "clear_kv_cache": cfg.trainer.fully_async.clear_kv_cache_on_weight_sync,
