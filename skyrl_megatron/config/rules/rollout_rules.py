@@ -62,14 +62,16 @@ def unaccounted_sampling(cfg: SkyRLTrainConfig) -> Problem | None:
     changed = distribution_changes(cfg.generator.sampling_params)
     if not changed or returns_sampling_support(cfg.generator) or cfg.generator.inference_engine.enable_registry:
         return None  # a rule refuses joining engines with such sampling
-    name, _, value = changed[-1].partition("=")
+    others = weights(cfg.generator.sampling_params)
+    name, _, value = (others or changed)[0].partition("=")
+    obstacle = next(_obstacles(cfg.generator), f"{KEY}=false")
+    unreturned = "" if others else f", as engines do not return what they are sampled from ({obstacle})"
     return Problem(
         f"generator.sampling_params.{name}",
         value,
-        "tokens are not sampled from the trainer's softmax(logits / temperature), and engines do not return what they "
-        f"were sampled from ({next(_obstacles(cfg.generator), f'{KEY}=false')}), so that neither ratios nor trainer."
-        "algorithm.off_policy_correction account for the difference: remove it (for evaluation alone, set it in "
-        "generator.eval_sampling_params), or accept that with generator.unaccounted_sampling=warn",
+        f"tokens are not sampled from the trainer's softmax(logits / temperature), and neither ratios nor trainer."
+        f"algorithm.off_policy_correction account for that{unreturned}: remove it, set it in generator."
+        "eval_sampling_params for evaluation alone, or accept it with generator.unaccounted_sampling=warn",
     )
 
 
