@@ -65,7 +65,7 @@ class SandboxAgentGenerator(AgentGenerator):
     async def agent(self, task: AgentTask) -> Outcome | float:
         """Run the command for a trajectory."""
         assert self.queue is not None
-        # Below CONNECTIONS, the gateway's answer 429 says more than a connection that waits behind idle ones.
+        # Below CONNECTIONS, the gateway's answer 429 says more than a connection that waits because others are idle.
         connections = max(CONNECTIONS, self.settings.max_connections)
         command, address = replace(self.command_of(task), connections=connections), urlsplit(task.access.url)
         server, group = (address.hostname or "", address.port or 0), task.trajectory_id.instance_id

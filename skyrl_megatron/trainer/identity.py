@@ -97,16 +97,20 @@ _LAYOUT = (
 )
 _ENGINES = (
     "num_engines tensor_parallel_size pipeline_parallel_size expert_parallel_size data_parallel_size max_num_seqs "
-    "max_num_batched_tokens gpu_memory_utilization remote_urls external_proxy_url external_server_urls "
-    "run_engines_locally weight_sync_backend"
+    "max_num_batched_tokens gpu_memory_utilization weight_sync_backend"
 )
+_ELSEWHERE = "remote_urls external_proxy_url external_server_urls run_engines_locally"
+"""Settings of engines that the run does not start. It sends them its weights; an evaluation does not."""
 ONLY_ROUNDING = {
     "trainer.placement.": "loss and gradient do not depend on the number of ranks",
     "trainer.micro_train_batch_size_per_gpu": "they do not depend on how a batch is cut",
     "trainer.micro_forward_batch_size_per_gpu": "they do not depend on how a batch is cut",
     "trainer.max_tokens_per_microbatch": "they do not depend on how a batch is cut",
     "trainer.logprobs_chunk_size": "a limit of memory",
-    **{f"generator.inference_engine.{name}": "says where tokens are sampled" for name in _ENGINES.split()},
+    **{
+        f"generator.inference_engine.{name}": "says where tokens are sampled"
+        for name in f"{_ENGINES} {_ELSEWHERE}".split()
+    },
     "trainer.gradient_checkpointing": "a recomputed activation is the same",
     **{
         f"trainer.{role}.megatron_config.{name}": "they do not depend on the layout"
@@ -164,7 +168,7 @@ NOT_SAMPLED = {
     )
     for name in names.split()
 }  # fmt: skip
-"""Setting of an engine that does not change what an evaluation without training samples, but for rounding → why."""
+"""Setting of an engine that does not change, except by rounding, what an evaluation without training samples → why."""
 
 
 @dataclass(frozen=True, slots=True)

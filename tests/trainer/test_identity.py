@@ -233,14 +233,14 @@ def test_a_setting_of_engines_is_in_the_identity_of_evaluated_rows(start):
 
     plain = of()
     changes = ("model_dtype=float32", "engine_init_kwargs.quantization=fp8", "enforce_eager=true",
-               "enable_chunked_prefill=false", "tool_call_parser=hermes")  # fmt: skip
+               "enable_chunked_prefill=false", "tool_call_parser=hermes", "run_engines_locally=false")  # fmt: skip
     for key, value in (change.split("=") for change in changes):
         assert identity.other_parts(plain, of(**{prefix + key: value})) == ["settings"], key
     for key, value in (
         ("num_engines", 4),
         ("http_endpoint_port", 9),
         ("registry_drain_s", 3.0),
-        ("remote_urls", "[a:1]"),
+        ("max_num_seqs", 8),
     ):
         assert identity.other_parts(plain, of(**{prefix + key: value})) == [], key
 

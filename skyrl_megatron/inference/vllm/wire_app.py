@@ -251,14 +251,16 @@ class _Lane:
         await asyncio.to_thread(self._thread.join, 2 * STOP_S)
 
     async def _end(self) -> None:
-        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=STOP_S)
-        if self._app is not None:
-            self._app.end_renderer()
-        await self._loop.shutdown_default_executor(STOP_S)
-        self._loop.stop()
+        try:
+            if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=STOP_S)
+            if self._app is not None:
+                self._app.end_renderer()
+            await asyncio.wait_for(self._loop.shutdown_default_executor(), STOP_S)
+        finally:
+            self._loop.stop()
 
 
 class _FromLane:
