@@ -10,6 +10,7 @@ with file and key, before any computation uses it.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -32,7 +33,7 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise IsADirectoryError(None, "it is a folder", str(path))
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -161,14 +162,22 @@ def list_tree(folder: Path) -> list[TreeEntry]:
 def read_tree(folder: Path) -> dict[str, bytes]:
     """Return the content of all regular files below a folder by relative name.
 
-    A link to a file in the folder is read as that file. Raises :class:`BridgeError` for a link that leads outside, and
-    as :func:`list_tree` does; OSError for a link to a folder or to nothing.
+    A link to a file in the folder is read as that file. Raises :class:`BridgeError` for another link, and as
+    :func:`list_tree` does; else OSError.
     """
-    return {
-        entry.name: read_inside(folder / entry.name, folder, TREE_BYTES)
-        for entry in list_tree(folder)
-        if entry.is_file or entry.link is not None
-    }
+    found = {}
+    for entry in list_tree(folder):
+        if not (entry.is_file or entry.link is not None):
+            continue
+        path = folder / entry.name
+        try:
+            found[entry.name] = read_inside(path, folder, TREE_BYTES)
+        except (IsADirectoryError, FileNotFoundError) as error:
+            if entry.link is None:
+                raise
+            kind = "a folder" if path.is_dir() else "nothing"
+            raise BridgeError(f"{path} is a link to {kind} ({entry.link}): refused; remove it") from error
+    return found
 
 
 _SIZES = (

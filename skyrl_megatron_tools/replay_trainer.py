@@ -13,7 +13,7 @@ from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.data.packing import PROMPT_UIDS
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
-from skyrl_megatron.trainer.dump import dump_path, read_dump
+from skyrl_megatron.trainer.dump import dump_path, read_dump, refuse_other_dump
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
 
@@ -71,6 +71,7 @@ def _check_dump(cfg: SkyRLTrainConfig, step: int, first: int, begins: int) -> No
     path = dump_path(cfg, step)
     try:
         read_dump(path)
+        refuse_other_dump(cfg, step)
     except (OSError, ValueError) as error:
         there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
         reason = f"its batch cannot be read ({error})" if path.is_file() else f"its batch is not in {path.parent}"

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.agents.outcome_counts import Cause
 from skyrl_megatron.agents.task import Task, reward_of
 from skyrl_megatron.errors import CommandStartError, SandboxError, SandboxLimitError, SandboxStartError
-from skyrl_megatron.sandboxes.relay import Relay
+from skyrl_megatron.sandboxes.relay import CONNECTIONS, Relay
 from skyrl_megatron.sandboxes.sandbox import TESTS, CommandResult, Sandbox, SandboxSpec, pack, unpack
 from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue
 
@@ -58,13 +58,14 @@ class AgentCommand:
     ``{text}`` and ``{url}`` in a word of ``command`` and in a value of ``environment`` are replaced by the task's text
     and the URL of the server. ``environment`` is all that the agent gets: no variable of the run is added except
     :data:`skyrl_megatron.sandboxes.sandbox.PASSED`. ``mounts``: folders with the agent's program, read-only.
-    ``stdin``: what the program can read there.
+    ``stdin``: what the program can read there. ``connections``: those to the server that it may have at once.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     mounts: Mapping[str, Path] = field(default_factory=dict)
     stdin: bytes = b""
+    connections: int = CONNECTIONS
 
     def filled(self, text: str, url: str) -> tuple[list[str], dict[str, str]]:
         """Return command and environment for one attempt."""
@@ -209,7 +210,10 @@ async def run_agent(
         if task.files:
             await sandbox.put(pack(task.files), task.folder or "/")
         async with contextlib.AsyncExitStack() as stack:
-            url = "" if server is None else (await stack.enter_async_context(Relay(sandbox, *server))).url
+            url = ""
+            if server is not None:
+                relay = Relay(sandbox, *server, at_once=agent.connections)
+                url = (await stack.enter_async_context(relay)).url
             command, environment = agent.filled(task.text, url)
             ended: CommandResult
             ended = done["agent"] = await sandbox.run(

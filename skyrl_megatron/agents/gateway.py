@@ -116,10 +116,12 @@ class Gateway:
         await self.server.start()
 
     async def stop(self) -> None:
-        """Refuse further calls, cancel those that are sampled, and close the log."""
+        """Refuse further calls, cancel those that are sampled, and close the log. Requests that are converted in
+        another thread end with it."""
         for trajectory in list(self.trajectories.values()):
             await self.close(trajectory.name)
         await self.server.stop()
+        await self.wire.stop()
         gc.set_threshold(*self._thresholds)
         await asyncio.to_thread(self.log.close)
 

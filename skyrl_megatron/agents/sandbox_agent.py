@@ -20,6 +20,7 @@ from skyrl_megatron.agents.command_agent import AgentTask, outcome_of, why_it_fa
 from skyrl_megatron.agents.rows import Outcome, OutcomeKind, Rule
 from skyrl_megatron.agents.task import Task
 from skyrl_megatron.envs import base_text_env as registry
+from skyrl_megatron.sandboxes.relay import CONNECTIONS
 from skyrl_megatron.sandboxes.sandbox import Limits
 from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, default_at_once, make_provider
 
@@ -65,7 +66,9 @@ class SandboxAgentGenerator(AgentGenerator):
     async def agent(self, task: AgentTask) -> Outcome | float:
         """Run the command for a trajectory."""
         assert self.queue is not None
-        command, address = self.command_of(task), urlsplit(task.access.url)
+        # Below CONNECTIONS, the gateway's answer 429 says more than a connection that waits because others are idle.
+        connections = max(CONNECTIONS, self.settings.max_connections)
+        command, address = replace(self.command_of(task), connections=connections), urlsplit(task.access.url)
         server, group = (address.hostname or "", address.port or 0), task.trajectory_id.instance_id
         work = await self.pool.run(self._task_of, task)
         if not work.command:

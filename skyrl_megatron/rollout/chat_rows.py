@@ -135,8 +135,14 @@ class ChatRows:
 
     def _one_row(self, number: int) -> np.ndarray:
         require_row(self.rows, number)
-        if any(problem := self._problem(number, self.rows[number])):
-            raise DataError(f"{self.rows.place(number)}: {''.join(problem)}: correct the row")
+        kind, details = self._problem(number, self.rows[number])
+        if kind:
+            fix = (
+                "its own flag says so, and training leaves it out"
+                if kind.startswith(self.LEFT_OUT)
+                else "correct the row"
+            )
+            raise DataError(f"{self.rows.place(number)}: {kind}{details}: {fix}")
         return np.asarray([number], np.int64)
 
     def _problem(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from bridges.staging import write_file
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import private_folder
+from skyrl_megatron.trainer.identity import Identity, as_json, from_json, refuse_other, sampled_identity
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]
@@ -26,13 +27,18 @@ def dump_path(cfg: SkyRLTrainConfig, step: int) -> Path:
     return Path(cfg.trainer.export_path) / "dumped_data" / f"global_step_{step}.safetensors"
 
 
-def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Sequence[Any]]] = ()) -> None:
+def dump_batch(
+    batch: TrainingBatch,
+    path: Path,
+    versions: Sequence[Sequence[Sequence[Any]]] = (),
+    identity: Identity | None = None,
+) -> None:
     """Write the tensors of ``batch`` to ``path``, a safetensors file. The file is renamed to ``path`` when complete.
     An OSError, also of a full disk, names the file.
 
     ``rollout_support`` becomes the vocabulary entries of all rows, the count of each response token, and the tokens of
-    each row. ``rollout_routes`` becomes [tokens, L, K] of all rows, and the tokens of each row. Uids, adapters and
-    ``versions`` are in the metadata, as JSON.
+    each row. ``rollout_routes`` becomes [tokens, L, K] of all rows, and the tokens of each row. Uids, adapters,
+    ``versions`` and the ``identity`` of what sampled them are in the metadata, as JSON.
     """
     from safetensors.torch import save  # save_file raises errors of its own for a full disk
 
@@ -49,9 +55,26 @@ def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Seq
         counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
         tensors["rollout_routes_counts"] = torch.tensor(counts)
     metadata: dict[str, Any] = {"uids": batch.uids, "adapters": batch.adapters, "versions": list(versions)}
+    metadata["identity"] = as_json(identity or {})
     unfinished = path.with_name(f".{path.name}")
     write_file(unfinished, save(tensors, {name: json.dumps(value) for name, value in metadata.items()}))
     unfinished.replace(path)
+
+
+def refuse_other_dump(cfg: SkyRLTrainConfig, step: int) -> None:
+    """Raise ConfigError if the batch of a step was sampled with another model, tokenizer or template than the
+    configuration's, which ``trainer.resume_other`` allows. Raises ValueError if the file is not a dumped batch."""
+    from safetensors import SafetensorError, safe_open
+
+    path = dump_path(cfg, step)
+    try:
+        with safe_open(str(path), "pt") as file:
+            saved = from_json(json.loads((file.metadata() or {}).get("identity", "{}")))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a dumped batch ({error})") from error
+    instead = "Set those of the dump"
+    here = sampled_identity(cfg) if saved else {}  # a dump of an older version does not say
+    refuse_other("--step", f"{step} ({path})", saved, cfg, here, instead=instead, to="use it")
 
 
 def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:

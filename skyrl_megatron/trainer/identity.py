@@ -8,7 +8,7 @@ A part is compared by its content. A copy of a model in another folder, or of a 
 same. A part that one side does not have, or that cannot be read on this host, is not compared.
 
 Settings belong to an identity by default, also those that a later version adds: :data:`NO_NUMBERS`,
-:data:`ONLY_ROUNDING` and :data:`NOT_REFERENCE` list those that do not, each with the reason.
+:data:`ONLY_ROUNDING`, :data:`NOT_REFERENCE` and :data:`NOT_SAMPLED` list those that do not, each with the reason.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 
-ENGINE_NUMBERS = tuple(
-    f"generator.inference_engine.{name}"
-    for name in ("engine_init_kwargs", "model_dtype", "rope_scaling", "rope_theta")
-)
-"""Settings of engines that change what is sampled by more than rounding."""
 FILE = "identity.json"
 """File with the identity, in folders that have no other place for it."""
 RESUME_OTHER = "trainer.resume_other"
@@ -102,16 +97,20 @@ _LAYOUT = (
 )
 _ENGINES = (
     "num_engines tensor_parallel_size pipeline_parallel_size expert_parallel_size data_parallel_size max_num_seqs "
-    "max_num_batched_tokens gpu_memory_utilization remote_urls external_proxy_url external_server_urls "
-    "run_engines_locally weight_sync_backend"
+    "max_num_batched_tokens gpu_memory_utilization weight_sync_backend"
 )
+_ELSEWHERE = "remote_urls external_proxy_url external_server_urls run_engines_locally"
+"""Settings of engines that the run does not start. It sends them its weights; an evaluation does not."""
 ONLY_ROUNDING = {
     "trainer.placement.": "loss and gradient do not depend on the number of ranks",
     "trainer.micro_train_batch_size_per_gpu": "they do not depend on how a batch is cut",
     "trainer.micro_forward_batch_size_per_gpu": "they do not depend on how a batch is cut",
     "trainer.max_tokens_per_microbatch": "they do not depend on how a batch is cut",
     "trainer.logprobs_chunk_size": "a limit of memory",
-    **{f"generator.inference_engine.{name}": "says where tokens are sampled" for name in _ENGINES.split()},
+    **{
+        f"generator.inference_engine.{name}": "says where tokens are sampled"
+        for name in f"{_ENGINES} {_ELSEWHERE}".split()
+    },
     "trainer.gradient_checkpointing": "a recomputed activation is the same",
     **{
         f"trainer.{role}.megatron_config.{name}": "they do not depend on the layout"
@@ -153,6 +152,23 @@ NOT_REFERENCE = {
     },
 }
 """Setting or section that does not change the log-probs of a frozen reference → why."""
+NOT_SAMPLED = {
+    f"generator.inference_engine.{name}": why
+    for names, why in (
+        (_ENGINES, "says where tokens are sampled"),
+        ("http_endpoint_host http_endpoint_port http_token_path registry_host registry_port registry_token_path",
+         "an address of this host, or a file with a token"),
+        ("enable_registry registry_min_engines registry_silence_s registry_drain_s restarts_per_hour",
+         "says which engines there are; a request of a lost one starts again"),
+        ("weight_sync_routes weight_sync_probe_interval weight_sync_probe_limit", "weights are loaded, not sent"),
+        ("distributed_executor_backend fully_sharded_loras", "says which process of an engine computes what"),
+        ("enable_ray_prometheus_stats", "only observes"),
+        ("async_engine override_existing_update_group vllm_v1_disable_multiproc weight_transfer_threshold_cuda_ipc_GB",
+         "has no effect"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""Setting of an engine that does not change, except by rounding, what an evaluation without training samples → why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +183,20 @@ class Part:
 
 type Identity = dict[str, Part]
 """Name (``model``, ``data``, …) → part."""
-PARTS = ("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment")
+PARTS = (
+    *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
+    *("adapters", "optimizer"),
+)
 """Parts of the identity of a run, which ``trainer.resume_other`` can name."""
+NOT_ADAPTERS = {
+    "adapter_path": "the content of the folder is compared with the model",
+    "dropout": "a setting of training",
+    "init_method": "says how factors begin",
+    "lora_sync_path": "has no effect",
+    "merge_lora": "says how adapters are sent",
+    "sync_mode": "says how adapters are sent",
+}
+"""Setting of adapters that does not change what loaded factors compute → why."""
 
 
 # ---------------------------------------------------------------------------------------------- of a run
@@ -185,7 +213,41 @@ def run_identity(cfg: SkyRLTrainConfig, data: Sequence[Mapping[str, Any]] | None
     found["data"] = _data(cfg.data.train_data, data)
     if supervised(cfg) is None:
         found["environment"] = Part(str(cfg.environment.env_class), str(cfg.environment.env_class))
+    found |= {"adapters": _adapters(cfg), "optimizer": _optimizers(cfg)}
     return {name: part for name, part in found.items() if part.digest}
+
+
+def sampled_identity(cfg: SkyRLTrainConfig) -> Identity:
+    """Return what the tokens and log-probs of recorded samples belong to: model, tokenizer and template."""
+    found = {"model": _models(cfg, "policy"), "tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
+    return {name: part for name, part in found.items() if part.digest}
+
+
+def _adapters(cfg: SkyRLTrainConfig) -> Part:
+    """Return the part of the adapters: the settings that say which factors there are, and their scale."""
+    policy = cfg.trainer.policy
+    if not policy.model.lora.rank:
+        return Part("none", "none")
+    every = {**_plain_fields(policy.model.lora), **_plain_fields(policy.megatron_config.lora_config)}
+    own = {
+        adapter: {name: value for name, value in (changes or {}).items() if name in every and name not in NOT_ADAPTERS}
+        for adapter, changes in policy.model.lora.adapters.items()
+    }
+    given = {name: value for name, value in every.items() if name not in NOT_ADAPTERS} | {"adapters": own}
+    usual = {**_plain_fields(type(policy.model.lora)()), **_plain_fields(type(policy.megatron_config.lora_config)())}
+    told = [name for name in given if name in ("rank", "alpha") or given[name] != usual[name]]
+    return Part("of " + ", ".join(f"{name} {_shown(given[name])}" for name in told), _hash(json.dumps(given)))
+
+
+def _plain_fields(section: Section) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in field_types(type(section))}
+
+
+def _optimizers(cfg: SkyRLTrainConfig) -> Part:
+    """Return the part of the optimizers of policy and critic: another one has other moments."""
+    roles = [role for role in ("policy", "critic") if role in active_roles(cfg)]
+    names = {role: getattr(cfg.trainer, role).optimizer_config.optimizer for role in roles}
+    return Part(", ".join(f"{name} of the {role}" for role, name in names.items()), json.dumps(names))
 
 
 def verb(cfg: SkyRLTrainConfig) -> str:
@@ -314,12 +376,8 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
     if (repo := hub.model_repo(cfg, "policy")) is not None:
         found["model"] = Part(f"{repo.name} of the hub", _hash(repo.key, cfg.trainer.hub_commits.get(repo.key, "")))
     found |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
-    kept = {
-        key: value
-        for key, value in _flat(get_config_as_dict(cfg))
-        if key.startswith(("generator.", "environment."))
-        and (not key.startswith("generator.inference_engine.") or key.startswith(ENGINE_NUMBERS))
-    }
+    settings = _without(get_config_as_dict(cfg), NOT_SAMPLED)
+    kept = {key: value for key, value in settings if key.startswith(("generator.", "environment."))}
     sets = [cfg.data.val_data, *(one.get("data", ()) for one in cfg.data.eval_sets.values() if isinstance(one, dict))]
     sources = [source for part in sets for source in part]
     found["data"] = _data(sources, None)
@@ -412,20 +470,33 @@ def other_parts(saved: Identity, here: Identity, allowed: Collection[str] = ()) 
     return [name for name in names if name not in allowed]
 
 
-def refuse_other(key: str, where: str, saved: Identity, cfg: SkyRLTrainConfig, here: Identity) -> None:
-    """Raise ConfigError if ``where``, below the folder that ``key`` sets, is of another run than ``here``: it names
-    each part that differs on both sides, and what to set."""
-    if names := other_parts(saved, here, cfg.trainer.resume_other):
-        raise ConfigError([_refused(key, where, names, saved, here)])
-
-
-def _refused(key: str, where: str, names: Sequence[str], saved: Identity, here: Identity) -> Problem:
-    sides = "; ".join(f"its {name} is {saved[name].shown}, this run's is {here[name].shown}" for name in names)
-    fix = (
-        f"it is of another run: {sides}. Set another folder or trainer.resume_mode=none to start a new run, or "
-        f"{RESUME_OTHER}=[{','.join(names)}] to continue that one nevertheless"
+def refuse_other(
+    key: str,
+    where: str,
+    saved: Identity,
+    cfg: SkyRLTrainConfig,
+    here: Identity,
+    *,
+    instead: str = "Set another folder or trainer.resume_mode=none to start a new run",
+    to: str = "continue that one",
+) -> None:
+    """Raise ConfigError if ``where``, which ``key`` sets or is below the folder that it sets, is of another run than
+    ``here``: it names each part that differs on both sides, and what to set: ``instead``, or ``trainer.resume_other``
+    ``to`` use it nevertheless."""
+    names = other_parts(saved, here, cfg.trainer.resume_other)
+    if not names:
+        return
+    sides = "; ".join(
+        f"its {name} {verb} {saved[name].shown}, this run's {verb} {here[name].shown}"
+        for name in names
+        for verb in ("are" if name == "adapters" else "is",)
     )
-    return Problem(key, where, fix)
+    fix = f"it is of another run: {sides}. {instead}, or {RESUME_OTHER}=[{','.join(names)}] to {to} nevertheless"
+    if "adapters" in names:
+        fix += "; factors of another rank or of other layers cannot be loaded"
+    if "optimizer" in names:
+        fix += "; moments that the other optimizer does not have start at zero"
+    raise ConfigError([Problem(key, where, fix)])
 
 
 def as_json(identity: Identity) -> dict[str, dict[str, str]]:
@@ -463,9 +534,9 @@ def claim(key: str, folder: Path, cfg: SkyRLTrainConfig, identity: Identity) -> 
     write_identity(private_folder(folder), identity)
 
 
-def is_of_other(folder: Path, identity: Identity) -> bool:
-    """Return whether a folder has the identity of another run."""
-    return bool(other_parts(read_identity(folder), identity))
+def is_of_other(folder: Path, identity: Identity, allowed: Collection[str] = ()) -> bool:
+    """Return whether a folder has the identity of another run; parts ``allowed`` may differ."""
+    return bool(other_parts(read_identity(folder), identity, allowed))
 
 
 def short(identity: Identity) -> str:

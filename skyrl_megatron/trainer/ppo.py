@@ -40,6 +40,7 @@ from skyrl_megatron.rollout.outputs import (
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
+from skyrl_megatron.trainer.identity import sampled_identity
 from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.step_batch import (
     advantage_metrics,
@@ -202,7 +203,8 @@ class RayPPOTrainer(TrainingRun):
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
         if self.cfg.trainer.dump_data_batch:
             path = dump_path(self.cfg, self.global_step + 1)
-            dump_batch(batch, path, generator_output.get("rollout_versions") or ())
+            versions = generator_output.get("rollout_versions") or ()
+            dump_batch(batch, path, versions, sampled_identity(self.cfg))
         return batch
 
     # ------------------------------------------------------------------ scores

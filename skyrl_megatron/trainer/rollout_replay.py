@@ -13,6 +13,7 @@ from skyrl_megatron.config.rules.training_rules import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.errors import ConfigError, JournalError, Problem
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.identity import read_identity, refuse_other, sampled_identity
 from skyrl_megatron.trainer.rollout_store import GroupStore
 from skyrl_megatron.trainer.rollout_stream import Group, GroupLog
 from skyrl_megatron.trainer.staleness import DoneGroups
@@ -61,7 +62,17 @@ class ReplayedRollouts:
         return max(self.steps, default=0)
 
     def check(self, step: int) -> None:
-        """Raise ConfigError if the recording cannot be trained on after a step."""
+        """Raise ConfigError if the recording cannot be trained on after a step, or was sampled with another model,
+        tokenizer or template, which ``trainer.resume_other`` allows."""
+        refuse_other(
+            KEY,
+            str(self.folder),
+            read_identity(self.folder),
+            self.cfg,
+            sampled_identity(self.cfg),
+            instead="Set those of the recording",
+            to="train on it",
+        )
         for key, recorded, here in self.differences():
             if key in _BATCH:
                 fix = f"{KEY}={self.folder} was recorded with {recorded}: set {key}={recorded}"

@@ -201,8 +201,12 @@ def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
         return []
     roles = [role for role in ("policy", "critic") if role in active_roles(cfg)]
     folders = {role: export_folder(cfg.trainer.export_path, step, role) for role in roles}
-    identity = run_identity(cfg, data=())
-    return [role for role, folder in folders.items() if not folder.is_dir() or is_of_other(folder.parent, identity)]
+    identity, allowed = run_identity(cfg, data=()), cfg.trainer.resume_other
+    return [
+        role
+        for role, folder in folders.items()
+        if not folder.is_dir() or is_of_other(folder.parent, identity, allowed)
+    ]
 
 
 def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,7 +10,7 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.preflight import load_config
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
-from skyrl_megatron.trainer.dump import Versions, dump_path, read_dump
+from skyrl_megatron.trainer.dump import Versions, dump_path, read_dump, refuse_other_dump
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -62,6 +62,7 @@ def read_step(cfg: SkyRLTrainConfig, step: int) -> RecordedStep:
     path = dump_path(cfg, step)
     try:
         batch, versions = read_dump(path)
+        refuse_other_dump(cfg, step)
     except (OSError, ValueError) as error:
         there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
         reason = str(error) if path.is_file() else f"its batch is not in {path.parent}"

@@ -82,6 +82,35 @@ def test_limits_of_the_agent(provider):
     assert filled.outcome == "solved", "tests have room although the agent has none"
 
 
+MANY = """
+import socket, sys
+host, port = sys.argv[1].removeprefix("http://").split(":")
+held = [socket.create_connection((host, int(port))) for _ in range(70)]
+for each in held:
+    each.sendall(b"x")
+print(b"".join(each.recv(1) for each in held).decode())
+"""
+
+
+def test_an_agent_has_the_connections_that_it_may(provider):
+    """The server answers when all 70 are there."""
+
+    async def tried():
+        everyone = asyncio.Barrier(70)
+
+        async def answer(reader, writer):
+            await reader.readexactly(1)
+            await everyone.wait()
+            writer.write(b"y")
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        agent = AgentCommand(["python3", "-c", MANY, "{url}"], connections=70)
+        queue = SandboxQueue(provider, at_once=2)
+        return await attempt(task(), agent, queue, server=server.sockets[0].getsockname())
+
+    assert asyncio.run(tried()).agent.stdout == b"y" * 70 + b"\n"
+
+
 def test_what_fails_below_is_infrastructure(provider):
     assert try_it(provider, RIGHT, given=task(spec=SandboxSpec(image="/nowhere"))).outcome == "infrastructure"
     queue = SandboxQueue(provider, at_once=1)

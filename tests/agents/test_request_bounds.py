@@ -27,6 +27,13 @@ def setting(tmp_path_factory):
     made.close()
 
 
+async def until(condition):
+    """Wait for an event. Raises TimeoutError after 30 s."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def tool(number):
     return {"type": "function", "function": {"name": f"t{number}", "parameters": {"type": "object"}}}
 
@@ -111,6 +118,24 @@ def test_wide_requests_are_converted_in_another_thread(setting, monkeypatch):
     assert not any(call.text_only for call in trajectory.graph.calls)
 
 
+def test_the_thread_of_wide_requests_ends_with_the_gateway(setting, tmp_path):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a"] * 2100}}}
+    made = Setting(setting.folder, tmp_path / "log", setting.wire, client=setting.client)
+
+    def threads():
+        return {each.ident for each in threading.enumerate()}
+
+    made.loop(setting.wire.stop())
+    before = threads()
+    for _ in range(2):  # the second starts the thread again
+        assert post(made.open(), CHAT, asked("a", response_format=form)).status_code == 200
+        assert "wide requests" in {each.name for each in threading.enumerate()}
+        made.loop(setting.wire.stop())
+    made.close()
+    left = [each.name for each in threading.enumerate() if each.ident not in before]
+    assert not [name for name in left if not name.startswith("asyncio_")], "the loop's own pool stays"
+
+
 def test_requests_of_a_trajectory_are_converted_one_at_a_time(setting, monkeypatch):
     """Those of another one are not behind them."""
     from skyrl_megatron.inference.vllm import wire_app
@@ -138,8 +163,7 @@ def test_requests_of_a_trajectory_are_converted_one_at_a_time(setting, monkeypat
                 return client.post(f"{trajectory.access.url}{CHAT}", json=asked(text, user=name), headers=headers)
 
             many = [asyncio.create_task(one(mine, "many", str(number))) for number in range(10)]
-            while "many" not in order:
-                await asyncio.sleep(0.01)
+            await until(lambda: "many" in order)
             assert (await one(other, "one", "x")).status_code == 200
             done = len([each for each in order if each == "many"])
             assert {answer.status_code for answer in await asyncio.gather(*many)} == {200}
@@ -193,22 +217,19 @@ def test_requests_at_once_and_unfinished_bodies_are_bounded(setting, tmp_path):
     async def ask():
         trajectory, bound = made.open(), made.gateway.bounds.body_bytes
         held = [await unfinished(trajectory, 100, 1) for _ in range(6)]
-        while trajectory.requests < 6:
-            await asyncio.sleep(0.01)
+        await until(lambda: trajectory.requests == 6)
         reader, _ = await unfinished(trajectory, 100, 1)
         assert await status(reader) == 429 and not trajectory.agents_failure
         for _, writer in held:
             writer.close()
-        while trajectory.requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: not trajectory.requests)
         large = [await unfinished(trajectory, bound, bound - 1) for _ in range(5)]
         first, _ = await asyncio.wait([asyncio.ensure_future(status(reader)) for reader, _ in large],
                                       return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
         assert [task.result() for task in first] == [429]
         for _, writer in large:
             writer.close()
-        while trajectory.requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: not trajectory.requests)
         assert not trajectory.held
 
     try:

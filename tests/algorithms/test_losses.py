@@ -171,6 +171,51 @@ def test_m2po_equals_the_algorithm_of_the_paper(threshold):
         assert mean(metrics["m2po/second_moment"]) == pytest.approx(sum(before) / len(before))
 
 
+def test_m2po_leaves_out_what_the_paper_does_and_the_authors_code_clips_more():
+    """The shares that the loss's description gives, of 40,000 tokens with Gaussian log r and as many of both signs.
+
+    The authors' code lowers |log r| of the region to a common bound, where the algorithm removes the largest: the
+    bound is much lower. Its functions have a floor for it (ratios of 0.7 and 1.5), which its training scripts unset.
+    """
+    import math
+    import random
+
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    draw, budget, count = random.Random(0), 0.04, 40_000
+    deltas = [draw.gauss(0.0, 0.3) for _ in range(count)]
+    signs = [draw.choice((-1.0, 1.0)) for _ in range(count)]
+    region = sorted((i for i in range(count) if deltas[i] * signs[i] > 0), key=lambda i: deltas[i] ** 2)
+
+    kept, total = len(region), math.fsum(deltas[i] ** 2 for i in region)  # algorithm 1
+    while total > budget * kept:
+        kept -= 1
+        total -= deltas[region[kept]] ** 2
+    below, clipped = 0.0, len(region)  # the authors' code: the largest bound that holds the mean of the capped squares
+    for place, i in enumerate(region):
+        if below + (len(region) - place) * deltas[i] ** 2 > budget * len(region):
+            clipped = len(region) - place
+            break
+        below += deltas[i] ** 2
+    bound = abs(deltas[region[len(region) - clipped]])
+    high, low = max(bound, math.log(1.5)), min(-bound, math.log(0.7))
+    floored = sum(not low <= deltas[i] <= high for i in region)
+    shares = [number / len(region) for number in (len(region) - kept, clipped, floored)]
+    print(f"left out {shares[0]:.4f}; clipped {shares[1]:.4f}, with the floor {shares[2]:.4f}")
+    assert shares == pytest.approx([0.1956, 0.3735, 0.2055], abs=0.005)  # Gaussian integrals; 3 deviations of sampling
+
+    rollout = tensor([[-1.0 - delta for delta in deltas]])
+    log_probs = (rollout * 0 - 1.0).requires_grad_()
+    loss, metrics = PolicyLossRegistry.get("m2po")(
+        log_probs, None, tensor([signs]), algorithm_config(m2po_threshold=budget), rollout * 0 + 1, rollout
+    )
+    loss.sum().backward()
+    left_out = set(region[kept:])
+    wanted = tensor([[0.0 if i in left_out else -math.exp(deltas[i]) * signs[i] for i in range(count)]])
+    assert (loss - wanted).abs().max() < 1e-12 and (log_probs.grad - wanted).abs().max() < 1e-12
+    assert mean(metrics["clip_ratio"]) == len(left_out) / count
+
+
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 def test_m2po_on_constant_advantages(advantage):
     """Every token is left out that would move away at a threshold near 0; the gradient has the advantage's sign."""

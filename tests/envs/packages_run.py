@@ -62,6 +62,8 @@ class Guessing(Environment[Guess, Hint, State]):
         guess = int(action.message)
         if guess == self.target:
             return Hint(done=True, reward=1.0 / self.steps)
+        if guess < 0:
+            return Hint(hint="x" * -guess, reward=0.0)
         return Hint(hint="higher" if guess < self.target else "lower", reward=0.0)
 
     @property
@@ -215,6 +217,11 @@ def openenv(folder):
         assert first.step("9")["reward"] == 0.5
         first.close()
         second.close()
+        most = 1 << 24
+        assert len(scored(row, str(-most + 1000), max_turns=2)[2][0]["observations"][0]["content"]) == most - 1000
+        refused(
+            f"openenv:{url} answered with more than 16,777,216 bytes", lambda: scored(row, str(-most), max_turns=2)
+        )
     with server(folder, GUESSING.replace(", max_concurrent_envs=8", "")) as url:
         episodes_that_wait({**row, "env_class": f"openenv:{url}"})
 

@@ -53,7 +53,7 @@ def test_a_run_of_adapters_and_its_continuation(folder):
     again = runs.run(folder, **LORA, trainer__max_training_steps=3).check()
     assert "(step 2 of 3)" in again.out and again.lines[-1][GAP] <= AGREE
     other = runs.run(folder, trainer__max_training_steps=4, trainer__algorithm__use_kl_loss="true")
-    assert other.returncode == 1 and "holds adapters: set trainer.policy.model.lora.rank" in other.err
+    assert other.returncode == 2 and "its adapters are of rank 4, alpha 8, this run's are none" in other.err
     assert "Traceback" not in other.err
 
 

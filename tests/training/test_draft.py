@@ -48,7 +48,8 @@ def part_of(engine, batch):
 
 
 def foretold(folder, batch, expected, layout, overrides):
-    """Largest errors of this rank: (log-probs in nats, relative L2 of gradients by HF name, the metric)."""
+    """Of this rank: largest error of log-probs in nats, relative L2 errors of gradients by HF name, loss, acceptance,
+    the head's gradient norm."""
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.forward_step import DraftLoss
     from skyrl_megatron.runtime.hf_weights import stream_hf
@@ -77,7 +78,46 @@ def foretold(folder, batch, expected, layout, overrides):
         for piece in stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
         if piece.name.startswith(draft_reference.PREFIX) and not piece.name.endswith("correction_bias")
     }
-    return max(errors), gradients, metrics["mtp_loss"], metrics["mtp_acceptance"]
+    return max(errors), gradients, metrics["mtp_loss"], metrics["mtp_acceptance"], own_norm(engine)
+
+
+def own_norm(engine):
+    """The gradient norm by which the step clips the draft head, after gradients are reduced."""
+    from skyrl_megatron.runtime.optimizer import _draft_norm
+
+    engine.optimizer.prepare_grads()
+    return _draft_norm(engine.optimizer)
+
+
+def norm_only(folder, batch, layout):
+    """:func:`own_norm` with the distributed optimizer, which has no whole gradients to look at."""
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    engine = MegatronEngine(config(folder, **layout, overrides=TRAINED))
+    engine.forward_backward(part_of(engine, batch)[1])
+    engine.reduce_gradients()
+    return own_norm(engine)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "cp2" else pytest.mark.full_matrix) for name in LAYOUTS]
+)
+def test_the_norm_with_the_distributed_optimizer(ranks, drafted, layout):
+    folder, batch, expected = drafted("deepseek_v3")
+    check_norms(ranks(LAYOUTS[layout]["world"], norm_only, folder, batch, LAYOUTS[layout]), expected)
+
+
+def check_norms(norms, expected):
+    want = sum(float(expected.grads[name].double().square().sum()) for name in trained(expected)) ** 0.5
+    print(f"norm {max(abs(norm / want - 1) for norm in norms):.1e}")
+    assert norms == pytest.approx([want] * len(norms), rel=1e-6)  # at most 2e-7 was seen
+
+
+def trained(expected):
+    """HF names of what only the draft head has, and trains."""
+    return {
+        name for name in expected.grads if not any(part in name for part in ("correction_bias", "embed", "head.head"))
+    }
 
 
 @pytest.mark.full_matrix
@@ -94,12 +134,12 @@ def test_foretold_log_probs_and_gradients_are_those_of_the_formula(ranks, drafte
 def check_formula(ranks, drafted, family, layout, overrides):
     folder, batch, expected = drafted(family)
     found = ranks(LAYOUTS[layout]["world"], foretold, folder, batch, expected, LAYOUTS[layout], overrides)
-    gradients = {name: error for _, own, _, _ in found for name, error in own.items()}
-    wanted = {n for n in expected.grads if "correction_bias" not in n and "embed" not in n and "head.head" not in n}
-    assert set(gradients) == wanted
+    gradients = {name: error for each in found for name, error in each[1].items()}
+    assert set(gradients) == trained(expected)
     worst = max(gradients, key=gradients.get)
     print(f"log-probs {max(each[0] for each in found):.1e}, gradients {gradients[worst]:.1e} ({worst})")
-    for error, _, loss, acceptance in found:
+    check_norms([each[-1] for each in found], expected)
+    for error, _, loss, acceptance, _ in found:
         assert error <= 1e-4
         assert loss == pytest.approx(expected.loss, rel=1e-5)
         assert 0 < acceptance < 1

@@ -12,7 +12,11 @@ from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 
 OtherPart = Annotated[
-    str, OneOf("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment")
+    str,
+    OneOf(
+        *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
+        *("adapters", "optimizer"),
+    ),
 ]
 Tracker = Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")]
 
@@ -124,7 +128,7 @@ class TrainerConfig(BaseConfig):
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder, or `s3://`/`gs://` address, of the checkpoints."""
     max_ckpts_to_keep: Annotated[int, Bounds(1, also=(-1,))] = -1
-    """Number of checkpoints of this run to keep; older ones are removed. -1: keep all."""
+    """Number of newest checkpoints of this run to keep, besides the best (`best_metric`). -1: all."""
     ckpt_interval: EverySteps = 10
     """Number of steps between checkpoints; -1 or 0: only at the end."""
     hf_save_interval: EverySteps = -1
@@ -239,4 +243,5 @@ class TrainerConfig(BaseConfig):
     resume_other: list[OtherPart] = field(default_factory=list)
     """What may be another than that of the checkpoint: `[model,data]`. A run continues no checkpoint of another
     `verb` (`train`, `sft`, `dpo`, `reward`), `model`, `reference`, `critic`, `teacher`, `tokenizer`, chat `template`,
-    training `data` or `environment`, unless it is named here. Contents are compared, not paths."""
+    training `data`, `environment`, `adapters` or `optimizer`, unless it is named here. Contents are compared, not
+    paths. It also holds for `replay_from`, dumped batches, exports and evaluated rows."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from skyrl_megatron.errors import DataError, install_command
 
+MOST_BYTES = 1 << 24
+"""Size of an answer of another server, above which it is not read."""
+
 
 def import_package(module: str, package: str) -> Any:
     """Import a module of a package. Raises DataError with the command that installs it."""

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 
 from skyrl_megatron.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_megatron.envs.packages import MOST_BYTES
 
 TIMEOUT_S = 600.0
 """Time in seconds of one answer in all."""
-MOST_BYTES = 1 << 24
 
 
 def rows(file: str | Path, url: str) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,8 @@ STREAM_TOKENS = 16
 """Tokens in a chunk of a stream."""
 LANE_RENDERERS = 4
 """Threads that tokenize wide requests: tokenizers leave the interpreter to others while they do."""
+STOP_S = 10.0
+"""Time in seconds that a wide request has to end when its thread is stopped."""
 MOST_KEPT = 256
 """Sets of tools, and of arguments of the template, about which something is remembered."""
 GIVEN_BY_REQUEST = (
@@ -204,6 +206,16 @@ class WireApp:
         answer = b"".join(parts)
         return status, content_type, answer if status < 400 else with_config_keys(answer)
 
+    async def stop(self) -> None:
+        """End the thread of requests that are answered apart, if there is one. A later such request starts another."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            await lane.stop()
+
+    def end_renderer(self) -> None:
+        """End the threads that tokenize. No request can be answered afterwards."""
+        self._app.state.engine_client.renderer.shutdown()
+
 
 class _Lane:
     """An application of the same model in a thread of its own, with an event loop and a renderer of its own."""
@@ -213,7 +225,12 @@ class _Lane:
         self._app: WireApp | None = None
         self._starting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="wide requests", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="wide requests", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     async def call(self, path: str, body: bytes, exchange: Exchange) -> tuple[int, str, bytes]:
         """See :meth:`WireApp.call`."""
@@ -226,6 +243,24 @@ class _Lane:
             if self._app is None:
                 self._app = await WireApp.create(**{**self._options, "renderers": LANE_RENDERERS})
         return await self._app.call(path, body, exchange)
+
+    async def stop(self) -> None:
+        """Cancel requests, and end the thread and those of its renderer. A request that does not end in
+        :data:`STOP_S` keeps its thread, which does not hold up the end of the process."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        await asyncio.to_thread(self._thread.join, 2 * STOP_S)
+
+    async def _end(self) -> None:
+        try:
+            if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=STOP_S)
+            if self._app is not None:
+                self._app.end_renderer()
+            await asyncio.wait_for(self._loop.shutdown_default_executor(), STOP_S)
+        finally:
+            self._loop.stop()
 
 
 class _FromLane:

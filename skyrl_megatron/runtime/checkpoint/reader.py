@@ -257,8 +257,9 @@ class RoleReader:
         if stored is None:
             raise CheckpointError(f"{self._folder} has no tensor {block.key}; it was saved from another model")
         if stored.shape != block.global_shape and not (block.flexible and len(stored.shape) == len(block.offsets)):
+            fix = "; set trainer.policy.model.lora as in the checkpoint" * block.key.startswith("adapters.")
             raise CheckpointError(
-                f"{self._folder}: {block.key} has shape {stored.shape}, the model's is {block.global_shape}"
+                f"{self._folder}: {block.key} has shape {stored.shape}, the model's is {block.global_shape}{fix}"
             )
         return stored
 
