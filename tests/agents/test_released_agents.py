@@ -1,0 +1,191 @@
+"""Released agents, unmodified and without a network, work on a task folder with a real engine, and are trained on.
+
+The policy of a tiny model calls no tools. So a grammar lets the engine say one text only; which tokens spell it is
+sampled, so that hardly any answer has the tokens that its text would have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.agents.released import RELEASES, ROOT, install
+from tests.agents.test_harbor_tasks import write
+from tests.agents.wires import set_template
+from tests.support.engines import tiny_settings
+
+pytestmark = [
+    pytest.mark.full_matrix,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.engines("released agents"),
+    pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+]
+CONTEXT, ANSWER = 40_000, 2_000
+"""Tokens of the context, and of the longest answer."""
+VOCABULARY = 8192
+ASIDE = "A title."
+TASK = """
+[agent]
+timeout_sec = 200
+[verifier]
+env = {WANTED = 'hello'}
+[environment]
+memory_mb = 3000
+storage = "512M"
+"""
+LOOK, WRITE = "ls -a; cat hello.sh", "printf '#!/bin/sh\\necho hello\\n' > hello.sh && ./hello.sh > /data/out.txt"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose tokenizer knows the words of prompts, as those of agents have 80,000 characters."""
+    from transformers import AutoTokenizer
+
+    from tests.support.tiny_models import write_tiny_model, write_tokenizer
+
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "num_hidden_layers": 1}
+    made = write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), **sizes)
+    texts = [path.read_text() for path in sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("skyrl_megatron/**/*.py")])]
+    write_tokenizer(made, texts, VOCABULARY - 2)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(made)
+    set_template(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder, engines):
+    from skyrl_megatron.inference.client import InferenceClient
+
+    with engines.pool(tiny_settings(folder, max_model_len=CONTEXT)) as pool:
+        yield InferenceClient(pool)
+
+
+class Directed:
+    """Engines that are made to say the next answer of a script where the prompt offers the script's tool, and
+    :data:`ASIDE` elsewhere."""
+
+    def __init__(self, client, tokenizer, tool: str, answers: list[str]) -> None:
+        self.client, self.tokenizer, self.tool, self.answers = client, tokenizer, tool, answers
+        self.sampled = []
+        """(whether it is the task's, prompt, what was sampled)"""
+
+    async def generate(self, prompts, sampling, sessions=None, adapters=None):
+        each = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
+        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        offered = [f'"name": "{self.tool}"' in text for text in texts]
+        said = [
+            self.answers[min(text.count("<|im_start|>assistant\n"), len(self.answers)) - 1] if is_offered else ASIDE
+            for text, is_offered in zip(texts, offered, strict=True)
+        ]
+        # The marks of thinking are single tokens, as in any model that thinks.
+        marks = {self.tokenizer.convert_tokens_to_ids(mark): 100.0 for mark in ("<think>", "</think>")}
+        asked = [
+            {**keys, "structured_outputs": {"choice": [text]}, "logit_bias": marks}
+            for keys, text in zip(each, said, strict=True)
+        ]
+        made = await self.client.generate(prompts, asked, sessions)
+        self.sampled += zip(offered, map(list, prompts), made, strict=True)
+        return made
+
+
+@pytest.fixture
+def run(folder, engine, engines, tmp_path, monkeypatch):
+    """``run(name)``: the output of a batch of one task, the engine's record, the graph, and the requests."""
+    from transformers import AutoTokenizer
+
+    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
+    from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
+    from skyrl_megatron.config.schema.generator import AgentConfig, SamplingParams
+    from skyrl_megatron.errors import SandboxError
+    from skyrl_megatron.sandboxes.sandbox_queue import make_provider
+
+    monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path / "home"))
+    try:
+        make_provider("namespaces")
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+    def run(name):
+        release = RELEASES[name]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        client = Directed(engine, tokenizer, release.tool, script(release))
+        mounts = {place: str(path) for place, path in install(name).items()}
+        agent = AgentConfig(
+            command=list(release.command), mounts=mounts, at_once=1, reasoning_parser=release.reasoning_parser
+        )
+        sampling = SamplingParams(max_generate_length=ANSWER, temperature=1.0)
+        cfg = GeneratorConfig(max_turns=9, max_input_length=CONTEXT - ANSWER, sampling_params=sampling, agent=agent)
+        generator = SandboxAgentGenerator(cfg, SkyRLGymConfig(), client, tokenizer)
+        batch = {
+            "prompts": [[{"role": "user", "content": ""}]],
+            "env_classes": ["task"],
+            "env_extras": [{"task": str(write(tmp_path / "task", **{"task.toml": TASK}))}],
+            "sampling_params": None,
+            "trajectory_ids": None,
+            "batch_metadata": None,
+        }
+        requests = []
+
+        async def work():
+            gateway = (await generator.start()).gateway
+            plain = gateway.answer_to
+
+            async def answer_to(trajectory, path, body, *, retry):
+                requests.append((path, json.loads(body)))
+                return await plain(trajectory, path, body, retry=retry)
+
+            gateway.answer_to = answer_to
+            try:
+                output = await generator.generate(batch, True)
+                (trajectory,) = gateway.trajectories.values()
+                return output, trajectory.graph
+            finally:
+                await generator.stop()
+
+        output, graph = engines.loop(work(), 400)
+        return output, client.sampled, graph, requests
+
+    return run
+
+
+def script(release) -> list[str]:
+    """Answers that look, write the file, and end; each with thinking before it."""
+
+    def call(command):
+        arguments = {release.key: command, **release.more}
+        return f"<tool_call>\n{json.dumps({'name': release.tool, 'arguments': arguments})}\n</tool_call>"
+
+    last = call(release.last) if release.last.startswith("echo") else release.last
+    return [f"<think>Now {n}.</think>{text}" for n, text in enumerate(["I look.\n" + call(LOOK), call(WRITE), last])]
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_it_solves_a_task_and_every_token_of_it_is_trained(run, name):
+    """Reward, row and log-probs are the task's: what it asked besides is another path of the graph."""
+    from skyrl_megatron.agents.rows import rows_of
+
+    release = RELEASES[name]
+    output, sampled, graph, requests = run(name)
+    assert output["errors"] == [None] and [sum(each) for each in output["rewards"]] == [1.0]
+    metrics = output["rollout_metrics"]
+    assert (metrics["agents/token_in_rate"], metrics["agents/unmatched"], metrics["agents/refused"]) == (1.0, 0, 0)
+    task = [made for is_the_tasks, _, made in sampled if is_the_tasks]
+    assert len(task) == 3 and len(sampled) - len(task) == release.asides
+    (row,), (mask,) = output["response_ids"], output["loss_masks"]
+    trained = np.flatnonzero(mask)
+    assert np.asarray(row)[trained].tolist() == [token for made in task for token in made.token_ids]
+    logprobs = np.asarray([value for made in task for value in made.logprobs], np.float32)
+    np.testing.assert_array_equal(np.asarray(output["rollout_logprobs"][0], np.float32)[trained], logprobs)
+
+    each = [token for one in rows_of(graph) for token in np.asarray(one.response_ids)[np.asarray(one.loss_mask) > 0]]
+    assert sorted(each) == sorted(token for *_, made in sampled for token in made.token_ids), "of all paths, once"
+    limits = [body.get("max_tokens") or body.get("max_completion_tokens") or 0 for _, body in requests]
+    longest = max(len(prompt) for _, prompt, _ in sampled)
+    assert (max(limits) + longest > CONTEXT) == release.clamped
