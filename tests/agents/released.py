@@ -7,6 +7,7 @@ npm runs on, and the agents that are scripts, is a package of PyPI.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -48,6 +49,27 @@ print(ToolCallingAgent([bash], model, max_steps=4).run(sys.argv[1]))
 """
 
 
+OPENCODE = {
+    "provider": {
+        "run": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
+            "models": {"policy": {}},
+        }
+    }
+}
+PI = {
+    "providers": {
+        "run": {
+            "baseUrl": "URL",
+            "api": "openai-completions",
+            "apiKey": "OPENAI_API_KEY",
+            "models": [{"id": "policy"}],
+        }
+    }
+}
+
+
 @dataclass(frozen=True)
 class Release:
     """A published agent. ``{text}`` in its command is the task; it is mounted at ``/opt/agent``, node at
@@ -64,6 +86,8 @@ class Release:
     """Other arguments that the tool requires."""
     last: str = "Done."
     """The answer after which it ends."""
+    rewrites: bool = False
+    """Whether its history has its own words in the policy's answers, so that no prompt has their tokens."""
     clamped: bool = False
     """Whether it asks for more tokens than the context has left."""
     asides: int = 0
@@ -75,9 +99,25 @@ class Release:
         return "==" not in self.package
 
 
+def tool_call(name: str, **arguments: object) -> str:
+    """A call as the policy writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 def shell(script: str, *variables: str) -> list[str]:
     """The command that runs a line of shell, in which ``$0`` is the task."""
     return ["env", PATH, *variables, "sh", "-c", script, "{text}"]
+
+
+def program(text: str) -> list[str]:
+    """The command of a program that uses a library. It is a file, as smolagents reads the source of its tools."""
+    return [
+        "sh",
+        "-c",
+        'printf %s "$1" > /tmp/agent.py && exec /opt/agent/bin/python /tmp/agent.py "$0"',
+        "{text}",
+        text,
+    ]
 
 
 RELEASES = {
@@ -88,7 +128,7 @@ RELEASES = {
             *("/opt/agent/bin/python", "-m", "minisweagent", "-m", "openai/policy", "--agent-class", "default"),
             *("-c", "mini.yaml", "-c", "agent.step_limit=6", "-t", "{text}"),
         ],
-        last="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+        last=tool_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     ),
     "claude-code": Release(
         "@anthropic-ai/claude-code@2.1.328",
@@ -99,6 +139,56 @@ RELEASES = {
         tool="Bash",
         more={"description": "Look"},
         clamped=True,
+    ),
+    "codex": Release(
+        "@openai/codex@0.169.0",
+        shell(
+            "codex exec --dangerously-bypass-approvals-and-sandbox --skip-git-repo-check -m $AGENT_MODEL"
+            ' -c model_provider=run -c "model_providers.run={name=\\"run\\", base_url=\\"$OPENAI_BASE_URL\\",'
+            ' env_key=\\"OPENAI_API_KEY\\", wire_api=\\"responses\\"}" "$0"',
+        ),
+        tool="exec_command",
+        key="cmd",
+    ),
+    "opencode": Release(
+        "opencode-ai@1.18.33",
+        shell(
+            'opencode run -m "run/$AGENT_MODEL" "$0"',
+            "OPENCODE_DISABLE_AUTOUPDATE=1",
+            "OPENCODE_DISABLE_MODELS_FETCH=1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD=1",
+            "OPENCODE_CONFIG_CONTENT=" + json.dumps(OPENCODE),
+        ),
+        more={"description": "Look"},
+        clamped=True,
+        asides=1,
+    ),
+    "qwen-code": Release(
+        "@qwen-code/qwen-code@0.24.4",
+        shell('OPENAI_MODEL=$AGENT_MODEL qwen --auth-type openai --yolo -p "$0"'),
+        tool="run_shell_command",
+        more={"is_background": False},
+        clamped=True,
+    ),
+    "pi": Release(
+        "@mariozechner/pi-coding-agent@0.73.1",
+        shell(
+            'mkdir -p ~/.pi/agent && echo "$PI_MODELS" | sed "s|URL|$OPENAI_BASE_URL|" > ~/.pi/agent/models.json'
+            ' && pi -p --provider run --model $AGENT_MODEL "$0"',
+            "PI_OFFLINE=1",
+            "PI_MODELS=" + json.dumps(PI),
+        ),
+    ),
+    "pydantic-ai": Release(
+        "pydantic-ai-slim[openai]==2.62.0",
+        program(PYDANTIC),
+        reasoning_parser=None,
+    ),
+    "smolagents": Release(
+        "smolagents[openai]==1.26.0",
+        program(SMOLAGENTS),
+        last=tool_call("final_answer", answer="Done."),
+        rewrites=True,
     ),
 }
 

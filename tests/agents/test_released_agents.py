@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.agents.released import RELEASES, ROOT, install
+from tests.agents.released import RELEASES, ROOT, install, tool_call
 from tests.agents.test_harbor_tasks import write
 from tests.agents.wires import set_template
 from tests.support.engines import tiny_settings
@@ -157,13 +157,8 @@ def run(folder, engine, engines, tmp_path, monkeypatch):
 
 def script(release) -> list[str]:
     """Answers that look, write the file, and end; each with thinking before it."""
-
-    def call(command):
-        arguments = {release.key: command, **release.more}
-        return f"<tool_call>\n{json.dumps({'name': release.tool, 'arguments': arguments})}\n</tool_call>"
-
-    last = call(release.last) if release.last.startswith("echo") else release.last
-    return [f"<think>Now {n}.</think>{text}" for n, text in enumerate(["I look.\n" + call(LOOK), call(WRITE), last])]
+    look, write = (tool_call(release.tool, **{release.key: each}, **release.more) for each in (LOOK, WRITE))
+    return [f"<think>Now {n}.</think>{text}" for n, text in enumerate(["I look.\n" + look, write, release.last])]
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -174,14 +169,14 @@ def test_it_solves_a_task_and_every_token_of_it_is_trained(run, name):
     release = RELEASES[name]
     output, sampled, graph, requests = run(name)
     assert output["errors"] == [None] and [sum(each) for each in output["rewards"]] == [1.0]
-    metrics = output["rollout_metrics"]
-    assert (metrics["agents/token_in_rate"], metrics["agents/unmatched"], metrics["agents/refused"]) == (1.0, 0, 0)
     task = [made for is_the_tasks, _, made in sampled if is_the_tasks]
     assert len(task) == 3 and len(sampled) - len(task) == release.asides
+    metrics = output["rollout_metrics"]
+    assert (metrics["agents/unmatched"], metrics["agents/refused"]) == (2 * release.rewrites, 0)
     (row,), (mask,) = output["response_ids"], output["loss_masks"]
-    trained = np.flatnonzero(mask)
-    assert np.asarray(row)[trained].tolist() == [token for made in task for token in made.token_ids]
-    logprobs = np.asarray([value for made in task for value in made.logprobs], np.float32)
+    trained, of_the_row = np.flatnonzero(mask), task[-1:] if release.rewrites else task
+    assert np.asarray(row)[trained].tolist() == [token for made in of_the_row for token in made.token_ids]
+    logprobs = np.asarray([value for made in of_the_row for value in made.logprobs], np.float32)
     np.testing.assert_array_equal(np.asarray(output["rollout_logprobs"][0], np.float32)[trained], logprobs)
 
     each = [token for one in rows_of(graph) for token in np.asarray(one.response_ids)[np.asarray(one.loss_mask) > 0]]
