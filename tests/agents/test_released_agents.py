@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.agents.released import RELEASES, ROOT, install, tool_call
+from tests.agents.released import RELEASES, ROOT, install, opencode, tool_call
 from tests.agents.test_harbor_tasks import write
 from tests.agents.wires import set_template
 from tests.support.engines import tiny_settings
@@ -25,10 +26,10 @@ pytestmark = [
     pytest.mark.engines("released agents"),
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
 ]
-CONTEXT, ANSWER = 40_000, 2_000
+CONTEXT, ANSWER = 36_000, 2_000
 """Tokens of the context, and of the longest answer."""
 VOCABULARY = 8192
-ASIDE = "A title."
+ASIDE = "<think>Short.</think>A title."
 TASK = """
 [agent]
 timeout_sec = 200
@@ -72,32 +73,32 @@ class Directed:
     :data:`ASIDE` elsewhere."""
 
     def __init__(self, client, tokenizer, tool: str, answers: list[str]) -> None:
-        self.client, self.tokenizer, self.tool, self.answers = client, tokenizer, tool, answers
+        self.client, self.tokenizer, self.answers, self.tool = client, tokenizer, answers, f'"name": "{tool}"'
         self.sampled = []
         """(whether it is the task's, prompt, what was sampled)"""
 
     async def generate(self, prompts, sampling, sessions=None, adapters=None):
         each = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
         texts = [self.tokenizer.decode(prompt) for prompt in prompts]
-        offered = [f'"name": "{self.tool}"' in text for text in texts]
-        said = [
-            self.answers[min(text.count("<|im_start|>assistant\n"), len(self.answers)) - 1] if is_offered else ASIDE
-            for text, is_offered in zip(texts, offered, strict=True)
-        ]
+        of_the_task = [self.tool in text for text in texts]
         # The marks of thinking are single tokens, as in any model that thinks.
         marks = {self.tokenizer.convert_tokens_to_ids(mark): 100.0 for mark in ("<think>", "</think>")}
         asked = [
-            {**keys, "structured_outputs": {"choice": [text]}, "logit_bias": marks}
-            for keys, text in zip(each, said, strict=True)
+            {**keys, "structured_outputs": {"choice": [self.next_of(text, is_it)]}, "logit_bias": marks}
+            for keys, text, is_it in zip(each, texts, of_the_task, strict=True)
         ]
         made = await self.client.generate(prompts, asked, sessions)
-        self.sampled += zip(offered, map(list, prompts), made, strict=True)
+        self.sampled += zip(of_the_task, map(list, prompts), made, strict=True)
         return made
+
+    def next_of(self, text: str, is_the_tasks: bool) -> str:
+        answers = self.answers if is_the_tasks else [ASIDE]
+        return answers[min(text.count("<|im_start|>assistant\n"), len(answers)) - 1]
 
 
 @pytest.fixture
 def run(folder, engine, engines, tmp_path, monkeypatch):
-    """``run(name)``: the output of a batch of one task, the engine's record, the graph, and the requests."""
+    """``run(release, answers)``: output of a batch of one task, the engine's record, the graph, and the requests."""
     from transformers import AutoTokenizer
 
     from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
@@ -112,13 +113,14 @@ def run(folder, engine, engines, tmp_path, monkeypatch):
     except SandboxError as error:
         pytest.skip(str(error))
 
-    def run(name):
-        release = RELEASES[name]
+    def run(release, answers):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        client = Directed(engine, tokenizer, release.tool, script(release))
-        mounts = {place: str(path) for place, path in install(name).items()}
+        client = Directed(engine, tokenizer, release.tool, answers)
         agent = AgentConfig(
-            command=list(release.command), mounts=mounts, at_once=1, reasoning_parser=release.reasoning_parser
+            command=list(release.command),
+            mounts=install(release),
+            at_once=1,
+            reasoning_parser=release.reasoning_parser,
         )
         sampling = SamplingParams(max_generate_length=ANSWER, temperature=1.0)
         cfg = GeneratorConfig(max_turns=9, max_input_length=CONTEXT - ANSWER, sampling_params=sampling, agent=agent)
@@ -155,19 +157,25 @@ def run(folder, engine, engines, tmp_path, monkeypatch):
     return run
 
 
-def script(release) -> list[str]:
+def script(release, look=LOOK) -> list[str]:
     """Answers that look, write the file, and end; each with thinking before it."""
-    look, write = (tool_call(release.tool, **{release.key: each}, **release.more) for each in (LOOK, WRITE))
-    return [f"<think>Now {n}.</think>{text}" for n, text in enumerate(["I look.\n" + look, write, release.last])]
+    first, second = (tool_call(release.tool, **{release.key: each}, **release.more) for each in (look, WRITE))
+    return [f"<think>Now {n}.</think>{text}" for n, text in enumerate(["I look.\n" + first, second, release.last])]
+
+
+def assert_all_is_trained_once(graph, sampled) -> None:
+    """By the rows of all paths."""
+    from skyrl_megatron.agents.rows import rows_of
+
+    rows = [np.asarray(row.response_ids)[np.asarray(row.loss_mask) > 0] for row in rows_of(graph)]
+    assert sorted(np.concatenate(rows)) == sorted(token for *_, made in sampled for token in made.token_ids)
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_it_solves_a_task_and_every_token_of_it_is_trained(run, name):
     """Reward, row and log-probs are the task's: what it asked besides is another path of the graph."""
-    from skyrl_megatron.agents.rows import rows_of
-
     release = RELEASES[name]
-    output, sampled, graph, requests = run(name)
+    output, sampled, graph, requests = run(release, script(release))
     assert output["errors"] == [None] and [sum(each) for each in output["rewards"]] == [1.0]
     task = [made for is_the_tasks, _, made in sampled if is_the_tasks]
     assert len(task) == 3 and len(sampled) - len(task) == release.asides
@@ -179,8 +187,23 @@ def test_it_solves_a_task_and_every_token_of_it_is_trained(run, name):
     logprobs = np.asarray([value for made in of_the_row for value in made.logprobs], np.float32)
     np.testing.assert_array_equal(np.asarray(output["rollout_logprobs"][0], np.float32)[trained], logprobs)
 
-    each = [token for one in rows_of(graph) for token in np.asarray(one.response_ids)[np.asarray(one.loss_mask) > 0]]
-    assert sorted(each) == sorted(token for *_, made in sampled for token in made.token_ids), "of all paths, once"
+    assert_all_is_trained_once(graph, sampled)
     limits = [body.get("max_tokens") or body.get("max_completion_tokens") or 0 for _, body in requests]
     longest = max(len(prompt) for _, prompt, _ in sampled)
     assert (max(limits) + longest > CONTEXT) == release.clamped
+
+
+def test_compaction_is_a_fork(run):
+    """opencode believes in a small context. It has the history summed up, and goes on with the summary and the last
+    answer, which is text there: the one call that does not continue a path."""
+    plain = RELEASES["opencode"]
+    config = json.dumps(opencode({"limit": {"context": 13_000, "output": 500}}))
+    command = [f"OPENCODE_CONFIG_CONTENT={config}" if "CONFIG_CONTENT" in word else word for word in plain.command]
+    output, sampled, graph, _ = run(replace(plain, command=command), script(plain, "seq 3000"))
+    assert output["errors"] == [None] and [sum(each) for each in output["rewards"]] == [1.0]
+    assert [is_the_tasks for is_the_tasks, *_ in sampled] == [False, True, True, False, True]
+    assert [call.text_only for call in graph.calls] == [False, False, False, False, True]
+    (row,), (mask,) = output["response_ids"], output["loss_masks"]
+    of_the_row = [token for *_, made in sampled[1:3] for token in made.token_ids]
+    assert np.asarray(row)[np.asarray(mask) > 0].tolist() == of_the_row
+    assert_all_is_trained_once(graph, sampled)
