@@ -10,7 +10,8 @@ they drop or reformat its thinking, reorder the keys of JSON, reformat the argum
 other ids. None of that changes the form. Text is compared exactly, except for white space around an answer.
 
 Programs also ask for titles, summaries and memories. These requests have a system prompt of their own and quote what
-was said under another one: they are another :class:`Conversation`, and what they quote is not an answer in it.
+was said under another one: they are another :class:`Conversation`, and what they quote is not an answer in it. Nor is
+the answer of such a request, a summary for instance, that the client puts into the conversation of the task.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ class Graph:
     conversations: list[Conversation] = field(default_factory=list)
     _ends: dict[bytes, list[SampledCall]] = field(default_factory=dict)
     _systems: dict[bytes, Conversation] = field(default_factory=dict)
+    _texts: dict[bytes, set[int]] = field(default_factory=dict)
+    """Numbers of the conversations in which an answer had a text, by :attr:`SampledCall.text`."""
 
     def match(self, messages: Sequence[ChatMessage], scope: Any = None) -> Match:
         """Return the longest path that the request's messages begin with.
@@ -152,10 +155,17 @@ class Graph:
                     said.clear()
                 elif not conversation.answered:
                     conversation.quoted.add(_short(said[-1]))
-                elif unmatched is None and _short(said[-1]) not in conversation.quoted:
+                elif unmatched is None and not self._is_quoted(said[-1], text, form["calls"], conversation):
                     unmatched = after - 1
             before = after
         return Match(parent, first, used, digest, unmatched, tuple(said), conversation)
+
+    def _is_quoted(self, form: str, text: str, calls: Sequence[Any], conversation: Conversation) -> bool:
+        """Return whether an answer that no path holds is one that the client sent at first, or the text of an answer
+        of another conversation, such as the summary by which a client replaces its history."""
+        if _short(form) in conversation.quoted:
+            return True
+        return bool(text) and not calls and bool(self._texts.get(_digest(b"", text), set()) - {conversation.number})
 
     def _end(self, digest: bytes, text: str) -> SampledCall:
         """Return the call with an answer of this canonical form: the one with the same thinking, or the last."""
@@ -243,6 +253,7 @@ class Graph:
         self.conversations[call.conversation].answered = True
         if call.end:
             self._ends.setdefault(call.end, []).append(call)
+            self._texts.setdefault(call.text, set()).add(call.conversation)
         return call
 
     def restore_conversation(self, number: int, system: str, tools: int, quoted: Sequence[str]) -> None:

@@ -222,6 +222,29 @@ def test_a_conversation_of_memories_must_return_its_own_answers():
     assert kept.parent is title and kept.unmatched is None and edited.unmatched == 4
 
 
+def test_a_summary_of_another_conversation_replaces_the_history_of_the_task():
+    """As opencode compacts: what the policy said there is an assistant's message here. It forks, and is continued."""
+    from skyrl_megatron.agents.graph import Graph
+
+    graph, scope, asked = Graph(), {"tools": [{}]}, {"role": "user", "content": "What did we do so far?"}
+    added(graph, [SYSTEM, USER], ANSWER, scope)
+    summary = {"role": "assistant", "content": "We counted apples."}
+    added(
+        graph, [{"role": "system", "content": "You sum up what was said."}, {"role": "user", "content": "…"}], summary
+    )
+    compacted = [SYSTEM, asked, summary, {"role": "user", "content": "Continue."}]
+    fork = added(graph, compacted, ANSWER, scope)
+    assert fork.parent is None and not fork.text_only
+    again = added(graph, [*compacted, ANSWER, *RESULTS], {"role": "assistant", "content": "It is 7."}, scope)
+    assert again.parent is fork and not again.text_only and len(paths(graph, "all")) == 3
+    edited = {"role": "assistant", "content": "We counted pears."}
+    assert graph.match([SYSTEM, asked, edited, USER], scope).unmatched == 2
+    moved = {**summary, "tool_calls": ANSWER["tool_calls"]}
+    assert graph.match([SYSTEM, asked, moved, *RESULTS], scope).unmatched == 2, "nobody said that there"
+    said_here = {"role": "assistant", "content": "It is 7."}
+    assert graph.match([SYSTEM, asked, said_here, USER], scope).unmatched == 2, "an answer of the task, moved"
+
+
 @pytest.mark.parametrize(
     "other", [SYSTEM["content"].replace("Monday", "Tuesday"), SYSTEM["content"] + " Be brief.", ""]
 )

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.examples.commands import EXAMPLES, commands, environment
+from tests.guides.documents import ROOT, blocks
 
 pytestmark = [pytest.mark.full_matrix, pytest.mark.vllm]
 
@@ -39,22 +40,38 @@ def taught(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", commands())
-def test_an_example_runs(name, taught):
+def steps_of(words, name, folder):
+    """The metrics of a command that is typed in a folder."""
     done = subprocess.run(
-        [*commands()[name], f"trainer.run_name={name}"],
-        cwd=taught,
-        env=environment(taught),
+        [*words, f"trainer.run_name={name}"],
+        cwd=folder,
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    file = taught / "tiny" / "runs" / "logs" / "examples" / name / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file = folder / "tiny" / "runs" / "logs" / "examples" / name / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_an_example_runs(name, taught):
+    lines = steps_of(commands()[name], name, taught)
     assert [line["step"] for line in lines] == [*range(STEPS.get(name, 4) + 1)]
     if name != "llm_judge":
         assert max(line["reward/avg_raw_reward"] for line in lines[1:]) > 0, "the tiny model is right now and then"
     metric, holds = SHOWS[name]
     values = [line[metric] for line in lines[1:] if metric in line]
     assert holds(values), f"{metric}: {values}"
+
+
+def test_the_agent_of_the_guide_is_trained(taught):
+    """The file and the command of agents.md."""
+    guide = ROOT / "docs" / "guides" / "agents.md"
+    (agent,) = [block for block in blocks(guide, "python") if block.file]
+    (taught / agent.file).write_text(agent.text)
+    _, words = blocks(guide, "bash")[0].commands()
+    lines = steps_of(words, "agent", taught)
+    assert [line["step"] for line in lines] == [*range(5)]
+    assert all(line["agents/token_in_rate"] == 1 and line["reward/avg_raw_reward"] > 0 for line in lines[1:])

@@ -53,6 +53,10 @@ COMMANDS = (
     Row(rf"{RUN} --recipe tiny-moe-cpu", "tests/job/test_tiny_recipe.py::test_a_tiny_moe_takes_steps_on_its_own_data"),
     Row(rf"{RUN} --hosts", needs=f"{GPUS}, two hosts"),
     Row(rf"{RUN} --recipe (qwen3-30b-a3b|NAME)", needs=GPUS),
+    Row(
+        rf"{RUN} --config launch/examples/tiny\.yaml trainer\.plugins",
+        "tests/examples/test_runs.py::test_the_agent_of_the_guide_is_trained",
+    ),
     Row(rf"{RUN} --config launch/examples/", "tests/examples/test_runs.py::test_an_example_runs"),
     Row(r"python launch/examples/\S+ (--\S+ \S+ )*--config", "tests/examples/test_runs.py::test_an_example_runs"),
     Row(

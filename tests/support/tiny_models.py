@@ -7,6 +7,7 @@ far from flat. Two seeds give two models that no comparison mistakes for one ano
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,8 @@ def write_tiny_model(model_type: str, folder: Path, seed: int = 0, dtype: str = 
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level BPE tokenizer of at most :data:`VOCAB_SIZE` tokens, trained on additions."""
+def write_tokenizer(folder: Path, texts: Iterable[str] | None = None, vocab_size: int = VOCAB_SIZE) -> None:
+    """Write a byte-level BPE tokenizer of at most ``vocab_size`` tokens, trained on additions, or on ``texts``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -169,14 +170,13 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (f"What is {a} + {b}? It is {a + b}." for a in range(60) for b in range(60)), trainer
-    )
+    sums = (f"What is {a} + {b}? It is {a + b}." for a in range(60) for b in range(60))
+    tokenizer.train_from_iterator(sums if texts is None else texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
