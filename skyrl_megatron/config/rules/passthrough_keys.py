@@ -10,7 +10,10 @@ installed types.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_megatron.config.fields import Bounds, OneOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,11 @@ class KeyTable:
     own_keys: Mapping[str, str]
     """Field → the configuration key that sets it; one that begins with a dot is in the same section."""
     refused: Mapping[str, str]
-    """Field → why it is refused, and what to do."""
+    """Field → why it is refused, and what to do. The other package's default is accepted: it changes nothing."""
+    as_it_is: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Refused field → the values that are accepted instead of the default, because runs have them."""
+    limits: Mapping[str, Bounds | OneOf] = field(default_factory=dict)
+    """Field → limits of its values, or of each in a list, that the other package does not check."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -45,7 +52,8 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
 _VARYING = "packed micro-batches vary in length: remove this key"
 _DELAYED = "delays weight gradients beyond the hooks that count them: remove this key"
 _INFERENCE = "is an option of Megatron's inference, but vLLM runs inference here: remove this key"
-_MODEL = "describes the model: change its config.json with model_config_kwargs, which engines get too"
+MODEL = "describes the model: change its config.json with model_config_kwargs, which engines get too"
+"""Reason of fields that :func:`skyrl_megatron.runtime.model.build.transformer_config` compares with the model."""
 _NOT_READ = "no code that this trainer runs reads it: remove this key"
 _SET_HERE = "the trainer sets it: remove this key"
 _UNTESTED = "no test of this trainer shows what it does: remove this key"
@@ -87,12 +95,13 @@ TRANSFORMER = KeyTable(
         "batch_invariant_mode": "trainer.exact_rollouts",
         "deterministic_mode": "trainer.deterministic",
         "mtp_loss_scaling_factor": ".mtp.loss_scale",
+        "sequence_parallel": ".tensor_model_parallel_size",
         **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "trainer.bf16"),
     },
     refused={
         **_by_reason(
             {
-                _MODEL: """
+                MODEL: """
                     activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
                     apply_query_key_layer_scaling attention_output_gate attention_softmax_in_fp32 beta_fast beta_slow
                     dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_topk
@@ -113,7 +122,7 @@ TRANSFORMER = KeyTable(
                     disable_parameter_transpose_cache finalize_model_grads_func flash_attention_version
                     grad_scale_func grad_sync_func init_model_with_meta_device moe_grad_scale_func
                     moe_hybridep_pad_uneven_dispatch_inputs mtp_grad_scale_func no_sync_func param_sync_func
-                    perform_initialization sequence_parallel timers use_cpu_initialization variable_seq_lengths
+                    perform_initialization timers use_cpu_initialization variable_seq_lengths
                 """,
                 "the weights come from a checkpoint: remove this key": """
                     embedding_init_method embedding_init_method_std init_method init_method_std
@@ -214,6 +223,25 @@ TRANSFORMER = KeyTable(
             "fuses two weights that loading, weight sync and checkpoints need under separate names: remove this key"
         ),
     },
+    as_it_is={
+        **dict.fromkeys("batch_p2p_comm masked_softmax_fusion persist_layer_norm".split(), (True, False)),
+        **dict.fromkeys(
+            "calculate_per_token_loss deallocate_pipeline_outputs disable_parameter_transpose_cache "
+            "moe_hybridep_pad_uneven_dispatch_inputs variable_seq_lengths".split(),
+            (True,),
+        ),
+        "cp_comm_type": (None, "p2p"),
+        "perform_initialization": (False,),
+    },
+    limits={
+        **dict.fromkeys(("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"), Bounds(0, 1)),
+        "moe_router_bias_update_rate": Bounds(0),
+        "recompute_method": OneOf("uniform", "block"),
+        "recompute_modules": OneOf(
+            *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+        ),
+        "recompute_num_layers": Bounds(1),
+    },
 )
 
 OPTIMIZER = KeyTable(
@@ -263,6 +291,11 @@ OPTIMIZER = KeyTable(
             _UNTESTED: "config_logger_dir use_torch_optimizer_for_cpu_offload",
         }
     ),
+    limits={
+        **dict.fromkeys(("adam_eps", "decoupled_lr", "decoupled_min_lr"), Bounds(0)),
+        "grad_norm_skip_threshold": Bounds(0, open_low=True),
+        "optimizer_offload_fraction": Bounds(0, 1),
+    },
 )
 
 # ------------------------------------------------------------------ vLLM
@@ -387,13 +420,27 @@ ENGINE = KeyTable(
             """,
         }
     ),
+    as_it_is={
+        **dict.fromkeys(
+            "additional_config enable_mixed_moe_lora_format logprobs_mode max_cpu_loras "
+            "sleep_preserve_parameter_names weight_transfer_config worker_extension_cls".split(),
+            (),
+        ),
+        "generation_config": ("vllm",),
+        "mamba_backend": ("triton",),
+    },
+    limits=dict.fromkeys(
+        "cpu_distributed_timeout_seconds distributed_timeout_seconds kv_cache_memory_bytes "
+        "num_gpu_blocks_override".split(),
+        Bounds(1),
+    ),
 )
 
 MASKS = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
 """Sampling keys that exclude tokens. The support holds what they leave."""
 WEIGHTS = ("presence_penalty", "frequency_penalty", "logit_bias")
 """Sampling keys that change the probabilities of tokens. No support describes them."""
-_ONE_REQUEST = "a request is one continuation of the run: remove this key"
+_ONE_REQUEST = "the run takes each answer at once, when it is whole: remove this key"
 _DECODED_HERE = "the run decodes responses itself: remove this key"
 
 SAMPLING = KeyTable(
@@ -413,7 +460,9 @@ SAMPLING = KeyTable(
     },
     refused=_by_reason(
         {
-            _ONE_REQUEST: "n output_kind output_text_buffer_length skip_clone stream_interval",
+            "each sample of a prompt is a request of its own: remove this key, and set generator.n_samples_per_prompt "
+            "or eval_n_samples_per_prompt": "n",
+            _ONE_REQUEST: "output_kind output_text_buffer_length skip_clone stream_interval",
             _DECODED_HERE: "detokenize include_stop_str_in_output skip_special_tokens spaces_between_special_tokens",
             "the run reads the log-prob of the sampled token only: remove this key": """
                 flat_logprobs logprob_token_ids prompt_logprob_start prompt_logprob_token_ids prompt_logprobs
@@ -428,4 +477,5 @@ SAMPLING = KeyTable(
             "the run asks for the experts of tokens itself: remove this key": "routed_experts_prompt_start",
         }
     ),
+    as_it_is={"include_stop_str_in_output": (True,)},  # the run sets it with `stop`
 )
