@@ -56,10 +56,10 @@ _HEADS_OF_HIDDEN = frozenset({"qwen2", "qwen2_moe", "olmoe"})
 
 
 def overrides_of_engines(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``hf_overrides`` that are for engines alone: how they hold weights, and keys that only vLLM
-    reads, whose values :func:`engine_model_faults` compares."""
-    own = {"quantization_config", *REQUIRED.get(family, ())}
-    return {name: value for name, value in overrides.items() if name in own}
+    """Return those of ``hf_overrides`` that are for engines alone: that they hold plain weights, and keys that only
+    vLLM reads, whose values :func:`engine_model_faults` compares."""
+    own = {name: value for name, value in overrides.items() if name in REQUIRED.get(family, ())}
+    return own | {name: None for name in ("quantization_config",) if overrides.get(name, ...) is None}
 
 
 def engine_model_faults(family: str, config: Any, written: Mapping[str, Any]) -> Iterator[str]:

@@ -109,7 +109,7 @@ def _changes(run: PlannedRun, role: str) -> dict[str, tuple[str, Any]]:
 def _of_the_change(run: PlannedRun, role: str, problem: str) -> Problem | None:
     """Return the problem under the key that changes the value that it names; None if no change is the reason."""
     for name, (key, value) in _changes(run, role).items():
-        if re.search(rf"\b{name}(=|')", problem):
+        if re.search(rf"\b{name}[=.']", problem):
             return Problem(key, value, problem.removesuffix("; fetch the file again"))
     return None
 

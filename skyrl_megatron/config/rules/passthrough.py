@@ -62,6 +62,8 @@ def engine_key_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[P
     for name in ("sampling_params", "eval_sampling_params"):
         if (params := getattr(generator, name)) is not None:
             section = f"generator.{name}"
+            if params.temperature > 2:
+                yield Problem(f"{section}.temperature", params.temperature, "vLLM takes 0 to 2: lower it")
             yield from _problems(
                 cfg, SAMPLING, params.additional_kwargs or {}, f"{section}.additional_kwargs.", section
             )

@@ -116,6 +116,7 @@ TRANSFORMER = KeyTable(
                     original_max_position_embeddings q_lora_rank qk_head_dim qk_l2_norm qk_layernorm
                     qk_pos_emb_head_dim rope_type rotary_base rotary_interleaved rotary_percent rotary_scaling_factor
                     softmax_scale softmax_type v_head_dim window_attn_skip_freq window_size
+                    moe_router_topk_limited_devices
                 """,
                 _SET_HERE: """
                     batch_p2p_comm calculate_per_token_loss deallocate_pipeline_outputs
@@ -126,7 +127,7 @@ TRANSFORMER = KeyTable(
                 """,
                 "the weights come from a checkpoint: remove this key": """
                     embedding_init_method embedding_init_method_std init_method init_method_std
-                    output_layer_init_method
+                    output_layer_init_method is_hybrid_model
                 """,
                 "the trainer computes log-probs and losses itself: remove this key": """
                     cross_entropy_fusion_impl cross_entropy_loss_fusion defer_embedding_wgrad_compute
@@ -150,13 +151,13 @@ TRANSFORMER = KeyTable(
                     fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention fp8_interval fp8_margin
                     fp8_multi_head_attention fp8_output_proj fp8_quantizer_factory fp8_recipe fp8_wgrad
                     moe_router_padding_for_quantization num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
-                    quant_recipe tp_only_amax_red
+                    quant_recipe tp_only_amax_red moe_router_padding_for_fp8
                 """,
                 _VARYING: """
                     cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_warmup_steps
                     delay_offload_until_cuda_graph enable_cuda_graph external_cuda_graph moe_ncclep_static_shape
                     moe_ncclep_zero_copy moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
-                    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
+                    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size cuda_graph_scope
                 """,
                 "needs user buffers of one sequence length, but " + _VARYING: """
                     tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap
@@ -171,17 +172,14 @@ TRANSFORMER = KeyTable(
                     mlp_chunks_for_prefill nccl_all_reduce_for_prefill
                 """,
                 _NOT_READ: """
-                    apply_residual_connection_post_layernorm cuda_graph_scope cuda_graph_use_single_mempool
-                    disable_bf16_reduced_precision_matmul dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
-                    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-                    dsa_indexer_topk_freq dsa_kernel_backend expert_tensor_parallel_num_weight_shards
-                    inference_rng_tracker inference_sampling_seed is_hybrid_model mamba_head_dim mamba_num_groups
-                    mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype masked_softmax_fusion
-                    max_seqlen_per_dp_cp_rank moe_deepep_num_sms moe_enable_deepep moe_hybridep_num_sms
-                    moe_pad_experts_for_cuda_graph_inference moe_router_padding_for_fp8
-                    moe_router_topk_limited_devices moe_token_dropping pipeline_model_parallel_comm_backend
-                    tensor_parallel_num_weight_shards tp_comm_bootstrap_backend use_grouped_gemm_for_dense_mlp
-                    use_inference_optimized_layers use_mamba_mem_eff_path use_te_rng_tracker
+                    apply_residual_connection_post_layernorm cuda_graph_use_single_mempool dsa_indexer_k_norm_epsilon
+                    dsa_indexer_k_norm_fp32 dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+                    dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend inference_rng_tracker
+                    inference_sampling_seed mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+                    mamba_training_ssm_states_dtype masked_softmax_fusion max_seqlen_per_dp_cp_rank
+                    moe_pad_experts_for_cuda_graph_inference moe_token_dropping pipeline_model_parallel_comm_backend
+                    tp_comm_bootstrap_backend use_grouped_gemm_for_dense_mlp use_inference_optimized_layers
+                    use_mamba_mem_eff_path use_te_rng_tracker
                 """,
                 _UNTESTED: """
                     ep_overlap_early_attn_memory_release mrope_section mtp_detach_heads mtp_hybrid_override_pattern
@@ -189,25 +187,27 @@ TRANSFORMER = KeyTable(
                     mup_embedding_mult mup_output_mult mup_width_mult activation_offload_fraction autocast_dtype
                     batch_p2p_sync clone_scatter_output_in_embedding config_logger_dir cp_comm_type cpu_offloading
                     cpu_offloading_activations cpu_offloading_double_buffering cpu_offloading_num_layers
-                    cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights
-                    delta_offload_bytes_across_pp_ranks distribute_saved_activations enable_autocast
-                    experimental_attention_variant_loss_scale_func expert_gtp_weight_remat_size
-                    fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads
-                    fused_residual_rmsnorm fused_single_qkv_rope gtp_weight_remat_size hetereogenous_dist_checkpoint
-                    heterogeneous_block_specs high_priority_a2a_comm_stream hybrid_context_parallel
-                    kitchen_attention_backend memory_efficient_layer_norm microbatch_group_size_per_vp_stage
-                    min_offloaded_tensor_size mlp_chunks_for_training moe_flex_dispatcher_num_sms
-                    moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-                    moe_hybridep_num_sms_preprocessing moe_mlp_glu_interleave_size moe_permute_fusion_into_hybridep
-                    moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight
-                    num_microbatches_with_partial_activation_checkpoints offload_modules
+                    cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights delta_offload_bytes_across_pp_ranks
+                    distribute_saved_activations enable_autocast experimental_attention_variant_loss_scale_func
+                    expert_gtp_weight_remat_size fine_grained_activation_offloading
+                    fine_grained_offloading_max_inflight_offloads fused_residual_rmsnorm fused_single_qkv_rope
+                    gtp_weight_remat_size hetereogenous_dist_checkpoint heterogeneous_block_specs
+                    high_priority_a2a_comm_stream hybrid_context_parallel kitchen_attention_backend
+                    memory_efficient_layer_norm microbatch_group_size_per_vp_stage min_offloaded_tensor_size
+                    mlp_chunks_for_training moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
+                    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_mlp_glu_interleave_size
+                    moe_permute_fusion_into_hybridep moe_shared_expert_glu_interleave_size moe_single_grouped_bias
+                    moe_single_grouped_weight num_microbatches_with_partial_activation_checkpoints offload_modules
                     overlap_p2p_comm_warmup_flush persist_layer_norm symmetric_ar_type test_mode
                     use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert use_kitchen
                     use_kitchen_attention use_mup use_ring_exchange_p2p use_te_activation_func
-                    use_transformer_engine_op_fuser
+                    use_transformer_engine_op_fuser moe_deepep_num_sms moe_hybridep_num_sms
+                    disable_bf16_reduced_precision_matmul tensor_parallel_num_weight_shards
+                    expert_tensor_parallel_num_weight_shards
                 """,
             }
         ),
+        "moe_enable_deepep": "an old name: remove this key, and set megatron_config.moe_token_dispatcher_type=flex",
         "fp8": "packed sequences are not padded to the sizes of FP8 GEMMs: remove this key to train in bf16",
         "fp4": "packed sequences are not padded to the sizes of FP4 GEMMs: remove this key to train in bf16",
         "fp8_param": "needs FP8 parameter gathering, which this trainer does not have: remove this key",
