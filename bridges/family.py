@@ -12,7 +12,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from bridges.hf_config import attention_fields, base_transformer, model_arguments, read_config, reading, refuse
+from bridges.hf_config import (
+    attention_fields,
+    base_transformer,
+    check_ranges,
+    model_arguments,
+    read_config,
+    reading,
+    refuse,
+)
 from bridges.rows import EMBEDDING, HEAD, ModelShape, Row
 
 # Megatron hard-codes these values of Meta's Llama 3 scaling; only the factor is an argument.
@@ -214,7 +222,9 @@ class Family:
         """
         config = self.config(hf_config)
         with reading(self.model_type):
-            return self.read_megatron(config)
+            found = self.read_megatron(config)
+            check_ranges(config, found.transformer)
+            return found
 
     def layer_rows(self, moe: bool, mixer: str = "") -> tuple[Row, ...]:
         """Return the rows of a layer with or without experts; ``mixer``: the field with the mixer's rows."""

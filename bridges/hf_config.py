@@ -71,6 +71,30 @@ def require(config: PreTrainedConfig, key: str, allowed: tuple[object, ...], rea
         raise refuse(config.model_type, key, value, reason)
 
 
+def check_ranges(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
+    """Raise :class:`BridgeError` for a number with which no model computes. ``fields``: of ``TransformerConfig``."""
+    kind, values = config.model_type, config.to_dict()
+    experts, chosen = fields.get("num_moe_experts"), fields.get("moe_router_topk", 1)
+    if experts is not None and not 1 <= chosen <= experts:
+        key = "moe_k" if "moe_k" in values else "num_experts_per_tok"
+        raise refuse(kind, key, chosen, f"use 1 to {experts}, the number of experts of a layer")
+    groups, best = fields.get("moe_router_num_groups"), fields.get("moe_router_group_topk", 1)
+    if experts and groups:
+        if experts % groups:
+            raise refuse(kind, "n_group", groups, f"it does not divide {experts} experts")
+        if not 1 <= best <= groups or best * experts // groups < chosen:
+            raise refuse(kind, "topk_group", best, f"use 1 to {groups} groups that hold {chosen} experts")
+    if fields.get("window_size", (0, 0))[0] < 0:
+        raise refuse(kind, "sliding_window", values["sliding_window"], "use at least 1")
+    rope = values.get("rope_parameters") or {}
+    for each in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:
+        for name in ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"):
+            if isinstance(number := each.get(name), int | float) and number <= 0:
+                raise refuse(kind, f"rope_parameters.{name}", number, "use a number above 0")
+    if config.rms_norm_eps < 0:
+        raise refuse(kind, "rms_norm_eps", config.rms_norm_eps, "use a number of at least 0")
+
+
 def head_dim(config: PreTrainedConfig) -> int:
     """Return the head dimension."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -307,7 +331,7 @@ def sigmoid_routing(config: PreTrainedConfig, scaling: str = "routed_scaling_fac
     }
     if (getattr(config, "n_group", None) or 1) > 1:
         chosen, groups = config.num_experts_per_tok, config.topk_group
-        if chosen // groups != 2:
+        if chosen // max(groups, 1) != 2:
             ratio = f"num_experts_per_tok/topk_group={chosen}/{groups}"
             raise refuse(
                 kind, "topk_group", groups, f"Megatron ranks groups by their best {ratio} experts, HF by their best 2"

@@ -181,6 +181,8 @@ class Declared:
     annotation: ast.expr
     default: Any = dataclasses.MISSING
     """``MISSING`` if the source has no literal."""
+    owner: tuple[str, str, str] | None = None
+    """If the default is that of another class's field: module, class and field."""
 
     def wanted(self, value: Any) -> str | None:
         """Return what the value must be, if its type does not fit; None if it fits, or the type is not a plain one."""
@@ -201,15 +203,16 @@ def declared(module: str, name: str) -> Mapping[str, Declared] | None:
     """Return the annotated fields of the class ``name`` in ``module`` and of its bases; None if the package is not
     installed. Raises LookupError if the module has no such class.
 
-    Bases in other modules of the same package are read too; bases of other packages are left out.
+    Bases in other modules of the same package are read too; bases of other packages are left out. Names of literal
+    types, and defaults that are those of another class (``other: int = Config.other``), are looked up where they are.
     """
     tree = source_of(module)
     if tree is None:
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            inherited = [_fields_of_base(module, tree, base.id) for base in node.bases if isinstance(base, ast.Name)]
-            return {field: one for fields in (*inherited, _own_fields(node)) for field, one in fields.items()}
+            inherited = [_fields_of(module, base.id) for base in node.bases if isinstance(base, ast.Name)]
+            return {field: one for fields in (*inherited, _own_fields(module, node)) for field, one in fields.items()}
     raise LookupError(f"{module} has no class {name}")
 
 
@@ -226,32 +229,91 @@ def source_of(module: str) -> ast.Module | None:
     return None
 
 
-def _own_fields(node: ast.ClassDef) -> dict[str, Declared]:
+def _own_fields(module: str, node: ast.ClassDef) -> dict[str, Declared]:
     return {
-        item.target.id: Declared(item.annotation, _literal(item.value))
+        item.target.id: _declared_by(module, item)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         if not item.target.id.startswith("_") and "ClassVar" not in ast.unparse(item.annotation)
     }
 
 
+def _declared_by(module: str, item: ast.AnnAssign) -> Declared:
+    annotation, value = _Literals(module).visit(copy.deepcopy(item.annotation)), item.value
+    match value:
+        case ast.Attribute(ast.Name(cls), of) | ast.Call(
+            ast.Name("get_field"), [ast.Name(cls), ast.Constant(str(of))]
+        ):
+            if other := _fields_of(module, cls).get(of):
+                return Declared(annotation, other.default, (_found(module, cls)[0], cls, of))
+        case ast.Call(keywords=keywords):
+            given = {each.arg: each.value for each in keywords}
+            empty: dict[Any, Any] = {"list": [], "dict": {}, "set": []}
+            if "default_factory" in given and (factory := ast.unparse(given["default_factory"])) in empty:
+                return Declared(annotation, empty[factory])
+            value = given.get("default")
+    if isinstance(value, ast.Name):  # a constant
+        value = getattr(_found(module, value.id)[1], "value", None)
+    return Declared(annotation, _literal(value))
+
+
+class _Literals(ast.NodeTransformer):
+    """Replaces names of literal types by the types."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value = getattr(_found(self.module, node.id)[1], "value", None)
+        return value if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal" else node
+
+
 def _literal(node: ast.expr | None) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow):  # 1024 * 1024, 2**32
+        one, two = _literal(node.left), _literal(node.right)
+        if isinstance(one, int) and isinstance(two, int):
+            return one**two if isinstance(node.op, ast.Pow) else one * two
     try:
         return dataclasses.MISSING if node is None else ast.literal_eval(node)
     except ValueError:
         return dataclasses.MISSING
 
 
-def _fields_of_base(module: str, tree: ast.Module, base: str) -> Mapping[str, Declared]:
-    if any(isinstance(node, ast.ClassDef) and node.name == base for node in tree.body):
-        return declared(module, base) or {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == base for alias in node.names):
-            above = module.split(".")[: -node.level] if node.level else []
+def _fields_of(module: str, cls: str) -> Mapping[str, Declared]:
+    """Return the fields of a class that ``module`` has or imports; {} if it is of another package."""
+    home, node = _found(module, cls)
+    return (declared(home, cls) or {}) if isinstance(node, ast.ClassDef) else {}
+
+
+def _found(module: str, name: str) -> tuple[str, ast.stmt | None]:
+    """Return where a name of a module is defined, and the statement; None if it is in another package."""
+    own, imported = _names_of(module)
+    if name in own or name not in imported:
+        return module, own.get(name)
+    home, there = imported[name]
+    return _found(home, there) if home.split(".")[0] == module.split(".")[0] else (home, None)
+
+
+@functools.cache
+def _names_of(module: str) -> tuple[dict[str, ast.stmt], dict[str, tuple[str, str]]]:
+    """Return the statements that define names of a module, and names that it imports → (module, name)."""
+    own: dict[str, ast.stmt] = {}
+    imported: dict[str, tuple[str, str]] = {}
+    if (tree := source_of(module)) is None:
+        return own, imported
+    parts = module.split(".")
+    package = parts if source_of(f"{module}.__init__") is not None else parts[:-1]
+    under_a_condition = (node for each in tree.body if isinstance(each, ast.If | ast.Try) for node in each.body)
+    for node in [*tree.body, *under_a_condition]:
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
             home = ".".join([*above, *filter(None, [node.module])])
-            if home.split(".")[0] == module.split(".")[0]:
-                return declared(home, base) or {}
-    return {}
+            imported |= {alias.asname or alias.name: (home, alias.name) for alias in node.names}
+            continue
+        for target in [node, *getattr(node, "targets", []), getattr(node, "target", None)]:
+            if name := getattr(target, "name", None) or getattr(target, "id", None):
+                own[name if isinstance(name, str) else name.id] = node
+    return own, imported
 
 
 _Kind = tuple[str, Callable[[Any], bool]]

@@ -37,7 +37,7 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
     if params.stop:
         sampling["stop"] = list(params.stop)
         sampling["include_stop_str_in_output"] = True
-    return sampling | dict(params.additional_kwargs or {})
+    return sampling | {name: value for name, value in (params.additional_kwargs or {}).items() if name not in RESERVED}
 
 
 def request_seed(seed: int, uid: str, repetition: int, step: int) -> int:

@@ -20,6 +20,7 @@ from skyrl_megatron.entrypoints.command import run_hardware
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.preflight.data_checks import data, vocabularies
+from skyrl_megatron.preflight.foreign_values import foreign_values
 from skyrl_megatron.preflight.machine_checks import attention, folders, machine, memory, ports, replay, resume
 from skyrl_megatron.preflight.model_checks import engine_weights, model_files, pin_hub_names
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun, features, foreign_options, packages
@@ -40,6 +41,7 @@ __all__ = [
 CHECKS: tuple[Callable[[PlannedRun], Iterator[Problem | NotChecked]], ...] = (
     features,
     foreign_options,
+    foreign_values,
     packages,
     model_files,
     vocabularies,

@@ -55,6 +55,13 @@ _HEADS_OF_HIDDEN = frozenset({"qwen2", "qwen2_moe", "olmoe"})
 """Families whose head size vLLM takes from ``hidden_size``."""
 
 
+def overrides_of_engines(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``hf_overrides`` that are for engines alone: that they hold plain weights, and keys that only
+    vLLM reads, whose values :func:`engine_model_faults` compares."""
+    own = {name: value for name, value in overrides.items() if name in REQUIRED.get(family, ())}
+    return own | {name: None for name in ("quantization_config",) if overrides.get(name, ...) is None}
+
+
 def engine_model_faults(family: str, config: Any, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield what vLLM would compute otherwise, or cannot read, with the fix.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder
+from skyrl_megatron.preflight.foreign_values import transformer_values
 from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     for role in active_roles(run.cfg):
         path, key = getattr(run.cfg.trainer, role).model.path, f"trainer.{role}.model.path"
         if not path or path in seen:
-            yield from _optimizer(run, role, seen.get(path))
+            yield from _megatron(run, role, seen.get(path))
             continue
         seen[path] = None
         whole = cached_folder(run.cfg, role)
@@ -76,8 +78,14 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             head: Head = "value" if has_value_head(run.cfg, role) else "lm"
             problem = _weights(model, whole, head, run.cfg.trainer.algorithm.value_head_prefix)
         if problem is not None:
-            yield Problem(key, path, problem)
-        yield from _optimizer(run, role, model)
+            yield _of_the_change(run, role, problem) or Problem(key, path, problem)
+        yield from _megatron(run, role, model)
+        for name in (
+            ("rope_scaling", "rope_theta") if model is not None and model.config.get("rope_parameters") else ()
+        ):
+            if change := _changes(run, role).get(name):
+                fix = "config.json has rope_parameters, which are read instead: change those, or set trainer." + name
+                yield Problem(*change, fix)
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
         if model is not None and role == "policy":
@@ -87,17 +95,48 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from _cpu_engine(key, path, model.plan.family.config(model.config).to_dict())
 
 
+def _changes(run: PlannedRun, role: str) -> dict[str, tuple[str, Any]]:
+    """Return key of ``config.json`` → (the key of the configuration that changes it, value)."""
+    settings, section = getattr(run.cfg.trainer, role), f"trainer.{role}."
+    parts = {"": settings.model_config_kwargs, "megatron_config.": settings.megatron_config.model_config_kwargs}
+    return {
+        name: (f"{section}{part}model_config_kwargs.{name}", value)
+        for part, changes in parts.items()
+        for name, value in changes.items()
+    }
+
+
+def _of_the_change(run: PlannedRun, role: str, problem: str) -> Problem | None:
+    """Return the problem under the key that changes the value that it names; None if no change is the reason."""
+    for name, (key, value) in _changes(run, role).items():
+        if re.search(rf"\b{name}[=.']", problem):
+            return Problem(key, value, problem.removesuffix("; fetch the file again"))
+    return None
+
+
 def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Iterator[Problem]:
     """Yield values of the policy's ``config.json`` that vLLM does not honour, and keys that it needs."""
-    from skyrl_megatron.preflight.engine_models import engine_model_faults
+    from skyrl_megatron.preflight.engine_models import engine_model_faults, overrides_of_engines
 
     engine = run.cfg.generator.inference_engine
     if supervised(run.cfg) is not None or engine.backend != "vllm":
         return
-    overrides = engine.engine_init_kwargs.get("hf_overrides")
-    written = {**model.config, **(overrides if isinstance(overrides, Mapping) else {})}
+    overrides = engine.engine_init_kwargs.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        yield Problem(f"{ENGINE_KWARGS}.hf_overrides", overrides, "must be a mapping of keys of config.json")
+        return
     family = model.plan.family
-    for fault in engine_model_faults(family.model_type, family.config(model.config), written):
+    config = family.config(model.config)
+    if run.training:
+        known = {**config.to_dict(), **model.config, **overrides_of_engines(family.model_type, overrides)}
+        for name, value in overrides.items():
+            if known.get(name, ...) != value:
+                fix = (
+                    "engines would compute another model than the trainer: set trainer.policy.model_config_kwargs, "
+                    "which engines get too, and remove this key"
+                )
+                yield Problem(f"{ENGINE_KWARGS}.hf_overrides.{name}", value, fix)
+    for fault in engine_model_faults(family.model_type, config, {**model.config, **overrides}):
         yield Problem(key, path, fault)
 
 
@@ -118,8 +157,7 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
     """Return the description of the model that Megatron would build, or why it cannot be built."""
     from skyrl_megatron.runtime.model.description import read_hf_model
 
-    settings = getattr(run.cfg.trainer, role)
-    changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
+    changes = {name: value for name, (_, value) in _changes(run, role).items()}
     trust, draft = run.cfg.trainer.trust_remote_code, trains_draft(run.cfg, role)
     try:
         return read_hf_model(folder, changes=changes, trust_remote_code=trust, draft=draft), None
@@ -127,7 +165,14 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
         return None, str(error)
 
 
-def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Problem]:
+def _megatron(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Problem]:
+    """Yield what Megatron's optimizer and layers cannot do with the model of a role."""
+    if model is not None:
+        yield from transformer_values(run, role, model)
+        yield from _optimizer(run, role, model)
+
+
+def _optimizer(run: PlannedRun, role: str, model: HfModel) -> Iterator[Problem]:
     """Yield why Muon cannot train the model of a trained role, and why ``qk_clip`` cannot clip its attention, as this
     run builds it."""
     from bridges.rules import without_split
@@ -138,7 +183,7 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel | None) -> Iterator[Pr
         without_qk_clip,
     )
 
-    if model is None or is_frozen(role):
+    if is_frozen(role):
         return
     settings = getattr(run.cfg.trainer, role)
     if run.training and settings.optimizer_config.optimizer == "muon":

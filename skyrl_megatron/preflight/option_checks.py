@@ -19,7 +19,7 @@ from skyrl_megatron.config.rules.muon_rules import PREFIX
 from skyrl_megatron.config.rules.passthrough_keys import SAMPLING
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
-from skyrl_megatron.inference.sampling_params import WrongType, sampling_keys, sampling_types, typed_field
+from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, sampling_keys, sampling_types, typed_field
 from skyrl_megatron.plugins import GENERATORS, SANDBOXES
 from skyrl_megatron.sandboxes.sandbox_queue import why_not_here
 
@@ -128,7 +128,7 @@ def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         further = sampling.additional_kwargs if sampling is not None else None
         if further:
             key = f"generator.{name}.additional_kwargs"
-            known = None if sampling_types() is None else sampling_keys()
+            known = None if sampling_types() is None else sampling_keys() | RESERVED
             yield from _unknown(key, further, known, "vLLM's SamplingParams")
             yield from _of_another_type(key, further, SAMPLING.passed_on & (known or frozenset()))
 

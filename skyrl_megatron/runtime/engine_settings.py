@@ -70,7 +70,8 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     if role == "policy" and cfg.trainer.exact_rollouts and device.has_cuda() and not uses_local_layers(megatron):
         fields |= {"batch_invariant_mode": True, "attention_backend": "flash", "flash_attention_version": 3}
     fields |= megatron.transformer_config_kwargs
-    fields.pop(FUSED_GRADIENTS, None)
+    for name in (FUSED_GRADIENTS, "bf16", "fp16"):  # the dtype of the weights is known to the rank alone
+        fields.pop(name, None)
     if not cfg.trainer.gradient_checkpointing or is_frozen(role):
         fields = {name: value for name, value in fields.items() if name not in _RECOMPUTE}
     elif fields.get("recompute_granularity") == "selective":

@@ -501,16 +501,23 @@ register("broken", Broken)
 """
 
 
+FEWER_EXPERTS = """
+from skyrl_megatron.workers import engines
+settings = engines.engine_settings
+fewer = {"model_changes": {"num_experts_per_tok": 1}}
+engines.engine_settings = lambda cfg, **changes: settings(cfg, **changes, **fewer)
+"""
+
+
 @pytest.mark.full_matrix
 def test_mistakes_that_show_late_are_one_message_too(folder):
-    """A reward that is no number; an engine told to compute with fewer experts than the trainer."""
+    """A reward that is no number; engines that compute with fewer experts than the trainer, which no key asks for."""
     before = descendants()
     failed = runs.run(folder, NAN, environment__env_class="broken")
     assert failed.returncode == 1, failed.err[-4000:]
     assert "'broken', trajectory" in failed.err and "the reward is nan" in failed.err
     assert "Traceback" not in failed.err
-    engine = "{max_model_len: 128, kv_cache_memory_bytes: 33554432, hf_overrides: {num_experts_per_tok: 1}}"
-    failed = runs.run(folder, generator__inference_engine__engine_init_kwargs=engine)
+    failed = runs.run(folder, FEWER_EXPERTS)
     assert failed.returncode == 1, failed.err[-4000:]
     assert "version 0 is not published" in failed.err and "interpret the weights differently" in failed.err
     assert "Traceback" not in failed.err

@@ -104,15 +104,21 @@ def groups_body(folder, keys):
 
     engine = MegatronEngine(bodies.config(folder, overrides=bodies.NO_DISTRIBUTED | keys), total_steps=9)
     engine.lr_schedule.step(1)
-    names = ("lr", "eps", "wd_mult", "weight_decay")
+    names = ("lr", "eps", "wd_mult", "weight_decay", "min_lr")
     groups = [{name: group.get(name) for name in names} for group in engine.optimizer.param_groups]
+    norms = {
+        id(p) for name, p in engine.chunks[0].named_parameters() if "q_layernorm." in name or "k_layernorm." in name
+    }
+    for found, group in zip(groups, engine.optimizer.param_groups, strict=True):
+        found["norms of q and k"] = len(norms & {id(parameter) for parameter in group["params"]})
     parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     return groups, {type(part.optimizer).__name__ for part in parts}
 
 
 def test_fields_that_are_passed_on_reach_the_optimizer(ranks, folder):
-    """Rates of embedding and head, Adam's epsilon and kind of decay."""
-    asked = {"decoupled_lr": 0.5, "adam_eps": 0.125, "decoupled_weight_decay": False}
+    """Rates of embedding and head, Adam's epsilon and kind of decay, and what decays."""
+    asked = {"decoupled_lr": 0.5, "decoupled_min_lr": 0.25, "adam_eps": 0.125, "decoupled_weight_decay": False}
+    asked["apply_wd_to_qk_layernorm"] = True
     (plain,) = ranks(1, groups_body, folder, {})
     (asked,) = ranks(1, groups_body, folder, {f"{KWARGS}{name}": value for name, value in asked.items()})
     assert plain[1] == {"AdamW"} and asked[1] == {"Adam"}
@@ -120,3 +126,6 @@ def test_fields_that_are_passed_on_reach_the_optimizer(ranks, folder):
     assert {group["eps"] for group in asked[0]} == {0.125}
     assert {group["lr"] for group in plain[0]} == {reference.LR}
     assert {group["lr"] for group in asked[0]} == {reference.LR, 0.5}
+    assert {group["min_lr"] for group in asked[0]} - {group["min_lr"] for group in plain[0]} == {0.25}
+    for groups, decays in ((plain[0], 0.0), (asked[0], 1.0)):
+        assert {group["wd_mult"] for group in groups if group["norms of q and k"]} == {decays}

@@ -182,7 +182,7 @@ def _pipeline_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Proble
     if parallel.vpp > 1 and parallel.pp == 2 and not parallel.uses_overlapped_p2p:
         fix = (
             f"with pp=2 and vpp={parallel.vpp} batched sends are matched in the wrong order and gradients are "
-            "wrong; set overlap_p2p_comm=true and batch_p2p_comm=false, or remove both"
+            "wrong: set it to true, or remove this key"
         )
         yield _problem(parallel, "overlap_p2p", fix, prefix)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):

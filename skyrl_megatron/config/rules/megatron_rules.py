@@ -42,6 +42,9 @@ def optimizer_problems(
     if aware and not distributed:
         fix = f"this optimizer shards its state over data-parallel ranks: set {_DISTRIBUTED}=true, or remove this key"
         yield Problem(f"{section}{_AWARE}", aware, fix)
+    rate, least = options.get("decoupled_lr"), options.get("decoupled_min_lr")
+    if isinstance(least, int | float) and not (isinstance(rate, int | float) and rate >= least):
+        yield Problem(f"{section}decoupled_min_lr", least, "is the least of decoupled_lr: set that, to at least this")
     for name, value in options.items():
         if not name.endswith("_dtype"):
             continue
@@ -108,6 +111,9 @@ def megatron_problems(
     yield from _clipping(cfg, role, megatron, section)
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
+    for name in ("moe_permute_fusion", "moe_router_fusion"):
+        if hardware.is_cpu and megatron.transformer_config_kwargs.get(name):
+            yield Problem(f"{section}transformer_config_kwargs.{name}", True, "needs GPUs: remove this key")
     yield from _indexer(megatron.transformer_config_kwargs, section, hf)
     if role == "policy" and megatron.mtp.train:
         yield from _draft(cfg, section)

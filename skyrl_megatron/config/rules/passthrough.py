@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.fields import Declared, declared, get_path
+from skyrl_megatron.config.fields import Bounds, Declared, OneOf, declared, get_path
 from skyrl_megatron.config.rules.passthrough_keys import (
     ENGINE,
     MASKS,
+    MODEL,
     OPTIMIZER,
     SAMPLING,
     TRANSFORMER,
@@ -61,6 +62,8 @@ def engine_key_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[P
     for name in ("sampling_params", "eval_sampling_params"):
         if (params := getattr(generator, name)) is not None:
             section = f"generator.{name}"
+            if params.temperature > 2:
+                yield Problem(f"{section}.temperature", params.temperature, "vLLM takes 0 to 2: lower it")
             yield from _problems(
                 cfg, SAMPLING, params.additional_kwargs or {}, f"{section}.additional_kwargs.", section
             )
@@ -74,15 +77,16 @@ def _problems(
     for name, value in options.items():
         field = fields.get(name)
         if name in table.refused:
-            if not _is_default(field, value):
+            if table.refused[name] != MODEL and not _is_as_it_is(table, name, field, value):
                 yield Problem(f"{prefix}{name}", value, table.refused[name])
         elif name in table.own_keys:
             key = table.own_keys[name]
             key = f"{base}{key}" if key.startswith(".") else key
-            if key.rpartition(".")[2] != name or _other(get_path(cfg, key), value):
+            if _other(_own_value(name, get_path(cfg, key)), value):
                 yield Problem(f"{prefix}{name}", value, f"has a key of its own: set {key}, and remove this one")
-        elif field is not None and not _is_checked_elsewhere(table, name) and (wanted := field.wanted(value)):
-            yield Problem(f"{prefix}{name}", value, wanted)
+        elif field is not None and not _is_checked_elsewhere(table, name):
+            if wanted := field.wanted(value) or _beyond(table.limits.get(name), value):
+                yield Problem(f"{prefix}{name}", value, wanted)
 
 
 def _is_checked_elsewhere(table: KeyTable, name: str) -> bool:
@@ -90,11 +94,38 @@ def _is_checked_elsewhere(table: KeyTable, name: str) -> bool:
     return table is SAMPLING or name.startswith("muon_") or name in ("recompute_granularity", "attention_backend")
 
 
-def _is_default(field: Declared | None, value: Any) -> bool:
-    """Return whether a value changes nothing: the default, or, where that is no literal, one that means "off"."""
+def _beyond(limits: Bounds | OneOf | None, value: Any) -> str | None:
+    """Return what the value, or each in a list, must be; None if it is, or is null."""
+    every = value if isinstance(value, list | tuple) else [value]
+    if limits is None or value is None or all(limits.allows(each) for each in every):
+        return None
+    return f"must be {limits}"
+
+
+def _is_as_it_is(table: KeyTable, name: str, field: Declared | None, value: Any) -> bool:
+    """Return whether a refused key has the value that runs have anyway: by default the other package's, or, where that
+    is no literal, one that means "off"."""
+    if name in table.as_it_is:
+        return any(not _other(each, value) for each in table.as_it_is[name])
     if field is None or field.default is dataclasses.MISSING:
-        return value is None or value is False or value in (0, "", "none")
+        return value is None or value is False or value in (0, "", "none", [], {})
     return not _other(field.default, value)
+
+
+def _own_value(name: str, value: Any) -> Any:
+    """Return what the key of this package that sets a field means for the field."""
+    match name:
+        case "adam_beta1" | "adam_beta2":
+            return value[name == "adam_beta2"]
+        case "fp16":
+            return False
+        case "enable_expert_parallel" | "sequence_parallel":
+            return value > 1
+        case "enable_lora":
+            return value > 0
+        case "disable_log_stats":
+            return not value
+    return value
 
 
 def _other(one: Any, two: Any) -> bool:

@@ -10,7 +10,10 @@ installed types.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_megatron.config.fields import Bounds, OneOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,11 @@ class KeyTable:
     own_keys: Mapping[str, str]
     """Field → the configuration key that sets it; one that begins with a dot is in the same section."""
     refused: Mapping[str, str]
-    """Field → why it is refused, and what to do."""
+    """Field → why it is refused, and what to do. The other package's default is accepted: it changes nothing."""
+    as_it_is: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Refused field → the values that are accepted instead of the default, because runs have them."""
+    limits: Mapping[str, Bounds | OneOf] = field(default_factory=dict)
+    """Field → limits of its values, or of each in a list, that the other package does not check."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -45,7 +52,8 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
 _VARYING = "packed micro-batches vary in length: remove this key"
 _DELAYED = "delays weight gradients beyond the hooks that count them: remove this key"
 _INFERENCE = "is an option of Megatron's inference, but vLLM runs inference here: remove this key"
-_MODEL = "describes the model: change its config.json with model_config_kwargs, which engines get too"
+MODEL = "describes the model: change its config.json with model_config_kwargs, which engines get too"
+"""Reason of fields that :func:`skyrl_megatron.runtime.model.build.transformer_config` compares with the model."""
 _NOT_READ = "no code that this trainer runs reads it: remove this key"
 _SET_HERE = "the trainer sets it: remove this key"
 _UNTESTED = "no test of this trainer shows what it does: remove this key"
@@ -87,12 +95,13 @@ TRANSFORMER = KeyTable(
         "batch_invariant_mode": "trainer.exact_rollouts",
         "deterministic_mode": "trainer.deterministic",
         "mtp_loss_scaling_factor": ".mtp.loss_scale",
+        "sequence_parallel": ".tensor_model_parallel_size",
         **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "trainer.bf16"),
     },
     refused={
         **_by_reason(
             {
-                _MODEL: """
+                MODEL: """
                     activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
                     apply_query_key_layer_scaling attention_output_gate attention_softmax_in_fp32 beta_fast beta_slow
                     dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_topk
@@ -107,17 +116,18 @@ TRANSFORMER = KeyTable(
                     original_max_position_embeddings q_lora_rank qk_head_dim qk_l2_norm qk_layernorm
                     qk_pos_emb_head_dim rope_type rotary_base rotary_interleaved rotary_percent rotary_scaling_factor
                     softmax_scale softmax_type v_head_dim window_attn_skip_freq window_size
+                    moe_router_topk_limited_devices
                 """,
                 _SET_HERE: """
                     batch_p2p_comm calculate_per_token_loss deallocate_pipeline_outputs
                     disable_parameter_transpose_cache finalize_model_grads_func flash_attention_version
                     grad_scale_func grad_sync_func init_model_with_meta_device moe_grad_scale_func
                     moe_hybridep_pad_uneven_dispatch_inputs mtp_grad_scale_func no_sync_func param_sync_func
-                    perform_initialization sequence_parallel timers use_cpu_initialization variable_seq_lengths
+                    perform_initialization timers use_cpu_initialization variable_seq_lengths
                 """,
                 "the weights come from a checkpoint: remove this key": """
                     embedding_init_method embedding_init_method_std init_method init_method_std
-                    output_layer_init_method
+                    output_layer_init_method is_hybrid_model
                 """,
                 "the trainer computes log-probs and losses itself: remove this key": """
                     cross_entropy_fusion_impl cross_entropy_loss_fusion defer_embedding_wgrad_compute
@@ -141,13 +151,13 @@ TRANSFORMER = KeyTable(
                     fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention fp8_interval fp8_margin
                     fp8_multi_head_attention fp8_output_proj fp8_quantizer_factory fp8_recipe fp8_wgrad
                     moe_router_padding_for_quantization num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
-                    quant_recipe tp_only_amax_red
+                    quant_recipe tp_only_amax_red moe_router_padding_for_fp8
                 """,
                 _VARYING: """
                     cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_warmup_steps
                     delay_offload_until_cuda_graph enable_cuda_graph external_cuda_graph moe_ncclep_static_shape
                     moe_ncclep_zero_copy moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
-                    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
+                    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size cuda_graph_scope
                 """,
                 "needs user buffers of one sequence length, but " + _VARYING: """
                     tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap
@@ -162,17 +172,14 @@ TRANSFORMER = KeyTable(
                     mlp_chunks_for_prefill nccl_all_reduce_for_prefill
                 """,
                 _NOT_READ: """
-                    apply_residual_connection_post_layernorm cuda_graph_scope cuda_graph_use_single_mempool
-                    disable_bf16_reduced_precision_matmul dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
-                    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-                    dsa_indexer_topk_freq dsa_kernel_backend expert_tensor_parallel_num_weight_shards
-                    inference_rng_tracker inference_sampling_seed is_hybrid_model mamba_head_dim mamba_num_groups
-                    mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype masked_softmax_fusion
-                    max_seqlen_per_dp_cp_rank moe_deepep_num_sms moe_enable_deepep moe_hybridep_num_sms
-                    moe_pad_experts_for_cuda_graph_inference moe_router_padding_for_fp8
-                    moe_router_topk_limited_devices moe_token_dropping pipeline_model_parallel_comm_backend
-                    tensor_parallel_num_weight_shards tp_comm_bootstrap_backend use_grouped_gemm_for_dense_mlp
-                    use_inference_optimized_layers use_mamba_mem_eff_path use_te_rng_tracker
+                    apply_residual_connection_post_layernorm cuda_graph_use_single_mempool dsa_indexer_k_norm_epsilon
+                    dsa_indexer_k_norm_fp32 dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+                    dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend inference_rng_tracker
+                    inference_sampling_seed mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+                    mamba_training_ssm_states_dtype masked_softmax_fusion max_seqlen_per_dp_cp_rank
+                    moe_pad_experts_for_cuda_graph_inference moe_token_dropping pipeline_model_parallel_comm_backend
+                    tp_comm_bootstrap_backend use_grouped_gemm_for_dense_mlp use_inference_optimized_layers
+                    use_mamba_mem_eff_path use_te_rng_tracker
                 """,
                 _UNTESTED: """
                     ep_overlap_early_attn_memory_release mrope_section mtp_detach_heads mtp_hybrid_override_pattern
@@ -180,25 +187,27 @@ TRANSFORMER = KeyTable(
                     mup_embedding_mult mup_output_mult mup_width_mult activation_offload_fraction autocast_dtype
                     batch_p2p_sync clone_scatter_output_in_embedding config_logger_dir cp_comm_type cpu_offloading
                     cpu_offloading_activations cpu_offloading_double_buffering cpu_offloading_num_layers
-                    cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights
-                    delta_offload_bytes_across_pp_ranks distribute_saved_activations enable_autocast
-                    experimental_attention_variant_loss_scale_func expert_gtp_weight_remat_size
-                    fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads
-                    fused_residual_rmsnorm fused_single_qkv_rope gtp_weight_remat_size hetereogenous_dist_checkpoint
-                    heterogeneous_block_specs high_priority_a2a_comm_stream hybrid_context_parallel
-                    kitchen_attention_backend memory_efficient_layer_norm microbatch_group_size_per_vp_stage
-                    min_offloaded_tensor_size mlp_chunks_for_training moe_flex_dispatcher_num_sms
-                    moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-                    moe_hybridep_num_sms_preprocessing moe_mlp_glu_interleave_size moe_permute_fusion_into_hybridep
-                    moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight
-                    num_microbatches_with_partial_activation_checkpoints offload_modules
+                    cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights delta_offload_bytes_across_pp_ranks
+                    distribute_saved_activations enable_autocast experimental_attention_variant_loss_scale_func
+                    expert_gtp_weight_remat_size fine_grained_activation_offloading
+                    fine_grained_offloading_max_inflight_offloads fused_residual_rmsnorm fused_single_qkv_rope
+                    gtp_weight_remat_size hetereogenous_dist_checkpoint heterogeneous_block_specs
+                    high_priority_a2a_comm_stream hybrid_context_parallel kitchen_attention_backend
+                    memory_efficient_layer_norm microbatch_group_size_per_vp_stage min_offloaded_tensor_size
+                    mlp_chunks_for_training moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
+                    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_mlp_glu_interleave_size
+                    moe_permute_fusion_into_hybridep moe_shared_expert_glu_interleave_size moe_single_grouped_bias
+                    moe_single_grouped_weight num_microbatches_with_partial_activation_checkpoints offload_modules
                     overlap_p2p_comm_warmup_flush persist_layer_norm symmetric_ar_type test_mode
                     use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert use_kitchen
                     use_kitchen_attention use_mup use_ring_exchange_p2p use_te_activation_func
-                    use_transformer_engine_op_fuser
+                    use_transformer_engine_op_fuser moe_deepep_num_sms moe_hybridep_num_sms
+                    disable_bf16_reduced_precision_matmul tensor_parallel_num_weight_shards
+                    expert_tensor_parallel_num_weight_shards
                 """,
             }
         ),
+        "moe_enable_deepep": "an old name: remove this key, and set megatron_config.moe_token_dispatcher_type=flex",
         "fp8": "packed sequences are not padded to the sizes of FP8 GEMMs: remove this key to train in bf16",
         "fp4": "packed sequences are not padded to the sizes of FP4 GEMMs: remove this key to train in bf16",
         "fp8_param": "needs FP8 parameter gathering, which this trainer does not have: remove this key",
@@ -213,6 +222,25 @@ TRANSFORMER = KeyTable(
         "mla_down_proj_fusion": (
             "fuses two weights that loading, weight sync and checkpoints need under separate names: remove this key"
         ),
+    },
+    as_it_is={
+        **dict.fromkeys("batch_p2p_comm masked_softmax_fusion persist_layer_norm".split(), (True, False)),
+        **dict.fromkeys(
+            "calculate_per_token_loss deallocate_pipeline_outputs disable_parameter_transpose_cache "
+            "moe_hybridep_pad_uneven_dispatch_inputs variable_seq_lengths".split(),
+            (True,),
+        ),
+        "cp_comm_type": (None, "p2p"),
+        "perform_initialization": (False,),
+    },
+    limits={
+        **dict.fromkeys(("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"), Bounds(0, 1)),
+        "moe_router_bias_update_rate": Bounds(0),
+        "recompute_method": OneOf("uniform", "block"),
+        "recompute_modules": OneOf(
+            *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+        ),
+        "recompute_num_layers": Bounds(1),
     },
 )
 
@@ -263,6 +291,11 @@ OPTIMIZER = KeyTable(
             _UNTESTED: "config_logger_dir use_torch_optimizer_for_cpu_offload",
         }
     ),
+    limits={
+        **dict.fromkeys(("adam_eps", "decoupled_lr", "decoupled_min_lr"), Bounds(0)),
+        "grad_norm_skip_threshold": Bounds(0, open_low=True),
+        "optimizer_offload_fraction": Bounds(0, 1),
+    },
 )
 
 # ------------------------------------------------------------------ vLLM
@@ -387,13 +420,27 @@ ENGINE = KeyTable(
             """,
         }
     ),
+    as_it_is={
+        **dict.fromkeys(
+            "additional_config enable_mixed_moe_lora_format logprobs_mode max_cpu_loras "
+            "sleep_preserve_parameter_names weight_transfer_config worker_extension_cls".split(),
+            (),
+        ),
+        "generation_config": ("vllm",),
+        "mamba_backend": ("triton",),
+    },
+    limits=dict.fromkeys(
+        "cpu_distributed_timeout_seconds distributed_timeout_seconds kv_cache_memory_bytes "
+        "num_gpu_blocks_override".split(),
+        Bounds(1),
+    ),
 )
 
 MASKS = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
 """Sampling keys that exclude tokens. The support holds what they leave."""
 WEIGHTS = ("presence_penalty", "frequency_penalty", "logit_bias")
 """Sampling keys that change the probabilities of tokens. No support describes them."""
-_ONE_REQUEST = "a request is one continuation of the run: remove this key"
+_ONE_REQUEST = "the run takes each answer at once, when it is whole: remove this key"
 _DECODED_HERE = "the run decodes responses itself: remove this key"
 
 SAMPLING = KeyTable(
@@ -413,7 +460,9 @@ SAMPLING = KeyTable(
     },
     refused=_by_reason(
         {
-            _ONE_REQUEST: "n output_kind output_text_buffer_length skip_clone stream_interval",
+            "each sample of a prompt is a request of its own: remove this key, and set generator.n_samples_per_prompt "
+            "or eval_n_samples_per_prompt": "n",
+            _ONE_REQUEST: "output_kind output_text_buffer_length skip_clone stream_interval",
             _DECODED_HERE: "detokenize include_stop_str_in_output skip_special_tokens spaces_between_special_tokens",
             "the run reads the log-prob of the sampled token only: remove this key": """
                 flat_logprobs logprob_token_ids prompt_logprob_start prompt_logprob_token_ids prompt_logprobs
@@ -428,4 +477,5 @@ SAMPLING = KeyTable(
             "the run asks for the experts of tokens itself: remove this key": "routed_experts_prompt_start",
         }
     ),
+    as_it_is={"include_stop_str_in_output": (True,)},  # the run sets it with `stop`
 )

@@ -28,6 +28,7 @@ from bridges.family import MegatronModelConfig
 from bridges.rules import padded_rows
 from skyrl_megatron import device as devices
 from skyrl_megatron.algorithms import exact_ops
+from skyrl_megatron.config.rules import passthrough_keys as keys
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.errors import ConfigError, Problem
@@ -64,9 +65,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return the ``TransformerConfig`` (``MLATransformerConfig`` for multi-latent attention) of a model in a layout.
 
-    ``overrides`` (``transformer_config_kwargs``) are fields applied last. Fields of the layout are rejected, because
-    they have separate settings. Raises ConfigError for an unknown or rejected field, and with Megatron's message if
-    Megatron rejects the combination.
+    ``overrides`` (``transformer_config_kwargs``) are fields applied last. Other values of fields of the layout and of
+    the model are rejected, because they have separate settings. Raises ConfigError for an unknown or rejected field,
+    and with Megatron's message if Megatron rejects the combination.
     """
     overrides = dict(overrides or {})
     cls = MLATransformerConfig if model.megatron.multi_latent_attention else TransformerConfig
@@ -83,13 +84,19 @@ def transformer_config(
         for name, value in overrides.items()
         if name in layout and value != layout[name]
     ]
+    own = {field.name: field.default for field in dataclasses.fields(cls)} | dict(model.megatron.transformer)
+    problems += [
+        Problem(f"{key}.{name}", value, keys.MODEL)
+        for name, value in overrides.items()
+        if keys.TRANSFORMER.refused.get(name) == keys.MODEL and value != own.get(name)
+    ]
     biased = model.layout_shape.num_experts and model.megatron.transformer.get("add_bias_linear")
     if biased and parallel.etp > 1:
         fix = "experts with biases cannot be split: set it to 1 and raise expert_model_parallel_size instead"
         problems.append(Problem(f"{prefix}expert_tensor_parallel_size", parallel.etp, fix))
-    name, own = "moe_router_enable_expert_bias", model.megatron.transformer.get("moe_router_enable_expert_bias", False)
-    if bool(overrides.get(name, own)) != own:
-        fix = f"the model has {'an' if own else 'no'} expert bias: remove this setting"
+    name, biased = "moe_router_enable_expert_bias", bool(own["moe_router_enable_expert_bias"])
+    if bool(overrides.get(name, biased)) != biased:
+        fix = f"the model has {'an' if biased else 'no'} expert bias: remove this setting"
         problems.append(Problem(f"{prefix}{name}", overrides[name], fix))
     if problems:
         raise ConfigError(problems)
@@ -105,7 +112,7 @@ def transformer_config(
     }
     try:
         config = cls(**fields)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError([Problem(key, overrides, f"Megatron rejects it: {error}")]) from error
     for name, value in model.megatron.attributes.items():
         setattr(config, name, value)
