@@ -72,7 +72,13 @@ import asyncio
 from skyrl_megatron.inference.engine_pool import EnginePool
 from skyrl_megatron.workers import engines as inference_engine_client
 async def ask(self):
-    await asyncio.gather(*(slot.engine.health() for slot in self.slots))
+    for slot in self.slots:
+        while True:
+            try:
+                await slot.engine.health()
+                break
+            except Exception:  # it has a deadline of its own
+                await asyncio.sleep(1)
 EnginePool.shutdown, inference_engine_client.STOP_TIMEOUT_S = ask, 1e6
 """
 """Both are asked to end, in place of being killed."""
