@@ -229,7 +229,7 @@ class DequantizedFolder:
     """A quantised HF folder, read with the names, shapes and dtype of the bf16 model."""
 
     def __init__(self, folder: HfFolder) -> None:
-        self.folder = folder
+        self.folder, self.form = folder, folder.form
         self.path: Path = folder.path
         found = Quantisation.of(folder.config, f"{self.path}/config.json")
         assert found is not None
