@@ -19,7 +19,7 @@ from bridges.errors import BridgeError
 from bridges.files import holds_text_model, text_config
 from bridges.rows import Shape
 
-type Declared = Mapping[str, tuple[Shape, torch.dtype]]
+type FolderTensors = Mapping[str, tuple[Shape, torch.dtype]]
 """Name → shape and dtype of the tensors of a folder."""
 
 
@@ -77,7 +77,7 @@ class DiskForm:
         """Return the name on disk of a tensor or module of the language model."""
         return own if own.startswith("model.visual.") else re.sub(r"^model\.", self.prefix, own)
 
-    def stored(self, tensors: Declared) -> dict[str, tuple[Shape, torch.dtype]]:
+    def stored(self, tensors: FolderTensors) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return the tensors to declare in files for the tensors of a text model, in the same order."""
         found: dict[str, tuple[Shape, torch.dtype]] = {}
         for name, (shape, dtype) in tensors.items():

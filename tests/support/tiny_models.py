@@ -143,8 +143,9 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind, parts = AutoModelForCausalLM, {**_SIZES, **(TINY.get(model_type) or TINY[f"{model_type}_text"]), **overrides}
-    if model_type not in TINY:
+    family = model_type if model_type in TINY else f"{model_type}_text"
+    kind, parts = AutoModelForCausalLM, {**_SIZES, **TINY[family], **overrides}
+    if family != model_type:
         kind, parts = AutoModelForImageTextToText, {"text_config": parts, "vision_config": _VISION, **_OF_IMAGES}
     config = AutoConfig.for_model(model_type, **parts)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

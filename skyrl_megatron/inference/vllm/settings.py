@@ -239,7 +239,8 @@ class EngineSettings:
             changed = hf_config(self.folder) | overrides
             overrides["rope_parameters"] = rope_parameters(changed) | dict(self.rope)
         extra = dict(self.extra)
-        within = json_file.holds_text_model(_whole_config(self.folder))
+        known = (self.folder / json_file.CONFIG).is_file()  # else vLLM says what is missing
+        within = known and json_file.holds_text_model(_whole_config(self.folder))
         if within:  # a model of text and images, which runs without its vision tower
             arguments["language_model_only"] = True
         if overrides:
