@@ -197,6 +197,7 @@ def test_other_models_of_text_and_images_are_refused(model_type, folders, tmp_pa
     "change, error",
     [
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True, its text_config False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "only folders that are not quantised are read"),
         ({"text_config": "qwen"}, "text_config='qwen' must be a JSON object"),
         ({"text_config": {"hidden_size": "48"}}, "text_config: hidden_size='48' must be a whole number"),
     ],
