@@ -219,7 +219,9 @@ def import_hf(
         place = places[entry.name]
         tensors[place.key] = ((*place.axes, *entry.shape), keys[place.key])
         work.append(_Import(entry.name, entry, math.prod(entry.shape) * keys[place.key].itemsize))
-    for name in () if drop_mtp else filter(plan.is_passthrough, shapes):
+    for name in filter(plan.is_passthrough, shapes):
+        if drop_mtp and plan.is_prediction(name):
+            continue
         kind = source.dtype(name)
         tensors[PASSTHROUGH + name] = (shapes[name], kind)
         work.append(_Import(name, None, math.prod(shapes[name]) * kind.itemsize))
@@ -297,7 +299,16 @@ def export_megatron(
         raise BridgeError(f"{megatron} holds neither metadata.json nor *.distcp files; {hint}")
     source = MegatronSource(megatron, template)
     plan = source.plan
-    passthrough = {} if drop_mtp else _passthrough(source, template)
+    original = open_hf(template) if template is not None and any(template.glob("*.safetensors")) else None
+    passthrough = {
+        name: origin
+        for name, origin in _passthrough(source, original).items()
+        if plan.is_passthrough(name) and not (drop_mtp and plan.is_prediction(name))
+    }
+    plan.require_vision(
+        passthrough, f"name the folder that the model was trained from: {CONVERT} --hf-template FOLDER"
+    )
+    form = source.form if original is None or source.has_value_head else original.form
     if source.has_value_head:
         passthrough[SCORE] = source
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
@@ -316,7 +327,7 @@ def export_megatron(
         max_shard_size = min(max_shard_size, -(-total // max(1, workers)))
     progress = Progress(total, "export", stream)
     with staged(out, total) as folder:
-        writer = HfWriter(folder, tensors, max_shard_size)
+        writer = HfWriter(folder, tensors, max_shard_size, form=form)
 
         def convert(worker: int, item: Entry | str) -> None:
             if isinstance(item, str):
@@ -340,13 +351,12 @@ def export_megatron(
     return Report(str(out), plan.family.model_type, len(tensors), progress.done, progress.seconds)
 
 
-def _passthrough(source: MegatronSource, template: Path | None) -> dict[str, Source]:
-    """Return the source of each multi-token-prediction tensor: the checkpoint, else the template's weights."""
+def _passthrough(source: MegatronSource, original: Source | None) -> dict[str, Source]:
+    """Return the source of each tensor that is copied unchanged: the checkpoint, else the template's weights."""
     if source.passthrough:
         return dict.fromkeys(source.passthrough, source)
-    if template is None or not any(template.glob("*.safetensors")):
+    if original is None:
         return {}
-    original = open_hf(template)
     return {name: original for name in original.shapes() if source.plan.is_passthrough(name)}
 
 

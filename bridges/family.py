@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from bridges.files import text_config
 from bridges.hf_config import (
     attention_fields,
     base_transformer,
@@ -185,7 +186,8 @@ class Family:
 
     ``aliases``: other ``model_type`` values with the same tensors. ``ignored``: suffixes of HF tensors that hold no
     weights. ``carried``: prefixes of HF tensors that are copied unchanged (multi-token prediction), in addition to the
-    layers counted by ``num_nextn_predict_layers`` or ``num_mtp_modules``.
+    layers counted by ``num_nextn_predict_layers`` or ``num_mtp_modules``. ``within``: ``model_type`` of models of text
+    and images whose language model this is; its folders are read, and exports keep their other tensors.
     """
 
     model_type: str
@@ -204,10 +206,14 @@ class Family:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     carried: tuple[str, ...] = ()
     draft: tuple[Row, ...] = ()
+    within: tuple[str, ...] = ()
 
     def config(self, hf_config: Mapping[str, Any]) -> PreTrainedConfig:
-        """Return ``config.json`` as transformers reads it, with defaults. Raises :class:`BridgeError`."""
-        return read_config(hf_config, self.model_type)
+        """Return the language model's ``config.json`` as transformers reads it, with defaults.
+
+        Raises :class:`BridgeError`.
+        """
+        return read_config(text_config(hf_config), self.model_type)
 
     def shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return the sizes and flags for the expansion of the rows. Raises :class:`BridgeError`."""

@@ -195,7 +195,7 @@ _COUNTS = (
 )  # fmt: skip
 _BY_LAYER = ("intermediate_size", "moe_intermediate_size", "moe_num_experts")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
-_OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "auto_map")
+_OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "auto_map", "text_config")
 _LISTS = ("mlp_only_layers", "layer_types", "mlp_layer_types", "architectures")
 _MOST = 2**40  # upper bound of a plausible size
 
@@ -249,7 +249,40 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """Return ``config.json`` of a HF folder. Raises :class:`BridgeError` if it is missing, damaged or mistyped."""
     config = read_json(folder / CONFIG)
     check_fields(config, str(folder / CONFIG))
+    if holds_text_model(config):
+        check_fields(config["text_config"], f"{folder / CONFIG}, text_config")
     return config
+
+
+_OF_THE_WHOLE = ("auto_map", "quantization_config", "architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+"""Keys of a model of text and images that its language model may lack."""
+
+
+def holds_text_model(config: Mapping[str, Any]) -> bool:
+    """Return whether ``config.json`` is of a model of text and images, with the language model in ``text_config``."""
+    return isinstance(config.get("text_config"), Mapping)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``config.json`` of the language model: the whole, or ``text_config`` of a model of text and images.
+
+    Raises :class:`BridgeError` if they differ in ``tie_word_embeddings``, because libraries read either.
+    """
+    if not holds_text_model(config):
+        return dict(config)
+    inner, tie = config["text_config"], "tie_word_embeddings"
+    if tie in config and tie in inner and config[tie] != inner[tie]:
+        raise BridgeError(f"config.json has {tie}={config[tie]!r}, its text_config {inner[tie]!r}: make them agree")
+    whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
+    return {**whole, "model_type": f"{config.get('model_type')}_text", **inner}
+
+
+def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config.json`` with keys of the language model replaced by ``changes``."""
+    if not holds_text_model(config):
+        return {**config, **changes}
+    whole = {key: changes[key] for key in _OF_THE_WHOLE if key in changes and key in config}
+    return {**config, **whole, "text_config": {**config["text_config"], **changes}}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
+from bridges.disk_form import AS_TEXT, DiskForm, TensorInfo
 from bridges.errors import BridgeError
 from bridges.files import check_folder, open_regular, read_hf_config, read_json, refuse_outside
 from bridges.rows import Shape
@@ -41,22 +41,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 * 2**20  # the library's own limit
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor in a file: dtype, shape, and its bytes ``[start, end)`` of the file."""
-
-    file: str
-    dtype: torch.dtype
-    shape: Shape
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.end - self.start
 
 
 def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
@@ -99,29 +83,12 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
     return infos
 
 
-_OF_BOTH = "model.language_model."
-"""Prefix of the language model in a model of text and images. transformers keeps it in the text model that it takes
-out of such a model; vLLM and transformers read that folder by the names without it."""
-
-
-def _of_text_model(tensors: dict[str, TensorInfo], path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors by the names that they have in a text model."""
-    renamed: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        own = f"model.{name.removeprefix(_OF_BOTH)}" if name.startswith(_OF_BOTH) else name
-        if own in renamed:
-            raise BridgeError(
-                f"{path} has {own} twice, with and without the prefix {_OF_BOTH}; fetch the folder again"
-            )
-        renamed[own] = info
-    return renamed
-
-
 class HfFolder:
     """A HF folder opened for reading.
 
-    ``tensors``: name → :class:`TensorInfo`. The constructor reads config, index and headers, and maps the data later.
-    It raises :class:`BridgeError`, with file, tensor and fix, for anything missing, damaged or unsafe.
+    ``tensors``: name → :class:`TensorInfo`. ``form``: how they are named on disk. The constructor reads config, index
+    and headers, and maps the data later. It raises :class:`BridgeError`, with file, tensor and fix, for anything
+    missing, damaged or unsafe.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -133,7 +100,9 @@ class HfFolder:
             )
         check_folder(self.path)
         self.config = read_hf_config(self.path)
-        self.tensors: Mapping[str, TensorInfo] = _of_text_model(self._read_tensors(), self.path)
+        stored = self._read_tensors()
+        self.form = DiskForm.of(self.config, stored)
+        self.tensors: Mapping[str, TensorInfo] = self.form.own(stored, str(self.path))
         self._maps: dict[str, mmap.mmap] = {}
 
     def _read_tensors(self) -> dict[str, TensorInfo]:
@@ -243,8 +212,9 @@ def parse_size(text: str) -> int:
 class HfWriter:
     """Writes safetensors files of at most ``max_shard_size`` bytes to a folder; a larger tensor gets its own file.
 
-    ``tensors``: name → (shape, dtype) in the order of the files. ``stem``: prefix of the file names. :meth:`write` may
-    be called in any order and from several threads; :meth:`finish` writes the index and syncs.
+    ``tensors``: name → (shape, dtype) in the order of the files. ``stem``: prefix of the file names. ``form``: names
+    on disk. :meth:`write` may be called in any order and from several threads; :meth:`finish` writes the index and
+    syncs.
     """
 
     def __init__(
@@ -253,9 +223,11 @@ class HfWriter:
         tensors: Mapping[str, tuple[Shape, torch.dtype]],
         max_shard_size: int = 5 * 10**9,
         stem: str = "model",
+        form: DiskForm = AS_TEXT,
     ) -> None:
         self.folder = folder
-        self.places: dict[str, TensorInfo] = {}
+        self._stored: dict[str, TensorInfo] = {}
+        tensors = form.stored(tensors)
         self._descriptors: dict[str, int] = {}
         shards: list[list[str]] = [[]]
         filled = 0
@@ -270,6 +242,7 @@ class HfWriter:
             single = len(shards) == 1
             file = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
             self._create(file, names, tensors)
+        self.places = form.own(self._stored)
 
     def _create(self, file: str, names: Iterable[str], tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -289,7 +262,7 @@ class HfWriter:
         os.ftruncate(descriptor, start + position)
         for name, (begin, end) in offsets.items():
             shape, dtype = tensors[name]
-            self.places[name] = TensorInfo(file, dtype, shape, start + begin, start + end)
+            self._stored[name] = TensorInfo(file, dtype, shape, start + begin, start + end)
 
     def write(self, name: str, tensor: Tensor, index: int | None = None) -> int:
         """Write a tensor, or its slice ``[index]``, cast to the declared dtype; return the number of bytes written."""
@@ -305,8 +278,8 @@ class HfWriter:
     def finish(self) -> None:
         """Sync the files and write the index if there is more than one."""
         if len(self._descriptors) > 1:
-            total = sum(place.nbytes for place in self.places.values())
-            weight_map = {name: place.file for name, place in sorted(self.places.items())}
+            total = sum(place.nbytes for place in self._stored.values())
+            weight_map = {name: place.file for name, place in sorted(self._stored.items())}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_file(self.folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
         with ThreadPoolExecutor(max_workers=4) as pool:

@@ -26,9 +26,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from bridges.convert import Report
+from bridges.disk_form import TensorInfo, of_text_model
 from bridges.errors import BridgeError
 from bridges.files import check_folder, read_json
-from bridges.hf_io import HfWriter, TensorInfo, map_file, read_header, view_of
+from bridges.hf_io import HfWriter, map_file, read_header, view_of
 from bridges.plan import Plan
 from bridges.rows import InterleavedGateUp, Shape, Transposed
 from bridges.rules import Entry
@@ -150,13 +151,14 @@ class PeftFolder:
             return
         if name.startswith(PREFIX) and name.endswith((".lora_embedding_A", ".lora_embedding_B")):
             module, letter = name[len(PREFIX) : -17], "BA"["AB".index(name[-1])]
-            self._register(module, letter, lambda: self._read(name).t(), self._patterns.of(module))
+            self._register(of_text_model(module), letter, lambda: self._read(name).t(), self._patterns.of(module))
             return
         module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         letter = rest.removesuffix(".weight")
         if letter not in ("A", "B") or not name.startswith(PREFIX):
             raise BridgeError(f"{self.path / WEIGHTS}: {name} is not a factor of a linear layer (….lora_A.weight)")
         settings, is_parameter = self._patterns.of(module), self._patterns.is_parameter(f"{module}.weight")
+        module = of_text_model(module)
         module = self._names.get(module, module)
         if is_parameter:
             self._of_parameters.add(module)
@@ -493,7 +495,7 @@ def merge_adapter(
     tensors: dict[str, tuple[Shape, torch.dtype]] = {
         name: (shape, source.dtype(name) if dtype is None or name not in plan.hf else dtype)
         for name, shape in shapes.items()
-        if not (drop_mtp and plan.is_passthrough(name))
+        if not (drop_mtp and plan.is_prediction(name))
     }
     if untied := f"{EMBEDDING}.weight" in plan.copies.values() and EMBEDDING in left:
         tensors["lm_head.weight"] = tensors[f"{EMBEDDING}.weight"]
@@ -507,7 +509,7 @@ def merge_adapter(
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
     progress = Progress(total, "merge", stream)
     with staged(out, total) as folder:
-        writer = HfWriter(folder, tensors, max_shard_size)
+        writer = HfWriter(folder, tensors, max_shard_size, form=source.form)
 
         def convert(worker: int, name: str) -> None:
             module = name.removesuffix(".weight")

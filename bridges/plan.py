@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridges.errors import BridgeError
-from bridges.families import get_family, supported
+from bridges.families import family_of, get_family, supported
 from bridges.family import Family
+from bridges.files import holds_text_model, text_config
 from bridges.hf_config import reading
 from bridges.rows import DRAFT_COPIES, ModelShape, Shape
 from bridges.rules import Entry, expand
@@ -21,9 +22,10 @@ class Plan:
 
     ``by_name``: canonical Megatron name → entry. ``hf``: HF name → shape on disk. ``stacked``: HF tensors that hold
     all experts of a layer. ``copies``: HF name → the tensor that it repeats in some folders (a tied output layer).
-    ``passthrough``: name prefixes of multi-token-prediction tensors, which are copied unchanged. ``draft_layer``:
-    number of the multi-token-prediction layer if it is trained; its tensors are then among the entries. ``repeats``:
-    HF names that this layer stores again although they repeat another tensor.
+    ``hf_config``: ``config.json`` of the language model. ``passthrough``: name prefixes of tensors that are copied
+    unchanged, of multi-token prediction and of images. ``draft_layer``: number of the multi-token-prediction layer if
+    it is trained; its tensors are then among the entries. ``repeats``: HF names that this layer stores again although
+    they repeat another tensor.
     """
 
     family: Family
@@ -45,7 +47,7 @@ class Plan:
         Raises :class:`BridgeError` if the model is not supported, or with ``draft`` if it has no trainable
         multi-token-prediction layer.
         """
-        family = get_family(str(hf_config.get("model_type")))
+        family = family_of(hf_config)
         config = family.config(hf_config)
         shape = family.shape(hf_config)
         more = max(getattr(config, name, 0) or 0 for name in PREDICTION_LAYERS)
@@ -55,24 +57,37 @@ class Plan:
         with reading(family.model_type):
             entries = expand(family, hf_config, draft=draft)
         repeats = {copy.format(layer=layer): name for copy, name in DRAFT_COPIES.items()} if draft else {}
+        prediction = (*family.carried, *(f"model.layers.{len(shape.moe) + each}." for each in range(more)))
         copies = {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"}
         return cls(
             family,
             shape,
-            hf_config,
+            text_config(hf_config),
             entries,
             {entry.name: entry for entry in entries},
             {piece.name: piece.shape for entry in entries for piece in entry.hf},
             frozenset(piece.name for entry in entries for piece in entry.hf if piece.index is not None),
             copies | repeats,
-            () if draft else (*family.carried, *(f"model.layers.{len(shape.moe) + each}." for each in range(more))),
+            (*(() if draft else prediction), *((VISION,) if holds_text_model(hf_config) else ())),
             layer,
             {copy: copies.get(name, name) for copy, name in repeats.items()},
         )
 
     def is_passthrough(self, hf_name: str) -> bool:
-        """Return whether a tensor belongs to multi-token prediction and is copied byte for byte."""
+        """Return whether a tensor is copied byte for byte: of multi-token prediction, or of images."""
         return hf_name.startswith(self.passthrough) if self.passthrough else False
+
+    def is_prediction(self, hf_name: str) -> bool:
+        """Return whether a tensor that is copied belongs to multi-token prediction."""
+        return self.is_passthrough(hf_name) and not hf_name.startswith(VISION)
+
+    def require_vision(self, copied: Iterable[str], fix: str) -> None:
+        """Raise :class:`BridgeError` with ``fix`` if tensors of images are missing in ``copied``, the tensors that an
+        export copies."""
+        if VISION in self.passthrough and not any(name.startswith(VISION) for name in copied):
+            raise BridgeError(
+                f"config.json is of a model of text and images, and none of its tensors {VISION}… is there: {fix}"
+            )
 
     def is_ignored(self, hf_name: str) -> bool:
         """Return whether the family declares that a tensor holds no weights."""
@@ -107,12 +122,15 @@ def without_output_layer(plan: Plan) -> Plan:
     kept = {piece.name for entry in entries for piece in entry.hf}
     return replace(
         plan,
+        passthrough=tuple(prefix for prefix in plan.passthrough if prefix != VISION),
         entries=entries,
         by_name={entry.name: entry for entry in entries},
         hf={name: shape for name, shape in plan.hf.items() if name in kept},
     )
 
 
+VISION = "model.visual."
+"""Prefix of the tensors for images in a model of text and images."""
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
 """Config keys for the number of multi-token-prediction layers."""
 MANY = 8  # maximum number of reported differences of each kind

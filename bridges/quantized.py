@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
+from bridges.files import holds_text_model
 from bridges.hf_io import HfFolder
 from bridges.quantisation import FP8, EngineForm, Quantisation, not_dequantizable
 from bridges.rows import Shape
@@ -229,8 +230,13 @@ class DequantizedFolder:
     """A quantised HF folder, read with the names, shapes and dtype of the bf16 model."""
 
     def __init__(self, folder: HfFolder) -> None:
-        self.folder = folder
+        self.folder, self.form = folder, folder.form
         self.path: Path = folder.path
+        if holds_text_model(folder.config):
+            raise BridgeError(
+                f"{self.path}/config.json has a quantization_config: of models of text and images only folders that "
+                "are not quantised are read; use the bf16 one"
+            )
         found = Quantisation.of(folder.config, f"{self.path}/config.json")
         assert found is not None
         self.method, self._blocks = found.method, found.blocks

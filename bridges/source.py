@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bridges.disk_form import AS_TEXT, DiskForm
 from bridges.errors import BridgeError
-from bridges.files import read_hf_config, read_json, refuse_outside, refuse_special
+from bridges.files import holds_text_model, read_hf_config, read_json, refuse_outside, refuse_special, text_config
 from bridges.hf_io import HfFolder
 from bridges.plan import PREDICTION_LAYERS, Plan, without_output_layer
 from bridges.quantized import DequantizedFolder
@@ -25,7 +26,7 @@ from bridges.torch_dist import DistCheckpoint
 # small files of a HF folder that are copied with a model, including its licence
 ASSETS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json",
-    "chat_template*", "*.model", "*.tiktoken", "preprocessor_config.json", "README.md", "LICENSE*", "NOTICE*",
+    "chat_template*", "*.model", "*.tiktoken", "*processor_config.json", "README.md", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 CONVERT = "skyrl-megatron convert CHECKPOINT OUT"  # other verbs that read a checkpoint have no options for it
 HF_SUBFOLDER = "huggingface"  # config, tokenizer and generation config inside a Megatron folder; never weights
@@ -48,6 +49,8 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
     ``quantization_config`` is removed, because outputs are never quantised.
     """
     result = {key: value for key, value in config.items() if key != "quantization_config"}
+    if holds_text_model(config):
+        result["text_config"] = output_config(config["text_config"], dtype, drop_mtp)
     if dtype in HF_DTYPE:
         for key in ("dtype", "torch_dtype"):
             if key in result:
@@ -60,10 +63,10 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
 def value_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return the ``config.json`` of a model with a value head, for transformers' ``AutoModelForTokenClassification``.
 
-    ``architecture``: that of the family.
+    ``architecture``: that of the family. Of a model of text and images it is the language model's.
     """
     classifier = architecture.replace("ForCausalLM", "ForTokenClassification")
-    return {**config, "architectures": [classifier], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return {**text_config(config), "architectures": [classifier], "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 def asset_files(source: Path) -> list[Path]:
@@ -135,6 +138,7 @@ class Source(Protocol):
 
     path: Path
     config: dict[str, Any]
+    form: DiskForm
 
     def shapes(self) -> dict[str, Shape]:
         """Return name → shape of every tensor."""
@@ -197,13 +201,14 @@ class MegatronSource:
         self.checkpoint = DistCheckpoint(path)
         self.hf_files = _hf_files(path, template)
         self.config = read_hf_config(self.hf_files)
-        self.plan = Plan.of(self.config)
+        self.plan, self.form = Plan.of(self.config), DiskForm.of(self.config)
         last = self.checkpoint.tensors.get(OUTPUT_LAYER)
         self.has_value_head = last is not None and last.shape == (1, self.plan.shape.dims["H"])
         if self.has_value_head:
-            self.plan = without_output_layer(self.plan)
-            if not any("Classification" in name for name in self.config.get("architectures") or ()):
-                self.config = value_config(self.config, self.plan.family.architecture)
+            self.plan, self.form = without_output_layer(self.plan), AS_TEXT
+            named = any("Classification" in name for name in self.config.get("architectures") or ())
+            own = text_config(self.config)
+            self.config = own if named else value_config(own, self.plan.family.architecture)
         self.places = self._places()
         self.passthrough = {
             key.removeprefix(PASSTHROUGH): key for key in self.checkpoint.tensors if key.startswith(PASSTHROUGH)

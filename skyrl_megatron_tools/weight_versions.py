@@ -351,7 +351,8 @@ def _fetch(options: argparse.Namespace) -> int:
     reader.update()
     with staged(options.folder, sum(tensor.nbytes for tensor in reader.tensors.values())) as folder:
         copy_assets(like.path, folder, like.config)
-        writer = HfWriter(folder, {name: (tuple(t.shape), t.dtype) for name, t in reader.tensors.items()})
+        tensors = {name: (tuple(t.shape), t.dtype) for name, t in reader.tensors.items()}
+        writer = HfWriter(folder, tensors, form=like.form)
         for name, tensor in reader.tensors.items():
             writer.write(name, tensor)
         writer.finish()

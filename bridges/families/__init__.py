@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 from bridges.errors import BridgeError, UnknownFamilyError
 from bridges.family import Family
+from bridges.files import holds_text_model, text_config
 
 # One module of this folder per HF model_type.
 SUPPORTED = (
@@ -85,11 +88,6 @@ def get_family(model_type: str) -> Family:
     _load_installed()
     if model_type in _families:
         return _families[model_type]
-    if f"{model_type}_text" in _families:
-        raise UnknownFamilyError(
-            f"model_type={model_type!r} is a model of text and images, and only the text model is supported: save it "
-            "with AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(TEXT) and copy the tokenizer to TEXT"
-        )
     near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
     known = ", ".join(sorted(_families))
@@ -97,3 +95,23 @@ def get_family(model_type: str) -> Family:
         f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. Run python -m bridges inspect "
         "FOLDER to compare with the nearest table and with Megatron-Bridge"
     )
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """Return the family of the language model that ``config.json`` describes.
+
+    Raises :class:`UnknownFamilyError`, also for a model of text and images whose folder is not read.
+    """
+    model_type = str(text_config(hf_config).get("model_type"))
+    if not holds_text_model(hf_config):
+        return get_family(model_type)
+    _load_installed()
+    whole, family = str(hf_config.get("model_type")), _families.get(model_type)
+    if family is None or whole not in family.within:
+        read = sorted(name for each in _families.values() for name in each.within)
+        fix = f"use a folder of {model_type}" if family else f"use a text model ({', '.join(sorted(_families))})"
+        raise UnknownFamilyError(
+            f"model_type={whole!r} is a model of text and images around a {model_type}. The folders of such models "
+            f"are read for {', '.join(dict.fromkeys(read))}: {fix}"
+        )
+    return family

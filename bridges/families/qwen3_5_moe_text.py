@@ -1,4 +1,4 @@
-"""Qwen3.5 MoE, language model only: Qwen3-Next with a separate projection for each input of a delta net."""
+"""The language model of Qwen3.5 MoE: Qwen3-Next with a separate projection for each input of a delta net."""
 
 from __future__ import annotations
 
@@ -68,4 +68,5 @@ FAMILY = Family(
     ),
     moe=EXPERTS,
     carried=("mtp.",),
+    within=("qwen3_5_moe",),
 )

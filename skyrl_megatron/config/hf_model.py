@@ -26,7 +26,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any] | None:
-    """Return ``config.json`` of a role's model, from its folder or the cache of the Hugging Face hub.
+    """Return ``config.json`` of a role's language model, from its folder or the cache of the Hugging Face hub.
 
     None if a hub model is not in the cache. Raises ConfigError, naming the key, if a folder is missing or its file is
     invalid.
@@ -40,7 +40,7 @@ def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any
             missing = f"no such folder: {folder}{hub.similar_folder(path)}"
             why = "the folder has no config.json" if folder.is_dir() else missing
             raise BridgeError(f"{why}; give the folder of a Hugging Face model, or ORG/NAME of a model on the hub")
-        return json_file.read_hf_config(folder)
+        return json_file.text_config(json_file.read_hf_config(folder))
     except BridgeError as error:
         raise ConfigError([Problem(f"trainer.{role}.model.path", path, str(error))]) from None
     except OSError as error:  # an invalid file name, or a folder without read permission

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
-from bridges.files import read_json
+from bridges.files import read_json, text_config
 from bridges.rules import padded_rows
 from skyrl_megatron.errors import ModelLoadError, SkyRLMegatronWarning
 
@@ -38,7 +38,7 @@ def require_vocabulary(
     ``tp``: ranks that split the vocabulary, for the message. A folder without ``vocab_size`` is not checked.
     """
     files = {name: _read(folder / name) for name in (CONFIG, GENERATION)}
-    rows = (files[CONFIG].get("text_config") or files[CONFIG]).get("vocab_size")
+    rows = files[CONFIG].get("vocab_size")
     if not isinstance(rows, int):
         return
     named: dict[str, list[int]] = {"the settings name stop_token_ids": list(stops)}
@@ -100,8 +100,9 @@ def warn_of_split_markers(tokenizer: PreTrainedTokenizerBase, template: str) -> 
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return a configuration, of a model of text and images that of the language model."""
     try:
-        return read_json(path)
+        return text_config(read_json(path))
     except BridgeError:
         return {}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
-from bridges.files import read_json
+from bridges.files import read_json, text_config
 from skyrl_megatron.config.derive import is_data_file, supervised
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.rules.evaluation_rules import VAL_DATA, metric_problems, name_problems
@@ -158,7 +158,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 def _embeddings(folder: Path) -> int | None:
     try:
-        return int(read_json(folder / "config.json")["vocab_size"])
+        return int(text_config(read_json(folder / "config.json"))["vocab_size"])
     except (BridgeError, ValueError, KeyError, TypeError):
         return None
 

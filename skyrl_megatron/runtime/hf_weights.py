@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridges.conversions import Conversion, DeinterleaveGateUp, InterleaveQkv, InterleaveRope, JoinByGroup, Transpose
+from bridges.disk_form import AS_TEXT, DiskForm, TensorInfo
 from bridges.errors import BridgeError
-from bridges.hf_io import HfWriter, TensorInfo
+from bridges.hf_io import HfWriter
+from bridges.plan import without_output_layer
 from bridges.quantized import DequantizedFolder, ScaledMatrix, join_matrices
 from bridges.rows import Shape
 from bridges.rules import Entry, check_divisible, shard, unshard
@@ -229,7 +231,8 @@ def save_hf(
                 passthrough = _passthrough(model, template)
                 tensors = _declared(model, passthrough, dtype or model.config.params_dtype)
                 needed = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
-                writer = HfWriter(stack.enter_context(staged(out, needed)), tensors, max_shard_size)
+                folder, form = stack.enter_context(staged(out, needed)), _form(model, passthrough)
+                writer = HfWriter(folder, tensors, max_shard_size, form=form)
                 stack.callback(writer.close)
             except (BridgeError, OSError) as error:
                 problem = str(error)
@@ -310,13 +313,25 @@ def _declared(
 
 
 def _passthrough(model: ModelChunks, template: Path | None) -> dict[str, Source]:
-    """Return the source of each multi-token-prediction tensor that training does not change."""
-    if template is None or not model.hf.plan.passthrough or not any(template.glob("*.safetensors")):
-        return {}
-    source = open_hf(template)
-    return {name: source for name in source.shapes() if model.hf.plan.is_passthrough(name)}
+    """Return the source of each tensor that training does not change: multi-token prediction, images."""
+    plan = model.hf.plan
+    if model.head == "value":
+        plan = without_output_layer(plan)
+    found: dict[str, Source] = {}
+    if template is not None and plan.passthrough and any(template.glob("*.safetensors")):
+        source = open_hf(template)
+        found = {name: source for name in source.shapes() if plan.is_passthrough(name)}
+    plan.require_vision(found, f"{template} must be the folder that the model was trained from")
+    return found
+
+
+def _form(model: ModelChunks, passthrough: Mapping[str, Source]) -> DiskForm:
+    """Return how the tensors are named on disk: as in the folder that others are copied from."""
+    if model.head == "value":
+        return AS_TEXT
+    return next((source.form for source in passthrough.values()), DiskForm.of(model.hf.written))
 
 
 def _config(model: ModelChunks, dtype: torch.dtype | None) -> dict[str, Any]:
-    config = output_config(model.hf.config, dtype or model.config.params_dtype, drop_mtp=False)
+    config = output_config(model.hf.written, dtype or model.config.params_dtype, drop_mtp=False)
     return value_config(config, model.hf.plan.family.architecture) if model.head == "value" else config

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
@@ -122,9 +123,14 @@ def _of_local_experts(wrapper: Any, found: Sequence[Pair | None]) -> list[Pair |
 
 
 def _renaming(model: Any) -> Any:
-    """Return a function from a module's name in the checkpoint to vLLM's name."""
+    """Return a function from the name of a language model's module to vLLM's name."""
+    prefix = ""
+    if supports_multimodal(model):
+        (prefix,) = (f"{name}." for name, part in model.named_modules() if part is model.get_language_model())
+        model = model.get_language_model()
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return (lambda module: module) if mapper is None else mapper.get_rename_mapper()._map_name
+    renamed = (lambda module: module) if mapper is None else mapper.get_rename_mapper()._map_name
+    return lambda module: prefix + renamed(module)
 
 
 type Region = tuple[int, torch.Size, tuple[int, ...], int]

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 from vllm.platforms import current_platform
 
@@ -51,6 +52,11 @@ from skyrl_megatron.weight_sync.transport import (
 from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_targets
 
 _EMBEDDING = "model.embed_tokens.weight"
+
+
+def language_model(model: Any) -> Any:
+    """Return the language model, whose loaders take the names that are sent, of a model of text and images."""
+    return model.get_language_model() if supports_multimodal(model) else model
 
 
 class DraftedModel(torch.nn.Module):
@@ -87,7 +93,7 @@ def drafted_model(worker: Any) -> DraftedModel | None:
     if speculative is None or speculative.method != "mtp" or speculative.draft_model_config.model != own.model:
         return None
     draft = worker.get_draft_model()
-    return None if draft is None else DraftedModel(worker.get_model(), draft)
+    return None if draft is None else DraftedModel(language_model(worker.get_model()), draft)
 
 
 __all__ = ["BACKEND", "WeightExtension", "WeightTransferInitRequest", "WeightTransferUpdateRequest"]
@@ -140,6 +146,9 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """The model of :attr:`target_map`."""
     dtypes: list[torch.dtype]
     """The dtypes of the tensors of :attr:`target_map`."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, language_model(model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -238,7 +247,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.drafted or self.model, self.model_config)
-        if current_platform.is_cpu() and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+        if current_platform.is_cpu() and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             pack_output_layer(self.model)
         device.mark()()  # buckets that modules referred to until now may be reused
 

@@ -145,31 +145,3 @@ def test_logits_with_a_layout_that_does_not_fit_is_an_error(tmp_path, capsys, in
 
     assert main(["verify", "--logits", str(tmp_path), str(tmp_path), "--layout", "tp=two"]) == 2
     assert "write e.g. tp=2,ep=2" in capsys.readouterr().err
-
-
-def test_a_text_model_taken_out_of_a_model_of_text_and_images(tmp_path, capsys):
-    """transformers' own text model of a multimodal folder: its logits, after a conversion there and back."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from bridges.__main__ import main
-    from bridges.hf_io import HfFolder
-    from tests.bridges.tiny_models import SIZES, TINY
-
-    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=48, patch_size=4)
-    vision |= dict(num_position_embeddings=16)
-    text = SIZES | TINY["qwen3_5_moe_text"]
-    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "both")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "both", dtype=torch.float32).eval()
-    model.save_pretrained(tmp_path / "text")
-    for verb, kind, source, target in (("import", "hf", "text", "mcore"), ("export", "megatron", "mcore", "back")):
-        arguments = [f"--{kind}", f"{tmp_path}/{source}", "--out", f"{tmp_path}/{target}"]
-        assert main([verb, *arguments]) == 0, capsys.readouterr().err
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, back(ids).logits)
-    assert main(["import", "--hf", f"{tmp_path}/both", "--out", f"{tmp_path}/none"]) == 2
-    assert "model_type='qwen3_5_moe' is a model of text and images" in capsys.readouterr().err
-    assert not [name for name in HfFolder(tmp_path / "text").tensors if "language_model" in name]

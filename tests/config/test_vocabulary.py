@@ -98,6 +98,19 @@ def test_special_tokens_without_rows_are_refused(tmp_path, capsys, file, values,
     assert code == 2 and says in err and "stop_token_ids 511" not in err, err
 
 
+def test_tokens_of_a_language_model_in_a_model_of_text_and_images(tmp_path, capsys):
+    from skyrl_megatron.data.vocabulary import named_tokens
+    from tests.support.tiny_models import write_tiny_model
+
+    folder = write_tiny_model("qwen3_5_moe", tmp_path / "model", max_position_embeddings=4096)
+    assert named_tokens(folder, "pad_token_id") == {0}
+    assert check("train", tmp_path, capsys=capsys)[::2] == (0, "")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change(folder / "config.json", text_config=text | {"pad_token_id": 600})
+    code, _, err = check("train", tmp_path, capsys=capsys)
+    assert code == 2 and "config.json names pad_token_id 600" in err, err
+
+
 def test_files_that_name_other_tokens_are_named(tmp_path):
     from skyrl_megatron.data.tokenizer import load_tokenizer
     from skyrl_megatron.data.vocabulary import require_vocabulary

@@ -118,6 +118,28 @@ def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
 
 
 @pytest.mark.full_matrix
+def test_changes_reach_the_language_model_of_a_model_of_text_and_images(loop, tmp_path):
+    import json
+
+    from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
+
+    model = write_tiny_model("qwen3_5_moe", tmp_path / "model")
+    engine = VLLMEngine(tiny_settings(model, rope={"rope_theta": 50.0}, model_changes={"rms_norm_eps": 0.01}))
+    loop(engine.start(), 590)
+    try:
+        found = loop(engine.score(TOKENS))
+    finally:
+        loop(engine.shutdown())
+    plain = reference_logprobs(model, TOKENS)
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["rms_norm_eps"] = 0.01
+    config["text_config"]["rope_parameters"]["rope_theta"] = 50.0
+    path.write_text(json.dumps(config))
+    assert largest_gap(found, reference_logprobs(model, TOKENS)) <= 1e-5 < 1e-2 < largest_gap(found, plain)
+
+
+@pytest.mark.full_matrix
 @pytest.mark.parametrize("cached", [True, False])
 def test_states_of_gated_delta_nets(cached, loop, tmp_path):
     """Prompts in chunks, behind cached prefixes, and in places that aborted requests have left."""

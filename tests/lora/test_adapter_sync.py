@@ -12,6 +12,7 @@ import pytest
 
 from tests.lora.adapter_ranks import adapted, ranks_with_adapters, synchronizer
 from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
@@ -140,6 +141,22 @@ def test_a_cached_prefix_belongs_to_its_version(pool, loop, trained):
     assert answers[0][0] == answers[1][0] == answers[4][0] == answers[5][0]
     assert largest_gap(answers[0][1], answers[5][1]) <= EXACT
     assert answers[2] != answers[0] and answers[2][0] == answers[3][0]
+
+
+def test_adapters_of_a_model_of_text_and_images(ranks, engines, loop, tmp_path):
+    """They are for the language model, which vLLM names as a part of the whole."""
+    base = write_tiny_model("qwen3_5_moe", tmp_path / "base")
+    with engines.pool(adapted(base), wait_s=20) as pool, ranks_with_adapters(ranks, base, LAYOUT) as trainer:
+        trainer.together("adapt", 3)
+        trainer.together("export", tmp_path / "merged")
+        report = loop(synchronizer(pool, trainer, base).sync("adapted"), 400)
+        assert not report.failures
+        (found,) = scores(pool, loop)
+    expected, plain = (reference_logprobs(each, TOKENS) for each in (tmp_path / "merged", base))
+    exact = reference_logprobs(tmp_path / "merged", TOKENS, dtype="float64")
+    rounding = largest_gap(expected, exact)  # of delta nets in fp32, by transformers
+    assert rounding < 100 * EXACT < largest_gap(found, plain)
+    assert largest_gap(found, exact) <= EXACT + rounding
 
 
 @pytest.mark.parametrize(

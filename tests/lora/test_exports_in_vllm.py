@@ -1,25 +1,36 @@
-"""An exported adapter of a run with ``use_rslora`` and dropout, opened by vLLM from its folder."""
+"""Exported adapters of runs with and without ``use_rslora``, with dropout, opened by vLLM from their folders."""
 
 import pytest
 
 from tests.support import engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
+FAMILIES = {  # with dense layers, experts, shared experts, gated delta nets, and a vision tower beside
+    "qwen3": dict(rank_stabilised=True, dropout=0.25),
+    "qwen3_moe": dict(rank_stabilised=True, dropout=0.25),
+    "glm4_moe": dict(rank_stabilised=False),
+    "qwen3_5_moe_text": dict(rank_stabilised=True),
+    "qwen3_5_moe": dict(rank_stabilised=False),
+}
 
 
-def test_vllm_applies_an_exported_adapter(ranks, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_applies_an_exported_adapter(ranks, tmp_path, family):
     """Log-probs with the adapter's folder are those of transformers with the merged weights."""
     from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
+    from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.description import read_hf_model
+    from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs, target_modules
     from tests.lora import reference
     from tests.lora.test_peft_drops import export_body
     from tests.support.tiny_models import write_tiny_model
 
-    base = write_tiny_model("qwen3", tmp_path / "base")
-    factors = reference.start_factors(read_hf_model(base).plan, separate=False)
-    ranks(1, export_body, base, factors, tmp_path, rank_stabilised=True, dropout=0.25)
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    base = write_tiny_model(family, tmp_path / "base")
+    plan = read_hf_model(base).plan
+    factors = reference.start_factors(plan, separate=False)
+    ranks(1, export_body, base, factors, tmp_path, **{"dropout": 0.25} | FAMILIES[family])
+    targets = target_modules({"": adapter_pairs(plan, select(plan, "all-linear"), 8, 8)})
     settings = engines.tiny_settings(base, adapters=AdapterSlots(8, targets), max_model_len=128)
     loop, engine = engines.LoopThread(), VLLMEngine(settings)
     try:
@@ -29,6 +40,7 @@ def test_vllm_applies_an_exported_adapter(ranks, tmp_path):
     finally:
         loop.close()
     expected = engines.reference_logprobs(tmp_path / "merged", engines.PROBE)
+    print(f"{family}: {engines.largest_gap(expected, found):.2g}, without {engines.largest_gap(expected, plain):.2g}")
     assert engines.largest_gap(expected, plain) > 0.05
     assert engines.largest_gap(expected, found) < 2e-4
 

@@ -226,12 +226,15 @@ async def _answers(engine: Any) -> Answers:
     return scores, sample.token_ids, sample.logprobs
 
 
-def reference_logprobs(model: Path, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probs of tokens 1 … n−1 by transformers in fp32, at a temperature."""
+def reference_logprobs(
+    model: Path, token_ids: list[int], temperature: float = 1.0, dtype: str = "float32"
+) -> list[float]:
+    """Log-probs of tokens 1 … n−1 by transformers, at a temperature."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    experts = {} if dtype == "float32" else {"experts_implementation": "eager"}  # others have no kernel for fp64
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **experts).eval()
     with torch.no_grad():
         logits = network(torch.tensor([token_ids])).logits[0, :-1] / temperature
     chosen = torch.tensor(token_ids[1:])[:, None]

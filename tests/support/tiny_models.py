@@ -38,6 +38,16 @@ _DELTA_NET: dict[str, Any] = dict(
     linear_num_value_heads=4,
     full_attention_interval=2,
 )
+_VISION: dict[str, Any] = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=2,
+    patch_size=4,
+    out_hidden_size=_SIZES["hidden_size"],
+    num_position_embeddings=16,
+)
+_OF_IMAGES = dict(image_token_id=508, video_token_id=509, vision_start_token_id=510, vision_end_token_id=511)
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=32),
     "qwen2": dict(),
@@ -126,17 +136,22 @@ TINY["glm4_moe_lite"] = TINY["deepseek_v3"] | dict(n_group=1, routed_scaling_fac
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
-    """The tiny model of a family in fp32 (transformers), every parameter and buffer drawn from ``seed``.
+    """The tiny model of a family in fp32 (transformers), every parameter and buffer drawn from ``seed``: the language
+    model of a family in :data:`TINY`, else the model of text and images around one.
 
     ``overrides`` are config arguments.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **TINY[model_type], **overrides})
+    family = model_type if model_type in TINY else f"{model_type}_text"
+    kind, parts = AutoModelForCausalLM, {**_SIZES, **TINY[family], **overrides}
+    if family != model_type:
+        kind, parts = AutoModelForImageTextToText, {"text_config": parts, "vision_config": _VISION, **_OF_IMAGES}
+    config = AutoConfig.for_model(model_type, **parts)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = kind.from_config(config, attn_implementation="eager").float().eval()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             stored_less_1 = 0.0 if tensor.any() else 1.0  # as zero-centred norms are
             if "norm" in name and name.endswith("weight"):
@@ -145,8 +160,8 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
                 tensor.normal_(std=0.1)
             elif tensor.dim() >= 2 and name.endswith(("weight", "_proj")):
                 tensor.normal_(std=0.08)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.generation_config.pad_token_id = config.pad_token_id
+    model.generation_config.eos_token_id = config.get_text_config().eos_token_id
+    model.generation_config.pad_token_id = config.get_text_config().pad_token_id
     return model
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.engines import PROBE as TOKENS
 from tests.support.engines import VOCABULARY, largest_gap, reference_logprobs, tiny_settings
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import write_tiny_model, write_tokenizer
 from tests.weight_sync.megatron_ranks import MegatronRanks, Rank, SharingRank
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
@@ -60,8 +60,10 @@ class Model:
     """Two seeds, A and B, of a model, and an engine that was started on A."""
 
     def __init__(self, folders, engines, **settings) -> None:
+        from bridges.files import text_config
+
         self.folders, self.engines, self.loop, self.settings = folders, engines, engines.loop, settings
-        self.config = json.loads((folders["A"] / "config.json").read_text())
+        self.config = text_config(json.loads((folders["A"] / "config.json").read_text()))
         self.contents = {digest(folder): folder for folder in folders.values()}
         self.fresh: dict[str, tuple] = {}
         self._lent = contextlib.ExitStack()
@@ -235,6 +237,30 @@ def test_families(ranks, engines, tmp_path, model_type):
         model.check(ranks, world, layout, tmp_path)
     finally:
         model.close()
+
+
+@pytest.mark.full_matrix
+def test_a_model_of_text_and_images(ranks, engines, tmp_path):
+    """Its language model is trained and sampled; exports have the names, the form and the images' tensors of the
+    folder."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folders = seeds(tmp_path, "qwen3_5_moe")
+    first, other = (folders[name] / "model.safetensors" for name in "AB")
+    images = {name: tensor for name, tensor in load_file(first).items() if name.startswith("model.visual.")}
+    save_file(load_file(other) | images, other, metadata={"format": "pt"})
+    model = Model(folders, engines)
+    try:
+        model.check(ranks, 2, dict(tp=2, ep=2), tmp_path)
+        answers = model.answers(model.pool)
+    finally:
+        model.close()
+    text = tmp_path / "text"
+    AutoModelForCausalLM.from_pretrained(folders["A"], dtype="float32").save_pretrained(text)
+    write_tokenizer(text)
+    with engines.pool(tiny_settings(text)) as pool:  # by vLLM's class of text models
+        assert engines.answers(pool.slots[0].engine) == answers
 
 
 @pytest.mark.full_matrix

@@ -52,7 +52,7 @@ from skyrl_megatron.inference.vllm.cpu import (
     widen_temperatures_on_cpu,
 )
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
-from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
+from skyrl_megatron.weight_sync.vllm_backend import WeightExtension, language_model
 
 type Packed = list[tuple[str, list[int], bytes]]
 """(name, shape, float32 values) of each tensor, in a form that vLLM passes between its processes."""
@@ -113,7 +113,7 @@ class LayerExtension:
 
     def skyrl_watch_layers(self) -> None:
         """Start to record the outputs of the layers."""
-        self.skyrl_recorder = LayerRecorder(self.model_runner.get_model())
+        self.skyrl_recorder = LayerRecorder(language_model(self.model_runner.get_model()))
 
     def skyrl_layer_outputs(self) -> Packed:
         """Return the recorded outputs, and stop recording."""
@@ -121,7 +121,7 @@ class LayerExtension:
 
     def skyrl_layer_weights(self, layer: int | None) -> Packed:
         """Return the tensors of a layer. None: tensors outside of the layers."""
-        return layer_weights(self.model_runner.get_model(), layer)
+        return layer_weights(language_model(self.model_runner.get_model()), layer)
 
 
 def layer_weights(model: torch.nn.Module, layer: int | None) -> Packed:

@@ -50,10 +50,16 @@ def platform_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hf_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json`` of an HF folder after checking its files. Raises EngineError."""
+    """Return ``config.json`` of the language model in an HF folder after checking its files. Raises EngineError."""
+    return json_file.text_config(_whole_config(folder))
+
+
+def _whole_config(folder: Path) -> dict[str, Any]:
     try:
         check_folder(folder)
-        return json_file.read_hf_config(folder)
+        whole = json_file.read_hf_config(folder)
+        json_file.text_config(whole)
+        return whole
     except BridgeError as error:
         raise EngineError(f"{folder}: no readable config.json ({error}); set the model to an HF folder") from error
 
@@ -234,9 +240,17 @@ class EngineSettings:
             changed = hf_config(self.folder) | overrides
             overrides["rope_parameters"] = rope_parameters(changed) | dict(self.rope)
         extra = dict(self.extra)
+        known = (self.folder / json_file.CONFIG).is_file()  # else vLLM says what is missing
+        within = known and json_file.holds_text_model(_whole_config(self.folder))
+        if within:  # a model of text and images, which runs without its vision tower
+            arguments["language_model_only"] = True
         if overrides:
             given = extra.get("hf_overrides")
-            extra["hf_overrides"] = overrides | (dict(given) if isinstance(given, Mapping) else {})
+            given = dict(given) if isinstance(given, Mapping) else {}
+            if within:
+                overrides = {"text_config": overrides | dict(given.get("text_config") or {})}
+                given.pop("text_config", None)
+            extra["hf_overrides"] = overrides | given
         return arguments | extra
 
 

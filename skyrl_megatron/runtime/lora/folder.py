@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from bridges.disk_form import DiskForm
 from bridges.errors import BridgeError
 from bridges.hf_io import HfWriter
 from bridges.peft import CONFIG, WEIGHTS, AdapterConfig, PeftFolder, adapter_config, dropped_by_peft, tensor_on_disk
@@ -249,7 +250,12 @@ def _warn_of_peft(adapters: Adapters) -> None:
 def _pieces(adapters: Adapters, groups: ProcessGroups) -> Iterator[HfTensor]:
     for factor in stream_factors(adapters, groups):
         factor = in_common_rank(factor, adapters.settings)
-        yield HfTensor(*tensor_on_disk(factor.module, factor.letter, factor.tensor))
+        yield HfTensor(*tensor_on_disk(_name(adapters, factor.module), factor.letter, factor.tensor))
+
+
+def _name(adapters: Adapters, module: str) -> str:
+    """Return PEFT's name of a module: in a model of text and images it is the one on disk."""
+    return DiskForm.of(adapters.model.hf.written).name(module)
 
 
 def in_common_rank(factor: HfFactor, settings: AdapterSettings) -> HfFactor:
@@ -271,7 +277,7 @@ def _declared(adapters: Adapters) -> dict[str, tuple[Shape, torch.dtype]]:
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
     for module, (rows, columns) in selected_modules(adapters.selection, model.hf.plan).items():
         for letter, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            name, like = tensor_on_disk(module, letter, torch.empty(shape, device="meta"))
+            name, like = tensor_on_disk(_name(adapters, module), letter, torch.empty(shape, device="meta"))
             tensors[name] = (tuple(like.shape), model.config.params_dtype)
     return tensors
 
@@ -287,7 +293,7 @@ def _config(adapters: Adapters) -> bytes:
     return adapter_config(
         rank=settings.rank,
         scale=settings.scale(settings.rank),
-        modules=sorted(ends) if uniform else list(modules),
+        modules=sorted(ends) if uniform else [_name(adapters, module) for module in modules],
         base=repo.name if repo else str(path) if path else None,
         revision=repo.revision if repo else None,
     )

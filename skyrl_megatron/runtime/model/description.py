@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from bridges.errors import BridgeError
 from bridges.family import MegatronModelConfig
-from bridges.files import read_hf_config
+from bridges.files import read_hf_config, text_config, with_changes
 from bridges.plan import Plan
 from bridges.source import SCORE, Source
 from skyrl_megatron import device
@@ -25,7 +25,9 @@ class HfModel:
     path: Path | None
     """The folder; None if only a config was given."""
     config: Mapping[str, Any]
-    """``config.json`` with the changes applied."""
+    """``config.json`` of the language model, with the changes applied."""
+    written: Mapping[str, Any]
+    """``config.json`` with the changes applied: of the language model, or of text and images."""
     plan: Plan
     """Every tensor with its HF and Megatron names."""
     megatron: MegatronModelConfig
@@ -87,9 +89,9 @@ def read_hf_model(
                 f"{where}: auto_map would run code of the folder ({_first_value(config['auto_map'])}); set "
                 "trainer.trust_remote_code=true if you trust it, or remove auto_map from the file"
             )
-        config |= dict(changes or {})
+        config = with_changes(config, changes or {})
         plan = Plan.of(config, draft=draft)
-        return HfModel(path, config, plan, plan.family.megatron_config(config))
+        return HfModel(path, text_config(config), config, plan, plan.family.megatron_config(config))
     except BridgeError as error:
         raise ModelLoadError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
 
