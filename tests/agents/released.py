@@ -80,7 +80,7 @@ class Release:
     rewrites: bool = False
     """Whether its history has its own words in the policy's answers, so that no prompt has their tokens."""
     clamped: bool = False
-    """Whether it asks for more tokens than the context has left."""
+    """Whether it asks for more tokens than the context of the tests has."""
     asides: int = 0
     """Requests of it that are not the task's: for a title, for example."""
     reasoning_parser: str | None = "qwen3"

@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.engines("released agents"),
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
 ]
-CONTEXT, ANSWER = 36_000, 2_000
-"""Tokens of the context, and of the longest answer."""
+CONTEXT, ANSWER = 31_000, 2_000
+"""Tokens of the context, which is less than the 32,000 that many agents ask for, and of the longest answer."""
 VOCABULARY = 8192
 ASIDE = "<think>Short.</think>A title."
 TASK = """
@@ -189,8 +189,7 @@ def test_it_solves_a_task_and_every_token_of_it_is_trained(run, name):
 
     assert_all_is_trained_once(graph, sampled)
     limits = [body.get("max_tokens") or body.get("max_completion_tokens") or 0 for _, body in requests]
-    longest = max(len(prompt) for _, prompt, _ in sampled)
-    assert (max(limits) + longest > CONTEXT) == release.clamped
+    assert (max(limits) > CONTEXT) == release.clamped
 
 
 def test_compaction_is_a_fork(run):
