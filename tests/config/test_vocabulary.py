@@ -85,7 +85,9 @@ def test_added_tokens_without_rows_are_refused(tmp_path, capsys, verb):
         ("config.json", {"eos_token_id": [2, 512]}, "config.json names eos_token_id 512"),
         ("config.json", {"pad_token_id": 600}, "config.json names pad_token_id 600"),
         ("generation_config.json", {"eos_token_id": 5000}, "generation_config.json names eos_token_id 5000"),
-        (None, {}, "the settings name stop_token_ids 512"),
+        pytest.param(
+            *(None, {}, "the settings name stop_token_ids 512"), marks=pytest.mark.process
+        ),  # imports vLLM, which starts one
     ],
 )
 def test_special_tokens_without_rows_are_refused(tmp_path, capsys, file, values, says):
