@@ -1,5 +1,7 @@
 """Released agents, unmodified and without a network, work on a task folder with a real engine, and are trained on.
 
+The run has top_k, so that engines return supports: smolagents and pydantic-ai require tool calls, which is a grammar.
+
 The policy of a tiny model calls no tools. So a grammar lets the engine say one text only; which tokens spell it is
 sampled, so that hardly any answer has the tokens that its text would have.
 """
@@ -64,7 +66,7 @@ def folder(tmp_path_factory):
 def engine(folder, engines):
     from skyrl_megatron.inference.client import InferenceClient
 
-    with engines.pool(tiny_settings(folder, max_model_len=CONTEXT)) as pool:
+    with engines.pool(tiny_settings(folder, max_model_len=CONTEXT, return_support=True)) as pool:
         yield InferenceClient(pool)
 
 
@@ -122,7 +124,7 @@ def run(folder, engine, engines, tmp_path, monkeypatch):
             at_once=1,
             reasoning_parser=release.reasoning_parser,
         )
-        sampling = SamplingParams(max_generate_length=ANSWER, temperature=1.0)
+        sampling = SamplingParams(max_generate_length=ANSWER, temperature=1.0, top_k=20)
         cfg = GeneratorConfig(max_turns=9, max_input_length=CONTEXT - ANSWER, sampling_params=sampling, agent=agent)
         generator = SandboxAgentGenerator(cfg, SkyRLGymConfig(), client, tokenizer)
         batch = {
