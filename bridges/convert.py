@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bridges.errors import BridgeError
 from bridges.hf_io import DTYPE_NAMES, HfWriter
-from bridges.plan import Plan
+from bridges.plan import VISION, Plan
 from bridges.rows import Shape
 from bridges.rules import CheckpointLocation, Entry, checkpoint_location
 from bridges.source import (
@@ -299,7 +299,10 @@ def export_megatron(
         raise BridgeError(f"{megatron} holds neither metadata.json nor *.distcp files; {hint}")
     source = MegatronSource(megatron, template)
     plan = source.plan
-    original = open_hf(template) if template is not None and any(template.glob("*.safetensors")) else None
+    copies = VISION in plan.passthrough or (plan.passthrough and not drop_mtp and not source.passthrough)
+    original = None
+    if template is not None and (copies or plan.family.within) and any(template.glob("*.safetensors")):
+        original = open_hf(template)
     passthrough = {
         name: origin
         for name, origin in _passthrough(source, original).items()
@@ -353,11 +356,8 @@ def export_megatron(
 
 def _passthrough(source: MegatronSource, original: Source | None) -> dict[str, Source]:
     """Return the source of each tensor that is copied unchanged: the checkpoint, else the template's weights."""
-    if source.passthrough:
-        return dict.fromkeys(source.passthrough, source)
-    if original is None:
-        return {}
-    return {name: original for name in original.shapes() if source.plan.is_passthrough(name)}
+    found: dict[str, Source] = {} if original is None else dict.fromkeys(original.shapes(), original)
+    return found | dict.fromkeys(source.passthrough, source)
 
 
 def _only_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:

@@ -70,7 +70,7 @@ class DiskForm:
         within = holds_text_model(config)
         fused = text_config(config).get("model_type") in _FUSES_EXPERTS
         if names is not None:
-            fused &= any(name.endswith(".experts.gate_up_proj") for name in names)
+            fused &= any(_FUSED.fullmatch(of_text_model(name)) for name in names)
         return cls(_WITHIN if within else "model.", fused and (within or names is not None))
 
     def name(self, own: str) -> str:
@@ -88,7 +88,8 @@ class DiskForm:
             layer, number, part = expert.groups()
             rows = shape[0] if part == "down" else 2 * shape[0]
             fused = f"{self.name(layer)}.{'down' if part == 'down' else 'gate_up'}_proj"
-            found[fused] = ((int(number) + 1, rows, shape[1]), dtype)
+            experts = max(int(number) + 1, found[fused][0][0] if fused in found else 0)
+            found[fused] = ((experts, rows, shape[1]), dtype)
         return found
 
     def own(self, stored: Mapping[str, TensorInfo], where: str = "") -> dict[str, TensorInfo]:

@@ -213,7 +213,11 @@ class Family:
 
         Raises :class:`BridgeError`.
         """
-        return read_config(text_config(hf_config), self.model_type)
+        return read_config(self.own_config(hf_config), self.model_type)
+
+    def own_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ``config.json`` of the family: the whole, or of a model that it is :attr:`within` a part."""
+        return text_config(hf_config) if hf_config.get("model_type") in self.within else dict(hf_config)
 
     def shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return the sizes and flags for the expansion of the rows. Raises :class:`BridgeError`."""

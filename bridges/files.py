@@ -271,7 +271,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not holds_text_model(config):
         return dict(config)
     inner, tie = config["text_config"], "tie_word_embeddings"
-    if tie in config and tie in inner and config[tie] != inner[tie]:
+    if None not in (config.get(tie), inner.get(tie)) and config[tie] != inner[tie]:
         raise BridgeError(f"config.json has {tie}={config[tie]!r}, its text_config {inner[tie]!r}: make them agree")
     whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     return {**whole, "model_type": f"{config.get('model_type')}_text", **inner}

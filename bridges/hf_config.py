@@ -84,15 +84,15 @@ def check_ranges(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
             raise refuse(kind, "n_group", groups, f"it does not divide {experts} experts")
         if not 1 <= best <= groups or best * experts // groups < chosen:
             raise refuse(kind, "topk_group", best, f"use 1 to {groups} groups that hold {chosen} experts")
-    if fields.get("window_size", (0, 0))[0] < 0:
-        raise refuse(kind, "sliding_window", values["sliding_window"], "use at least 1")
+    if (fields.get("window_size") or (0, 0))[0] < 0:
+        raise refuse(kind, "sliding_window", values.get("sliding_window"), "use at least 1")
     rope = values.get("rope_parameters") or {}
     for each in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:
         for name in ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"):
             if isinstance(number := each.get(name), int | float) and number <= 0:
                 raise refuse(kind, f"rope_parameters.{name}", number, "use a number above 0")
-    if config.rms_norm_eps < 0:
-        raise refuse(kind, "rms_norm_eps", config.rms_norm_eps, "use a number of at least 0")
+    if (epsilon := fields.get("layernorm_epsilon", 0)) < 0:
+        raise refuse(kind, "rms_norm_eps", epsilon, "use a number of at least 0")
 
 
 def head_dim(config: PreTrainedConfig) -> int:

@@ -28,7 +28,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from bridges.convert import Report
 from bridges.disk_form import TensorInfo, of_text_model
 from bridges.errors import BridgeError
-from bridges.files import check_folder, read_json
+from bridges.files import check_folder, read_json, with_changes
 from bridges.hf_io import HfWriter, map_file, read_header, view_of
 from bridges.plan import Plan
 from bridges.rows import InterleavedGateUp, Shape, Transposed
@@ -158,7 +158,8 @@ class PeftFolder:
         if letter not in ("A", "B") or not name.startswith(PREFIX):
             raise BridgeError(f"{self.path / WEIGHTS}: {name} is not a factor of a linear layer (….lora_A.weight)")
         settings, is_parameter = self._patterns.of(module), self._patterns.is_parameter(f"{module}.weight")
-        module = of_text_model(module)
+        whole, module = module, of_text_model(module)
+        within = whole.removesuffix(module.removeprefix("model."))  # "model.", or longer in text and images
         module = self._names.get(module, module)
         if is_parameter:
             self._of_parameters.add(module)
@@ -166,13 +167,15 @@ class PeftFolder:
         if stacked is None or f"{module}.weight" in self._plan.hf:
             self._register(module, letter, lambda: self._read(name), settings)
         else:
-            self._unstack(name, module, letter, stacked["experts"], int(stacked["layer"]))
+            container = within + stacked["experts"].removeprefix("model.")
+            self._unstack(name, module, letter, container, int(stacked["layer"]))
 
     def _register(self, module: str, letter: str, read: Callable[[], Tensor], settings: AdapterConfig) -> None:
         self._factors[f"{module}.{letter}"], self._settings[module] = read, settings
 
     def _unstack(self, name: str, module: str, letter: str, container: str, layer: int) -> None:
-        """Register the factors of single experts in a stacked tensor; the shapes of A and B give the projection."""
+        """Register the factors of single experts in a stacked tensor; the shapes of A and B give the projection.
+        ``container``: by its name in the folder, which patterns match."""
         entries = [e for e in self._plan.entries if e.layer == layer and e.expert is not None and len(e.shape) == 2]
         count = len({entry.expert for entry in entries}) or 1
         a, b = (self._infos.get(f"{PREFIX}{module}.lora_{each}.weight") for each in "AB")
@@ -499,7 +502,7 @@ def merge_adapter(
     }
     if untied := f"{EMBEDDING}.weight" in plan.copies.values() and EMBEDDING in left:
         tensors["lm_head.weight"] = tensors[f"{EMBEDDING}.weight"]
-        config["tie_word_embeddings"] = False
+        config = with_changes(config, {"tie_word_embeddings": False})
         warnings.warn(
             f"{adapter} adapts {EMBEDDING}, which {hf} also uses as output layer. PEFT adds the adapter to the "
             "embedding only, so the merged model has a separate output layer (tie_word_embeddings: false, "

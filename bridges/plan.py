@@ -10,7 +10,6 @@ from typing import Any
 from bridges.errors import BridgeError
 from bridges.families import family_of, get_family, supported
 from bridges.family import Family
-from bridges.files import holds_text_model, text_config
 from bridges.hf_config import reading
 from bridges.rows import DRAFT_COPIES, ModelShape, Shape
 from bridges.rules import Entry, expand
@@ -62,13 +61,13 @@ class Plan:
         return cls(
             family,
             shape,
-            text_config(hf_config),
+            family.own_config(hf_config),
             entries,
             {entry.name: entry for entry in entries},
             {piece.name: piece.shape for entry in entries for piece in entry.hf},
             frozenset(piece.name for entry in entries for piece in entry.hf if piece.index is not None),
             copies | repeats,
-            (*(() if draft else prediction), *((VISION,) if holds_text_model(hf_config) else ())),
+            (*(() if draft else prediction), *((VISION,) if hf_config.get("model_type") in family.within else ())),
             layer,
             {copy: copies.get(name, name) for copy, name in repeats.items()},
         )

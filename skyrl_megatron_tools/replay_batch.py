@@ -79,7 +79,7 @@ def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
     whole = run.resolve()
     names = [f"log_path={whole.parent.parent}", f"project_name={whole.parent.name}"]
     names.append(f"run_name={whole.name}-step-{step}")
-    own = [f"trainer.{each}" for each in (*names, *QUIET)]
+    own = [f"trainer.{each}" for each in (*names, *QUIET)] + ["generator.unaccounted_sampling=warn"]  # is sampled
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkyRLMegatronWarning)  # printed when the run started
         cfg, _ = load_config(SkyRLTrainConfig, ["--config", str(path), *keys, *own], scripted=True)

@@ -71,7 +71,6 @@ def _check_dump(cfg: SkyRLTrainConfig, step: int, first: int, begins: int) -> No
     path = dump_path(cfg, step)
     try:
         read_dump(path)
-        refuse_other_dump(cfg, step)
     except (OSError, ValueError) as error:
         there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
         reason = f"its batch cannot be read ({error})" if path.is_file() else f"its batch is not in {path.parent}"
@@ -80,6 +79,7 @@ def _check_dump(cfg: SkyRLTrainConfig, step: int, first: int, begins: int) -> No
         needed = f"the replay starts from {start} and needs step {step}: " * (step < first)
         fix = f"{needed}{reason} ({others}); run with trainer.dump_data_batch=true and a checkpoint before the step"
         raise ConfigError([Problem("--step", first if step < first else step, fix)]) from error
+    refuse_other_dump(cfg, step)
 
 
 class BatchReplay(RayPPOTrainer):

@@ -107,6 +107,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         return get_family(model_type)
     _load_installed()
     whole, family = str(hf_config.get("model_type")), _families.get(model_type)
+    if whole in _families:  # a family of the whole, which reads its parts itself
+        return _families[whole]
     if family is None or whole not in family.within:
         read = sorted(name for each in _families.values() for name in each.within)
         fix = f"use a folder of {model_type}" if family else f"use a text model ({', '.join(sorted(_families))})"

@@ -46,7 +46,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def window(config: PreTrainedConfig) -> int:
     """Return the window of W tokens, the query among them: vLLM's, which reads ``sliding_window_size``.
 
-    transformers from 5.23 on counts that many tokens besides the query, and saves ``sliding_window`` as one more.
+    transformers from 5.20 on counts that many tokens besides the query, and saves ``sliding_window`` as one more.
     """
     size = getattr(config, "sliding_window_size", None) or config.sliding_window
     if config.sliding_window not in (size, size + 1):

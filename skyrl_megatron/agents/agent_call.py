@@ -19,10 +19,18 @@ from skyrl_megatron.inference.sampling_params import request_seed
 
 
 class AgentCall:
-    """A request while it is answered. ``counts``: whether it is one of ``count_tokens``, which samples nothing."""
+    """A request while it is answered. ``fields``: as the client sent it. ``counts``: whether it is one of
+    ``count_tokens``, which samples nothing."""
 
-    def __init__(self, gateway: Any, trajectory: OpenTrajectory, *, counts: bool = False) -> None:
-        self.gateway, self.trajectory, self.counts = gateway, trajectory, counts
+    def __init__(
+        self,
+        gateway: Any,
+        trajectory: OpenTrajectory,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        counts: bool = False,
+    ) -> None:
+        self.gateway, self.trajectory, self.fields, self.counts = gateway, trajectory, fields or {}, counts
         self.match = Match(None, 0, 0, b"", None)
         self.prompt_ids: list[int] = []
         self.generations: list[Generation] = []
@@ -77,8 +85,14 @@ class AgentCall:
             self.failure = RequestError(over)
             raise self.failure
         changes = [name for name in (*MASKS, *WEIGHTS) if self.trajectory.trained and sampling.get(name)]
+        if _GRAMMAR in changes and _GRAMMAR not in self.gateway.may_set and self._is_of_optional_calls(sampling):
+            sampling = {name: value for name, value in sampling.items() if name != _GRAMMAR}
+            changes.remove(_GRAMMAR)
+            self.gateway.note_once(f"trajectory {self.trajectory.name}: {_WITHOUT_GRAMMAR}")
         if refused := [name for name in changes if name not in self.gateway.may_set]:
-            self.failure = RequestError(_unaccounted(refused[0]))
+            self.trajectory.refused = _unaccounted(refused[0])
+            self.gateway.note_once(f"a request of trajectory {self.trajectory.name}: {self.trajectory.refused}")
+            self.failure = RequestError(self.trajectory.refused)
             raise self.failure
         parent = self.match.parent
         exact = parent is None or prompt_ids[: len(parent.ids)] == parent.ids
@@ -108,6 +122,14 @@ class AgentCall:
             self.gateway.name_changes(changes, self.trajectory.name)
         return self.generations
 
+    def _is_of_optional_calls(self, sampling: Mapping[str, Any]) -> bool:
+        """Return whether a grammar is vLLM's of tool calls that an answer may have: of strict tools, of at most one
+        call, or by default of a parser."""
+        choice = self.fields.get("tool_choice")
+        kind = choice.get("type") if isinstance(choice, Mapping) else choice
+        asked = any(self.fields.get(name) for name in ("response_format", "structured_outputs"))
+        return kind in (None, "auto") and bool(self.fields.get("tools")) and not asked and _TAG in sampling[_GRAMMAR]
+
     def _requests(self, prompt_ids: list[int], asked: dict[str, Any], count: int) -> list[dict[str, Any]]:
         """Return the sampling parameters of each sample."""
         run, parent = self.trajectory.sampling, self.match.parent
@@ -134,6 +156,13 @@ class AgentCall:
         self.too_long_message = message
         if not self.counts:
             self.trajectory.too_long = message
+
+
+_GRAMMAR, _TAG = "structured_outputs", "structural_tag"
+_WITHOUT_GRAMMAR = (
+    "vLLM's grammar of tool calls is left out where samples are trained on, as their log-probs do not account for it; "
+    "set generator.sampling_params.top_k to have it"
+)
 
 
 def _unaccounted(name: str) -> str:

@@ -220,7 +220,7 @@ class AgentGenerator(ConfiguredGenerator):
             finally:
                 graph = await running.gateway.close(name)
             if not graph.calls and outcome.reward is not None:  # the policy did nothing, so this is no failure of it
-                why = f"the agent made no call to the model{outcome.why and '; '}{outcome.why}"
+                why = "; ".join(filter(None, ("the agent made no call to the model", opened.refused, outcome.why)))
                 outcome = opened.outcome = Outcome(OutcomeKind.INFRASTRUCTURE, why=why, cause=Cause.NO_CALL)
             running.outcomes.add(outcome)
             seconds = time.perf_counter() - started

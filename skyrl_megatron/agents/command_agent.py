@@ -43,7 +43,8 @@ class AgentTask:
     score: Callable[[str], Awaitable[float]]
     """Returns the reward that the environment ``env_class`` gives to a text."""
     context_full: Callable[[], bool] = lambda: False
-    """Returns whether the last prompt did not fit into the context. Such a trajectory gets no reward."""
+    """Returns whether the last prompt did not fit into the context. Such a trajectory gets
+    ``context_full_reward``."""
 
     @property
     def shown(self) -> dict[str, Any]:

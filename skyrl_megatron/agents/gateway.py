@@ -89,6 +89,7 @@ class Gateway:
         self._keys: dict[bytes, str] = {}
         self.counts = CallCounts()
         self._changes_named = False
+        self._noted: set[str] = set()
         self._thresholds = gc.get_threshold()
         self.log = CallLog(folder)
         try:
@@ -96,6 +97,12 @@ class Gateway:
         except BaseException:
             self.log.close()
             raise
+
+    def note_once(self, text: str) -> None:
+        """Log a warning unless one that ends alike was logged."""
+        if (known := text.partition(": ")[2]) not in self._noted:
+            self._noted.add(known)
+            log.warning("%s", text)
 
     def name_changes(self, names: Sequence[str], trajectory: str) -> None:
         """Log once which parameters of requests change what is sampled, with no support that describes it."""
@@ -236,7 +243,8 @@ class Gateway:
         self, trajectory: OpenTrajectory, path: str, request: CheckedRequest, digest: str, answer: Answer
     ) -> None:
         """Sample for a request, record the call, and set its answer."""
-        call, made = AgentCall(self, trajectory), _error(path, 503, f"trajectory {trajectory.name} has ended")
+        call = AgentCall(self, trajectory, request.fields)
+        made = _error(path, 503, f"trajectory {trajectory.name} has ended")
         try:
             made = await self._sampled(trajectory, path, request, digest, call)
             if made[0] < 400:

@@ -144,28 +144,28 @@ class Graph:
         conversation.tools = max(conversation.tools, len(tools or ()))
         digest = _digest(b"", scope)
         parent, first, used, unmatched = None, 0, 0, None
-        before = 0
+        before, answers = 0, 0
         said: list[str] = []
         for form, text, after in grouped(messages):
             digest = _digest(digest, form)
             said.append(_as_json(form))
             if form["role"] == "assistant":
+                answers += 1
                 if digest in self._ends:
                     parent, first, used, unmatched = self._end(digest, text), before, after, None
                     said.clear()
                 elif not conversation.answered:
                     conversation.quoted.add(_short(said[-1]))
-                elif unmatched is None and not self._is_quoted(said[-1], text, form["calls"], conversation):
-                    unmatched = after - 1
+                elif unmatched is None and _short(said[-1]) not in conversation.quoted:
+                    replaces = answers == 1 and not form["calls"] and self._said_elsewhere(text, conversation)
+                    unmatched = None if replaces else after - 1
             before = after
         return Match(parent, first, used, digest, unmatched, tuple(said), conversation)
 
-    def _is_quoted(self, form: str, text: str, calls: Sequence[Any], conversation: Conversation) -> bool:
-        """Return whether an answer that no path holds is one that the client sent at first, or the text of an answer
-        of another conversation, such as the summary by which a client replaces its history."""
-        if _short(form) in conversation.quoted:
-            return True
-        return bool(text) and not calls and bool(self._texts.get(_digest(b"", text), set()) - {conversation.number})
+    def _said_elsewhere(self, text: str, conversation: Conversation) -> bool:
+        """Return whether a text is that of an answer of another conversation. At the place of a request's first answer
+        it is a summary by which the client replaces the history; later it may repeat history that was sampled."""
+        return bool(text) and bool(self._texts.get(_digest(b"", text), set()) - {conversation.number})
 
     def _end(self, digest: bytes, text: str) -> SampledCall:
         """Return the call with an answer of this canonical form: the one with the same thinking, or the last."""

@@ -108,6 +108,8 @@ class OpenTrajectory:
     """Request → why what the policy sampled for it could not be written as an answer, unless it was answered later."""
     trained: bool = True
     """Whether samples are trained on, and so must come from a distribution that is accounted for."""
+    refused: str = ""
+    """Why the last request was refused that would have changed the distribution of samples."""
     limits: TrajectoryLimits = TrajectoryLimits()
     exceeded: str = ""
     """The limit that the agent exceeded; "" if there is none. No further call is answered."""

@@ -74,11 +74,12 @@ def adapter_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
         yield Problem(f"{_LORA}rank", 0, fix + f"or remove {'that key' if one else 'those keys'}")
 
 
-def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
+def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool = True) -> list[Problem]:
     """Resolve ``cfg`` in place, and return every problem of it; each names key, value and fix.
 
     Imports plugins, fills in the fields that depend on others and on the machine (:mod:`.resolve`), and warns of
-    settings without effect. ``hardware``: what the run will get. Reads no file except the models' ``config.json``.
+    settings without effect. ``hardware``: what the run will get. ``training``: whether it trains. Reads no file except
+    the models' ``config.json``.
     """
     try:
         load_plugins(cfg.trainer.plugins)
@@ -93,7 +94,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     policy = configs.get("policy", {})
     problems += evaluation_problems(cfg)
     if supervised(cfg) is None:
-        problems += rollout_problems(cfg, policy, hardware)
+        problems += rollout_problems(cfg, policy, hardware, training=training)
         problems += exact_problems(cfg, hardware, policy)
     else:
         problems += supervised_problems(cfg, policy)

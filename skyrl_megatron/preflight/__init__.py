@@ -74,7 +74,7 @@ def run_checks(run: PlannedRun) -> Findings:
         except ConfigError as error:  # without the plugins, the names that they register would be reported too
             return Findings(list(error.problems), [])
         found: list[Problem | NotChecked] = [*pin_hub_names(run)]
-        found += find_problems(run.cfg, run.hardware)
+        found += find_problems(run.cfg, run.hardware, training=run.training)
         for check in CHECKS:
             with current_task(f"check {check.__name__}"):
                 found += check(run)
@@ -104,7 +104,10 @@ def check_config[C: SkyRLTrainConfig](
     cfg, problems = parse(cls, argv)
     unread = {problem.key for problem in problems}
     run = PlannedRun(cfg, hardware or run_hardware(), training, scripted, check_only)
-    found = run_checks(run) if check_only or not problems else Findings(find_problems(cfg, run.hardware), [])
+    if check_only or not problems:
+        found = run_checks(run)
+    else:
+        found = Findings(find_problems(cfg, run.hardware, training=training), [])
     problems += [problem for problem in found.problems if problem.key not in unread]
     return cfg, Findings(problems, found.not_checked)
 

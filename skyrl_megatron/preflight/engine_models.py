@@ -145,11 +145,14 @@ _MEANING: dict[str, Callable[[Any], Any]] = {
     "hybrid_layer_pattern": lambda config: [int(kind == "sliding_attention") for kind in config.layer_types],
     "layernorm_epsilon": lambda config: config.rms_norm_eps,
     "moe_layer_freq": lambda config: [int(kind == "sparse") for kind in config.mlp_layer_types],
-    "partial_rotary_factor": lambda config: config.rope_parameters["full_attention"]["partial_rotary_factor"],
+    "partial_rotary_factor": lambda config: config.rope_parameters["full_attention"].get(
+        "partial_rotary_factor", 0.334
+    ),
     "rope_theta": lambda config: config.rope_parameters["full_attention"]["rope_theta"],
     "rotary_dim": lambda config: round(
         _head_size(config) * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     ),
+    "sliding_window_size": lambda config: getattr(config, "sliding_window_size", None),
     "swa_head_dim": _head_size,
     "swa_num_attention_heads": lambda config: config.num_attention_heads,
     "swa_num_key_value_heads": lambda config: 2 * config.num_key_value_heads,  # fixed in transformers

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.fields import declared
 from skyrl_megatron.config.roles import role_layout
 from skyrl_megatron.config.rules.megatron_rules import megatron_problems
-from skyrl_megatron.config.rules.passthrough_keys import ENGINE, SAMPLING
+from skyrl_megatron.config.rules.passthrough_keys import ENGINE, SAMPLING, TRANSFORMER
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.inference.sampling_params import WrongType, engine_sampling, typed_sampling
@@ -41,7 +41,7 @@ def foreign_values(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         name: value
         for name, value in engine.engine_init_kwargs.items()
         if name in (ENGINE.passed_on | ENGINE.read_here) - _JUDGED and not fields[name].wanted(value)
-        if (name, value) not in (("load_format", "auto"), ("load_format", "dummy"))
+        if (name, value) not in (("load_format", "auto"), ("load_format", "dummy")) and value != fields[name].default
     }
     if arguments and engine.run_engines_locally:
         with _same_environment():
@@ -69,11 +69,12 @@ def foreign_values(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 @contextlib.contextmanager
 def _same_environment() -> Iterator[None]:
-    """Undo the changes of the block to environment variables: vLLM sets some for its own processes when it is
-    imported, and the run's would inherit them."""
+    """Undo the changes of the block to environment variables, and hide its warnings: vLLM sets some for its own
+    processes when it is imported, and the run's would inherit them."""
     before = dict(os.environ)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):  # of its own types
+            yield
     finally:
         for name, value in os.environ.items():
             if before.get(name) != value:
@@ -92,6 +93,7 @@ def transformer_values(run: PlannedRun, role: str, model: HfModel) -> Iterator[P
     key = f"{prefix}transformer_config_kwargs"
     reported = {each.key for each in megatron_problems(run.cfg, role, prefix, run.hardware, model.config)}
     judged = {name for name in given if f"{key}.{name}" in reported or name in _OF_TRANSFORMER_ENGINE}
+    judged |= given.keys() - TRANSFORMER.names  # reported by their names
     usual = DEFAULT_TRANSFORMER_CONFIG_KWARGS
     chosen = [name for name, value in given.items() if name not in judged and value != usual.get(name, ...)]
     if not chosen:

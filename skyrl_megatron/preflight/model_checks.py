@@ -109,7 +109,7 @@ def _changes(run: PlannedRun, role: str) -> dict[str, tuple[str, Any]]:
 def _of_the_change(run: PlannedRun, role: str, problem: str) -> Problem | None:
     """Return the problem under the key that changes the value that it names; None if no change is the reason."""
     for name, (key, value) in _changes(run, role).items():
-        if re.search(rf"\b{name}[=.']", problem):
+        if re.search(rf"\b{re.escape(name)}[=.']", problem):
             return Problem(key, value, problem.removesuffix("; fetch the file again"))
     return None
 
@@ -119,7 +119,7 @@ def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Itera
     from skyrl_megatron.preflight.engine_models import engine_model_faults, overrides_of_engines
 
     engine = run.cfg.generator.inference_engine
-    if supervised(run.cfg) is not None or engine.backend != "vllm":
+    if supervised(run.cfg) is not None or engine.backend != "vllm" or not engine.run_engines_locally:
         return
     overrides = engine.engine_init_kwargs.get("hf_overrides") or {}
     if not isinstance(overrides, Mapping):
@@ -127,6 +127,8 @@ def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Itera
         return
     family = model.plan.family
     config = family.config(model.config)
+    if isinstance(inner := overrides.get("text_config"), Mapping) and "text_config" in model.written:
+        overrides = {**{name: value for name, value in overrides.items() if name != "text_config"}, **inner}
     if run.training:
         known = {**config.to_dict(), **model.config, **overrides_of_engines(family.model_type, overrides)}
         for name, value in overrides.items():

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,23 +174,16 @@ def export_folder(export_path: str | Path, step: int, role: str = "policy") -> P
     return Path(export_path).expanduser() / f"global_step_{step}" / role
 
 
-def prepare_export(
-    export_path: str | Path,
-    step: int,
-    role: str = "policy",
-    identity: Identity | None = None,
-    allowed: Collection[str] = (),
-) -> Path:
+def prepare_export(export_path: str | Path, step: int, role: str = "policy", identity: Identity | None = None) -> Path:
     """Return :func:`export_folder` after removing an earlier export. Call it on one rank.
 
     ``identity``: of the run. Exports of another run in the folder of the step are not removed: the folder gets a name
-    with ``of_`` and digits of their identity. ``allowed``: parts that may differ (``resume_other``). Raises
-    CheckpointError if the old export cannot be removed.
+    with ``of_`` and digits of their identity. Raises CheckpointError if the old export cannot be removed.
     """
     target = export_folder(export_path, step, role)
     try:
         if identity is not None:
-            if is_of_other(target.parent, identity, allowed):
+            if is_of_other(target.parent, identity):
                 other = short(read_identity(target.parent))
                 aside = target.parent.with_name(f"{target.parent.name}.of_{other}")
                 if aside.exists():

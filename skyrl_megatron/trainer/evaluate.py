@@ -216,14 +216,14 @@ def _answer(output: GeneratorOutput, row: int, tokenizer: Any) -> str:
 def rows_folder(cfg: SkyRLTrainConfig, step: int, identity: Identity | None = None) -> Path:
     """Return the folder of the rows of an evaluation: ``export_path/dumped_evals/global_step_N``.
 
-    ``identity``: of what is evaluated. If the folder has rows of something else, beyond what ``trainer.resume_other``
-    allows, eight digits of the identity are appended to its name.
+    ``identity``: of what is evaluated. If the folder has rows of something else, eight digits of the identity are
+    appended to its name.
     """
     folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{step}"
     if identity is None or not folder.exists():
         return folder
     saved = read_identity(folder)
-    free = bool(saved) and not other_parts(saved, identity, cfg.trainer.resume_other)
+    free = bool(saved) and not other_parts(saved, identity)
     return folder if free else folder.with_name(f"{folder.name}_{short(identity)}")
 
 

@@ -185,7 +185,7 @@ type Identity = dict[str, Part]
 """Name (``model``, ``data``, …) → part."""
 PARTS = (
     *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
-    *("adapters", "optimizer"),
+    *("adapters", "optimizer", "critic_optimizer"),
 )
 """Parts of the identity of a run, which ``trainer.resume_other`` can name."""
 NOT_ADAPTERS = {
@@ -213,7 +213,8 @@ def run_identity(cfg: SkyRLTrainConfig, data: Sequence[Mapping[str, Any]] | None
     found["data"] = _data(cfg.data.train_data, data)
     if supervised(cfg) is None:
         found["environment"] = Part(str(cfg.environment.env_class), str(cfg.environment.env_class))
-    found |= {"adapters": _adapters(cfg), "optimizer": _optimizers(cfg)}
+    found |= {"adapters": _adapters(cfg), "optimizer": _optimizer(cfg, "policy")}
+    found["critic_optimizer"] = _optimizer(cfg, "critic")
     return {name: part for name, part in found.items() if part.digest}
 
 
@@ -223,31 +224,47 @@ def sampled_identity(cfg: SkyRLTrainConfig) -> Identity:
     return {name: part for name, part in found.items() if part.digest}
 
 
+def sampled_part(identity: Identity) -> Identity:
+    """Return :func:`sampled_identity` of a run with this identity."""
+    return {name: identity[name] for name in ("model", "tokenizer", "template") if name in identity}
+
+
 def _adapters(cfg: SkyRLTrainConfig) -> Part:
     """Return the part of the adapters: the settings that say which factors there are, and their scale."""
     policy = cfg.trainer.policy
     if not policy.model.lora.rank:
         return Part("none", "none")
     every = {**_plain_fields(policy.model.lora), **_plain_fields(policy.megatron_config.lora_config)}
-    own = {
-        adapter: {name: value for name, value in (changes or {}).items() if name in every and name not in NOT_ADAPTERS}
-        for adapter, changes in policy.model.lora.adapters.items()
+    given = _factors(every)
+    own = {adapter: _factors({**every, **(changes or {})}) for adapter, changes in policy.model.lora.adapters.items()}
+    given["adapters"] = {
+        adapter: {name: value for name, value in factors.items() if value != given.get(name, value)}
+        for adapter, factors in sorted(own.items())
     }
-    given = {name: value for name, value in every.items() if name not in NOT_ADAPTERS} | {"adapters": own}
-    usual = {**_plain_fields(type(policy.model.lora)()), **_plain_fields(type(policy.megatron_config.lora_config)())}
-    told = [name for name in given if name in ("rank", "alpha") or given[name] != usual[name]]
-    return Part("of " + ", ".join(f"{name} {_shown(given[name])}" for name in told), _hash(json.dumps(given)))
+    sections = (policy.model.lora, policy.megatron_config.lora_config)
+    usual = _factors({name: value for each in sections for name, value in _plain_fields(type(each)()).items()})
+    told = [name for name in given if name in ("rank", "alpha") or given[name] != usual.get(name, {})]
+    shown = "of " + ", ".join(f"{name} {_shown(given[name])}" for name in told)
+    return Part(shown, _hash(json.dumps(given, sort_keys=True)))
+
+
+def _factors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an adapter that say which factors there are, with lists of modules in one order."""
+    return {
+        name: sorted(value.split(",")) if name.endswith("modules") and isinstance(value, str) else value
+        for name, value in settings.items()
+        if name not in NOT_ADAPTERS and name != "adapters"
+    }
 
 
 def _plain_fields(section: Section) -> dict[str, Any]:
     return {name: getattr(section, name) for name in field_types(type(section))}
 
 
-def _optimizers(cfg: SkyRLTrainConfig) -> Part:
-    """Return the part of the optimizers of policy and critic: another one has other moments."""
-    roles = [role for role in ("policy", "critic") if role in active_roles(cfg)]
-    names = {role: getattr(cfg.trainer, role).optimizer_config.optimizer for role in roles}
-    return Part(", ".join(f"{name} of the {role}" for role, name in names.items()), json.dumps(names))
+def _optimizer(cfg: SkyRLTrainConfig, role: str) -> Part:
+    """Return the part of a role's optimizer: another one has other moments."""
+    name = getattr(cfg.trainer, role).optimizer_config.optimizer if role in active_roles(cfg) else ""
+    return Part(name, name)
 
 
 def verb(cfg: SkyRLTrainConfig) -> str:
@@ -315,7 +332,7 @@ def tokenizer_part(cfg: SkyRLTrainConfig) -> Part:
     folder = hub.cached_folder(cfg, weights=False)
     if folder is None:
         return Part("", "")
-    patterns = [name for name in ASSETS if not name.startswith(("generation_", "chat_template", "preprocessor_"))]
+    patterns = [name for name in ASSETS if not name.startswith(("generation_", "chat_template", "*processor_"))]
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.suffix not in _TEXTS})
     hashed: list[str | bytes] = []
     for path in (path for path in paths if path.is_file() and path.suffix != ".safetensors"):
@@ -494,7 +511,7 @@ def refuse_other(
     fix = f"it is of another run: {sides}. {instead}, or {RESUME_OTHER}=[{','.join(names)}] to {to} nevertheless"
     if "adapters" in names:
         fix += "; factors of another rank or of other layers cannot be loaded"
-    if "optimizer" in names:
+    if {"optimizer", "critic_optimizer"} & {*names}:
         fix += "; moments that the other optimizer does not have start at zero"
     raise ConfigError([Problem(key, where, fix)])
 

@@ -40,7 +40,7 @@ from skyrl_megatron.rollout.outputs import (
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
-from skyrl_megatron.trainer.identity import sampled_identity
+from skyrl_megatron.trainer.identity import sampled_part
 from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.step_batch import (
     advantage_metrics,
@@ -204,7 +204,7 @@ class RayPPOTrainer(TrainingRun):
         if self.cfg.trainer.dump_data_batch:
             path = dump_path(self.cfg, self.global_step + 1)
             versions = generator_output.get("rollout_versions") or ()
-            dump_batch(batch, path, versions, sampled_identity(self.cfg))
+            dump_batch(batch, path, versions, sampled_part(self.identity))
         return batch
 
     # ------------------------------------------------------------------ scores

@@ -352,10 +352,7 @@ class TrainingRun:
             for role in (self.policy, self.critic):
                 if role is not None:
                     self.offload_others(role.name)
-                    trainer = self.cfg.trainer
-                    folder = prepare_export(
-                        trainer.export_path, self.global_step, role.name, self.identity, trainer.resume_other
-                    )
+                    folder = prepare_export(self.cfg.trainer.export_path, self.global_step, role.name, self.identity)
                     role.export_hf(str(folder), self.folder_changes(role.name))
 
     def folder_changes(self, role: str) -> FolderChanges:

@@ -39,7 +39,8 @@ def run_config(run: Path) -> SkyRLTrainConfig:
         raise ConfigError([Problem("RUN", run, fix)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkyRLMegatronWarning)  # printed when the run started
-        cfg, _ = load_config(SkyRLTrainConfig, ["--config", str(path)], scripted=True)
+        recorded = ["--config", str(path), "generator.unaccounted_sampling=warn"]  # it has been sampled
+        cfg, _ = load_config(SkyRLTrainConfig, recorded, scripted=True)
     trainer, engine = cfg.trainer, cfg.generator.inference_engine
     if len(names := list(trainer.policy.model.lora.adapters)) > 1:
         fix = "cannot be explained with several adapters: train one of them in a separate run"
@@ -62,13 +63,13 @@ def read_step(cfg: SkyRLTrainConfig, step: int) -> RecordedStep:
     path = dump_path(cfg, step)
     try:
         batch, versions = read_dump(path)
-        refuse_other_dump(cfg, step)
     except (OSError, ValueError) as error:
         there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
         reason = str(error) if path.is_file() else f"its batch is not in {path.parent}"
         others = f"steps {', '.join(map(str, there))} are there" if there else "no step is there"
         fix = f"{reason} ({others}): run the step with trainer.dump_data_batch=true"
         raise ConfigError([Problem("--step", step, fix)]) from error
+    refuse_other_dump(cfg, step)
     if batch.rollout_logprobs is None:
         fix = "was dumped without the engine's log-probs: run with generator.sampling_params.logprobs=0"
         raise ConfigError([Problem("--step", step, fix)])

@@ -206,6 +206,45 @@ def test_what_changes_the_distribution_is_refused_where_it_is_trained_on(running
     assert named == [False, True, False, True]  # in the log: the engine of this test returns no support
 
 
+def test_the_grammar_of_optional_tool_calls_is_left_out_where_it_is_not_accounted_for(running):
+    """vLLM adds one for a strict tool and for at most one call, also where the policy may choose."""
+    import openai
+
+    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from skyrl_megatron.config.schema.generator import SamplingParams
+
+    parameters = {"type": "object", "properties": {}, "additionalProperties": False, "required": []}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    strict = {"type": "function", "function": tool["function"] | {"strict": True}}
+    asked = {
+        "strict": {"tools": [strict]},
+        "one call": {"tools": [tool], "parallel_tool_calls": False},
+        "required": {"tools": [tool], "tool_choice": "required"},
+    }
+    refused = []
+
+    class Asks(AgentGenerator):
+        async def agent(self, task):
+            client = openai.AsyncOpenAI(base_url=f"{task.access.url}/v1", api_key=task.access.key, max_retries=0)
+            try:
+                messages = [{"role": "user", "content": "Look."}]
+                await client.chat.completions.create(model="policy", messages=messages, **asked[task.extras["what"]])
+            except openai.BadRequestError as error:
+                refused.append((task.extras["what"], error.message))
+            return 1.0
+
+    each = running(Asks)
+    output = each([{"what": what} for what in ("strict", "one call")])
+    assert output["errors"] == [None, None] and not refused
+    assert all("structured_outputs" not in keys for *_, keys in each.client.sampled)
+    with pytest.raises(Exception, match="structured_outputs changes the distribution"):
+        each([{"what": "required"}])
+    assert [what for what, _ in refused] == ["required"]
+    whole = running(Asks, sampling_params=SamplingParams(top_k=20))
+    whole([{"what": what} for what in ("strict", "one call")])
+    assert all("structural_tag" in keys["structured_outputs"] for *_, keys in whole.client.sampled)
+
+
 def test_forks_need_several_rows(running):
     from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.errors import DataError

@@ -245,6 +245,19 @@ def test_a_summary_of_another_conversation_replaces_the_history_of_the_task():
     assert graph.match([SYSTEM, asked, said_here, USER], scope).unmatched == 2, "an answer of the task, moved"
 
 
+def test_two_roles_that_share_a_history_hold_answers_that_are_text():
+    """Each answers under a system prompt of its own: what the other said is no summary, and its tokens are lost."""
+    from skyrl_megatron.agents.graph import Graph
+
+    graph, history, found = Graph(), [USER], []
+    systems = [{"role": "system", "content": text} for text in ("You plan the next step.", "Act on what was planned.")]
+    for turn in range(6):
+        answer = {"role": "assistant", "content": f"Answer {turn}."}
+        found.append(added(graph, [systems[turn % 2], *history], answer).text_only)
+        history += [answer, {"role": "user", "content": "Go on."}]
+    assert found == [False, False, True, True, True, True]
+
+
 @pytest.mark.parametrize(
     "other", [SYSTEM["content"].replace("Monday", "Tuesday"), SYSTEM["content"] + " Be brief.", ""]
 )

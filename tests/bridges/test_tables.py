@@ -170,7 +170,7 @@ def test_no_part_of_a_tiny_model_is_trivial(module):
 
 
 def test_mimo_has_the_window_of_its_engine():
-    """transformers from 5.23 on saves ``sliding_window`` as one more than ``sliding_window_size``, by which vLLM
+    """transformers from 5.20 on saves ``sliding_window`` as one more than ``sliding_window_size``, by which vLLM
     samples."""
     from bridges.errors import BridgeError
     from bridges.families import get_family

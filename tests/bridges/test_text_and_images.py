@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -167,6 +168,63 @@ def test_an_export_needs_the_tensors_of_images(folders, tmp_path):
         export_megatron(tmp_path / "megatron", tmp_path / "none")
     export_megatron(tmp_path / "megatron", tmp_path / "whole", template=folders["released"])
     same_folder(folders["released"], tmp_path / "whole")
+
+
+def test_what_an_import_leaves_out_comes_from_the_folder(folders, tmp_path):
+    from bridges.convert import export_megatron, import_hf
+
+    import_hf(folders["released"], tmp_path / "megatron", drop_mtp=True)
+    export_megatron(tmp_path / "megatron", tmp_path / "whole", template=folders["released"])
+    same_folder(folders["released"], tmp_path / "whole")
+
+
+def test_a_folder_without_the_tensors_of_images_is_refused_before_training(folders, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from bridges.errors import BridgeError
+    from bridges.hf_io import HfFolder
+    from bridges.plan import Plan
+    from skyrl_megatron.runtime.model.description import check_tensors
+
+    shutil.copytree(folders["released"], tmp_path / "less")
+    tensors = load_file(tmp_path / "less/model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if ".visual." not in name}
+    save_file(left, tmp_path / "less/model.safetensors", metadata={"format": "pt"})
+    for folder in (folders["released"], tmp_path / "less"):
+        source = HfFolder(folder)
+        if folder == tmp_path / "less":
+            with pytest.raises(BridgeError, match="cannot be exported again: use the whole folder, or the text model"):
+                check_tensors(Plan.of(source.config), source, "lm", "")
+        else:
+            check_tensors(Plan.of(source.config), source, "lm", "")
+
+
+def test_experts_are_fused_if_those_of_the_layers_are():
+    """Not if the layer of multi-token prediction alone is; in any order of the names."""
+    import torch
+
+    from bridges.disk_form import DiskForm
+
+    config = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}}
+    layer = "model.language_model.layers.0.mlp.experts"
+    prediction = "mtp.layers.0.mlp.experts.gate_up_proj"
+    assert not DiskForm.of(config, [f"{layer}.0.gate_proj.weight", prediction]).fused
+    form = DiskForm.of(config, [f"{layer}.gate_up_proj", prediction])
+    names = sorted(f"model.layers.0.mlp.experts.{n}.{part}_proj.weight" for n in range(12) for part in ("gate", "up"))
+    assert form.stored({name: ((4, 6), torch.float32) for name in names}) == {
+        f"{layer}.gate_up_proj": ((12, 8, 6), torch.float32)
+    }
+
+
+def test_a_family_of_the_whole_reads_it_itself(monkeypatch):
+    """A plugin's, registered under the name of the model of text and images."""
+    from bridges import families
+    from bridges.families.qwen3_moe import FAMILY
+
+    own = replace(FAMILY, model_type="qwen3_vl_moe")
+    monkeypatch.setitem(families._families, "qwen3_vl_moe", own)
+    config = {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text"}}
+    assert families.family_of(config) is own and own.own_config(config) == config
 
 
 OTHER_MODELS = {

@@ -91,6 +91,17 @@ def test_a_value_of_mimo_that_the_trainer_does_not_read_is_named(case):
     assert words in fault
 
 
+def test_mimo_without_a_share_of_rotary_columns_has_the_usual_one():
+    rotary = {"rope_type": "default", "rope_theta": 5e6}
+    parameters = {"full_attention": rotary, "sliding_attention": rotary | {"rope_theta": 1e4}}
+    assert faults(RELEASED["MiMo-V2-Flash"] | {"rope_parameters": parameters}) == []
+
+
+def test_another_window_of_engines_alone_is_named():
+    (fault,) = faults(RELEASED["MiMo-V2-Flash"], {"sliding_window_size": 64})
+    assert "sliding_window_size=64, but the trainer computes sliding_window_size=128" in fault
+
+
 def test_what_mimo_lacks_when_saved_again_is_written_out():
     released = RELEASED["MiMo-V2-Flash"]
     lost = ("add_swa_attention_sink_bias", "rope_theta", "swa_rope_theta", "sliding_window_size")

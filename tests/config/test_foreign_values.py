@@ -100,3 +100,51 @@ def test_what_agrees_is_no_problem(problems):
     for keys in RIGHT:
         assert problems(keys) == [], keys
     assert problems({f"{O}.num_experts_per_tok": 1}, training=False) == []  # engines alone
+
+
+VLLM = {
+    "name of a backend": "speculative_config={method: mtp, num_speculative_tokens: 1, attention_backend: FLASH_ATTN}",
+    "dashes": "speculative_config={method: mtp, num-speculative-tokens: 1}",
+    "vLLM's default": "cudagraph_capture_sizes=null",
+    "capital letters": "quantization=FP8",
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", VLLM)
+def test_what_validators_of_vllm_accept_is_no_problem(case):
+    """They change values before the types are compared."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.preflight.foreign_values import foreign_values
+    from skyrl_megatron.preflight.option_checks import PlannedRun
+
+    def found(argument):
+        cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", f"{E}{argument}"])
+        return [*foreign_values(PlannedRun(cfg, Hardware(8)))]
+
+    assert found(VLLM[case]) == []
+    (problem,) = found("speculative_config={method: mtp, num_speculative_tokens: 1, attention_backend: banana}")
+    assert problem.key == f"{E}speculative_config.attention_backend"
+
+
+def test_a_sampling_key_is_not_blamed_for_another():
+    from skyrl_megatron.inference.vllm.values import sampling_faults
+
+    assert [*sampling_faults({"temperature": 3.0, "ignore_eos": True}, {"ignore_eos": True})] == []
+    both = {"ignore_eos": True, "min_tokens": -1, "stop_token_ids": [3]}
+    ((key, value, _),) = sampling_faults(both, both)
+    assert (key, value) == ("min_tokens", -1)
+
+
+def test_training_samples_are_no_matter_of_an_evaluation():
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.config.validate import find_problems
+
+    def found(training):
+        keys = ["trainer.logger=console", "generator.sampling_params.repetition_penalty=1.2"]
+        return find_problems(SkyRLTrainConfig.from_cli_overrides(keys), Hardware(8), training=training)
+
+    (problem,) = found(True)
+    assert problem.key == "generator.sampling_params.repetition_penalty" and found(False) == []

@@ -256,7 +256,7 @@ def test_a_value_that_runs_have_anyway_is_no_error(argument):
 
 OTHERWISE_HERE = {
     "engine": "logprobs_mode max_cpu_loras additional_config enable_mixed_moe_lora_format generation_config "
-    "sleep_preserve_parameter_names weight_transfer_config worker_extension_cls",
+    "language_model_only sleep_preserve_parameter_names weight_transfer_config worker_extension_cls",
     "transformer": "calculate_per_token_loss deallocate_pipeline_outputs disable_parameter_transpose_cache "
     "moe_hybridep_pad_uneven_dispatch_inputs perform_initialization variable_seq_lengths",
     "sampling": "include_stop_str_in_output",
@@ -296,6 +296,16 @@ def test_what_is_passed_on_is_accepted():
         assert problems(argument) == [], argument
     both = [f"{K}moe_z_loss_coeff=0.01", f"{M}moe_z_loss_coeff=0.01"]
     assert problems(*both) == []
+
+
+def test_rates_of_adam_that_are_no_pair_are_one_problem():
+    (found,) = problems(f"{O}adam_beta2=0.95", "trainer.policy.optimizer_config.adam_betas=[0.9]", hardware=GPUS)[:1]
+    assert found.key == "trainer.policy.optimizer_config.adam_betas"
+    teacher = [
+        "trainer.teacher.model.path=/teacher",
+        "trainer.teacher.megatron_config.optimizer_config_kwargs.adam_beta2=0.5",
+    ]
+    assert not [each for each in problems(*teacher) if "adam" in each.key]
 
 
 WHOLE = f"{E}return_sampling_support=false"

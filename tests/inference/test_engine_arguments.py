@@ -110,9 +110,10 @@ from skyrl_megatron.config.validate import find_problems
 
 warnings.simplefilter("ignore")
 found, before = {}, {}
+WARN = "generator.unaccounted_sampling=warn"
 for argument in [None, *json.loads(sys.argv[1])]:
     assert argument is not None or "vllm" not in sys.modules
-    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *([argument] if argument else [])])
+    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *([argument, WARN] if argument else [])])
     run = PlannedRun(cfg, Hardware(8))
     problems = [*find_problems(cfg, run.hardware), *foreign_options(run), *foreign_values(run)]
     found[str(argument)] = [(each.key, each.fix) for each in problems]

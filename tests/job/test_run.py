@@ -326,7 +326,7 @@ def test_lines_of_a_run_in_a_cluster_appear_once_and_at_once(folder):
         assert steps == [f"{number}/200" for number in range(1, saved + 1)]
         assert f"stopped after step {saved}; the same command continues from there" in lines
         assert lines[-1] == f"checkpoint: {folder}/ckpts/global_step_{saved}"
-        failed = runs.finish(runs.start(folder, variables=joining), folder)
+        failed = runs.finish(runs.start(folder, variables=joining, **keys), folder)
         assert failed.returncode == 1
         assert failed.err.startswith("no environment 'digits'") and "Traceback" not in failed.err
 

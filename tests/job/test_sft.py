@@ -100,7 +100,7 @@ def test_a_run_resumes_its_own_checkpoints_only(folder, whole, tmp_path, name):
     sides = {
         "model": (f"is {folder / 'model'} (", f"is {tmp_path / 'other'} ("),
         "data": ("is talks.jsonl (", "is scored.jsonl ("),
-        "optimizer": ("is adam of the policy", "is muon of the policy"),
+        "optimizer": ("is adam", "is muon"),
         "adapters": ("are none", "are of rank 4, alpha 16"),
     }
     problems = list(resume_problems(cfg))

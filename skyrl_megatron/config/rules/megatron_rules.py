@@ -104,7 +104,7 @@ def megatron_problems(
     yield from megatron_key_problems(cfg, role)
     optimizer = None if is_frozen(role) else getattr(cfg.trainer, role).optimizer_config.optimizer
     options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
-    if role != "ref":
+    if not is_frozen(role):
         yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16, muon=optimizer == "muon")
     if optimizer is not None:
         yield from muon_problems(optimizer, options, key)

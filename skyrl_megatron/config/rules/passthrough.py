@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.fields import Bounds, Declared, OneOf, declared, get_path
+from skyrl_megatron.config.roles import is_frozen
 from skyrl_megatron.config.rules.passthrough_keys import (
     ENGINE,
     MASKS,
@@ -39,7 +40,7 @@ def megatron_key_problems(cfg: SkyRLTrainConfig, role: str) -> Iterator[Problem]
     yield from _problems(
         cfg, TRANSFORMER, megatron.transformer_config_kwargs, f"{base}.transformer_config_kwargs.", base
     )
-    if role != "ref":
+    if not is_frozen(role):
         options = {
             name: value
             for name, value in megatron.optimizer_config_kwargs.items()
@@ -115,7 +116,7 @@ def _is_as_it_is(table: KeyTable, name: str, field: Declared | None, value: Any)
 def _own_value(name: str, value: Any) -> Any:
     """Return what the key of this package that sets a field means for the field."""
     match name:
-        case "adam_beta1" | "adam_beta2":
+        case "adam_beta1" | "adam_beta2" if len(value) == 2:  # else a problem of that key
             return value[name == "adam_beta2"]
         case "fp16":
             return False

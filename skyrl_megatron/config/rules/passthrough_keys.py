@@ -422,7 +422,7 @@ ENGINE = KeyTable(
     ),
     as_it_is={
         **dict.fromkeys(
-            "additional_config enable_mixed_moe_lora_format logprobs_mode max_cpu_loras "
+            "additional_config enable_mixed_moe_lora_format language_model_only logprobs_mode max_cpu_loras "
             "sleep_preserve_parameter_names weight_transfer_config worker_extension_cls".split(),
             (),
         ),

@@ -88,8 +88,11 @@ def _grammar(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 _E = "generator.inference_engine."
 
 
-def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any], hardware: Hardware) -> Iterator[Problem]:
-    """Yield every problem of generation. ``hf``: the policy's ``config.json``, empty if it is not available."""
+def rollout_problems(
+    cfg: SkyRLTrainConfig, hf: Mapping[str, Any], hardware: Hardware, *, training: bool = True
+) -> Iterator[Problem]:
+    """Yield every problem of generation. ``hf``: the policy's ``config.json``, empty if it is not available.
+    ``training``: whether samples are trained on."""
     yield from GENERATORS.problems(cfg.generator.name)
     yield from SAMPLERS.problems(cfg.data.sampler)
     yield from _agent(cfg)
@@ -101,9 +104,10 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any], hardware: Har
     yield from _lora(cfg)
     yield from engine_key_problems(cfg, hardware)
     yield from support_problems(cfg)
-    grammar = [*_grammar(cfg)]
+    grammar = [*_grammar(cfg)] if training else []
     yield from grammar
-    if cfg.generator.unaccounted_sampling == "error" and not grammar and (problem := unaccounted_sampling(cfg)):
+    refused = training and cfg.generator.unaccounted_sampling == "error" and not grammar
+    if refused and (problem := unaccounted_sampling(cfg)):
         yield problem
 
 

@@ -15,7 +15,7 @@ OtherPart = Annotated[
     str,
     OneOf(
         *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
-        *("adapters", "optimizer"),
+        *("adapters", "optimizer", "critic_optimizer"),
     ),
 ]
 Tracker = Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")]
@@ -243,5 +243,6 @@ class TrainerConfig(BaseConfig):
     resume_other: list[OtherPart] = field(default_factory=list)
     """What may be another than that of the checkpoint: `[model,data]`. A run continues no checkpoint of another
     `verb` (`train`, `sft`, `dpo`, `reward`), `model`, `reference`, `critic`, `teacher`, `tokenizer`, chat `template`,
-    training `data`, `environment`, `adapters` or `optimizer`, unless it is named here. Contents are compared, not
-    paths. It also holds for `replay_from`, dumped batches, exports and evaluated rows."""
+    training `data`, `environment`, `adapters`, `optimizer` or `critic_optimizer`, unless it is named here. Contents
+    are compared, not paths. It also holds for `replay_from` and dumped batches; exports and evaluated rows replace
+    none of another run."""

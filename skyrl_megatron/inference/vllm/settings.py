@@ -240,16 +240,17 @@ class EngineSettings:
             changed = hf_config(self.folder) | overrides
             overrides["rope_parameters"] = rope_parameters(changed) | dict(self.rope)
         extra = dict(self.extra)
-        known = (self.folder / json_file.CONFIG).is_file()  # else vLLM says what is missing
-        within = known and json_file.holds_text_model(_whole_config(self.folder))
-        if within:  # a model of text and images, which runs without its vision tower
+        whole: dict[str, Any] = {}
+        if (self.folder / json_file.CONFIG).is_file():  # else vLLM says what is missing
+            whole = _whole_config(self.folder)
+        given = extra.get("hf_overrides")
+        given = dict(given) if isinstance(given, Mapping) else {}
+        if json_file.holds_text_model(whole):  # a model of text and images, which runs without its vision tower
             arguments["language_model_only"] = True
+            inner = {name: given.pop(name) for name in [*given] if name not in whole}
+            overrides |= inner | dict(given.pop("text_config", None) or {})
+            overrides = {"text_config": overrides} if overrides else {}
         if overrides:
-            given = extra.get("hf_overrides")
-            given = dict(given) if isinstance(given, Mapping) else {}
-            if within:
-                overrides = {"text_config": overrides | dict(given.get("text_config") or {})}
-                given.pop("text_config", None)
             extra["hf_overrides"] = overrides | given
         return arguments | extra
 

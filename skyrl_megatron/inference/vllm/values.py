@@ -39,11 +39,15 @@ def engine_faults(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         cls, field = _CONFIGS.get(name) or (owner[1:] if owner else ("", ""))
         if name == "speculative_config" and isinstance(value, Mapping):
             for inner, each in value.items():
-                yield from _field_faults("SpeculativeConfig", inner, f"{name}.{inner}", each)
+                key, part = f"{name}.{inner}", inner.replace("-", "_")
+                if part == "attention_backend" and each != "auto":  # by its name, as in AttentionConfig
+                    yield from _made(partial(vllm.config.AttentionConfig, backend=each), key, each, "backend")
+                elif part != "attention_backend":
+                    yield from _field_faults("SpeculativeConfig", part, key, each)
         elif name in _NAMES:
             module, kind = _NAMES[name]
             known = get_args(getattr(importlib.import_module(module), kind))
-            if value is not None and value not in known:
+            if value is not None and str(value).lower() not in known:
                 yield name, value, f"must be one of {', '.join(sorted(known))}"
         elif cls in _BY_VALUE:
             yield from _field_faults(cls, field, name, value)
@@ -52,12 +56,15 @@ def engine_faults(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def sampling_faults(sampling: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (key, value, what is wrong) if vLLM would refuse a request with these typed parameters. ``names``: the
-    keys, with their values, of which one is the reason."""
-    if (error := _refusal(sampling)) is None:
+    """Yield (key, value, what is wrong) if vLLM would refuse a request with these typed parameters because of one of
+    ``names``, which are keys with their values."""
+    error = _refusal(sampling)
+    if error is None or _refusal({key: each for key, each in sampling.items() if key not in names}) is not None:
         return
     without = {name: {key: each for key, each in sampling.items() if key != name} for name in names}
-    reason = next((name for name in names if _refusal(without[name]) is None), next(iter(names)))
+    alone = [name for name in names if _refusal(without[name]) is None]
+    named = [name for name in names if name in str(error)]
+    reason = next(iter([*alone, *named, *names]))
     yield reason, names[reason], str(error)
 
 
@@ -77,7 +84,7 @@ def _field_faults(cls: str, field: str, key: str, value: Any) -> Iterator[tuple[
         yield key, value, f"vLLM's {cls} has no such field: it has {', '.join(sorted(known))}"
         return
     kind: Any = Annotated[known[field].annotation, known[field]]
-    yield from _made(partial(TypeAdapter(kind).validate_python, value), key, value)
+    yield from _made(lambda: TypeAdapter(kind).validate_python(value), key, value)
 
 
 def _made(make: Callable[[], Any], key: str, value: Any, field: str | None = None) -> Iterator[tuple[str, Any, str]]:

@@ -245,8 +245,8 @@ class _Lane:
         return await self._app.call(path, body, exchange)
 
     async def stop(self) -> None:
-        """Cancel requests, and end the thread and those of its renderer. A request that does not end in
-        :data:`STOP_S` keeps its thread, which does not hold up the end of the process."""
+        """Cancel requests, and end the thread and those of its renderer. Returns after twice :data:`STOP_S` even if
+        one does not end."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         await asyncio.to_thread(self._thread.join, 2 * STOP_S)
 

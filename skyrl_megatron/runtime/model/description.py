@@ -233,6 +233,9 @@ def check_tensors(plan: Plan, source: Source, head: Literal["lm", "value"], pref
     if head == "value":
         shapes = {name: shape for name, shape in plan.hf.items() if name == "lm_head.weight"} | shapes
     plan.check(shapes, where)
+    if head == "lm":
+        fix = "use the whole folder, or the text model that transformers takes out of it"
+        plan.require_vision(shapes, f"{where} cannot be exported again: {fix}")
     weight = next((name for name in found if name.endswith(".weight")), None)
     if weight is None or head != "value":
         return None

@@ -208,16 +208,18 @@ def agent(cfg):
         asyncio.run(made.begin())
     except SkyRLMegatronError as error:
         return str(error)
-    outcome = asyncio.run(_late(made, task))
-    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once, str(outcome)
+    outcomes = [str(asyncio.run(_late(made, task, too_long))) for too_long in ("", "4097 tokens")]
+    return str(made.command_of(task)), type(made.queue.provider).__name__, made.queue._at_once, outcomes
 
 
-async def _late(generator, task):
-    """The outcome of a trajectory whose agent reached its time."""
+async def _late(generator, task, why):
+    """The outcome of a trajectory whose agent reached its time, or the end of its context."""
+    from skyrl_megatron.agents.graph import Graph
     from skyrl_megatron.agents.rows import Outcome, OutcomeKind
 
     class Open:
-        failure = too_long = agents_failure = ""
+        failure = agents_failure = ""
+        too_long, graph = why, Graph(calls=[None])
 
     async def agent(_):
         return Outcome(OutcomeKind.TIMED_OUT)
@@ -232,4 +234,4 @@ def agent_limits(cfg):
     from tests.rollout.scripted import tokenizer_of
 
     made = AgentGenerator(cfg.generator, cfg.environment.skyrl_gym, None, tokenizer_of("chatml"))
-    return made.limits(), made.thinking_parser()
+    return made.limits(), made.thinking_parser(), made._may_set()

@@ -264,6 +264,8 @@ ROLLOUT = {
     f"{G}agent.at_once": Row(77, rollout.agent, AGENT),
     f"{G}agent.stdin": Row(True, rollout.agent, AGENT),
     f"{G}agent.timed_out_reward": Row(None, rollout.agent, AGENT),
+    f"{G}agent.context_full_reward": Row(None, rollout.agent, AGENT),
+    f"{G}unaccounted_sampling": Row("warn", rollout.agent_limits, AGENT),
     f"{G}max_infrastructure_share": Row(0.1, rollout.judgement, {f"{G}name": "tests_generator"}),
     f"{G}agent.reasoning_parser": Row("qwen3", rollout.agent_limits, {f"{G}name": "tests_generator"}),
     f"{G}agent.max_calls": Row(77, rollout.agent_limits, AGENT),
