@@ -79,18 +79,18 @@ class DiskForm:
 
     def stored(self, tensors: FolderTensors) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return the tensors to declare in files for the tensors of a text model, in the same order."""
-        found: dict[str, tuple[Shape, torch.dtype]] = {}
+        declared: dict[str, tuple[Shape, torch.dtype]] = {}
         for name, (shape, dtype) in tensors.items():
             expert = _EXPERT.fullmatch(name) if self.fused else None
             if expert is None:
-                found[self.name(name)] = (shape, dtype)
+                declared[self.name(name)] = (shape, dtype)
                 continue
             layer, number, part = expert.groups()
             rows = shape[0] if part == "down" else 2 * shape[0]
             fused = f"{self.name(layer)}.{'down' if part == 'down' else 'gate_up'}_proj"
-            experts = max(int(number) + 1, found[fused][0][0] if fused in found else 0)
-            found[fused] = ((experts, rows, shape[1]), dtype)
-        return found
+            experts = max(int(number) + 1, declared[fused][0][0] if fused in declared else 0)
+            declared[fused] = ((experts, rows, shape[1]), dtype)
+        return declared
 
     def own(self, stored: Mapping[str, TensorInfo], where: str = "") -> dict[str, TensorInfo]:
         """Return the tensors in files by the names of a text model, those of fused experts one by one.
@@ -98,15 +98,15 @@ class DiskForm:
         transformers keeps the prefix in a text model that it takes out of a model of text and images. Raises
         :class:`BridgeError` with ``where``, the folder, for a tensor that is there twice.
         """
-        found: dict[str, TensorInfo] = {}
+        renamed: dict[str, TensorInfo] = {}
         for name, info in stored.items():
             for each, part in self._parts(of_text_model(name), info):
-                if each in found:
+                if each in renamed:
                     raise BridgeError(
                         f"{where} has {each} twice, with and without the prefix {_WITHIN}; fetch the folder again"
                     )
-                found[each] = part
-        return found
+                renamed[each] = part
+        return renamed
 
     def _parts(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         fused = _FUSED.fullmatch(name) if self.fused and len(info.shape) == 3 and info.nbytes else None

@@ -170,21 +170,21 @@ def _files(folder: Path) -> dict[str, bytes]:
 def _image_named(settings: Settings, key: str, default: str, folder: Path, most: TaskBounds) -> str:
     """Return the image that a task names: a name of the provider, or a path in the task's folder, or one that the run
     allows. Raises DataError for any other path."""
-    name, lies = settings.text(key, default), "a path outside of the task's folder: refused;"
+    name, reason = settings.text(key, default), "a path outside of the task's folder: refused;"
     with contextlib.suppress(OSError, RuntimeError):  # no name of a file; links in a circle
         inside = (folder / name).resolve()
         if name not in ("", "host") and inside.is_relative_to(folder.resolve()):
             if inside.exists():
                 return str(inside)
             if not name.startswith("~"):
-                lies = (
+                reason = (
                     f"a path in the task's folder, where nothing is ({inside}): add the image, or correct the path; or"
                 )
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in most.images):
         return name
     if is_path(name):
         raise DataError(
-            f"{settings.file}: {settings.name(key)}={name!r:.200} is {lies} list it in"
+            f"{settings.file}: {settings.name(key)}={name!r:.200} is {reason} list it in"
             " environment.skyrl_gym.task.images if tasks may use it"
         )
     if name and not _IMAGE.fullmatch(name):

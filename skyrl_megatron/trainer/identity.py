@@ -220,8 +220,8 @@ def run_identity(cfg: SkyRLTrainConfig, data: Sequence[Mapping[str, Any]] | None
 
 def sampled_identity(cfg: SkyRLTrainConfig) -> Identity:
     """Return what the tokens and log-probs of recorded samples belong to: model, tokenizer and template."""
-    found = {"model": _models(cfg, "policy"), "tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
-    return {name: part for name, part in found.items() if part.digest}
+    parts = {"model": _models(cfg, "policy"), "tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
+    return {name: part for name, part in parts.items() if part.digest}
 
 
 def sampled_part(identity: Identity) -> Identity:
@@ -243,8 +243,8 @@ def _adapters(cfg: SkyRLTrainConfig) -> Part:
     }
     sections = (policy.model.lora, policy.megatron_config.lora_config)
     usual = _factors({name: value for each in sections for name, value in _plain_fields(type(each)()).items()})
-    told = [name for name in given if name in ("rank", "alpha") or given[name] != usual.get(name, {})]
-    shown = "of " + ", ".join(f"{name} {_shown(given[name])}" for name in told)
+    named = [name for name in given if name in ("rank", "alpha") or given[name] != usual.get(name, {})]
+    shown = "of " + ", ".join(f"{name} {_shown(given[name])}" for name in named)
     return Part(shown, _hash(json.dumps(given, sort_keys=True)))
 
 

@@ -182,10 +182,10 @@ def test_an_image_is_in_the_folder_or_allowed(image, tmp_path, secret):
 def test_an_image_that_is_not_in_the_folder_is_told_with_its_place(tmp_path):
     folder = write_own(tmp_path / "task")
     (folder / "task.toml").write_text(f'{OWN["task.toml"]}image = "./x"\n')
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as refused:
         read_task(folder)
     where = f"a path in the task's folder, where nothing is ({folder / 'x'}): add the image, or correct the path;"
-    assert f"image='./x' is {where} or list it in environment.skyrl_gym.task.images" in str(told.value)
+    assert f"image='./x' is {where} or list it in environment.skyrl_gym.task.images" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_an_image_that_is_not_in_the_folder_is_told_with_its_place(tmp_path):
 def test_a_link_to_no_file_is_one_line(tmp_path, target, said):
     folder = write(tmp_path / "task")
     (folder / "tests/self").symlink_to(target)
-    with pytest.raises(DataError, match=said) as told:
+    with pytest.raises(DataError, match=said) as refused:
         read_task(folder)
-    assert str(folder / "tests/self") in str(told.value) and "Errno" not in str(told.value)
+    assert str(folder / "tests/self") in str(refused.value) and "Errno" not in str(refused.value)
 
 
 def test_an_image_of_the_folder_is_no_other(tmp_path):

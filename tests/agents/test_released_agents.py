@@ -195,7 +195,7 @@ def test_it_solves_a_task_and_every_token_of_it_is_trained(run, name):
 
 
 def test_compaction_is_a_fork(run):
-    """opencode believes in a small context. It has the history summed up, and goes on with the summary and the last
+    """opencode believes in a small context. It has the history summed up, and continues with the summary and the last
     answer, which is text there: the one call that does not continue a path."""
     plain = RELEASES["opencode"]
     config = json.dumps(opencode({"limit": {"context": 13_000, "output": 500}}))

@@ -90,8 +90,8 @@ def test_stages_send_as_they_are_told(shared, overlapped):
     from skyrl_megatron.runtime.engine_settings import hf_model, transformer_kwargs
     from skyrl_megatron.runtime.model.build import transformer_config
 
-    told = {f"{bodies.MEGATRON}transformer_config_kwargs.overlap_p2p_comm": overlapped}
-    cfg = bodies.config(shared, pp=4, vpp=2, world=4, overrides=told)
+    given = {f"{bodies.MEGATRON}transformer_config_kwargs.overlap_p2p_comm": overlapped}
+    cfg = bodies.config(shared, pp=4, vpp=2, world=4, overrides=given)
     config = transformer_config(
         hf_model(cfg, "policy"),
         role_layout(cfg, "policy"),

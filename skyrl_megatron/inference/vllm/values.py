@@ -46,9 +46,9 @@ def engine_faults(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
                     yield from _field_faults("SpeculativeConfig", part, key, each)
         elif name in _NAMES:
             module, kind = _NAMES[name]
-            known = get_args(getattr(importlib.import_module(module), kind))
-            if value is not None and str(value).lower() not in known:
-                yield name, value, f"must be one of {', '.join(sorted(known))}"
+            names = get_args(getattr(importlib.import_module(module), kind))
+            if value is not None and str(value).lower() not in names:
+                yield name, value, f"must be one of {', '.join(sorted(names))}"
         elif cls in _BY_VALUE:
             yield from _field_faults(cls, field, name, value)
         elif cls:
@@ -79,11 +79,11 @@ def _refusal(sampling: Mapping[str, Any]) -> Exception | None:
 
 
 def _field_faults(cls: str, field: str, key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    known = getattr(vllm.config, cls).__pydantic_fields__
-    if field not in known:
-        yield key, value, f"vLLM's {cls} has no such field: it has {', '.join(sorted(known))}"
+    fields = getattr(vllm.config, cls).__pydantic_fields__
+    if field not in fields:
+        yield key, value, f"vLLM's {cls} has no such field: it has {', '.join(sorted(fields))}"
         return
-    kind: Any = Annotated[known[field].annotation, known[field]]
+    kind: Any = Annotated[fields[field].annotation, fields[field]]
     yield from _made(lambda: TypeAdapter(kind).validate_python(value), key, value)
 
 
