@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from skyrl_megatron.envs import BaseTextEnv, register
+from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
 from skyrl_megatron.trainer.callbacks import TrainerCallback
-from skyrl_megatron.trainer.rollout_stream import RolloutStream, StreamLimits
 from skyrl_megatron_tools.simulate.simulation import DecodeCurve, Distribution, Prediction, RunPlan, simulate
 
 PROMPTS, SAMPLES, STRAGGLER = 8, 4, 8.0
@@ -86,11 +86,11 @@ def run(home: Path, train_s: float) -> None:
     """Print the figures of the run."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.preflight import load_config
+    from skyrl_megatron.sources.source import PromptRollouts, StreamedRollouts
     from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
-    from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
+    from skyrl_megatron_observe.preflight import load_config
+    from skyrl_megatron_tools.embedded.embedded import arguments
 
     class LongStream(StreamedRollouts):
         """A stream that has no last step."""

@@ -6,7 +6,7 @@
 over EP 8, micro-batches of at most 16,384 tokens, 8 experts per token, drawn without replacement with weights
 1 / rank^s (Zipf). ``likings`` is the number of different orders of popularity: 4096 gives each sequence its own, 64
 one to every 64 prompts' topic, 1 the same to all. Printed are the busiest EP rank's tokens over the mean, with both
-plans and at the bound that no choice of micro-batches can pass (``data/expert_balance.py`` has the proof): with one
+plans and at the bound that no choice of micro-batches can pass (``experts/levelling.py`` has the proof): with one
 liking for all, only moving experts helps. The time is processor time of one rank, which plans for all
 replicas.
 
@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from skyrl_megatron.data.expert_balance import Imbalance, ReplicaRows, balance_experts, rank_loads
 from skyrl_megatron.data.packing import pack_by_tokens, split_for_dp, split_to_count
+from skyrl_megatron_parts.experts.levelling import Imbalance, ReplicaRows, balance_experts, rank_loads
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import MegatronEngine
@@ -226,7 +226,7 @@ def step(rounds: int, smoke: bool) -> None:
 # ------------------------------------------------------------------------------------------------------- recorded
 def recorded(files: list[Path], rounds: int) -> None:
     """Print the loads of recorded routes, for each EP degree that divides the experts."""
-    from skyrl_megatron.trainer.dump import read_dump
+    from skyrl_megatron_observe.dump import read_dump
 
     for file in files:
         batch, _ = read_dump(file)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from expert_balance import on_two_ranks, routed_batch, two_rank_engine
 
-from skyrl_megatron.algorithms.expert_plan import Freedom, MoveCosts, plan_layer
+from skyrl_megatron_parts.experts.plan import Freedom, MoveCosts, plan_layer
 
 TOKENS = 1 << 24
 MODELS: dict[str, dict[str, Any]] = {

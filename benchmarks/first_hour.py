@@ -27,7 +27,7 @@ WANTED_S = 10.0
 def seconds(mistake: Mistake, files: Path, folder: Path) -> float:
     """Seconds until the command has ended with the mistake's message: the run as a user starts it, not ``--check``."""
     shutil.copytree(files, folder)
-    command = [sys.executable, "-P", "-m", "skyrl_megatron.entrypoints.run_moe", *command_line(folder, mistake)]
+    command = [sys.executable, "-P", "-m", "skyrl_megatron_tools.embedded.run_moe", *command_line(folder, mistake)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "WANDB_API_KEY")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **mistake.environment}
     with mistake.holds():

@@ -79,9 +79,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     """Serve the gateway, and run the ordinary agents and each hostile one."""
     from transformers import AutoTokenizer
 
-    from skyrl_megatron.agents.gateway import Gateway
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
     from skyrl_megatron.inference.vllm.wire_app import WireApp
+    from skyrl_megatron_agents.gateway import Gateway
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     model = write_embedded_model(folder / "model")
     config = json.loads((model / "config.json").read_text())
@@ -127,7 +127,7 @@ def report(name: str, added: np.ndarray, rival: np.ndarray) -> None:
 @contextlib.asynccontextmanager
 async def hostile_agent(name: str, port: int, path: str, key: str, body: Mapping[str, Any]) -> Any:
     """Run the hostile agent, as a process of its own, until the block ends."""
-    from skyrl_megatron.sandboxes.relay import Relay
+    from skyrl_megatron_agents.sandboxes.relay import Relay
 
     context = multiprocessing.get_context("spawn")
     ready = context.Event()

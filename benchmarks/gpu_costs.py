@@ -53,8 +53,8 @@ def recipe(folder: Path) -> tuple[object, object]:
     from gpu_train import QWEN3_30B_A3B
 
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import RoleModel
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import RoleModel
 
     (folder / "config.json").write_text(json.dumps(QWEN3_30B_A3B | {"num_hidden_layers": 48}))
     cfg = SkyRLTrainConfig.from_cli_overrides(

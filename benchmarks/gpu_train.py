@@ -144,8 +144,8 @@ def load_engine(layers: int, steps: int, overrides: Sequence[str], *, smoke: boo
 def needed_bytes(cfg: SkyRLTrainConfig) -> int:
     """Bytes of the fullest moment, as ``--check`` counts them: the state, and the larger of the activations and what
     torch's AdamW makes beside them where it is the optimizer, as without Transformer Engine: fp32 of every weight."""
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import CONTEXT_BYTES, FRAGMENTATION, LIBRARY_BYTES, RoleModel
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import CONTEXT_BYTES, FRAGMENTATION, LIBRARY_BYTES, RoleModel
 
     model = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"])
     work = max(round(model.training(0) * (1 + FRAGMENTATION)), 4 * model.parameters(0).parameters)

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_megatron.rollout.interface import GeneratorOutput, TrajectoryID
-from skyrl_megatron.trainer.rollout_records import CODEC, FinishedGroup
-from skyrl_megatron.trainer.rollout_store import GroupStore
+from skyrl_megatron.sources.records import CODEC, FinishedGroup
+from skyrl_megatron.sources.store import GroupStore
 
 SAMPLES, PROMPT = 8, 256
 

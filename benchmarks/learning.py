@@ -48,7 +48,7 @@ from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.data.samplers import AdaptiveSampler, SampledRows, make_sampler
-from skyrl_megatron.entrypoints.embedded import write_embedded_model
+from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
 ANSWER, SAMPLES, UPDATES, PASSES = 4, 4, 4, 3
 """Tokens of an answer, answers to a prompt, updates of a pass over the samples of a step, and passes."""
@@ -178,12 +178,12 @@ class Policy:
 
 
 def warm_up(policy: Policy, task: Sums, held_out: Sums, seed: int, most: int) -> dict[str, Any]:
-    """Train on known answers until a quarter of the held-out sums is right, by the plan of ``trainer/warmup.py``,
+    """Train on known answers until a quarter of the held-out sums is right, by the plan of ``embedded/warmup.py``,
     for ``most`` steps.
 
     Return the optimizer's state: with new moments the first steps are too large.
     """
-    from skyrl_megatron.trainer.warmup import WarmUp
+    from skyrl_megatron_tools.embedded.warmup import WarmUp
 
     plan, draw = WarmUp(), torch.Generator().manual_seed(seed)
     adam = torch.optim.Adam(policy.model.parameters(), lr=plan.lr)

@@ -37,7 +37,7 @@ def main() -> None:
         lora.MODEL |= SMALL
         lora.SEQUENCES, lora.TOKENS = 2, 128
     lora.one_process()
-    from skyrl_megatron.runtime import muon
+    from skyrl_megatron_parts import muon
 
     inside = [0.0]
     plain = muon.newton_schulz

@@ -68,7 +68,7 @@ async def measure(model: Path, args: argparse.Namespace) -> None:
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
     from skyrl_megatron.rollout.outputs import prepare_generator_input
-    from skyrl_megatron.trainer.oversampling import OversampledGroups
+    from skyrl_megatron.sources.oversampled import OversampledGroups
 
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(np.log(MEDIAN), SIGMA, ((args.steps + BOUND + 2) * args.prompts * 2, SAMPLES))
@@ -144,8 +144,8 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=1.0, help="share of prompts that is started in addition")
     args = parse(parser, steps=2, prompts=2)
 
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
     from skyrl_megatron.envs import BaseTextEnv, register
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     class Sums(BaseTextEnv):
         """Every answer is right."""

@@ -40,11 +40,11 @@ def healing(home: Path) -> dict[str, float]:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.resolve import run_folder
-    from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer.callbacks import TrainerCallback
     from skyrl_megatron.workers.megatron_worker import MegatronWorker
+    from skyrl_megatron_observe.preflight import load_config
+    from skyrl_megatron_tools.embedded.embedded import arguments
 
     measured: dict[str, float] = {}
 
@@ -93,14 +93,14 @@ def watch(home: Path) -> dict[str, float]:
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.inference.client import HealthMonitor
     from skyrl_megatron.inference.engine_pool import EngineSlot
-    from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer.callbacks import TrainerCallback
     from skyrl_megatron.trainer.recovery import MemoryForecast, Stragglers
     from skyrl_megatron.workers.worker_group import WorkerGroup
+    from skyrl_megatron_observe.preflight import load_config
+    from skyrl_megatron_tools.embedded.embedded import arguments
 
     clocked, used = [0.0], dict[int, float]()
 

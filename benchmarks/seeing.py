@@ -27,15 +27,15 @@ from typing import Any
 NAMES = 120
 PAGE = (
     "import resource, sys, time; from pathlib import Path; began = time.perf_counter()\n"
-    "from skyrl_megatron.trainer.run_report import write_page\n"
-    "from skyrl_megatron.trainer.run_report import RunReader\n"
+    "from skyrl_megatron_observe.run_report import write_page\n"
+    "from skyrl_megatron_observe.run_report import RunReader\n"
     "run = RunReader(Path(sys.argv[1])); run.refresh(); size = write_page([run], run.folder / 'report.html')\n"
     "used = resource.getrusage(resource.RUSAGE_SELF)\n"
     "print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, size)"
 )
 CURVES = (
     "import resource, sys, time; from pathlib import Path; began = time.perf_counter()\n"
-    "from skyrl_megatron.trainer.summary import write_curves\n"
+    "from skyrl_megatron_observe.summary import write_curves\n"
     "write_curves(Path(sys.argv[1]))\n"
     "used = resource.getrusage(resource.RUSAGE_SELF)\n"
     "print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, 0)"
@@ -91,9 +91,9 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.rollout.outputs import to_training_batch
-    from skyrl_megatron.trainer.observe import LaneLog, SampleLog
     from skyrl_megatron.trainer.tracking import Tracking
-    from tests.dashboard.made_run import batch_of, byte_tokenizer, metrics
+    from skyrl_megatron_observe.observe import LaneLog, SampleLog
+    from tests.observe.made_run import batch_of, byte_tokenizer, metrics
 
     keys = {"trainer.log_path": str(folder), "trainer.logger": "tensorboard", "trainer.run_name": "run"}
     cfg = SkyRLTrainConfig.from_cli_overrides(keys)
@@ -148,7 +148,7 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
 
 NOTES = """
 import functools, json, time
-from skyrl_megatron.trainer.observe import RunRecorder
+from skyrl_megatron_observe.observe import RunRecorder
 
 seen, before = [0.0], [time.process_time()]
 

@@ -64,8 +64,8 @@ class Ours:
 
     def __init__(self, model: Path, taught: list[TrainedSequence]) -> None:
         from skyrl_megatron.config.schema.sft import SFTTrainConfig
-        from skyrl_megatron.rollout.chat_rows import taught_batch
         from skyrl_megatron.runtime.engine import MegatronEngine
+        from skyrl_megatron_supervised.chat_rows import taught_batch
 
         keys = {
             "trainer.policy.model.path": str(model),
@@ -259,7 +259,7 @@ def main() -> None:
     import torch
     from step import SCENARIOS, large_model
 
-    from skyrl_megatron.entrypoints.embedded import VOCAB_SIZE
+    from skyrl_megatron_tools.embedded.embedded import VOCAB_SIZE
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as place, one_process():

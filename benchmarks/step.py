@@ -86,9 +86,9 @@ def ours(home: Path, scenario: Scenario, steps: int) -> list[dict[str, float]]:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.resolve import run_folder
-    from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.preflight import load_config
+    from skyrl_megatron_observe.preflight import load_config
+    from skyrl_megatron_tools.embedded.embedded import arguments
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
@@ -137,7 +137,7 @@ def large_model(folder: Path, shape: Mapping[str, int]) -> Path:
     import torch
     from transformers import AutoConfig, Qwen3MoeForCausalLM
 
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     write_embedded_model(folder)
     config = AutoConfig.from_pretrained(folder)

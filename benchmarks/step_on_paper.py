@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from skyrl_megatron.preflight.step_time import StepEstimate
+    from skyrl_megatron_observe.estimate.step_time import StepEstimate
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def main() -> None:
 
 def show(name: str, case: Case, gpu: str) -> None:
     """Print the terms of a case, and the expectation against the published figure."""
-    from skyrl_megatron.preflight.step_report import term_lines
+    from skyrl_megatron_observe.estimate.step_report import term_lines
 
     found = estimate(case, gpu)
     work = f"{case.prompts} prompts x {case.samples} samples of {case.mean} tokens, at most {case.longest}"
@@ -122,10 +122,10 @@ def show(name: str, case: Case, gpu: str) -> None:
 def estimate(case: Case, gpu: str) -> StepEstimate:
     """Return the step of a case. Lengths are uniform up to the longest, around the mean."""
     from skyrl_megatron.config.hardware import GPU_TYPES
-    from skyrl_megatron.preflight.machine_rates import Machine
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import role_models
-    from skyrl_megatron.preflight.step_time import estimate_step
+    from skyrl_megatron_observe.estimate.machine_rates import Machine
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import role_models
+    from skyrl_megatron_observe.estimate.step_time import estimate_step
 
     with tempfile.TemporaryDirectory() as folder:
         cfg = configuration(case, Path(folder))
@@ -181,9 +181,9 @@ def show_measured() -> None:
     """Compare the formulas with ``gpu_train.py --layers 2`` on an H200: 16 sequences of 4,096 tokens."""
     from benchmarks.gpu_train import QWEN3_30B_A3B
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.machine_rates import Machine
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable
     from skyrl_megatron.runtime.flops import component_flops, described_config
+    from skyrl_megatron_observe.estimate.machine_rates import Machine
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
     plan = Plan.of(QWEN3_30B_A3B | {"num_hidden_layers": 2})
     config = described_config(plan.family.megatron_config(plan.hf_config))

@@ -40,8 +40,8 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
     from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_embedded_model(Path(folder) / "model")

@@ -269,8 +269,8 @@ def main() -> None:
     args = parse(parser, rounds=1)
 
     from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
-    from skyrl_megatron.weight_sync.sync_time import SyncSizes, over_network
     from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
+    from skyrl_megatron_observe.estimate.sync_time import SyncSizes, over_network
     from tests.support.tiny_models import write_tiny_model
 
     bucket_bytes = args.bucket_mib << 20 if args.bucket_mib else DEFAULT_BUCKET_BYTES

@@ -4,7 +4,7 @@
 
 What is counted: the bytes that each engine worker needs (experts by expert or tensor parallelism, attention,
 embeddings and the output layer by tensor parallelism, routers, norms and what MLA keeps whole on each), the bytes that
-the busiest trainer rank sends, packing, and a fixed cost (``weight_sync/sync_time.py``). What is assumed:
+the busiest trainer rank sends, packing, and a fixed cost (``estimate/sync_time.py``). What is assumed:
 ``--efficiency`` of the line rate, copies of 1 TB/s on a GPU and of 83 GB/s through shared memory, 20 ms.
 ``weight_sync.py`` prints what the same formula says of its own machine beside what it measured there.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from skyrl_megatron.weight_sync.sync_time import BUSIEST, SyncSizes, on_shared_gpus, over_network, share_away
+from skyrl_megatron_observe.estimate.sync_time import BUSIEST, SyncSizes, on_shared_gpus, over_network, share_away
 
 BF16 = 2
 PACKING = 1e12

@@ -39,4 +39,4 @@ fi
 [ -n "${OMP_NUM_THREADS:-}" ] || export OMP_NUM_THREADS=1 SKYRL_DEFAULT_THREADS=1   # ranks on GPUs get more
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi
-exec "$root/.venv/bin/python" -P -m skyrl_megatron.entrypoints.run_moe "$@"   # -P: a file of the folder hides no package
+exec "$root/.venv/bin/python" -P -m skyrl_megatron_tools.embedded.run_moe "$@"   # -P: a file of the folder hides no package

@@ -6,6 +6,10 @@ point of an installed package does::
     [project.entry-points."skyrl_megatron.plugins"]
     mine = "my_package.my_module"
 
+The packages around the core (``skyrl_megatron_agents`` and others) are plugins of this kind: their entry points
+are in ``pyproject.toml``, and their ``__init__`` registers what they bring by path, so that nothing is imported before
+it is used. The core names none of them.
+
 The driver imports plugins before it checks the configuration. Ranks, engine actors and the processes of engines import
 them at their start, or when they look up an unknown name. See docs/guides/plugins.md. Losses, estimators, environments
 and model families have separate registries (:mod:`skyrl_megatron.algorithms`, :mod:`skyrl_megatron.envs`,
@@ -79,6 +83,7 @@ class ClassRegistry:
     def __init__(self, key: str, *built_in: str, reserved: tuple[str, ...] = ()) -> None:
         self.key, self.built_in, self.reserved = key, built_in, reserved
         self._classes: dict[str, Callable[..., Any]] = {}
+        self._paths: dict[str, str] = {}
 
     def register[C: Callable[..., Any]](self, name: str) -> Callable[[C], C]:
         """Return a decorator that registers a class as ``name`` in this process.
@@ -96,17 +101,58 @@ class ClassRegistry:
 
         return decorate
 
+    def register_path(self, name: str, path: str) -> None:
+        """Register the class at ``path`` (``module:Class``), which is imported when it is looked up.
+
+        Registering the same path again changes nothing. Raises ConfigError if the name is taken.
+        """
+        taken = self._paths.get(name) or (_path(self._classes[name]) if name in self._classes else None)
+        if name in (*self.built_in, *self.reserved) or taken not in (None, path):
+            owner = taken or "built in"
+            raise ConfigError([Problem(self.key, name, f"is taken ({owner}): register under another name")])
+        self._paths[name] = path
+
     def find(self, name: str) -> Callable[..., Any] | None:
         """Return the class registered as ``name``, or None. Loads all plugins first if the name is unknown."""
-        if name not in (*self.built_in, *self._classes):
+        if name not in (*self.built_in, *self._classes, *self._paths):
             load_plugins()
+        if name in self._paths:
+            registered: Callable[..., Any] = load_path(self._paths[name])
+            return registered
         return self._classes.get(name)
 
     def problems(self, name: str) -> Iterator[Problem]:
         """Yield a configuration problem if ``name`` is not registered."""
-        known = (*self.built_in, *self._classes)
+        known = (*self.built_in, *self._classes, *self._paths)
         if name not in known:
             yield Problem(self.key, name, f"not registered; known: {', '.join(known)}")
+
+
+class Additions[T]:
+    """What acts beside the core at one place: all registered functions or classes, in the order of registration."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, T | str] = {}
+
+    def register(self, item: T) -> T:
+        """Add a function or class; a decorator. Registering the same one again changes nothing."""
+        self._items.setdefault(f"{item.__module__}:{item.__qualname__}", item)  # type: ignore[attr-defined]
+        return item
+
+    def register_path(self, path: str) -> None:
+        """Add the function or class at ``path`` (``module:name``), which is imported when :meth:`all` is called."""
+        self._items.setdefault(path, path)
+
+    def all(self) -> list[T]:
+        """Return everything registered. Loads all plugins first."""
+        load_plugins()
+        return [load_path(item) if isinstance(item, str) else item for item in self._items.values()]
+
+
+def load_path(path: str) -> Any:
+    """Return the function or class at ``module:name``. Raises ImportError or AttributeError."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _path(cls: Callable[..., Any]) -> str:
@@ -128,6 +174,17 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
         raise ConfigError([Problem(f"metric {name}: direction", direction, 'must be "higher", "lower" or ""')])
     METRICS[name] = {"better": direction, "unit": unit, "meaning": meaning}
 
+
+CHECKS: Additions[Callable[..., Any]] = Additions()
+"""Checks before a run starts."""
+RECORDERS: Additions[Callable[..., Any]] = Additions()
+"""What looks at a run while it goes on and writes down what it sees."""
+PARTS: Additions[Callable[..., Any]] = Additions()
+"""Parts of a rank that act at the begin and end of its passes and steps."""
+
+register_check = CHECKS.register
+register_recorder = RECORDERS.register
+register_part = PARTS.register
 
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")

@@ -70,7 +70,7 @@ def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
 def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
     """Return the run's configuration with ``keys`` changed, for a replay without engines. Raises ConfigError."""
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.preflight import load_config
+    from skyrl_megatron_observe.preflight import load_config
 
     path = run / "config.yaml"
     if not path.is_file():

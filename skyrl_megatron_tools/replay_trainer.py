@@ -13,9 +13,9 @@ from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.data.packing import PROMPT_UIDS
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
-from skyrl_megatron.trainer.dump import dump_path, read_dump, refuse_other_dump
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron_observe.dump import dump_path, read_dump, refuse_other_dump
 
 STATES = "replayed_state.json"
 """File in the replay's folder: which weights, moments and random states differ from the run's checkpoint."""

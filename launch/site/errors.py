@@ -70,9 +70,7 @@ def sites() -> Iterator[Site]:
 
 def files() -> list[Path]:
     """Return the files of the packages that raise the errors of the page."""
-    return sorted(
-        path for package in ("skyrl_megatron", "skyrl_megatron_tools") for path in (ROOT / package).rglob("*.py")
-    )
+    return sorted(path for package in sorted(ROOT.glob("skyrl_megatron*/")) for path in package.rglob("*.py"))
 
 
 def error_classes() -> set[str]:

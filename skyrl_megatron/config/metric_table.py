@@ -164,7 +164,7 @@ TABLE = (
     Metric(
         "agents/cause_*",
         "trajectories",
-        "Trajectories of agents by the cause of their end (`agents/outcome_counts.py`)",
+        "Trajectories of agents by the cause of their end (`skyrl_megatron_agents/outcome_counts.py`)",
         "sandbox, call, no_call, other: no agent is to blame; read console.log",
     ),
     # loss and update

@@ -29,8 +29,6 @@ from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
-from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
-from skyrl_megatron.preflight.step_report import StepComparison
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
@@ -44,6 +42,8 @@ from skyrl_megatron.workers.nodes import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 from skyrl_megatron.workers.runtime_env import start_server
+from skyrl_megatron_observe.estimate.step_report import StepComparison
+from skyrl_megatron_observe.preflight.data_checks import warn_of_missing_answers
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -133,7 +133,7 @@ class BasePPOExp:
             registry.require(dataset.env_classes(cfg.environment.env_class), cfg.environment.skyrl_gym)
         generator: Any = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
         if cfg.generator.name == "agent":
-            from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator as generator  # with vLLM's server
+            from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator as generator  # with vLLM's server
         adapters = tuple(cfg.trainer.policy.model.lora.adapters)
         several = {"adapters": adapters} if len(adapters) > 1 else {}
         made = generator(

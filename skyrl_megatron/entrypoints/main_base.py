@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints import show_row
 from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
-from skyrl_megatron.preflight import check, load_config
 from skyrl_megatron.workers.runtime_env import start_server
+from skyrl_megatron_observe.preflight import check, load_config
+from skyrl_megatron_supervised import show_row
 
 if TYPE_CHECKING:
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, skyrl_entrypoint

@@ -24,7 +24,7 @@ from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.preflight import check, load_config
+from skyrl_megatron_observe.preflight import check, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,8 +52,8 @@ from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
 from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
-from skyrl_megatron.runtime.profiling import Recorder, RecordingStep, profiled
 from skyrl_megatron.runtime.trained_model import TrainedModel
+from skyrl_megatron_parts.profiling import Recorder, RecordingStep, profiled
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import AlgorithmConfig

@@ -35,21 +35,21 @@ from skyrl_megatron.config.rules.muon_rules import muon_problems, muon_settings
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.hub import adapter_folder
-from skyrl_megatron.runtime import muon
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.mtp import draft_of
-from skyrl_megatron.runtime.qk_clip import clip_qk, take_max_logits
+from skyrl_megatron_parts import muon
+from skyrl_megatron_parts.qk_clip import clip_qk, take_max_logits
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
-    from skyrl_megatron.runtime.muon import Matrix
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
+    from skyrl_megatron_parts.muon import Matrix
 
 
 # scheduler name in the configuration → decay style of Megatron's scheduler

@@ -18,12 +18,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.algorithms.preferences import PreferenceObjective
 from skyrl_megatron.runtime.model.attention import gather_tokens, local_positions
 from skyrl_megatron.runtime.model.pass_inputs import SequenceNumbers
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.softmax import Support
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
+from skyrl_megatron_supervised.preference_losses import PreferenceObjective
 
 if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective

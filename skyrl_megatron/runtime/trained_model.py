@@ -24,8 +24,6 @@ from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
-from skyrl_megatron.runtime.expert_balance import ExpertBalance
-from skyrl_megatron.runtime.expert_moves import ExpertMoves
 from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.lora.targets import fingerprint
@@ -37,8 +35,10 @@ from skyrl_megatron.runtime.model.routing_replay import replay_routes
 from skyrl_megatron.runtime.offload import Offload
 from skyrl_megatron.runtime.optimizer import TrainingState, build_lr_schedule, prepare_training
 from skyrl_megatron.runtime.parallel_state import from_rank_0
-from skyrl_megatron.runtime.profiling import MemoryRecorder
 from skyrl_megatron.types import PARTS, Part
+from skyrl_megatron_parts.experts.balance import ExpertBalance
+from skyrl_megatron_parts.experts.moves import ExpertMoves
+from skyrl_megatron_parts.profiling import MemoryRecorder
 
 if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

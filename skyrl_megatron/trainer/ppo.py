@@ -37,11 +37,10 @@ from skyrl_megatron.rollout.outputs import (
     reward_parts,
     to_training_batch,
 )
+from skyrl_megatron.sources.source import PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
-from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.identity import sampled_part
-from skyrl_megatron.trainer.rollout_source import PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.step_batch import (
     advantage_metrics,
     check_rollout_gap,
@@ -62,6 +61,7 @@ from skyrl_megatron.trainer.stopping import StopRequested
 from skyrl_megatron.trainer.teachers import with_teacher_rewards
 from skyrl_megatron.trainer.training_run import TrainingRun
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
+from skyrl_megatron_observe.dump import dump_batch, dump_path
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,9 +22,9 @@ from skyrl_megatron.config.roles import (
 )
 from skyrl_megatron.data.batch import failed_uid
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.inference.remote_teacher import RemoteTeacher
 from skyrl_megatron.trainer.step_batch import trajectories_of
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron_tools.remote.remote_teacher import RemoteTeacher
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

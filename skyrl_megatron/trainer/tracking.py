@@ -22,7 +22,7 @@ from skyrl_megatron.config import get_config_as_dict, get_config_as_yaml_str
 from skyrl_megatron.config.resolve import run_folder, trackers
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
 from skyrl_megatron.trainer.console import ConsoleSink
-from skyrl_megatron.trainer.exporters import PrometheusEndpoint
+from skyrl_megatron_observe.exporters import PrometheusEndpoint
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

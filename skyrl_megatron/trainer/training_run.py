@@ -34,23 +34,23 @@ from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInterface
+from skyrl_megatron.sources.source import OversampledRollouts, PromptRollouts
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import SETTINGS, export_due, prepare_export, run_checkpointer, settings_line
 from skyrl_megatron.trainer.console import Phases, StartUp
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
-from skyrl_megatron.trainer.hang import write_stacks
 from skyrl_megatron.trainer.identity import Identity, run_identity, settings_of
-from skyrl_megatron.trainer.observe import RunRecorder
 from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
-from skyrl_megatron.trainer.rollout_source import OversampledRollouts, PromptRollouts
 from skyrl_megatron.trainer.step_batch import LearningSignal
 from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
-from skyrl_megatron.trainer.summary import summary_lines, write_curves
 from skyrl_megatron.trainer.teachers import Teachers
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
+from skyrl_megatron_observe.hang import write_stacks
+from skyrl_megatron_observe.observe import RunRecorder
+from skyrl_megatron_observe.summary import summary_lines, write_curves
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -92,7 +92,7 @@ class TrainingRun:
     )
     """Attributes that are restored before a part of a step is repeated after a lost rank."""
     on_paper: OnPaper | None = None
-    """Adds to the metrics of a step what an estimate says of it (``preflight/step_report.py``)."""
+    """Adds to the metrics of a step what an estimate says of it (``estimate/step_report.py``)."""
 
     def __init__(
         self,

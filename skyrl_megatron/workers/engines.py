@@ -25,16 +25,16 @@ from skyrl_megatron.config.rules.training_rules import is_reproducible
 from skyrl_megatron.errors import EngineError, EngineGoneError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot
-from skyrl_megatron.inference.fleet import Fleet, engine_requirements
 from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
-from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
 from skyrl_megatron.plugins import ENGINES
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
 from skyrl_megatron.workers.placement import RAY
 from skyrl_megatron.workers.runtime_env import runtime_environment
+from skyrl_megatron_tools.remote.fleet import Fleet, engine_requirements
+from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -276,8 +276,8 @@ class InferenceEngineClient(InferenceClient):
         self.say(f"endpoint: {self._endpoint.url}/v1 (OpenAI API), bearer token in {path}")
 
     async def _open_registry(self) -> None:
-        from skyrl_megatron.inference.fleet import build_registry
         from skyrl_megatron.inference.http_endpoint import HttpServer, endpoint_token
+        from skyrl_megatron_tools.remote.fleet import build_registry
 
         engine, settings = self.cfg.generator.inference_engine, self.settings
         path = Path(engine.registry_token_path or run_folder(self.cfg) / "registry_token").expanduser()

@@ -94,8 +94,8 @@ class RankProcess:
         from skyrl_megatron.runtime import parallel_state as waits
         from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
-        from skyrl_megatron.runtime.preference import PreferenceEngine, RewardEngine
         from skyrl_megatron.workers.dispatch import RankInfo
+        from skyrl_megatron_supervised.preference_engine import PreferenceEngine, RewardEngine
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
@@ -213,12 +213,12 @@ class RankProcess:
         self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
         """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica the
-        experts and, with ``layers``, the outputs of its layers (``runtime/profiling.py``), by row of the chunk.
+        experts and, with ``layers``, the outputs of its layers (``profiling.py``), by row of the chunk.
 
-        ``perturbation``: relative change of every embedding before the pass (``runtime/scoring.py``)."""
-        from skyrl_megatron.runtime.profiling import Recorder
-        from skyrl_megatron.runtime.scoring import perturbed_embeddings
+        ``perturbation``: relative change of every embedding before the pass (``scoring_engine.py``)."""
         from skyrl_megatron.workers.dispatch import from_arrays
+        from skyrl_megatron_parts.profiling import Recorder
+        from skyrl_megatron_supervised.scoring_engine import perturbed_embeddings
 
         engine = self.engine
         perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
@@ -302,8 +302,8 @@ class RankProcess:
 
     @timed
     def score(self, token_ids: Sequence[int], perturbation: float, adapter: str = "") -> list[float] | None:
-        """Score tokens for the probe, see ``runtime/scoring.py``."""
-        from skyrl_megatron.runtime.scoring import score_tokens
+        """Score tokens for the probe, see ``skyrl_megatron_supervised/scoring_engine.py``."""
+        from skyrl_megatron_supervised.scoring_engine import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 

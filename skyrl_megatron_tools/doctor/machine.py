@@ -14,8 +14,8 @@ from typing import Any
 
 from skyrl_megatron.config.hardware import UNLOCK, lockable_bytes, rdma_cards
 from skyrl_megatron.errors import LaunchError
-from skyrl_megatron.preflight.machine_checks import MIN_LOCKED_BYTES
 from skyrl_megatron.workers.runtime_env import LOOPBACK, free_port
+from skyrl_megatron_observe.preflight.machine_checks import MIN_LOCKED_BYTES
 from skyrl_megatron_tools.doctor import Finding
 
 LARGEST_SKEW_S = 1.0

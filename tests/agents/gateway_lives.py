@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-import skyrl_megatron.agents.gateway as agents
+import skyrl_megatron_agents.gateway as agents
 from skyrl_megatron.inference.vllm import wire_app  # noqa: F401  imported once, before the forks
 from tests.agents.wires import Scripted, make_wire
 

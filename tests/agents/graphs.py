@@ -19,7 +19,7 @@ def generation(rng: random.Random, *, routes: int | None = None) -> Generation:
 
 def random_graph(seed: int, calls: int):
     """A graph whose calls continue random earlier ones, or none."""
-    from skyrl_megatron.agents.graph import Graph, SampledCall
+    from skyrl_megatron_agents.graph import Graph, SampledCall
 
     rng, graph = random.Random(seed), Graph()
     for number in range(calls):

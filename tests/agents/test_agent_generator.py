@@ -80,10 +80,10 @@ def running(folder):
 
 
 def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
-    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.sandboxes.sandbox import CommandResult
+    from skyrl_megatron_agents.agent_generator import AgentGenerator, CommandAgent
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind
+    from skyrl_megatron_agents.sandboxes.sandbox import CommandResult
 
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     seen = []
@@ -113,8 +113,8 @@ def test_a_command_is_trained_on_what_it_called(running, monkeypatch):
 
 
 def test_what_ends_an_agent(running):
-    from skyrl_megatron.agents.agent_generator import AgentGenerator, CommandAgent
     from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
+    from skyrl_megatron_agents.agent_generator import AgentGenerator, CommandAgent
 
     async def agent(task):
         import openai
@@ -169,9 +169,9 @@ def test_what_changes_the_distribution_is_refused_where_it_is_trained_on(running
     """A grammar is accounted for by the tokens that it leaves, which engines return if they do so for the run."""
     import openai
 
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.config.schema.generator import SamplingParams
     from skyrl_megatron.rollout.interface import BatchMetadata
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
 
     biases, grammar = {"logit_bias": {"5": 10.0}}, {"response_format": {"type": "json_object"}}
     answers, named = [], []
@@ -210,8 +210,8 @@ def test_the_grammar_of_optional_tool_calls_is_left_out_where_it_is_not_accounte
     """vLLM adds one for a strict tool and for at most one call, also where the policy may choose."""
     import openai
 
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.config.schema.generator import SamplingParams
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
 
     parameters = {"type": "object", "properties": {}, "additionalProperties": False, "required": []}
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
@@ -246,8 +246,8 @@ def test_the_grammar_of_optional_tool_calls_is_left_out_where_it_is_not_accounte
 
 
 def test_forks_need_several_rows(running):
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
 
     class Forks(AgentGenerator):
         async def agent(self, task):
@@ -270,9 +270,9 @@ def test_forks_need_several_rows(running):
 
 def test_a_batch_that_failed_is_tried_again(running, tmp_path):
     """In the same process, and then in another one that reads the log."""
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.errors import DataError
     from skyrl_megatron.rollout.interface import TrajectoryID
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
 
     class Forks(AgentGenerator):
         log_folder = tmp_path
@@ -306,10 +306,10 @@ def test_a_batch_that_failed_is_tried_again(running, tmp_path):
 
 def test_an_agent_that_rewrites_answers_ends_the_run(running, tmp_path):
     """One trajectory in two rewrites each answer: half of the later calls continue no sampled tokens."""
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
-    from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
     from skyrl_megatron.errors import DataError
     from skyrl_megatron.rollout.interface import BatchMetadata
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
+    from skyrl_megatron_agents.trajectory_records import TrajectoryRecords
 
     class Rewriting(AgentGenerator):
         @staticmethod

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_megatron.agents.attempt import AgentCommand, attempt
-from skyrl_megatron.agents.task import Task, read_task
 from skyrl_megatron.errors import ConfigError, DataError, SandboxError
-from skyrl_megatron.sandboxes.sandbox import Limits, SandboxSpec, unpack
-from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, default_at_once, make_provider
+from skyrl_megatron_agents.attempt import AgentCommand, attempt
+from skyrl_megatron_agents.sandboxes.sandbox import Limits, SandboxSpec, unpack
+from skyrl_megatron_agents.sandboxes.sandbox_queue import SandboxQueue, default_at_once, make_provider
+from skyrl_megatron_agents.task import Task, read_task
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")]
 MIB = 1 << 20

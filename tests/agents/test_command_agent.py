@@ -22,9 +22,9 @@ LOOK += 'echo "text={text}"'
 
 
 def task_of(row, scored):
-    from skyrl_megatron.agents.command_agent import AgentTask
-    from skyrl_megatron.agents.gateway import Access
     from skyrl_megatron.rollout.interface import TrajectoryID
+    from skyrl_megatron_agents.command_agent import AgentTask
+    from skyrl_megatron_agents.gateway import Access
 
     async def score(text):
         scored.append(text)
@@ -36,7 +36,7 @@ def task_of(row, scored):
 
 def printed_here(row, command=LOOK, **options):
     """What a command of this machine prints."""
-    from skyrl_megatron.agents.command_agent import CommandAgent
+    from skyrl_megatron_agents.command_agent import CommandAgent
 
     scored = []
     asyncio.run(CommandAgent(["sh", "-c", command], **options)(task_of(row, scored)))
@@ -45,10 +45,10 @@ def printed_here(row, command=LOOK, **options):
 
 def printed_in_a_sandbox(row, home, *, stdin):
     """What a command in a sandbox prints, started as a run starts it."""
-    from skyrl_megatron.agents.attempt import run_alone
-    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
     from skyrl_megatron.config.schema.generator import AgentConfig, GeneratorConfig, SkyRLGymConfig
-    from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
+    from skyrl_megatron_agents.attempt import run_alone
+    from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator
+    from skyrl_megatron_agents.sandboxes.sandbox_queue import SandboxQueue, make_provider
     from tests.rollout.scripted import tokenizer_of
 
     cfg = GeneratorConfig(agent=AgentConfig(command=["sh", "-c", LOOK], stdin=stdin))
@@ -89,14 +89,14 @@ def test_what_a_row_declares_for_its_agent():
 
 def test_a_program_that_its_own_commands_ended_is_a_failure_of_the_policy():
     """It is reward 0 and no way out of one."""
-    from skyrl_megatron.agents.command_agent import CommandAgent
+    from skyrl_megatron_agents.command_agent import CommandAgent
 
     outcome = asyncio.run(CommandAgent(["sh", "-c", "kill -9 $$"])(task_of(ROW, [])))
     assert (outcome.kind, outcome.reward) == ("failed", 0.0) and "code -9" in outcome.why
 
 
 def test_an_error_on_standard_output_is_shown():
-    from skyrl_megatron.agents.command_agent import CommandAgent
+    from skyrl_megatron_agents.command_agent import CommandAgent
 
     command = ["sh", "-c", "echo started; echo 'API Error: 400'; exit 3"]
     outcome = asyncio.run(CommandAgent(command)(task_of(ROW, [])))

@@ -9,10 +9,10 @@ import tarfile
 
 import pytest
 
-from skyrl_megatron.agents.task import read_task
 from skyrl_megatron.errors import DataError, SandboxError
-from skyrl_megatron.sandboxes.dockerfile import fingerprint, packed, read_dockerfile, working_folder
-from skyrl_megatron.sandboxes.sandbox import SandboxSpec
+from skyrl_megatron_agents.sandboxes.dockerfile import fingerprint, packed, read_dockerfile, working_folder
+from skyrl_megatron_agents.sandboxes.sandbox import SandboxSpec
+from skyrl_megatron_agents.task import read_task
 from tests.agents.test_harbor_tasks import FILES, write
 
 SECRET = "of-the-user"
@@ -372,7 +372,7 @@ def test_mutated_dockerfiles(tmp_path):
 
 
 def test_rewards_of_any_content():
-    from skyrl_megatron.agents.task import reward_of
+    from skyrl_megatron_agents.task import reward_of
 
     for content in (
         b"[" * 10_000,

@@ -29,7 +29,7 @@ def sampled_since(setting, start):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("wire", WIRES)
 def test_rows_are_what_the_engine_sampled(setting, wire, seed):
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.rows import rows_of
 
     rng, start = random.Random(seed), len(setting.client.sampled)
     trajectory = setting.open()
@@ -100,7 +100,7 @@ def test_retries_get_the_first_answer_and_equal_requests_another_sample(setting)
 
 
 def test_several_choices_and_forks(setting):
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.rows import rows_of
 
     setting.client.say = ["one", "two", "more", "edited"]
     trajectory = setting.open()

@@ -69,7 +69,7 @@ def served(folder, engines, tmp_path_factory):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [Chat, Messages, Responses])
 def test_rows_are_the_engines_own_record(served, kind, seed):
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.rows import rows_of
 
     setting, record = served
     rng, start = random.Random(seed), len(record)
@@ -129,13 +129,13 @@ def test_a_batch_of_agents_is_that_of_our_own_loop(folder, served, tmp_path):
     import torch
     from transformers import AutoTokenizer
 
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
     from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
     from skyrl_megatron.config.schema.generator import SamplingParams
     from skyrl_megatron.envs import BaseTextEnv, register
     from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
     from skyrl_megatron.rollout.interface import BatchMetadata, TrajectoryID
     from skyrl_megatron.rollout.outputs import to_training_batch
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
 
     setting, _ = served
 

@@ -58,7 +58,7 @@ def added(graph, messages, answer, scope=None):
     ids=["same", "without thinking", "as parts", "reformatted", "in two items", "arguments as objects"],
 )
 def test_an_answer_matches_in_every_form_that_clients_return_it(returned):
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     first = added(graph, [USER], ANSWER)
@@ -80,7 +80,7 @@ def test_an_answer_matches_in_every_form_that_clients_return_it(returned):
     ids=["text", "argument", "prompt", "order of calls"],
 )
 def test_an_edited_history_is_a_fork_and_names_the_message(edited):
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     added(graph, [USER], ANSWER)
@@ -91,7 +91,7 @@ def test_an_edited_history_is_a_fork_and_names_the_message(edited):
 
 
 def test_other_tools_make_another_prompt():
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     added(graph, [USER], ANSWER, scope={"tools": [1]})
@@ -100,7 +100,7 @@ def test_other_tools_make_another_prompt():
 
 
 def test_compaction_and_edits_after_an_answer_fork_where_they_branch_off():
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     said = [{"role": "assistant", "content": str(number)} for number in range(3)]
@@ -123,7 +123,7 @@ def test_compaction_and_edits_after_an_answer_fork_where_they_branch_off():
 @settings(max_examples=200, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
 def test_no_content_of_a_message_raises(content):
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     message = {"role": "assistant", "content": content, "tool_calls": [{"function": {"arguments": content}}]}
     graph = Graph()
@@ -141,7 +141,7 @@ def test_no_content_of_a_message_raises(content):
     ids=["first message", "last answer", "a message is left out"],
 )
 def test_the_first_differing_message_is_named(edit, theirs, ours):
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph, last = Graph(), {"role": "assistant", "content": "It is 3."}
     added(graph, [USER], {"role": "assistant", "content": "a sibling"})
@@ -153,7 +153,7 @@ def test_the_first_differing_message_is_named(edit, theirs, ours):
 
 
 def test_a_difference_deep_in_a_long_message_is_shown():
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph, filler = Graph(), "word " * 5000
     added(graph, [USER], {"role": "assistant", "content": f"{filler}left{filler}"})
@@ -163,7 +163,7 @@ def test_a_difference_deep_in_a_long_message_is_shown():
 
 
 def test_other_tools_are_named_as_the_difference():
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     added(graph, [USER], ANSWER, scope={"tools": [1]})
@@ -176,7 +176,7 @@ SYSTEM = {"role": "system", "content": "You are an agent that works on files. To
 
 
 def paths(graph, rule="final"):
-    from skyrl_megatron.agents.rows import targets_of
+    from skyrl_megatron_agents.rows import targets_of
 
     return [[call.number for call in path] for path, _ in targets_of(graph, rule)]
 
@@ -185,7 +185,7 @@ def paths(graph, rule="final"):
 @pytest.mark.parametrize("tools", [0, 2])
 def test_side_requests_are_conversations_of_their_own_and_no_path_of_the_task(place, tools):
     """Titles have no system prompt of the task, memories quote what was said in it, in other words or in the same."""
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph, scope = Graph(), {"tools": [{}] * tools}
     quoted = [USER, ANSWER, *RESULTS, {"role": "assistant", "content": "It is… (cut)"}]
@@ -211,7 +211,7 @@ def test_side_requests_are_conversations_of_their_own_and_no_path_of_the_task(pl
 
 def test_a_conversation_of_memories_must_return_its_own_answers():
     """What it quotes is not the policy's in it, what was sampled in it is."""
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     added(graph, [SYSTEM, USER], ANSWER)
@@ -224,7 +224,7 @@ def test_a_conversation_of_memories_must_return_its_own_answers():
 
 def test_a_summary_of_another_conversation_replaces_the_history_of_the_task():
     """As opencode compacts: what the policy said there is an assistant's message here. It forks, and is continued."""
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph, scope, asked = Graph(), {"tools": [{}]}, {"role": "user", "content": "What did we do so far?"}
     added(graph, [SYSTEM, USER], ANSWER, scope)
@@ -247,7 +247,7 @@ def test_a_summary_of_another_conversation_replaces_the_history_of_the_task():
 
 def test_two_roles_that_share_a_history_hold_answers_that_are_text():
     """Each answers under a system prompt of its own: what the other said is no summary, and its tokens are lost."""
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph, history, found = Graph(), [USER], []
     systems = [{"role": "system", "content": text} for text in ("You plan the next step.", "Act on what was planned.")]
@@ -263,7 +263,7 @@ def test_two_roles_that_share_a_history_hold_answers_that_are_text():
 )
 def test_a_system_prompt_that_changes_from_call_to_call_is_still_noticed(other):
     """Its answers are text in each prompt. Without any system prompt in both, likewise."""
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     added(graph, [SYSTEM, USER] if other else [USER, {"role": "user", "content": "x"}], ANSWER)
@@ -272,7 +272,7 @@ def test_a_system_prompt_that_changes_from_call_to_call_is_still_noticed(other):
 
 
 def test_the_path_of_the_task_outlives_compaction_and_titles_that_are_longer():
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph, scope = Graph(), {"tools": [{}]}
     added(graph, [SYSTEM, USER], ANSWER, scope)
@@ -300,7 +300,7 @@ def test_the_path_of_the_task_outlives_compaction_and_titles_that_are_longer():
     ],
 )
 def test_thinking_in_the_content_may_be_dropped_or_reformatted(sampled, returned):
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     first = added(graph, [USER], {"role": "assistant", "content": sampled})
@@ -309,7 +309,7 @@ def test_thinking_in_the_content_may_be_dropped_or_reformatted(sampled, returned
 
 
 def test_of_answers_that_differ_in_thinking_the_returned_one_continues():
-    from skyrl_megatron.agents.graph import Graph
+    from skyrl_megatron_agents.graph import Graph
 
     graph = Graph()
     contents = [f"<think>{word}</think>It is 7." for word in ("one", "two", "three")]

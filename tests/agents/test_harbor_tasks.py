@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from skyrl_megatron.agents.attempt import AgentCommand, attempt
-from skyrl_megatron.agents.task import read_task, reward_of
 from skyrl_megatron.errors import DataError, SandboxError
-from skyrl_megatron.sandboxes.dockerfile import read_dockerfile, working_folder
-from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
+from skyrl_megatron_agents.attempt import AgentCommand, attempt
+from skyrl_megatron_agents.sandboxes.dockerfile import read_dockerfile, working_folder
+from skyrl_megatron_agents.sandboxes.sandbox_queue import SandboxQueue, make_provider
+from skyrl_megatron_agents.task import read_task, reward_of
 
 MIB = 1 << 20
 FILES = {

@@ -58,9 +58,9 @@ class Conversation(threading.Thread):
     [(0, 6, 6), *(pytest.param(seed, 25, 12, marks=pytest.mark.full_matrix) for seed in (1, 2))],
 )
 def test_no_call_is_lost_and_none_is_trained_twice(tmp_path, seed, kills, turns):
-    from skyrl_megatron.agents.call_log import CallLog
-    from skyrl_megatron.agents.open_trajectory import Access, OpenTrajectory, restore_call
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.call_log import CallLog
+    from skyrl_megatron_agents.open_trajectory import Access, OpenTrajectory, restore_call
+    from skyrl_megatron_agents.rows import rows_of
 
     rng, folder = random.Random(seed), write_folder(tmp_path / "model")
     with socket.create_server(("127.0.0.1", 0)) as free:

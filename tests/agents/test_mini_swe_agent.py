@@ -36,10 +36,10 @@ def calls(*commands):
 
 @pytest.fixture
 def running(tmp_path, monkeypatch):
-    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
     from skyrl_megatron.config.schema.generator import AgentConfig
     from skyrl_megatron.errors import SandboxError
-    from skyrl_megatron.sandboxes.sandbox_queue import make_provider
+    from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator
+    from skyrl_megatron_agents.sandboxes.sandbox_queue import make_provider
 
     monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path / "home"))
     try:

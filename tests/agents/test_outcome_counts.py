@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from skyrl_megatron.agents.outcome_counts import FEWEST, Cause, OutcomeCounts
 from skyrl_megatron.errors import DataError
+from skyrl_megatron_agents.outcome_counts import FEWEST, Cause, OutcomeCounts
 
 
 def test_counts_by_cause(caplog):
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind
 
     counts = OutcomeCounts()
     broken = Outcome(OutcomeKind.INFRASTRUCTURE, why="no space", cause=Cause.SANDBOX)

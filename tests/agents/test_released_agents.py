@@ -103,11 +103,11 @@ def run(folder, engine, engines, tmp_path, monkeypatch):
     """``run(release, answers)``: output of a batch of one task, the engine's record, the graph, and the requests."""
     from transformers import AutoTokenizer
 
-    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
     from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
     from skyrl_megatron.config.schema.generator import AgentConfig, SamplingParams
     from skyrl_megatron.errors import SandboxError
-    from skyrl_megatron.sandboxes.sandbox_queue import make_provider
+    from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator
+    from skyrl_megatron_agents.sandboxes.sandbox_queue import make_provider
 
     monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path / "home"))
     try:
@@ -167,7 +167,7 @@ def script(release, look=LOOK) -> list[str]:
 
 def assert_all_is_trained_once(graph, sampled) -> None:
     """By the rows of all paths."""
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.rows import rows_of
 
     rows = [np.asarray(row.response_ids)[np.asarray(row.loss_mask) > 0] for row in rows_of(graph)]
     assert sorted(np.concatenate(rows)) == sorted(token for *_, made in sampled for token in made.token_ids)

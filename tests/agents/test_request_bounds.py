@@ -178,7 +178,7 @@ LIMITS = [("calls", 3, {}), ("samples", 3, {}), ("samples", 3, {"n": 4}), ("toke
 
 @pytest.mark.parametrize(("name", "most", "keys"), LIMITS)
 def test_an_agent_that_wants_more_has_failed(setting, tmp_path, name, most, keys):
-    from skyrl_megatron.agents.open_trajectory import TrajectoryLimits
+    from skyrl_megatron_agents.open_trajectory import TrajectoryLimits
 
     made = Setting(setting.folder, tmp_path / "log", setting.wire, client=setting.client,
                    limits=TrajectoryLimits(**{name: most}))  # fmt: skip
@@ -197,7 +197,7 @@ def test_an_agent_that_wants_more_has_failed(setting, tmp_path, name, most, keys
 
 
 def test_requests_at_once_and_unfinished_bodies_are_bounded(setting, tmp_path):
-    from skyrl_megatron.agents.open_trajectory import TrajectoryLimits
+    from skyrl_megatron_agents.open_trajectory import TrajectoryLimits
 
     made = Setting(setting.folder, tmp_path / "log", setting.wire, client=setting.client,
                    limits=TrajectoryLimits(connections=6))  # fmt: skip

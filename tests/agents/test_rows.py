@@ -32,7 +32,7 @@ def targets(row):
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.sampled_from(["all", "calls"]))
 def test_every_sampled_token_is_a_target_once_with_its_own_prefix(seed, calls, rule):
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.rows import rows_of
 
     graph = random_graph(seed, calls)
     rows = rows_of(graph, rule, 2.5)
@@ -78,11 +78,11 @@ def step(groups, rule, estimator, reduction, twice=False):
     """(loss, gradient, number of targets) of a step on the rows of all trajectories."""
     import torch
 
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
     from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
     from skyrl_megatron.algorithms.objective import PolicyObjective
     from skyrl_megatron.config import AlgorithmConfig
     from skyrl_megatron.data.batch import collate
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind, trajectory_of
 
     rows, uids, last = [], [], []
     for prompt, samples in enumerate(groups):
@@ -128,8 +128,8 @@ def step(groups, rule, estimator, reduction, twice=False):
 
 
 def test_rules():
-    from skyrl_megatron.agents.rows import rows_of
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_agents.rows import rows_of
 
     graph = random_graph(5, 6)
     (final,) = rows_of(graph, "final")
@@ -144,8 +144,8 @@ def test_rules():
 
 
 def test_routes_of_a_row_are_those_of_its_whole_path():
-    from skyrl_megatron.agents.graph import Graph, SampledCall
-    from skyrl_megatron.agents.rows import rows_of
+    from skyrl_megatron_agents.graph import Graph, SampledCall
+    from skyrl_megatron_agents.rows import rows_of
 
     rng, graph = random.Random(0), Graph()
 
@@ -167,7 +167,7 @@ def test_routes_of_a_row_are_those_of_its_whole_path():
 
 @pytest.mark.parametrize("kind", ["timed out", "context full", "infrastructure"])
 def test_a_trajectory_that_is_no_sample_is_one_masked_row_outside_of_its_group(kind):
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind, trajectory_of
 
     made = trajectory_of(random_graph(1, 5), Outcome(OutcomeKind(kind), why="it broke"), end_token=2)
     (row,) = made.rows
@@ -176,9 +176,9 @@ def test_a_trajectory_that_is_no_sample_is_one_masked_row_outside_of_its_group(k
 
 
 def test_outcomes():
-    from skyrl_megatron.agents.graph import Graph
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind, trajectory_of
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_agents.graph import Graph
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind, trajectory_of
 
     with pytest.raises(DataError, match="never a sample"):
         Outcome(OutcomeKind.INFRASTRUCTURE, 0.0)

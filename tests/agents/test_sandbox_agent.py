@@ -82,10 +82,10 @@ def task(tmp_path):
 
 @pytest.fixture
 def running(folder, tmp_path, monkeypatch):
-    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
     from skyrl_megatron.config.schema.generator import AgentConfig
     from skyrl_megatron.errors import SandboxError
-    from skyrl_megatron.sandboxes.sandbox_queue import make_provider
+    from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator
+    from skyrl_megatron_agents.sandboxes.sandbox_queue import make_provider
 
     monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
@@ -204,7 +204,7 @@ def test_the_settings_are_checked(tmp_path):
 def test_a_provider_that_cannot_run_here_is_found_before_the_run(monkeypatch, tmp_path):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight.option_checks import PlannedRun, features
+    from skyrl_megatron_observe.preflight.option_checks import PlannedRun, features
 
     monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nothing.sock")

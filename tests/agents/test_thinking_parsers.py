@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from skyrl_megatron.agents.answers import CHAT, events, messages_of
+from skyrl_megatron_agents.answers import CHAT, events, messages_of
 from tests.agents.test_gateway import post
 from tests.agents.wires import TEMPLATE, Setting, make_wire, set_template, write_folder
 

@@ -19,9 +19,9 @@ class Numbers:
 @pytest.mark.parametrize("rule", ["all", "final", "calls"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_record_is_what_the_graph_and_the_rows_are(tmp_path, seed, rule):
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind, rows_of
-    from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
     from skyrl_megatron.rollout.interface import TrajectoryID
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind, rows_of
+    from skyrl_megatron_agents.trajectory_records import TrajectoryRecords
 
     graph = random_graph(seed, 12)
     records = TrajectoryRecords(tmp_path / "kept", Numbers(), 4, 1)
@@ -46,8 +46,8 @@ def test_a_record_is_what_the_graph_and_the_rows_are(tmp_path, seed, rule):
 
 
 def test_some_trajectories_of_some_steps_are_chosen(tmp_path):
-    from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
     from skyrl_megatron.rollout.interface import TrajectoryID
+    from skyrl_megatron_agents.trajectory_records import TrajectoryRecords
 
     ids = [TrajectoryID(uid, number) for uid in "abc" for number in range(3)]
     records = TrajectoryRecords(tmp_path, Numbers(), 4, 5)
@@ -58,7 +58,7 @@ def test_some_trajectories_of_some_steps_are_chosen(tmp_path):
 
 
 def test_long_texts_lose_their_middle(tmp_path):
-    from skyrl_megatron.agents.trajectory_records import TrajectoryRecords
+    from skyrl_megatron_agents.trajectory_records import TrajectoryRecords
 
     text = TrajectoryRecords(tmp_path, Numbers(), 4, 1)._text(list(range(5000)))
     assert text.startswith("0 1 ") and text.endswith(" 4999") and "4000 tokens" in text and " 2500 " not in text

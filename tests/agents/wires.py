@@ -129,7 +129,7 @@ class Setting:
         self.start()
 
     def start(self) -> None:
-        from skyrl_megatron.agents.gateway import Gateway
+        from skyrl_megatron_agents.gateway import Gateway
 
         async def made():
             gateway = Gateway(self.client, self.wire, self.log, **self.options)

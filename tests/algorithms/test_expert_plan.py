@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl_megatron.algorithms.expert_plan import (
+from skyrl_megatron_parts.experts.plan import (
     HORIZON,
     Freedom,
     MoveCosts,

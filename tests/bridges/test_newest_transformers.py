@@ -108,7 +108,7 @@ def test_keys_that_engines_read(folders):
     """Both versions write the same of the keys that vLLM reads; ``--check`` names those of MiMo that neither does."""
     from bridges.files import read_hf_config, text_config
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.engine_models import engine_model_faults
+    from skyrl_megatron_observe.preflight.engine_models import engine_model_faults
 
     def faults(folder):
         config = text_config(read_hf_config(folder))

@@ -144,8 +144,8 @@ def bf16_model(
     from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.runtime.muon import matrices_of
     from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
+    from skyrl_megatron_parts.muon import matrices_of
 
     megatron_patches.install()
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)

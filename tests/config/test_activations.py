@@ -53,13 +53,18 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.preflight.memory_activations import Kernels, LayerActivations, Recompute, activations_in_flight
-    from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.engine_settings import attach_adapters
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
     from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron_observe.estimate.memory_activations import (
+        Kernels,
+        LayerActivations,
+        Recompute,
+        activations_in_flight,
+    )
+    from skyrl_megatron_observe.estimate.memory_parameters import AdapterTable, ParameterTable
 
     parallel = ParallelConfig(dist.get_world_size(), **layout)
     groups = parallel_state.initialize(parallel)
@@ -148,10 +153,10 @@ def peaks(folder, settings):
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import RoleModel
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import RoleModel
 
     rows, half = 2, 512
     cfg = SkyRLTrainConfig.from_cli_overrides(

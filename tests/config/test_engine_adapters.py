@@ -12,8 +12,8 @@ LORA = "trainer.policy.model.lora."
 
 def problems_of(tmp_path, model_type, *args, rank=8):
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.adapter_checks import engine_adapters
     from skyrl_megatron.runtime.lora.targets import configured_selection
+    from skyrl_megatron_observe.preflight.adapter_checks import engine_adapters
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type)))
     cfg = SkyRLTrainConfig.from_cli_overrides(
@@ -215,7 +215,7 @@ def test_engines_are_started_for_all_adapters(tmp_path):
 def test_a_generator_that_knows_of_no_adapters_is_refused(names, refused):
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.plugins import GENERATORS
-    from skyrl_megatron.preflight.option_checks import PlannedRun, features
+    from skyrl_megatron_observe.preflight.option_checks import PlannedRun, features
 
     class Older:
         def __init__(self, generator_cfg, skyrl_gym_cfg, inference_engine_client, tokenizer, *, seed, nonfinite):

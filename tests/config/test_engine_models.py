@@ -27,7 +27,7 @@ def tiny(family, **changes):
 
 def faults(written, changed=None):
     from bridges.families import get_family
-    from skyrl_megatron.preflight.engine_models import engine_model_faults
+    from skyrl_megatron_observe.preflight.engine_models import engine_model_faults
 
     family = get_family(written["model_type"])
     return list(engine_model_faults(family.model_type, family.config(written), written | (changed or {})))
@@ -189,7 +189,7 @@ def architectures():
 def test_every_key_that_the_trainer_follows_is_read_by_the_engine_or_in_the_table():
     """A new version of vLLM, or a new key of a family, needs a look: does the engine compute with it?"""
     from bridges.families import SUPPORTED, get_family
-    from skyrl_megatron.preflight.engine_models import FIXED
+    from skyrl_megatron_observe.preflight.engine_models import FIXED
     from tests.bridges.tiny_models import tiny_config
 
     modules, unknown = architectures(), {}

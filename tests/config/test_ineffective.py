@@ -133,7 +133,7 @@ def test_a_warning_is_given_once():
 
 
 def test_use_tis_is_told_once(capsys):
-    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron_tools.embedded import run_moe
 
     args = ["trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=2", "trainer.logger=console"]
     run_moe.main(["--check", "model=/no/model", "data.val_data=[]", *args])

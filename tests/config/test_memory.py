@@ -25,7 +25,7 @@ def qwen(tmp_path_factory):
 @pytest.fixture
 def check(qwen, capsys):
     """Run ``--check`` with that model: (exit code, stdout, stderr)."""
-    from skyrl_megatron.preflight import check
+    from skyrl_megatron_observe.preflight import check
 
     rows = [f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]", "trainer.logger=console"]
     rows += ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
@@ -95,8 +95,8 @@ def test_memory_that_may_be_locked(qwen):
     """RDMA cards register buffers under a limit, which ends a run over several nodes and none within one."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight.machine_checks import machine
-    from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
+    from skyrl_megatron_observe.preflight.machine_checks import machine
+    from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
     def found(nodes, limit):
         cfg = SkyRLTrainConfig.from_cli_overrides(
@@ -181,11 +181,11 @@ def engine_bytes(folder, overrides):
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import RoleModel, copied_bytes
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
     from skyrl_megatron.runtime.peer_checkpoint import StateSnapshot
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import RoleModel, copied_bytes
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides
@@ -330,9 +330,9 @@ def hybrid_bytes(folder, options):
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable, rank_bytes
     from skyrl_megatron.runtime.checkpoint.rank_state import inner_optimizers
     from skyrl_megatron.runtime.offload import optimizer_tensors
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable, rank_bytes
     from tests.checkpoint.test_variants import bf16_state, set_gradients
     from tests.support.fake_gpu import fake_gpu
 
@@ -386,8 +386,8 @@ def test_counters_of_penalties_are_counted_with_an_engine():
     """vLLM's sampler has one of 32 bits for each token of each request that may run, and bits of prompts."""
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable
-    from skyrl_megatron.preflight.memory_phases import engine_bytes
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
+    from skyrl_megatron_observe.estimate.memory_phases import engine_bytes
 
     table = ParameterTable(Plan.of(QWEN3_30B_A3B))
     sizes = {

@@ -60,7 +60,7 @@ def on_meta(config):
 @pytest.mark.parametrize("family", TINY)
 def test_totals_are_those_of_transformers(family):
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
     config = config_of(family)
     assert ParameterTable(Plan.of(config)).total() == on_meta(config)
@@ -68,7 +68,7 @@ def test_totals_are_those_of_transformers(family):
 
 def test_published_total_of_qwen3_30b_a3b():
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
     config = tiny_config("qwen3_moe", **QWEN3_30B_A3B)
     assert on_meta(config) == PUBLISHED
@@ -83,9 +83,9 @@ def built_and_predicted(layouts, configs):
 
     from bridges.plan import Plan
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
     found = {}
     for name, degrees in layouts.items():

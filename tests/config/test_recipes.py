@@ -94,7 +94,7 @@ def test_every_recipe_is_checked_here_and_named_in_the_documents():
     ("recipe", "keys"), [*((recipe, []) for recipe in SHAPES), ("kimi-k2", MUON), ("kimi-k2", CLIPPED)]
 )
 def test_recipe_fits_with_room(models, recipe, keys, capsys):
-    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron_tools.embedded import run_moe
 
     rows, folder = models
     text = (FOLDER / f"{recipe}.yaml").read_text()
@@ -114,8 +114,8 @@ def test_recipe_fits_with_room(models, recipe, keys, capsys):
 
 
 def test_a_tiny_moe_on_this_machine(tmp_path, capsys):
-    from skyrl_megatron.entrypoints import run_moe
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron_tools.embedded import run_moe
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     rows = write_sums(tmp_path / "rows.parquet", 64)
     model = write_embedded_model(tmp_path / "model", 1)
@@ -171,7 +171,7 @@ ACCEPTED = {  # nodes of eight GPUs, tp of an engine, pipeline stages, expert pa
     "name", [name if name == "MiniMax-M2" else pytest.param(name, marks=pytest.mark.full_matrix) for name in ACCEPTED]
 )
 def test_released_configurations_are_accepted(models, name, capsys):
-    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron_tools.embedded import run_moe
 
     rows, folder = models
     nodes, ranks, stages, experts, *more = ACCEPTED[name]
@@ -194,7 +194,7 @@ def test_released_configurations_are_accepted(models, name, capsys):
 
 
 def test_a_family_that_no_engine_runs_is_refused(models, capsys):
-    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron_tools.embedded import run_moe
 
     rows, folder = models
     words = [f"model={folder(RELEASED_LATER['dots.llm1'])}", f"data.train_data=['{rows}']", "data.val_data=[]"]

@@ -33,11 +33,11 @@ def chosen(folder, gpu, **keys):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.resolve import fit_to_hardware
-    from skyrl_megatron.preflight.machine_checks import memory
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import RoleModel
-    from skyrl_megatron.preflight.memory_recompute import recomputation
-    from skyrl_megatron.preflight.option_checks import PlannedRun
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import RoleModel
+    from skyrl_megatron_observe.estimate.memory_recompute import recomputation
+    from skyrl_megatron_observe.preflight.machine_checks import memory
+    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.policy.model.path": str(folder)} | SIXTEEN | keys)
     hardware = Hardware(8, 2, gpu, 2000 * GB)
@@ -53,8 +53,8 @@ def kwargs(cfg, role="policy"):
 
 def test_no_more_layers_than_memory_needs(folder):
     """Of all layers, as it was, to none; and one layer less would not leave the room."""
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_recompute import _fits, _with
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_recompute import _fits, _with
 
     counts = []
     for gpu in (60 * GB, 90 * GB, 100 * GB, 400 * GB):

@@ -26,8 +26,8 @@ def planned(tmp_path_factory):
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.load import parse
     from skyrl_megatron.config.validate import find_problems
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.memory_phases import role_models
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.memory_phases import role_models
 
     def make(shape, *changes, recipe="qwen3-30b-a3b-2x8", valid=True):
         folder = tmp_path_factory.mktemp("model")
@@ -52,13 +52,13 @@ def any_layout_warns_of_nothing_here():
 
 
 def h100():
-    from skyrl_megatron.preflight.machine_rates import Machine
+    from skyrl_megatron_observe.estimate.machine_rates import Machine
 
     return Machine.of_gpu("H100", 8)
 
 
 def estimate(cfg, models, share=1.0, gpu_bytes=80 * 10**9, machine=None):
-    from skyrl_megatron.preflight.step_time import estimate_step, longest_work
+    from skyrl_megatron_observe.estimate.step_time import estimate_step, longest_work
 
     return estimate_step(cfg, models, machine or h100(), *longest_work(cfg, share), gpu_bytes)
 
@@ -74,8 +74,8 @@ def test_passes_take_as_long_as_torch_counts_products(planned, model_type):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from skyrl_megatron.preflight.machine_rates import TRAINING, Machine, Seconds
-    from skyrl_megatron.preflight.step_time import _Role
+    from skyrl_megatron_observe.estimate.machine_rates import TRAINING, Machine, Seconds
+    from skyrl_megatron_observe.estimate.step_time import _Role
     from tests.bridges.tiny_models import tiny_config, tiny_model
 
     cfg, models = planned(tiny_config(model_type), f"{M}expert_model_parallel_size=1", valid=False)
@@ -103,7 +103,7 @@ def test_passes_take_as_long_as_torch_counts_products(planned, model_type):
 
 def test_decode_by_hand(planned):
     """Qwen3-30B-A3B on engines of two H100, 64 sequences each, which all have room."""
-    from skyrl_megatron.preflight.machine_rates import MEMORY
+    from skyrl_megatron_observe.estimate.machine_rates import MEMORY
 
     cfg, models = planned(QWEN3_30B_A3B, "trainer.train_batch_size=64", "trainer.policy_mini_batch_size=64")
     found = estimate(cfg, models, gpu_bytes=None)
@@ -123,7 +123,7 @@ def test_decode_by_hand(planned):
 
 def test_optimizer_and_offload_by_hand(planned):
     """Adam of the ranks' shards: experts over ep 8, of which 2 nodes hold a copy each, everything else over 16."""
-    from skyrl_megatron.preflight.machine_rates import OPTIMIZER
+    from skyrl_megatron_observe.estimate.machine_rates import OPTIMIZER
 
     cfg, models = planned(QWEN3_30B_A3B)
     found = estimate(cfg, models)
@@ -141,7 +141,7 @@ def test_optimizer_and_offload_by_hand(planned):
 
 def test_the_products_of_muon_by_hand(planned):
     """Five Newton-Schulz steps on each whole matrix of a rank, and its momentum and update on their ways over dp."""
-    from skyrl_megatron.preflight.machine_rates import TRAINING
+    from skyrl_megatron_observe.estimate.machine_rates import TRAINING
 
     def products(short, long):
         return 4 * short**2 * long + 2 * short**3
@@ -170,7 +170,7 @@ def test_the_products_of_muon_on_adapters(planned):
 
 @pytest.mark.parametrize("recipe", ["qwen3-30b-a3b", "qwen3-30b-a3b-2x8", "qwen3-30b-a3b-lora"])
 def test_terms_add_up_to_the_step(planned, recipe):
-    from skyrl_megatron.preflight.step_time import PHASES
+    from skyrl_megatron_observe.estimate.step_time import PHASES
 
     cfg, models = planned(QWEN3_30B_A3B, recipe=recipe)
     found = estimate(cfg, models)
@@ -223,7 +223,7 @@ def test_more_of_what_helps_takes_less(planned):
 
 def test_full_groups_wait_for_the_slowest_stage(planned):
     """DeepSeek-V3 on eight uneven stages: (m + 7) / m of the time of the slowest of them."""
-    from skyrl_megatron.preflight.step_time import _Role
+    from skyrl_megatron_observe.estimate.step_time import _Role
 
     cfg, models = planned(DEEPSEEK_V3, recipe="deepseek-v3")
     lengths = np.full(512, 8192)
@@ -238,7 +238,7 @@ def test_full_groups_wait_for_the_slowest_stage(planned):
 def test_experts_of_a_token_are_those_of_the_router(name):
     """ERNIE's config.json names them otherwise."""
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
     plan = Plan.of(RELEASED_LATER[name])
     router = plan.family.megatron_config(plan.hf_config).transformer["moe_router_topk"]
@@ -247,8 +247,8 @@ def test_experts_of_a_token_are_those_of_the_router(name):
 
 def test_the_report_names_each_term_and_says_what_it_needs(planned):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight.memory_budget import parameter_tables
-    from skyrl_megatron.preflight.step_report import report_lines
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.step_report import report_lines
 
     cfg, _ = planned(QWEN3_30B_A3B)
     unknown = "\n".join(report_lines(cfg, parameter_tables(cfg), Hardware(8, 2, elsewhere=True)))
@@ -261,7 +261,7 @@ def test_the_report_names_each_term_and_says_what_it_needs(planned):
 
 def test_a_run_compares_its_second_step_alone(planned, tmp_path):
     """The callable that the trainer has, with the metrics of a step."""
-    from skyrl_megatron.preflight.step_report import StepComparison
+    from skyrl_megatron_observe.estimate.step_report import StepComparison
 
     cfg, _ = planned(QWEN3_30B_A3B)
     said = []

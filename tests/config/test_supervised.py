@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 def check(folder, capsys):
     """Return (exit code, report, errors) of the command with some keys."""
     from skyrl_megatron.config.schema.sft import SFTTrainConfig
-    from skyrl_megatron.preflight import check
+    from skyrl_megatron_observe.preflight import check
 
     def run(*keys, data="short", machine=None):
         files = ",".join(f"{folder}/{name}.jsonl" for name in data.split())
@@ -75,8 +75,8 @@ def test_a_data_set_of_which_no_row_is_left(folder):
     from skyrl_megatron.data.samplers import make_sampler
     from skyrl_megatron.data.tokenizer import load_tokenizer
     from skyrl_megatron.errors import DataError
-    from skyrl_megatron.rollout.chat_rows import ChatRows
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.chat_rows import ChatRows
 
     chat = ChatFormat(load_tokenizer(str(folder / "model")))
     names = [f"{folder}/short.jsonl", f"{folder}/long.jsonl"]
@@ -112,7 +112,7 @@ REFUSED = {
 @pytest.mark.parametrize("problem", REFUSED)
 def test_a_row_that_says_more_than_is_obeyed(folder, tmp_path, capsys, problem):
     """One line from the command, before anything starts."""
-    from skyrl_megatron.entrypoints.sft import main
+    from skyrl_megatron_supervised.sft import main
 
     rows = [talk("1+1=?"), talk("2+2=?", "4")] * 40
     rows[1] = {"messages": [rows[1]["messages"][0], rows[1]["messages"][1] | REFUSED[problem]]}

@@ -113,7 +113,7 @@ def refused(words, work):
 def reasoning_gym(folder):
     import reasoning_gym as theirs
 
-    from skyrl_megatron.envs.packages.reasoning_gym import rows
+    from skyrl_megatron_agents.environments.packages.reasoning_gym import rows
 
     names = {"leg_counting": {}, "countdown": {"min_numbers": 3, "max_numbers": 4}, "word_sorting": {}, "maze": {}}
     for name, config in names.items():
@@ -136,7 +136,7 @@ HASHED = ["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ran
 """Data sets whose tasks depend on the hash seed of the process."""
 MAKING = """
 import json, random, sys
-from skyrl_megatron.envs.packages.reasoning_gym import _dataset, rows
+from skyrl_megatron_agents.environments.packages.reasoning_gym import _dataset, rows
 made = []
 for name in json.loads(sys.argv[1]):
     random.seed(sys.argv[2])
@@ -180,7 +180,7 @@ def verifiers(folder):
     sys.path.insert(0, str(folder))
     import tiny_words
 
-    from skyrl_megatron.envs.packages.verifiers import rows
+    from skyrl_megatron_agents.environments.packages.verifiers import rows
 
     made = json.loads(json.dumps(list(rows("tiny_words", 2, first="plum"))))
     assert [each["content"] for each in made[0]["prompt"]] == ["Be brief.", "Say plum."]
@@ -261,7 +261,7 @@ def episodes_that_wait(row):
 def nemo_gym(folder):
     from difflib import SequenceMatcher
 
-    from skyrl_megatron.envs.packages.nemo_gym import rows
+    from skyrl_megatron_agents.environments.packages.nemo_gym import rows
 
     said = {"responses_create_params": {"input": [{"role": "user", "content": "Say abcd"}]}, "expected_answer": "abcd"}
     (folder / "data.jsonl").write_text(json.dumps(said) + "\n")

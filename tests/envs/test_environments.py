@@ -233,7 +233,7 @@ def test_search_without_a_query_or_an_answer(serve):
 
 
 def test_search_scores_guessing_less():
-    from skyrl_megatron.envs.search import score
+    from skyrl_megatron_agents.environments.search import score
 
     assert score("<answer>x</answer>" * 10 + "<answer>Paris</answer>", "Paris") == 0.25
     assert score("<answer>Lyon</answer><answer>Paris</answer>", "Paris") == 1.0
@@ -241,7 +241,7 @@ def test_search_scores_guessing_less():
 
 
 def test_search_tries_again_and_tells_of_failure(serve, monkeypatch):
-    from skyrl_megatron.envs.search import SearchToolGroup
+    from skyrl_megatron_agents.environments.search import SearchToolGroup
 
     monkeypatch.setattr(SearchToolGroup, "FIRST_PAUSE_S", 0.01)
     statuses = iter([503, 500, 200])
@@ -324,7 +324,7 @@ def test_text2sql_rewards(tmp_path, turns, reward):
     ],
 )
 def test_text2sql_only_reads(tmp_path, query):
-    from skyrl_megatron.envs.text2sql import QueryFailed, run_query
+    from skyrl_megatron_agents.environments.text2sql import QueryFailed, run_query
 
     database = sql_env(tmp_path).database
     before = database.read_bytes()
@@ -336,7 +336,7 @@ def test_text2sql_only_reads(tmp_path, query):
 
 def test_text2sql_limits(tmp_path):
     """Endless, huge and long results end with a message, within the time limit."""
-    from skyrl_megatron.envs.text2sql import QueryFailed, as_table, run_query
+    from skyrl_megatron_agents.environments.text2sql import QueryFailed, as_table, run_query
 
     database = sql_env(tmp_path).database
     counting = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n{limit}) SELECT {what} FROM n"

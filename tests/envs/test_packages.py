@@ -60,8 +60,8 @@ def test_a_row_leads_only_where_the_configuration_says():
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.envs import base_text_env as registry
     from skyrl_megatron.errors import DataError
-    from skyrl_megatron.preflight.data_checks import _environments
-    from skyrl_megatron.preflight.option_checks import PlannedRun
+    from skyrl_megatron_observe.preflight.data_checks import _environments
+    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     url = "nemo-gym:http://127.0.0.1:9"
     assert registry.config_of("reasoning-gym:maze", SkyRLGymConfig()) == {}
@@ -120,7 +120,7 @@ class Verifier(http.server.BaseHTTPRequestHandler):
 
 def test_answers_of_a_server_are_bounded(monkeypatch):
     from skyrl_megatron.envs import make
-    from skyrl_megatron.envs.packages import nemo_gym
+    from skyrl_megatron_agents.environments.packages import nemo_gym
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Verifier)
     threading.Thread(target=server.serve_forever, daemon=True).start()

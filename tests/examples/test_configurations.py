@@ -58,7 +58,7 @@ def typed_in(tiny, monkeypatch):
 
 @pytest.mark.parametrize("name", commands())
 def test_a_configuration_can_run(name, typed_in, monkeypatch, capsys):
-    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron_tools.embedded import run_moe
 
     program, *words = commands()[name]
     if program == "python":

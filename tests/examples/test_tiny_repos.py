@@ -41,10 +41,10 @@ def test_the_right_line_repairs_each_repository(scripts):
 def test_the_agent_solves_with_the_right_answer_and_only_with_it(scripts, tmp_path, monkeypatch):
     """As a run starts it: in a sandbox, from which it reaches a server by the relay. The server is a fake: a
     tiny model does not know the right answer."""
-    from skyrl_megatron.agents.attempt import AgentCommand, attempt
-    from skyrl_megatron.agents.task import read_task
     from skyrl_megatron.errors import SandboxError
-    from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
+    from skyrl_megatron_agents.attempt import AgentCommand, attempt
+    from skyrl_megatron_agents.sandboxes.sandbox_queue import SandboxQueue, make_provider
+    from skyrl_megatron_agents.task import read_task
 
     monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path / "home"))
     try:

@@ -120,7 +120,7 @@ def find(trainer, who: str) -> list[psutil.Process]:
     """Return the processes of ``who`` in a run: ``driver``, ``policy 1`` (a role and a rank), ``engine core``,
     ``engine worker``, ``engine actor``, ``gcs_server`` or ``raylet``."""
     from skyrl_megatron.config.resolve import run_folder
-    from skyrl_megatron.trainer.hang import processes
+    from skyrl_megatron_observe.hang import processes
 
     own = psutil.Process()
     if who == "driver":

@@ -8,7 +8,7 @@ WRITTEN_DOWN = {
     "skyrl_megatron.progress",
     "skyrl_megatron.inference.engine_pool",
     "skyrl_megatron.trainer.tracking",
-    "skyrl_megatron.trainer.run_report",
+    "skyrl_megatron_observe.run_report",
     "skyrl_megatron_tools.doctor.machine",
 }
 """Modules that read it: spans of lanes, the start of a run, a page's age, and how far clocks of hosts are apart."""

@@ -73,8 +73,8 @@ def use_tokenizer(folder):
     from pathlib import Path
 
     from skyrl_megatron.data.tokenizer import load_tokenizer
-    from skyrl_megatron.preflight.data_checks import _tokens
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_observe.preflight.data_checks import _tokens
 
     warnings.simplefilter("ignore")
     _tokens(Path(folder))

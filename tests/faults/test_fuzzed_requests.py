@@ -44,11 +44,11 @@ def servers(loop, tmp_path_factory):
 
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.engine_pool import EnginePool
-    from skyrl_megatron.inference.fleet import EngineRequirements, Fleet, build_registry
     from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
-    from skyrl_megatron.trainer.exporters import PrometheusEndpoint
-    from skyrl_megatron.trainer.run_report import RunReader
-    from skyrl_megatron_tools.dashboard import DashboardServer
+    from skyrl_megatron_observe.dashboard import DashboardServer
+    from skyrl_megatron_observe.exporters import PrometheusEndpoint
+    from skyrl_megatron_observe.run_report import RunReader
+    from skyrl_megatron_tools.remote.fleet import EngineRequirements, Fleet, build_registry
     from tests.support.rank_pool import lasting_port
 
     async def serve():
@@ -106,7 +106,7 @@ def test_without_the_token_nothing_is_told(servers, name):
 
 def offers():
     """Bodies near to an offer of the versions that the run has."""
-    from skyrl_megatron.inference.fleet import package_versions
+    from skyrl_megatron_tools.remote.fleet import package_versions
 
     return fuzz.bodies(OFFER | {"versions": package_versions()})
 

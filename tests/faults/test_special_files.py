@@ -76,8 +76,8 @@ def test_the_files_that_are_read_by_themselves(model, kind):
     from bridges.errors import BridgeError
     from bridges.files import read_hf_config
     from bridges.hf_io import map_file, read_header
-    from skyrl_megatron.preflight.data_checks import _embeddings, _tokens
     from skyrl_megatron.runtime.lora.targets import BASE, base_mismatch, fingerprint
+    from skyrl_megatron_observe.preflight.data_checks import _embeddings, _tokens
 
     (model / BASE).write_text("{}")
     for name in ("config.json", "model.safetensors", "tokenizer.json", BASE):

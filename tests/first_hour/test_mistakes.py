@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from skyrl_megatron.entrypoints import run_moe
+from skyrl_megatron_tools.embedded import run_moe
 from tests.first_hour.mistakes import MISTAKES, M, Mistake, command_line, usual, write_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -121,7 +121,7 @@ def test_a_script_is_refused_what_a_command_is(folder):
 def test_a_script_may_register_its_environment_later(folder):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.preflight import PlannedRun, run_checks
+    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.support.whole_folder import write_sums
 
     rows = write_sums(folder / "rows.parquet", env_class=["mine_to_come"] * 8)
@@ -176,7 +176,7 @@ def test_as_it_is_typed(folder):
     """By the command itself; neither Ray nor an engine was begun."""
     (mistake,) = [mistake for mistake in MISTAKES if mistake.name == "weights cut off"]
     args = command_line(folder, mistake)
-    command = [sys.executable, "-m", "skyrl_megatron.entrypoints.run_moe", *args]
+    command = [sys.executable, "-m", "skyrl_megatron_tools.embedded.run_moe", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 2 and done.stdout == ""
     assert "Traceback" not in done.stderr and all(words in done.stderr for words in mistake.says)

@@ -40,7 +40,7 @@ COMMANDS = (
     Row(r"launch/setup\.sh cpu", "tests/guides/test_documents.py::test_local_commands_run"),
     Row(r"launch/setup\.sh ci", needs="root, to install packages of the system"),
     Row(r"launch/doctor\.sh --cpu", "tests/guides/test_documents.py::test_local_commands_run"),
-    Row(r"launch/doctor\.sh$", "tests/doctor/test_screen.py::test_this_machine_and_the_self_test"),
+    Row(r"launch/doctor\.sh$", "tests/tools/test_screen.py::test_this_machine_and_the_self_test"),
     Row(r"launch/gpu_hour\.sh", needs=GPUS),
     Row(r"launch/gpu_rehearsal\.sh", needs="packages of 5 GB and a quarter of an hour"),
     Row(rf"{RUN}$", "tests/job/test_learning.py::test_rewards_teach"),
@@ -87,9 +87,9 @@ COMMANDS = (
     Row(r"skyrl-megatron dpo$", "tests/job/test_dpo.py::test_the_better_answers_are_preferred"),
     Row(r"skyrl-megatron reward$", "tests/job/test_reward.py::test_a_reward_model_is_trained"),
     Row(r"curl http://127", "tests/inference/test_engines.py::test_the_openai_package_talks_to_the_endpoint"),
-    Row(rf"{VERB}dashboard", "tests/dashboard/test_server.py::test_what_is_new_is_given"),
-    Row(rf"{VERB}compare", "tests/dashboard/test_compare.py::test_exit_codes"),
-    Row(rf"{VERB}diagnose", "tests/dashboard/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
+    Row(rf"{VERB}dashboard", "tests/observe/test_server.py::test_what_is_new_is_given"),
+    Row(rf"{VERB}compare", "tests/observe/test_compare.py::test_exit_codes"),
+    Row(rf"{VERB}diagnose", "tests/observe/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
     Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_mismatch.py::test_an_engine_with_a_wrong_weight"),
     Row(rf"{VERB}simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
     # data, models
@@ -124,5 +124,5 @@ COMMANDS = (
     Row(
         rf"{MAIN}config\.document", "tests/config/test_fields.py::test_every_field_is_explained_and_config_md_is_fresh"
     ),
-    Row(rf"{MAIN}config\.metric_table", "tests/dashboard/test_reading.py::test_metric_names_of_runs_are_in_the_table"),
+    Row(rf"{MAIN}config\.metric_table", "tests/observe/test_reading.py::test_metric_names_of_runs_are_in_the_table"),
 )

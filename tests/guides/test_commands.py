@@ -115,7 +115,7 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.process  # a command starts its fork server first
 @pytest.mark.parametrize("command", CHECKS)
 def test_a_check_of_the_guides_finds_nothing(hub, capsys, command):
-    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron_tools.embedded import run_moe
 
     _, words = SHOWN[command]
     assert run_moe.main(words[1:]) == 0, capsys.readouterr().err

@@ -31,8 +31,8 @@ class Run:
         self, engines, trainer, model, folder, *, own=1, port=0, silence_s=60.0, drain_s=60.0, **synchronizer
     ):
         from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
-        from skyrl_megatron.inference.fleet import Fleet, engine_requirements
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+        from skyrl_megatron_tools.remote.fleet import Fleet, engine_requirements
 
         self.loop, self.trainer, self.model, self.said = engines.loop, trainer, model, []
         self.settings = tiny_settings(model)
@@ -61,8 +61,8 @@ class Run:
         self._open(port)
 
     def _open(self, port):
-        from skyrl_megatron.inference.fleet import build_registry
         from skyrl_megatron.inference.http_endpoint import HttpServer, endpoint_token
+        from skyrl_megatron_tools.remote.fleet import build_registry
 
         self.token = endpoint_token(self.token_file, "registry_token_path")
 
@@ -110,8 +110,8 @@ class Run:
 @contextlib.contextmanager
 def server(run, folder):
     """A server that is ready and has not joined, and what it offers when it does."""
-    from skyrl_megatron.inference.fleet import package_versions
-    from skyrl_megatron.inference.vllm.remote import EngineServer
+    from skyrl_megatron_tools.remote.fleet import package_versions
+    from skyrl_megatron_tools.remote.remote_engine import EngineServer
     from tests.support.rank_pool import free_port
 
     settings = tiny_settings(run.model, max_num_seqs=16, log_file=folder / "vllm.log")
@@ -183,7 +183,7 @@ class Command:
         arguments = [f"--model={model or run.model}", f"--registry={run.url}", f"--token-file={run.token_file}"]
         arguments += [f"--patience={patience}", "--max-num-seqs=16", f"--log-file={folder}/vllm.log"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_megatron_tools.serve_engine", *arguments, *more],
+            [sys.executable, "-m", "skyrl_megatron_tools.remote.serve_engine", *arguments, *more],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=(folder / "stderr").open("w"),

@@ -36,7 +36,7 @@ def address(monkeypatch):
 def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
     from skyrl_megatron.errors import EngineError
     from skyrl_megatron.inference.engine_pool import EnginePool
-    from skyrl_megatron.inference.fleet import EngineRequirements, Fleet, JoinRequest, package_versions
+    from skyrl_megatron_tools.remote.fleet import EngineRequirements, Fleet, JoinRequest, package_versions
 
     url, sent = address
 

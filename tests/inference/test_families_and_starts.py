@@ -67,7 +67,7 @@ def test_values_that_are_refused_are_those_that_vllm_ignores(family, changes, lo
     from bridges.families import get_family
     from skyrl_megatron.errors import EngineError
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
-    from skyrl_megatron.preflight.engine_models import engine_model_faults
+    from skyrl_megatron_observe.preflight.engine_models import engine_model_faults
 
     model = write_tiny_model(family, tmp_path, **changes)
     written = json.loads((model / "config.json").read_text())

@@ -90,7 +90,7 @@ def test_an_engine_joins_and_leaves_under_load(run, models, tmp_path):
 @pytest.fixture
 def command(run, capsys):
     """``command(*arguments)`` → (exit code, what it says on stderr), for engines that never start."""
-    from skyrl_megatron_tools import serve_engine
+    from skyrl_megatron_tools.remote import serve_engine
 
     def command(**changes):
         arguments = {"model": run.model, "registry": run.url, "token-file": run.token_file, "patience": 1} | changes
@@ -133,7 +133,7 @@ def test_an_engine_that_cannot_join_starts_nothing(run, models, command, tmp_pat
 def test_the_registry_refuses(run, models):
     import json
 
-    from skyrl_megatron.inference.fleet import package_versions
+    from skyrl_megatron_tools.remote.fleet import package_versions
     from tests.support.rank_pool import free_port
 
     assert run.ask(token="wrong")[0] == 401

@@ -88,8 +88,8 @@ def loop():
 def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.engine_pool import EnginePool
-    from skyrl_megatron.inference.vllm.remote import RemoteEngine
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+    from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
 
     models = [write_tiny_model("qwen3_moe", tmp_path / str(seed), seed) for seed in (0, 1)]
     set_defaults(models[0])
@@ -153,7 +153,7 @@ async def lose_a_worker(pool, client, url):
 )
 def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, missing):
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.vllm.remote import RemoteEngine
+    from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
 
     async def start(url):
         await RemoteEngine(url).start()
@@ -170,7 +170,7 @@ def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, 
 
 def test_no_server_is_one_clear_error(loop):
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.vllm.remote import RemoteEngine
+    from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
 
     async def start():
         await RemoteEngine(f"127.0.0.1:{free_port()}").start()
@@ -184,7 +184,7 @@ def test_a_server_teaches(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from skyrl_megatron.inference.remote_teacher import RemoteTeacher
+    from skyrl_megatron_tools.remote.remote_teacher import RemoteTeacher
 
     model, k = write_tiny_model("qwen3_moe", tmp_path / "model", 0), 4
     with torch.no_grad():

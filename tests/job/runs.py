@@ -70,7 +70,7 @@ from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 from skyrl_megatron.envs import register
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.preflight import load_config
+from skyrl_megatron_observe.preflight import load_config
 from skyrl_megatron.entrypoints.command import run_command
 import sys
 
@@ -124,7 +124,7 @@ class Run:
 
 def prepare(folder):
     """Model, data and environment of small runs in ``folder``."""
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     write_embedded_model(folder / "model", 1)
     (folder / "digits.py").write_text(DIGITS)

@@ -22,7 +22,7 @@ TURNS = {
 }
 STOCK = """
 import json
-from skyrl_megatron.agents.agent_generator import AgentGenerator
+from skyrl_megatron_agents.agent_generator import AgentGenerator
 from skyrl_megatron.envs import BaseTextEnv
 from skyrl_megatron.plugins import register_generator
 

@@ -48,7 +48,7 @@ Trainer.collect_experience = collect_experience
 def serve(folder, line, log):
     """The command that starts an engine for a run which said ``line``."""
     url, token = re.fullmatch(r"registry: (\S+), token in (\S+)", line).groups()
-    command = [sys.executable, "-m", "skyrl_megatron_tools.serve_engine", f"--model={folder}/model"]
+    command = [sys.executable, "-m", "skyrl_megatron_tools.remote.serve_engine", f"--model={folder}/model"]
     command += [f"--registry={url}", f"--token-file={token}", "--max-num-seqs=16", f"--log-file={log}"]
     return subprocess.Popen(command, env=runs.environment(folder), stdout=log.with_suffix(".out").open("w"))
 

@@ -25,7 +25,7 @@ def hangups_end_processes():
 
 
 @every_signal
-@pytest.mark.parametrize("module", ["skyrl_megatron.entrypoints.run_moe", "skyrl_megatron.entrypoints.main_base"])
+@pytest.mark.parametrize("module", ["skyrl_megatron_tools.embedded.run_moe", "skyrl_megatron.entrypoints.main_base"])
 def test_while_a_command_imports(number, module):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

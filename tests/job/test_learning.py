@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
 def scores(home, steps, *keys):
     """Held-out scores by step of an embedded run; the warm-up's are not among them."""
-    command = [sys.executable, "-W", "ignore", "-m", "skyrl_megatron.entrypoints.embedded"]
+    command = [sys.executable, "-W", "ignore", "-m", "skyrl_megatron_tools.embedded.embedded"]
     fixed = [f"trainer.max_training_steps={steps}", f"trainer.eval_interval={steps}", "trainer.ckpt_interval=0"]
     environment = {**os.environ, "SKYRL_MEGATRON_HOME": str(home), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *fixed, *keys], capture_output=True, text=True, timeout=1500, env=environment)

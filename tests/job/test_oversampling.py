@@ -57,7 +57,7 @@ def hashes(folder):
 
 
 def open_groups(folder, step):
-    from skyrl_megatron.trainer.rollout_records import CODEC
+    from skyrl_megatron.sources.records import CODEC
 
     return dict(CODEC.decode((folder / f"ckpts/global_step_{step}/rollouts.bin").read_bytes()))
 

@@ -339,7 +339,7 @@ def test_the_gpus_of_a_cluster_are_asked_of_the_cluster(nodes, capsys):
     from skyrl_megatron import device
     from skyrl_megatron.config.hardware import Hardware, lockable_bytes, own_memory
     from skyrl_megatron.entrypoints.command import run_hardware
-    from skyrl_megatron.preflight import check
+    from skyrl_megatron_observe.preflight import check
 
     sizes = (device.driver_gpu_bytes(), own_memory(), lockable_bytes())  # nodes are on this machine
     assert run_hardware() == Hardware(1, 3, *sizes, elsewhere=True)

@@ -64,7 +64,7 @@ def test_a_failure_noticed_later_is_the_same_with_what_followed():
 def test_a_run_without_evaluation_warms_up_on_training_prompts():
     """``eval_interval=-1`` leaves no evaluation data, and the warm-up has to measure itself. The trainer is a shell:
     only which data it would evaluate is asked."""
-    from skyrl_megatron.trainer.warmup import WarmedUpTrainer
+    from skyrl_megatron_tools.embedded.warmup import WarmedUpTrainer
 
     class Shell(WarmedUpTrainer):
         def __init__(self):

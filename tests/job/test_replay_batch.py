@@ -95,8 +95,8 @@ def left(tmp_path):
     import torch
 
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.dump import dump_batch, dump_path
     from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron_observe.dump import dump_batch, dump_path
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {"trainer.export_path": str(tmp_path / "exports"), "trainer.ckpt_path": str(tmp_path / "ckpts")}

@@ -481,7 +481,7 @@ def test_mistakes_are_one_message(folder, capsys, overrides, message):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.entrypoints.command import run_command
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.preflight import load_config
+    from skyrl_megatron_observe.preflight import load_config
 
     def work():
         run_experiment(load_config(SkyRLTrainConfig, runs.arguments(folder, **overrides))[0], BasePPOExp)

@@ -188,7 +188,7 @@ def test_rows_that_name_no_adapter_of_the_run_are_refused(folder, adapter, messa
     """Before anything starts."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.preflight import load_config
+    from skyrl_megatron_observe.preflight import load_config
 
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     rows[7]["adapter"] = adapter

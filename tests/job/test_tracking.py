@@ -113,8 +113,8 @@ def test_a_full_disk_costs_no_line(tmp_path):
 
 @pytest.mark.process
 def test_the_run_leaves_curves_and_a_page(tmp_path):
-    from skyrl_megatron.trainer.observe import PageWriter
-    from skyrl_megatron.trainer.summary import write_curves
+    from skyrl_megatron_observe.observe import PageWriter
+    from skyrl_megatron_observe.summary import write_curves
 
     folder = tracked(tmp_path, [1, 2, 3]).folder
     write_curves(folder)
@@ -139,7 +139,7 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
 
 def test_several_trackers_get_the_same(tmp_path, monkeypatch):
     """As SkyRL's users write it. The clients are lists: those of the services come with packages of their own
-    (tests/dashboard/test_trackers.py)."""
+    (tests/observe/test_trackers.py)."""
     from skyrl_megatron.trainer import tracking as trackers
     from skyrl_megatron.trainer.tracking import Tracking
 

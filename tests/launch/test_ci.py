@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
+TYPED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
 BIN = Path(sys.prefix) / "bin"
 LIGHT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin -p pytest_timeout"}
 OFFLINE = {"UV_OFFLINE": "1", "UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": "/dev/null"}
@@ -151,13 +153,11 @@ def test_format_part(checkout):
     red(checkout, "format", said="1 file would be reformatted")
 
 
-@pytest.mark.parametrize(
-    "package", ["skyrl_megatron", "skyrl_megatron_tools", "bridges", "benchmarks", "launch/examples"]
-)
+@pytest.mark.parametrize("package", TYPED)
 def test_types_part(checkout, package):
     copy(checkout, "pyproject.toml")
     use_tools(checkout, "mypy")
-    for each in ("skyrl_megatron", "skyrl_megatron_tools", "bridges", "benchmarks", "launch/examples"):
+    for each in TYPED:
         write(checkout, f"{each}/sums.py", "def total(numbers: list[int]) -> int:\n    return sum(numbers)\n")
     green(checkout, "types")
     write(checkout, f"{package}/sums.py", "\n\ndef untyped(numbers):\n    return numbers\n", "a")

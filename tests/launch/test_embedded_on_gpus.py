@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from skyrl_megatron.entrypoints import run_moe
+from skyrl_megatron_tools.embedded import run_moe
 
 PLACE = "trainer.placement.policy_num_gpus_per_node"
 

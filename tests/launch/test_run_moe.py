@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_megatron.entrypoints import run_moe
+from skyrl_megatron_tools.embedded import run_moe
 from tests.bridges.tiny_models import tiny_config
 from tests.support.whole_folder import write_sums, write_whole_folder
 
@@ -350,7 +350,7 @@ def test_the_script_stays_in_the_folder_it_is_typed_in(folder):
     shutil.copy(ROOT / "launch" / "run_moe.sh", checkout / "launch")
     (checkout / "launch" / "setup.sh").write_text("#!/bin/sh\n")
     (checkout / "launch" / "setup.sh").chmod(0o755)
-    for name in ("skyrl_megatron", "skyrl_megatron_tools", "bridges"):
+    for name in (*(path.name for path in ROOT.glob("skyrl_megatron*/")), "bridges"):
         (checkout / name).symlink_to(ROOT / name)
     (checkout / ".venv").symlink_to(sys.prefix)
     link = folder / "run"

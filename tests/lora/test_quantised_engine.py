@@ -15,7 +15,7 @@ TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 EXACT = 1e-5
 """Nats: how far the engine may be from the merged model."""
 PLAIN = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
-"""What ``preflight/model_checks.py`` asks for."""
+"""What ``skyrl_megatron_observe/preflight/model_checks.py`` asks for."""
 
 
 class MergedRank(AdapterRank):

@@ -60,7 +60,7 @@ def test_slots_take_what_the_budget_says(pool, loop, folder):
     import json
 
     from bridges.plan import Plan
-    from skyrl_megatron.preflight.memory_parameters import slot_bytes
+    from skyrl_megatron_observe.estimate.memory_parameters import slot_bytes
     from tests.lora.adapter_ranks import pairs_of
     from tests.training.bodies import config
 

@@ -116,7 +116,7 @@ def test_the_check_finds_them(tmp_path, settings, says):
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight import PlannedRun, run_checks
+    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.bridges.tiny_models import save_tiny
 
     folder = save_tiny("qwen3_moe", tmp_path / "model")

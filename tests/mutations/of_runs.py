@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dense-optimizer-state-not-sharded",
-        "skyrl_megatron/preflight/memory_parameters.py",
+        "skyrl_megatron_observe/estimate/memory_parameters.py",
         "shard = -(-dense // parallel.dp_cp) + -(-expert // parallel.edp)",
         "shard = -(-dense // parallel.edp) + -(-expert // parallel.edp)",
         ("tests/config/test_memory.py::test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does",),
@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "guessing-that-costs-nothing",
-        "skyrl_megatron/envs/search.py",
+        "skyrl_megatron_agents/environments/search.py",
         "return 0.25 if tags > MAX_ANSWERS else 1.0",
         "return 1.0",
         ("tests/envs/test_environments.py::test_search_scores_guessing_less",),
@@ -197,7 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         "queries-that-may-do-anything",
-        "skyrl_megatron/envs/text2sql.py",
+        "skyrl_megatron_agents/environments/text2sql.py",
         "return sqlite3.SQLITE_DENY if action not in _ALLOWED or pragma or loads_code else sqlite3.SQLITE_OK",
         "return sqlite3.SQLITE_OK",
         ("tests/envs/test_environments.py::test_text2sql_only_reads",),
@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "groups-a-version-too-old",
-        "skyrl_megatron/trainer/rollout_stream.py",
+        "skyrl_megatron/sources/streamed.py",
         "due = taken - self.limits.bound",
         "due = taken - self.limits.bound - 1",
         ("tests/stream/test_rollouts.py",),
@@ -237,7 +237,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lags-at-the-left",
-        "skyrl_megatron/trainer/staleness.py",
+        "skyrl_megatron/sources/staleness.py",
         "start = width - length",
         "start = 0",
         ("tests/stream/test_token_versions.py",),
@@ -245,7 +245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-dropped-group-that-is-observed",
-        "skyrl_megatron/trainer/rollout_source.py",
+        "skyrl_megatron/sources/source.py",
         "if not gates.observed(gate):",
         "if False:",
         ("tests/rollout/test_admission.py::test_what_a_synchronous_run_counts_and_observes",),
@@ -269,10 +269,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a-worse-run-that-passes",
-        "skyrl_megatron_tools/compare_runs.py",
+        "skyrl_megatron_observe/compare_runs.py",
         "return not better and abs(self.change) > self.band",
         "return better and abs(self.change) > self.band",
-        ("tests/dashboard/test_compare.py",),
+        ("tests/observe/test_compare.py",),
         "a regression would pass the gate and an improvement not",
     ),
     Mutation(

@@ -293,7 +293,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Muons-scale-by-the-columns",
-        "skyrl_megatron/runtime/muon.py",
+        "skyrl_megatron_parts/muon.py",
         "return math.sqrt(max(rows, columns))",
         "return math.sqrt(columns)",
         ("tests/training/test_muon.py::test_every_layout[single]",),
@@ -301,7 +301,7 @@ MUTATIONS = (
     ),
     Mutation(
         "momentum-of-another-rank-in-the-wrong-place",
-        "skyrl_megatron/runtime/muon.py",
+        "skyrl_megatron_parts/muon.py",
         "incoming[rank].append(job.shard[start:stop])",
         "incoming[rank].append(job.shard[: stop - start])",
         ("tests/training/test_muon.py::test_every_layout[dp2]",),
@@ -309,7 +309,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an-expert-with-the-first-ones-momentum",
-        "skyrl_megatron/runtime/muon.py",
+        "skyrl_megatron_parts/muon.py",
         "start, stop = (job.matrix.first + at - job.mine.start for",
         "start, stop = (at for",
         ("tests/training/test_muon.py::test_every_layout[single]",),
@@ -317,7 +317,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Newton-Schulz-of-a-shard",
-        "skyrl_megatron/runtime/muon.py",
+        "skyrl_megatron_parts/muon.py",
         "alone = self.settings.tp_mode == BLOCKWISE",
         "alone = True",
         ("tests/training/test_muon.py::test_every_family[deepseek_v3]",),
@@ -333,7 +333,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-clip-that-masters-do-not-know",
-        "skyrl_megatron/runtime/qk_clip.py",
+        "skyrl_megatron_parts/qk_clip.py",
         "held.main.view(-1).mul_(",
         "held.parameter.view(-1)[held.start : held.stop].mul_(",
         ("tests/training/test_qk_clip.py::test_masters_hold_what_was_clipped",),
@@ -341,7 +341,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clipped-weights-that-are-not-gathered",
-        "skyrl_megatron/runtime/qk_clip.py",
+        "skyrl_megatron_parts/qk_clip.py",
         "            _gather(part, factors)",
         "            pass",
         ("tests/training/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it[deepseek_v3-dp2]",),
@@ -349,7 +349,7 @@ MUTATIONS = (
     ),
     Mutation(
         "logits-of-one-replica",
-        "skyrl_megatron/runtime/qk_clip.py",
+        "skyrl_megatron_parts/qk_clip.py",
         "dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=layers[0][1].groups.dp_cp)",
         "pass",
         ("tests/training/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it[deepseek_v3-dp2]",),
@@ -413,7 +413,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the-sign-of-a-bad-answer",
-        "skyrl_megatron/algorithms/preferences.py",
+        "skyrl_megatron_supervised/preference_losses.py",
         "gain = torch.where(good, ratios[:, 0] - kl, kl - ratios[:, 1])",
         "gain = torch.where(good, ratios[:, 0] - kl, ratios[:, 1] - kl)",
         ("tests/training/test_preferences.py::test_loss_and_rewards_are_the_closed_form",),
@@ -421,7 +421,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-margin-forgotten",
-        "skyrl_megatron/algorithms/preferences.py",
+        "skyrl_megatron_supervised/preference_losses.py",
         "return -logsigmoid(answers.sums[:, 0] - answers.sums[:, 1] - answers.margin)",
         "return -logsigmoid(answers.sums[:, 0] - answers.sums[:, 1])",
         ("tests/training/test_reward_model.py::test_loss_scores_and_gradients_are_those_of_transformers",),
@@ -429,7 +429,7 @@ MUTATIONS = (
     ),
     Mutation(
         "preferences-averaged-over-a-micro-batch",
-        "skyrl_megatron/algorithms/preferences.py",
+        "skyrl_megatron_supervised/preference_losses.py",
         "loss = losses.sum() / max(self.weight(totals), 1)",
         "loss = losses.mean()",
         ("tests/training/test_preferences.py::test_every_layout_has_the_same_loss_and_gradients",),
@@ -437,7 +437,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the-reference-of-other-rows",
-        "skyrl_megatron/trainer/reference_cache.py",
+        "skyrl_megatron_supervised/reference_cache.py",
         'return np.searchsorted(self.rows.kept, [int(row["uid"]) for row in rows])',
         "return np.arange(len(rows))",
         ("tests/trainer/test_reference_cache.py::test_rows_get_their_own_log_probs",),
@@ -445,7 +445,7 @@ MUTATIONS = (
     ),
     Mutation(
         "answers-without-their-reference",
-        "skyrl_megatron/trainer/preferences.py",
+        "skyrl_megatron_supervised/preference_trainer.py",
         "batch.preferences[:, REFERENCE] = torch.from_numpy(sums)",
         "batch.preferences[:, REFERENCE] = torch.from_numpy(sums[::-1].copy())",
         ("tests/job/test_dpo.py::test_the_better_answers_are_preferred",),
@@ -485,7 +485,7 @@ MUTATIONS = (
     ),
     Mutation(
         "routes-of-tokens-counted-once",
-        "skyrl_megatron/data/expert_balance.py",
+        "skyrl_megatron_parts/experts/levelling.py",
         "loads = loads * lengths[:, None] // np.maximum(counted, 1)[:, None]",
         "loads = loads // np.maximum(counted, 1)[:, None]",
         ("tests/prompts/test_expert_balance.py::test_loads_count_every_route_on_the_rank_of_its_expert",),
@@ -493,7 +493,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-plan-that-is-slower",
-        "skyrl_megatron/data/expert_balance.py",
+        "skyrl_megatron_parts/experts/levelling.py",
         "if _time(replicas, plain, before) <= _time(replicas, dealt, after):",
         "if _time(replicas, plain, before) > _time(replicas, dealt, after):",
         ("tests/prompts/test_expert_balance.py",),
@@ -501,7 +501,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts-that-move-for-nothing",
-        "skyrl_megatron/algorithms/expert_plan.py",
+        "skyrl_megatron_parts/experts/plan.py",
         "gain = saved * costs.row * HORIZON - received * costs.move",
         "gain = saved * costs.row * HORIZON",
         ("tests/algorithms/test_expert_plan.py::test_moves_pay_back_or_are_not_made",),
@@ -509,7 +509,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an-expert-that-leaves-its-group",
-        "skyrl_megatron/algorithms/expert_plan.py",
+        "skyrl_megatron_parts/experts/plan.py",
         "first = busy // block * block",
         "first = 0",
         ("tests/algorithms/test_expert_plan.py::test_group_limited_routing",),

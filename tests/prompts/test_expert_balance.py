@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 def replicas_of(seed, replicas, rows, layers, ranks, cap, topics=4):
     """Rows with the routes of few topics, planned by tokens."""
-    from skyrl_megatron.data.expert_balance import ReplicaRows
     from skyrl_megatron.data.packing import pack_by_tokens, split_to_count
+    from skyrl_megatron_parts.experts.levelling import ReplicaRows
 
     rng = np.random.default_rng(seed)
     taste = rng.dirichlet(np.full(ranks, 0.5), size=(topics, layers))
@@ -46,7 +46,7 @@ def time_of(replicas, plans):
     fixed=st.sampled_from([0, 1, 3]),
 )
 def test_the_limits_of_the_plain_plan_hold_and_it_is_never_faster(seed, rows, layers, ranks, fixed):
-    from skyrl_megatron.data.expert_balance import balance_experts
+    from skyrl_megatron_parts.experts.levelling import balance_experts
 
     replicas, most = replicas_of(seed, len(rows), rows, layers, ranks, 64), None
     if fixed:
@@ -68,7 +68,7 @@ def test_the_limits_of_the_plain_plan_hold_and_it_is_never_faster(seed, rows, la
 
 def test_rows_of_one_rank_each_are_paired():
     """Two ranks, each the only one of half of the rows: the plain plan has them apart, the levelled one together."""
-    from skyrl_megatron.data.expert_balance import ReplicaRows, balance_experts
+    from skyrl_megatron_parts.experts.levelling import ReplicaRows, balance_experts
 
     tokens = np.array([9, 9, 8, 8, 8, 8, 7, 7])
     loads = np.zeros((8, 1, 2), np.int64)
@@ -83,7 +83,7 @@ def test_rows_of_one_rank_each_are_paired():
 
 def test_no_grouping_is_below_the_bound_and_the_plan_is_close_to_the_best():
     """Against all ways to put eight rows into four pairs."""
-    from skyrl_megatron.data.expert_balance import ReplicaRows, balance_experts
+    from skyrl_megatron_parts.experts.levelling import ReplicaRows, balance_experts
 
     rng, gaps = np.random.default_rng(0), []
     for _ in range(20):
@@ -107,7 +107,7 @@ def test_every_rank_gets_the_same_plan_from_exact_arithmetic():
     """Sums in another order would break ties otherwise: layers and EP ranks are permuted, the plan stays."""
     from dataclasses import replace
 
-    from skyrl_megatron.data.expert_balance import balance_experts
+    from skyrl_megatron_parts.experts.levelling import balance_experts
 
     replicas = replicas_of(3, 2, [200, 190], 6, 4, 100_000)
     order = np.random.default_rng(1).permutation(6)
@@ -119,7 +119,7 @@ def test_every_rank_gets_the_same_plan_from_exact_arithmetic():
 
 
 def test_loads_count_every_route_on_the_rank_of_its_expert():
-    from skyrl_megatron.data.expert_balance import rank_loads
+    from skyrl_megatron_parts.experts.levelling import rank_loads
 
     rng = np.random.default_rng(0)
     table = np.array([[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
@@ -137,7 +137,7 @@ def test_loads_count_every_route_on_the_rank_of_its_expert():
 
 def test_large_batches_are_sampled(monkeypatch):
     """Loads of sampled tokens differ from those of all by what sampling explains."""
-    from skyrl_megatron.data import expert_balance
+    from skyrl_megatron_parts.experts import levelling as expert_balance
 
     rng = np.random.default_rng(0)
     routes = [rng.choice(8, (4000, 2, 1), p=np.arange(1, 9) / 36).astype(np.uint8) for _ in range(4)]

@@ -107,7 +107,7 @@ def test_a_batch_fills_up_without_refused_prompts():
 def test_what_a_synchronous_run_counts_and_observes():
     """The trainer around the source is as small as can be; source, sampler, loader and gates are real."""
     from skyrl_megatron.rollout.admission import Gates
-    from skyrl_megatron.trainer.rollout_source import PromptRollouts
+    from skyrl_megatron.sources.source import PromptRollouts
     from tests.prompts.test_samplers import loader_of, sampled
 
     loader = loader_of("pools", sampled([80]), 2)
@@ -148,7 +148,7 @@ def test_what_a_synchronous_run_counts_and_observes():
 
 def test_what_a_stream_refuses():
     """Simulated time: refused groups are replaced, counted by gate, and observed as the gate says."""
-    from skyrl_megatron.trainer.rollout_stream import RolloutStream, StreamLimits
+    from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
 
     observed, ages, taken_numbers = {}, [], []
 

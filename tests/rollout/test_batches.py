@@ -237,8 +237,8 @@ def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
     from safetensors.torch import load_file
 
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.dump import dump_batch, read_dump
     from skyrl_megatron.types import TokenSupport
+    from skyrl_megatron_observe.dump import dump_batch, read_dump
 
     supports = [TokenSupport.of([[2, 7], []]), None, TokenSupport.of([[4, 70000], [9], [1, 5, 6]])]
     given = dict(uids=list("abc"), rewards=[0.0] * 3)

@@ -16,7 +16,7 @@ DROPS_THINKING = (
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     from skyrl_megatron.data.tokenizer import load_tokenizer
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     return load_tokenizer(write_embedded_model(tmp_path_factory.mktemp("model") / "model"))
 
@@ -102,8 +102,8 @@ BAD = {
 
 def rows_of(folder, tokenizer, lines, **settings):
     from skyrl_megatron.config.schema.generator import SFTConfig
-    from skyrl_megatron.rollout.chat_rows import ChatRows
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.chat_rows import ChatRows
 
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -138,8 +138,8 @@ def test_parquet_rows_are_those_of_jsonl(tokenizer, tmp_path):
     import pandas
 
     from skyrl_megatron.config.schema.generator import SFTConfig
-    from skyrl_megatron.rollout.chat_rows import ChatRows
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.chat_rows import ChatRows
 
     lines = [
         {"messages": [USER | {"name": "me"}, ANSWER], "tools": json.dumps([{"name": "add"}])},

@@ -120,7 +120,7 @@ def in_steps(texts, samples, *, needed, options=None):
 
 
 def through_the_codec(groups):
-    from skyrl_megatron.trainer.rollout_records import CODEC
+    from skyrl_megatron.sources.records import CODEC
 
     return CODEC.decode(b"".join(bytes(part) for part in CODEC.encode(groups)))
 

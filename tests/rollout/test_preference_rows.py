@@ -14,8 +14,8 @@ LABELLED = {"prompt": [USER], "completion": [RIGHT], "label": True}
 
 def read(folder, tokenizer, lines, loss="sigmoid", **settings):  # noqa: F811
     from skyrl_megatron.config.schema.generator import DPOConfig
-    from skyrl_megatron.rollout.preference_rows import rows_class
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.preference_rows import rows_class
 
     path, said = folder / "rows.jsonl", []
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -111,8 +111,8 @@ def test_answers_whose_tokens_are_equal(tokenizer, tmp_path):  # noqa: F811
 def test_kto_takes_the_nearest_answer_to_another_prompt(tokenizer, tmp_path, files):  # noqa: F811
     """Also of rows made from pairs, whose neighbours have the same prompt, and over the borders of files."""
     from skyrl_megatron.config.schema.generator import DPOConfig
-    from skyrl_megatron.rollout.preference_rows import LabelledRows
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.preference_rows import LabelledRows
 
     lines = [
         {
@@ -140,7 +140,7 @@ def test_kto_takes_the_nearest_answer_to_another_prompt(tokenizer, tmp_path, fil
 def test_nearest_others_against_a_search():
     import random
 
-    from skyrl_megatron.rollout.preference_rows import nearest_others
+    from skyrl_megatron_supervised.preference_rows import nearest_others
 
     rng = random.Random(0)
     for _ in range(100):
@@ -187,8 +187,8 @@ def test_flags_of_answers(tokenizer, tmp_path):  # noqa: F811
     """A message of an answer may be left out of training, but not what a reward model scores."""
     from skyrl_megatron.config.schema.generator import RewardConfig
     from skyrl_megatron.errors import DataError
-    from skyrl_megatron.rollout.preference_rows import ScoredRows
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.preference_rows import ScoredRows
 
     two = {"prompt": [USER], "chosen": [WRONG | {"weight": 0}, AGAIN, RIGHT], "rejected": [WRONG]}
     rows, _ = read(tmp_path, tokenizer, [two])
@@ -206,8 +206,8 @@ def test_flags_of_answers(tokenizer, tmp_path):  # noqa: F811
 def test_a_margin_that_is_no_number(tokenizer, tmp_path, margin):  # noqa: F811
     from skyrl_megatron.config.schema.generator import RewardConfig
     from skyrl_megatron.errors import DataError
-    from skyrl_megatron.rollout.preference_rows import ScoredRows
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.preference_rows import ScoredRows
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in (PAIR | {"margin": 2}, PAIR | {"margin": margin})))
@@ -248,7 +248,7 @@ def test_kto_needs_two_rows(tokenizer, tmp_path):  # noqa: F811
 
 def test_a_row_that_occurs_twice_in_a_step_is_two_pairs(tokenizer, tmp_path):  # noqa: F811
     from skyrl_megatron.data.packing import mini_batches, units
-    from skyrl_megatron.rollout.preference_rows import preference_batch
+    from skyrl_megatron_supervised.preference_rows import preference_batch
 
     rows, _ = read(tmp_path, tokenizer, [PAIR])
     batch = preference_batch([rows[0], rows[0]])

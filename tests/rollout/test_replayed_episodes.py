@@ -20,7 +20,7 @@ def words(text, end="<|im_end|>", **more):
 
 
 def through_the_codec(turns):
-    from skyrl_megatron.trainer.rollout_records import CODEC
+    from skyrl_megatron.sources.records import CODEC
 
     return [CODEC.decode(b"".join(bytes(part) for part in CODEC.encode(turn))) for turn in turns]
 

@@ -55,7 +55,7 @@ def write(path, lines):
 def read(path, template=QWEN25, **settings):
     """(rows, what was said)"""
     from skyrl_megatron.config.schema.generator import SFTConfig
-    from skyrl_megatron.rollout.chat_rows import ChatRows
+    from skyrl_megatron_supervised.chat_rows import ChatRows
 
     said = []
     return ChatRows([str(path)], chat_of(template), SFTConfig(**settings), say=said.append), said

@@ -91,7 +91,7 @@ def learned(form, trajectories, estimator, **generator):
     from skyrl_megatron.rollout.dynamic_sampling import groups, measured_rewards
     from skyrl_megatron.rollout.outputs import select_rows
     from skyrl_megatron.trainer import step_batch
-    from skyrl_megatron.trainer.observe import reward_groups
+    from skyrl_megatron_observe.observe import reward_groups
     from tests.algorithms.vectors import algorithm_config
 
     output, uids = sampled(form, trajectories, **generator)
@@ -156,7 +156,7 @@ def test_a_step_has_the_uid_of_every_row():
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from skyrl_megatron.trainer.rollout_source import PromptRollouts
+    from skyrl_megatron.sources.source import PromptRollouts
 
     trajectories = [([(2, 1, 0.5), (2, 1, 0.5)], "stop", None, {}) for _ in range(8)]
     output, uids = sampled("step-wise", trajectories)

@@ -83,8 +83,8 @@ def test_yarn_is_fused_in_latent_attention_alone(fused_kernels, model_type, fuse
 
 def test_families_that_need_our_layers_get_them():
     """And ``--check`` counts memory of the same."""
-    from skyrl_megatron.preflight.memory_phases import LOCAL_LAYERS
     from skyrl_megatron.runtime.model.description import read_hf_model, unsupported_by_te
+    from skyrl_megatron_observe.estimate.memory_phases import LOCAL_LAYERS
 
     needs = {name for name in TINY if unsupported_by_te(read_hf_model(tiny_config(name)))}
     assert needs == OUR_LAYERS == LOCAL_LAYERS

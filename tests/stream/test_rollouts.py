@@ -14,7 +14,7 @@ ROWS = 2
 
 
 def limits_of(**changes):
-    from skyrl_megatron.trainer.rollout_stream import StreamLimits
+    from skyrl_megatron.sources.streamed import StreamLimits
 
     return replace(StreamLimits(batch=3, steps=8, bound=2, workers=64, timeout_s=500.0), **changes)
 
@@ -24,7 +24,7 @@ class World:
     that takes ``train_s`` for each step."""
 
     def __init__(self, limits, seconds, *, train_s=1.0, useful=lambda number: True, **options):
-        from skyrl_megatron.trainer.rollout_stream import RolloutStream
+        from skyrl_megatron.sources.streamed import RolloutStream
 
         self.limits, self.seconds, self.train_s, self.published = limits, seconds, train_s, 0
         self.trained, self.ages, self.attempts, self.told, self.taken_at = [], [], {}, [], []
@@ -254,7 +254,7 @@ def test_filtering_has_a_limit():
 def test_no_more_is_sampled_than_engines_have_places_for(adaptive):
     """Twelve places and groups of three: without a limit groups wait in the engine, and are older when they are
     trained; with one the engine is as busy, and they are younger. It finds the limit from far below and far above."""
-    from skyrl_megatron.trainer.staleness import Concurrency
+    from skyrl_megatron.sources.staleness import Concurrency
 
     places, samples, held = 12, 3, []
     limits = limits_of(batch=4, bound=4, steps=12)
@@ -290,7 +290,7 @@ def test_no_more_is_sampled_than_engines_have_places_for(adaptive):
 
 
 def test_the_limit_is_found_from_both_sides():
-    from skyrl_megatron.trainer.staleness import Concurrency
+    from skyrl_megatron.sources.staleness import Concurrency
 
     running, free = 0, 0
     limit = Concurrency(20, lambda: free, 2)

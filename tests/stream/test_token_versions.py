@@ -6,7 +6,7 @@ import pytest
 
 
 def test_lags_stand_where_their_tokens_do():
-    from skyrl_megatron.trainer.staleness import token_staleness
+    from skyrl_megatron.sources.staleness import token_staleness
 
     spans = [[("3", 0, 2), ("5", 4, 5)], [("base", 0, 1), ("4", 1, 3)]]
     assert token_staleness(spans, [5, 3], 6, 6).tolist() == [[-1, 3, 3, -1, -1, 1], [-1, -1, -1, -1, 2, 2]]
@@ -16,7 +16,7 @@ def test_metrics_count_what_is_trained_on():
     import torch
 
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.staleness import token_staleness, token_staleness_metrics
+    from skyrl_megatron.sources.staleness import token_staleness, token_staleness_metrics
 
     batch = collate(
         [[1], [1], [1]],

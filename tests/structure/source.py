@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("skyrl_megatron", "skyrl_megatron_tools", "bridges")
+PACKAGES = (*sorted(path.name for path in ROOT.glob("skyrl_megatron*/")), "bridges")
+"""The core, the packages around it, and the bridges."""
 
 
 def foreign_packages(root: Path = ROOT) -> list[str]:

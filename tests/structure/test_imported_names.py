@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import source
+
 ROOT = Path(__file__).resolve().parents[2]
-OWN = ("skyrl_megatron", "skyrl_megatron_tools", "bridges", "tests", "benchmarks")
+OWN = (*source.PACKAGES, "tests", "benchmarks")
 SOURCES = (*OWN, "launch")
 
 

@@ -22,7 +22,7 @@ ELSEWHERE = {
     "bridges/nearest.py": {"--megatron-bridge"},  # only ``inspect`` calls it
     "skyrl_megatron_tools/compare_logits.py": {"--layout"},  # ``verify`` starts it
     "skyrl_megatron_tools/replay_trainer.py": {"--step", "--until"},  # only ``replay-batch`` calls it
-    "skyrl_megatron/inference/vllm/remote.py": {
+    "skyrl_megatron_tools/remote/remote_engine.py": {
         # a message asks to start the server with the missing ones
         *("--logprobs-mode", "--worker-extension-cls", "--weight-transfer-config", "--generation-config"),
         "--override-generation-config",

@@ -76,7 +76,7 @@ def offences(text: str, parts) -> list[str]:
 
 def test_the_package_is_in_plain_english():
     broken = []
-    for package in ("skyrl_megatron", "skyrl_megatron_tools", "bridges"):
+    for package in source.PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text()
             broken += [f"{path.relative_to(ROOT)}:{each}" for each in offences(text, prose(text))]

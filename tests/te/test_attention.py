@@ -92,8 +92,8 @@ def test_what_the_doctor_asks(kernels):
 )
 def test_a_deterministic_backward_is_for_small_micro_batches(kernels, sequences, tokens, expected):
     """On Hopper. What ``--check`` knows of it is what Transformer Engine does."""
-    from skyrl_megatron.preflight.machine_checks import LIMIT
     from skyrl_megatron.runtime.model.attention_kernels import AttentionCase
+    from skyrl_megatron_observe.preflight.machine_checks import LIMIT
 
     case = AttentionCase(32, 4, 128, sequences=sequences, tokens=tokens, deterministic=True)
     assert kernels("auto", case)[0] == expected

@@ -13,7 +13,7 @@ BATCH = 3
 
 def group_of(number):
     """A group whose tokens are its number."""
-    from skyrl_megatron.trainer.rollout_records import FinishedGroup
+    from skyrl_megatron.sources.records import FinishedGroup
 
     output = {
         "prompt_token_ids": [np.zeros(3, np.int32)],
@@ -48,7 +48,7 @@ def run(folder, seed, said):
 
 
 async def _run(folder, rng, said):
-    from skyrl_megatron.trainer.rollout_store import GroupStore
+    from skyrl_megatron.sources.store import GroupStore
 
     store = GroupStore(folder / "store", segment_bytes=3000)
     step, trained = checkpoint(folder)

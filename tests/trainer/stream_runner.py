@@ -26,7 +26,7 @@ class Killer:
 
     def watch(self):
         """Come by in the middle of writes, of a checkpoint's parts, and before a segment goes."""
-        from skyrl_megatron.trainer.rollout_store import GroupStore
+        from skyrl_megatron.sources.store import GroupStore
         from tests.checkpoint import places_of_a_save
 
         places_of_a_save.watch(self)
@@ -58,7 +58,7 @@ class Run:
     def __init__(self, folder, seed, kill, said):
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.runtime.checkpoint.store import TRAINER_STATE, CheckpointStore, resume_candidates
-        from skyrl_megatron.trainer.rollout_store import DurableGroups
+        from skyrl_megatron.sources.store import DurableGroups
 
         cfg = SkyRLTrainConfig()
         cfg.trainer.ckpt_path, cfg.trainer.fully_async.max_staleness_steps = str(folder), BOUND
@@ -119,7 +119,7 @@ class Run:
         return row
 
     async def live(self):
-        from skyrl_megatron.trainer.rollout_stream import RolloutStream, StreamLimits
+        from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
 
         kept = await self.groups.recover(self.version, prompt)
         stream = RolloutStream(self.sample, prompt, StreamLimits(BATCH, STEPS, BOUND, 8), group_log=self)

@@ -21,7 +21,7 @@ def config(folder, **changes):
 
 
 def durable(folder, *, fresh=False, **changes):
-    from skyrl_megatron.trainer.rollout_store import DurableGroups
+    from skyrl_megatron.sources.store import DurableGroups
 
     cfg = config(folder, **changes)
     cfg.trainer.train_batch_size = BATCH
@@ -36,7 +36,7 @@ class Life:
     """A process in small: it goes on from (step, place of its stream) and trains until it is cut off."""
 
     def __init__(self, folder, policy, rng, **changes):
-        from skyrl_megatron.trainer.rollout_stream import RolloutStream, StreamLimits
+        from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
 
         self.rng, self.published = rng, 0
         self.sampled, self.ages, self.recovered = [], [], []

@@ -12,7 +12,7 @@ MODEL = "a model"
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A folder with a model and two data files."""
-    from skyrl_megatron.entrypoints.embedded import write_embedded_model
+    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     folder = tmp_path_factory.mktemp("start")
     write_embedded_model(folder / MODEL)
@@ -380,9 +380,9 @@ def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
     import torch
 
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.dump import dump_batch, dump_path, read_dump, refuse_other_dump
     from skyrl_megatron.trainer.identity import sampled_identity
     from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron_observe.dump import dump_batch, dump_path, read_dump, refuse_other_dump
     from skyrl_megatron_tools.logprob_mismatch.recorded import read_step
     from skyrl_megatron_tools.replay_trainer import plan_replay
 
@@ -413,9 +413,9 @@ def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
 
 def test_a_recording_of_another_model_is_not_replayed(start, tmp_path):
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.sources.replayed import ReplayedRollouts
+    from skyrl_megatron.sources.store import DurableGroups
     from skyrl_megatron.trainer.identity import run_identity
-    from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
-    from skyrl_megatron.trainer.rollout_store import DurableGroups
 
     def of(name, **keys):
         return configured(start, "SkyRLTrainConfig", **{"trainer.ckpt_path": tmp_path / name} | keys)
@@ -468,8 +468,8 @@ def test_a_run_that_resumes_nothing_says_why(start, tmp_path):
 def test_rollouts_of_another_run_are_not_trained_on(start, tmp_path):
     """Also before the first checkpoint; `resume_mode=none` removes them, and `resume_other` keeps them."""
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.sources.store import DurableGroups
     from skyrl_megatron.trainer.identity import FILE, run_identity
-    from skyrl_megatron.trainer.rollout_store import DurableGroups
 
     def opened(fresh=False, **keys):
         cfg = configured(start, "SkyRLTrainConfig", **{"trainer.ckpt_path": tmp_path} | keys)

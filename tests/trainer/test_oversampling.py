@@ -28,7 +28,7 @@ class Run:
     """Steps whose engines sample one token of every open sample in each tick. ``lengths`` [prompts, samples]."""
 
     def __init__(self, lengths, batch, ratio, bound, **changes):
-        from skyrl_megatron.trainer.oversampling import OversampledGroups
+        from skyrl_megatron.sources.oversampled import OversampledGroups
 
         self.lengths, self.version = np.asarray(lengths), 0
         prompts, samples = self.lengths.shape
@@ -137,7 +137,7 @@ def test_the_mean_of_lengths_that_are_only_exceeded():
     """By hand: of 4 samples one ends at 2, one is cut at 3, and two end at 5 and 9: S is 1, 3/4, 3/8, 0."""
     from collections import Counter
 
-    from skyrl_megatron.trainer.oversampling import _mean
+    from skyrl_megatron.sources.oversampled import _mean
 
     assert _mean(Counter([2, 5, 9]), Counter([3])) == pytest.approx(2 + 3 * 0.75 + 4 * 0.375)
     assert _mean(Counter([2, 5, 9]), Counter()) == pytest.approx(16 / 3)
@@ -238,7 +238,7 @@ def test_generators_that_finish_everything_are_named():
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.rollout_source import OversampledRollouts
+    from skyrl_megatron.sources.source import OversampledRollouts
 
     class Own:
         pass

@@ -133,7 +133,7 @@ def rows(draw, n, one_turn, routes, support, array):
 @given(data=st.data())
 def test_any_group(data):
     from skyrl_megatron.rollout.interface import TrajectoryID
-    from skyrl_megatron.trainer.rollout_records import CODEC, FinishedGroup
+    from skyrl_megatron.sources.records import CODEC, FinishedGroup
 
     facts = data.draw(
         st.tuples(st.booleans(), st.sampled_from([None, np.uint8, np.uint16]), st.booleans(), st.booleans())
@@ -148,7 +148,7 @@ def test_any_group(data):
 
 def test_bytes_of_a_token():
     """Ids and log-probs take four bytes each, a mask a bit, routes L · K."""
-    from skyrl_megatron.trainer.rollout_records import CODEC, FinishedGroup
+    from skyrl_megatron.sources.records import CODEC, FinishedGroup
 
     n, rng = 10_000, np.random.default_rng(0)
     output = {

@@ -29,7 +29,7 @@ def computed(rows):
 @pytest.fixture
 def cache(tokenizer, tmp_path):  # noqa: F811
     """Return a new cache of some rows, and what it said."""
-    from skyrl_megatron.trainer.reference_cache import ReferenceCache
+    from skyrl_megatron_supervised.reference_cache import ReferenceCache
 
     def make(lines, loss="sigmoid", of=OF):
         rows, _ = read(tmp_path, tokenizer, lines, loss, invalid_rows="skip")
@@ -106,8 +106,8 @@ def test_a_full_disk_is_one_sentence(cache, tmp_path):
 def test_a_full_disk_at_a_dumped_batch_names_the_file(tmp_path):
     import torch
 
-    from skyrl_megatron.trainer.dump import dump_batch
     from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron_observe.dump import dump_batch
 
     fields = ("sequences", "attention_mask", "response_mask", "loss_mask")
     batch = TrainingBatch(**{name: torch.ones(1, 2) for name in fields}, uids=["a"])

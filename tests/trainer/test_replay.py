@@ -26,7 +26,7 @@ def replay_config(folder, **changes):
 
 
 def replayed(cfg):
-    from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
+    from skyrl_megatron.sources.replayed import ReplayedRollouts
 
     return ReplayedRollouts(cfg, prompt)
 
@@ -56,7 +56,7 @@ def test_each_step_takes_what_it_took(tmp_path):
 
 def freed(folder):
     """Rollouts of twelve steps, of which checkpoints have freed all but the last ones."""
-    from skyrl_megatron.trainer.rollout_store import GroupStore
+    from skyrl_megatron.sources.store import GroupStore
 
     async def run():
         store = GroupStore(folder, segment_bytes=600)
@@ -87,7 +87,7 @@ def test_from_a_checkpoint_what_it_needs_is_there(tmp_path):
 
 
 def test_what_cannot_be_replayed_is_told(tmp_path):
-    from skyrl_megatron.trainer.rollout_store import DurableGroups
+    from skyrl_megatron.sources.store import DurableGroups
 
     recorded(tmp_path)
     for folder, said in (
@@ -134,8 +134,8 @@ def test_what_cannot_be_replayed_is_told(tmp_path):
 
 def test_the_check_tells_it_before_the_run(tmp_path):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.preflight.machine_checks import replay as check
-    from skyrl_megatron.preflight.option_checks import PlannedRun
+    from skyrl_megatron_observe.preflight.machine_checks import replay as check
+    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     freed(tmp_path / "rollouts")
     cfg = replay_config(tmp_path, enabled=True)

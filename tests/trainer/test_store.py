@@ -17,7 +17,7 @@ LIVES = 8
 
 
 def store_in(folder, **options):
-    from skyrl_megatron.trainer.rollout_store import GroupStore
+    from skyrl_megatron.sources.store import GroupStore
 
     return GroupStore(folder, **options)
 
@@ -92,7 +92,7 @@ def test_a_store_that_is_older_than_the_checkpoint(tmp_path):
 def test_turns_and_trajectories_of_unfinished_groups(tmp_path):
     from skyrl_megatron.rollout.conversation import TrajectoryOutput
     from skyrl_megatron.rollout.episode import Trajectory
-    from skyrl_megatron.trainer.rollout_records import FinishedTrajectory, PartialTurn
+    from skyrl_megatron.sources.records import FinishedTrajectory, PartialTurn
 
     row = TrajectoryOutput(np.ones(2, np.int32), np.ones(3, np.int32), np.ones(3, np.uint8), [0.0, 0.0, 1.0], "stop")
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_costs_its_group_alone(tmp_path):
 
 
 def test_the_schedule_is_read_back_for_a_replay(tmp_path):
-    from skyrl_megatron.trainer.rollout_records import read_schedule
+    from skyrl_megatron.sources.records import read_schedule
 
     async def body():
         store = store_in(tmp_path, keep_consumed=True, segment_bytes=1000)

@@ -39,7 +39,7 @@ class Life:
     """A process in small: it samples the group until it is done or cut off."""
 
     def __init__(self, folder, answers=99, env_class="gsm8k_multi_turn", version=3, **changes):
-        from skyrl_megatron.trainer.rollout_store import DurableGroups
+        from skyrl_megatron.sources.store import DurableGroups
 
         self.engine, self.env_class, self.version, self.kept = Cut(answers), env_class, version, 0
         self.groups = DurableGroups(config(folder, **changes), lambda number: 0, fresh=False)
@@ -54,7 +54,7 @@ class Life:
     async def live(self):
         """Returns the output, or None where it was cut off."""
         from skyrl_megatron.rollout.interface import TrajectoryID
-        from skyrl_megatron.trainer.rollout_stream import Group
+        from skyrl_megatron.sources.streamed import Group
 
         entry = {"uid": UID, "prompt": PROMPT}
         kept = await self.groups.recover(self.version, lambda number, uid: entry)
@@ -131,7 +131,7 @@ def test_the_oldest_version_stays_that_of_the_first_turn(tmp_path):
 
 def test_turns_too_old_for_the_bound_are_sampled_again(tmp_path):
     async def body():
-        from skyrl_megatron.trainer.rollout_records import ScheduledStep
+        from skyrl_megatron.sources.records import ScheduledStep
 
         first = Life(tmp_path, 4, version=0)
         await first.live()

@@ -10,7 +10,7 @@ ROW = {
 
 
 def test_one_turn():
-    from skyrl_megatron.trainer.warmup import known_answer
+    from skyrl_megatron_tools.embedded.warmup import known_answer
 
     taught = known_answer(ROW, "addition", 1, random.Random(0))
     assert taught == [*ROW["prompt"], {"role": "assistant", "content": "62"}]
@@ -18,7 +18,7 @@ def test_one_turn():
 
 def test_two_turns():
     """About half of the answers come after a wrong number, each with the environment's own hint to it."""
-    from skyrl_megatron.trainer.warmup import known_answer
+    from skyrl_megatron_tools.embedded.warmup import known_answer
 
     rng, seconds = random.Random(0), []
     for _ in range(400):

@@ -119,8 +119,8 @@ def test_planted_faults_are_seen(ranks, folder, tmp_path, fault):
 def broken_steps(folder, place, fault):
     from unittest import mock
 
-    from skyrl_megatron.runtime import expert_moves
-    from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
+    from skyrl_megatron_parts.experts import moves as expert_moves
+    from skyrl_megatron_parts.experts.placement import ExpertPlacement
 
     def without_moments(optimizer):
         for each in owned(optimizer):
@@ -196,7 +196,7 @@ def killed_in_a_move(folder, root, options):
 
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime.expert_moves import ExpertMoves
+    from skyrl_megatron_parts.experts.moves import ExpertMoves
     from tests.checkpoint.ranks import RankCheckpointer
 
     engine = training.engine(folder, "dp2·ep2", **SHUFFLED, **options)
@@ -233,8 +233,8 @@ def interrupted(folder, root, options):
     from unittest import mock
 
     from skyrl_megatron.errors import CheckpointError
-    from skyrl_megatron.runtime.expert_moves import ExpertMoves
     from skyrl_megatron.runtime.peer_checkpoint import PeerCheckpoints
+    from skyrl_megatron_parts.experts.moves import ExpertMoves
     from tests.checkpoint.ranks import RankCheckpointer
 
     engine, copies = training.engine(folder, "dp2·ep2", **SHUFFLED, **options), PeerCheckpoints()

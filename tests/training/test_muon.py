@@ -362,10 +362,10 @@ def masters_body(folder):
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.preflight.memory_parameters import ParameterTable, rank_bytes
     from skyrl_megatron.runtime.checkpoint.rank_state import held_ranges, inner_optimizers
-    from skyrl_megatron.runtime.muon import newton_schulz
     from skyrl_megatron.runtime.offload import optimizer_tensors, pending_state_bytes
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable, rank_bytes
+    from skyrl_megatron_parts.muon import newton_schulz
     from tests.checkpoint.test_variants import bf16_state
 
     def held():

@@ -37,7 +37,7 @@ def batch_of(loss):
     """The batch, with made-up sums of a reference near those of the model."""
     import torch
 
-    from skyrl_megatron.rollout.preference_rows import preference_batch
+    from skyrl_megatron_supervised.preference_rows import preference_batch
 
     batch, noise = preference_batch(rows(loss)), np.random.default_rng(6).normal(0, 2, 11)
     batch.preferences[:, 1] = -7 * batch.loss_mask.sum(1).double() + torch.from_numpy(noise)
@@ -50,7 +50,7 @@ def step(folder, loss, layout, overrides=None):
     from skyrl_megatron.config.schema.generator import DPOConfig
     from skyrl_megatron.data.packing import split_units
     from skyrl_megatron.runtime.hf_weights import stream_hf
-    from skyrl_megatron.runtime.preference import PreferenceEngine
+    from skyrl_megatron_supervised.preference_engine import PreferenceEngine
     from tests.training.bodies import NO_DISTRIBUTED, config
 
     algorithm = {f"trainer.algorithm.{name}": False for name in ("use_kl_loss", "use_entropy_loss")}

@@ -37,7 +37,7 @@ def test_all_ranks_or_those_named_write_into_the_log_folder(ranks, folder, batch
 
 def test_a_folder_of_its_own(tmp_path):
     from skyrl_megatron.config import MegatronTorchProfilerConfig
-    from skyrl_megatron.runtime.profiling import profiled
+    from skyrl_megatron_parts.profiling import profiled
 
     settings = MegatronTorchProfilerConfig(enable=True, save_path=str(tmp_path / "traces"))
     with profiled(settings, tmp_path / "logs", "nothing", rank=3):

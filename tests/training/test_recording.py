@@ -20,7 +20,7 @@ def recorded(folder, batch, layout, overrides):
     """Rows of this rank, and what it recorded of each by name."""
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.profiling import Recorder
+    from skyrl_megatron_parts.profiling import Recorder
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]

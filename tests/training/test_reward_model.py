@@ -39,8 +39,8 @@ def engine_of(folder, layout, overrides=None):
     """(engine, its share of the pairs)."""
     from skyrl_megatron.config.schema.generator import RewardConfig
     from skyrl_megatron.data.packing import split_units
-    from skyrl_megatron.rollout.preference_rows import preference_batch
-    from skyrl_megatron.runtime.preference import RewardEngine
+    from skyrl_megatron_supervised.preference_engine import RewardEngine
+    from skyrl_megatron_supervised.preference_rows import preference_batch
     from tests.training.bodies import NO_DISTRIBUTED, config
 
     algorithm = {f"trainer.algorithm.{name}": False for name in ("use_kl_loss", "use_entropy_loss")}

@@ -40,10 +40,10 @@ WHOLE = {"tp2": dict(world=2, tp=2), "pp2": dict(world=2, pp=2)}
 def step(folder, taught, layout, keys=None):
     """(loss, {HF name: gradient}, norm of all) of this rank's share."""
     from skyrl_megatron.data.packing import split_for_dp
-    from skyrl_megatron.rollout.chat_rows import taught_batch
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
     from skyrl_megatron.runtime.lora.folder import stream_factors
+    from skyrl_megatron_supervised.chat_rows import taught_batch
     from tests.training.bodies import NO_DISTRIBUTED, config
 
     algorithm = {f"trainer.algorithm.{name}": False for name in ("use_kl_loss", "use_entropy_loss")}

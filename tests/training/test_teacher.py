@@ -199,7 +199,7 @@ def test_a_server_without_prompt_logprobs_is_one_error(given, message):
     import asyncio
 
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.remote_teacher import RemoteTeacher
+    from skyrl_megatron_tools.remote.remote_teacher import RemoteTeacher
 
     with (
         Server(lambda body: {"choices": [{"prompt_logprobs": given}]}) as server,

@@ -13,7 +13,7 @@ def test_bytes_from_other_nodes_are_those_of_the_plan(ep, dp):
     everything else is on every node."""
     from skyrl_megatron.weight_sync.reshard_plan import Colocation, plan_reshard
     from skyrl_megatron.weight_sync.slices import tensors_of
-    from skyrl_megatron.weight_sync.sync_time import share_away
+    from skyrl_megatron_observe.estimate.sync_time import share_away
 
     world, per_node = ep * dp, 2
     wholes = whole_tensors(0, **MODEL)
@@ -30,7 +30,7 @@ def test_bytes_from_other_nodes_are_those_of_the_plan(ep, dp):
 
 
 def test_times_by_hand():
-    from skyrl_megatron.weight_sync.sync_time import SyncSizes, on_shared_gpus, over_network
+    from skyrl_megatron_observe.estimate.sync_time import SyncSizes, on_shared_gpus, over_network
 
     sizes = SyncSizes(received=30e9, sent=20e9, tensors=1000, bucket=1 << 26, away=0.5)
     took = over_network(sizes, rate=40e9, packing=1e12)
@@ -45,7 +45,7 @@ def test_times_by_hand():
 
 def test_measured_sync_within_a_gpu():
     """6.23 GB in 1,575 tensors took 103.6 ms on an H200."""
-    from skyrl_megatron.weight_sync.sync_time import SyncSizes, on_shared_gpus
+    from skyrl_megatron_observe.estimate.sync_time import SyncSizes, on_shared_gpus
 
     took = on_shared_gpus(SyncSizes(6.23e9, 6.23e9, 1575, 64 << 20), 50e9)
     assert took.copies + 1575 * 18.5e-6 == pytest.approx(0.1036, rel=0.02)

@@ -2,7 +2,7 @@
 
     python launch/examples/tiny_repos/make.py OUT [--seed 0] [--count 20] [--try]
 
-writes one folder per task, as ``skyrl_megatron.agents.task.read_task`` reads it, with the repository's right
+writes one folder per task, as ``skyrl_megatron_agents.task.read_task`` reads it, with the repository's right
 version in ``solution/``. The same seed gives the same files. ``--try`` shows that the tests can tell: in sandboxes, an
 agent that does nothing solves no task and one that copies the solution solves each.
 """
@@ -191,9 +191,9 @@ def write(repository: Repository, folder: Path) -> None:
 
 async def try_all(folders: Sequence[Path]) -> list[tuple[str, str, str]]:
     """Return of each task its name and the outcomes of an agent that does nothing and of one that has the solution."""
-    from skyrl_megatron.agents.attempt import AgentCommand, attempt
-    from skyrl_megatron.agents.task import read_task
-    from skyrl_megatron.sandboxes.sandbox_queue import SandboxQueue, make_provider
+    from skyrl_megatron_agents.attempt import AgentCommand, attempt
+    from skyrl_megatron_agents.sandboxes.sandbox_queue import SandboxQueue, make_provider
+    from skyrl_megatron_agents.task import read_task
 
     provider = make_provider("namespaces")
     queue = SandboxQueue(provider, at_once=2)

@@ -125,7 +125,7 @@ def megatron_problems(
 
 
 def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> Iterator[Problem]:
-    """Check the settings of QK-clip, and of measuring the largest logit without it (``runtime/qk_clip.py``)."""
+    """Check the settings of QK-clip, and of measuring the largest logit without it (``qk_clip.py``)."""
     options, key = megatron.transformer_config_kwargs, f"{section}transformer_config_kwargs.qk_clip"
     if options.get(MEASURE):
         measured = f"{section}transformer_config_kwargs.{MEASURE}"

@@ -1,7 +1,7 @@
 """Rules of the dictionaries that are handed to Megatron and vLLM: which keys, which values, which distribution.
 
 :mod:`.passthrough_keys` has the tables. Names that the other package does not have are reported by
-``preflight/option_checks.py``, with the nearest one.
+``skyrl_megatron_observe/preflight/option_checks.py``, with the nearest one.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def unsupported_by_te(model: HfModel) -> str | None:
 
 
 def without_qk_clip(model: HfModel, tp: int, use_te: bool) -> str | None:
-    """Return why QK-clip (``runtime/qk_clip.py``) cannot be used with a model, and what to do; None if it can."""
+    """Return why QK-clip (``qk_clip.py``) cannot be used with a model, and what to do; None if it can."""
     megatron = model.megatron
     latent = megatron.multi_latent_attention
     if megatron.full_width_qk_norm or (megatron.transformer.get("qk_layernorm") and not latent):

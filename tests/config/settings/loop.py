@@ -243,7 +243,7 @@ def keeps(cfg):
     """Whether a group stays on disk once a checkpoint has it."""
     import tempfile
 
-    from skyrl_megatron.trainer.rollout_store import DurableGroups
+    from skyrl_megatron.sources.store import DurableGroups
 
     with tempfile.TemporaryDirectory() as folder:
         cfg.trainer.ckpt_path = folder
@@ -299,8 +299,8 @@ def dumps(cfg):
 
 def exports(cfg):
     """Who else is told of numbers and spans."""
-    from skyrl_megatron.trainer.observe import RunRecorder
     from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron_observe.observe import RunRecorder
 
     tracking, collector = Tracking(cfg), RunRecorder(cfg, None, 1).collector
     tracking.open(total_steps=1)

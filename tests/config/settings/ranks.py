@@ -183,7 +183,7 @@ def balanced(cfg):
 
 def report(cfg):
     """What ``--check`` says of the policy's experts."""
-    from skyrl_megatron.preflight import check_report
+    from skyrl_megatron_observe.preflight import check_report
 
     return [line for line in check_report.report(cfg, base.GPUS) if "expert" in line]
 

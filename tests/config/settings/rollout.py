@@ -37,10 +37,10 @@ def samples(cfg):
 def judgement(cfg):
     """What the run says of agents of which one call in 25 has an answer that was not sampled, and one trajectory in
     five has no sandbox."""
-    from skyrl_megatron.agents.call_counts import CallCounts
-    from skyrl_megatron.agents.outcome_counts import OutcomeCounts
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_agents.call_counts import CallCounts
+    from skyrl_megatron_agents.outcome_counts import OutcomeCounts
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind
 
     counts = CallCounts()
     for number in range(50):
@@ -184,12 +184,12 @@ def agent(cfg):
     """Command and provider of a sandboxed agent, and how many run at a time; the error where there is none."""
     import asyncio
 
-    from skyrl_megatron.agents.command_agent import AgentTask
-    from skyrl_megatron.agents.gateway import Access
-    from skyrl_megatron.agents.sandbox_agent import SandboxAgentGenerator
     from skyrl_megatron.errors import SkyRLMegatronError
     from skyrl_megatron.plugins import SANDBOXES
     from skyrl_megatron.rollout.interface import TrajectoryID
+    from skyrl_megatron_agents.command_agent import AgentTask
+    from skyrl_megatron_agents.gateway import Access
+    from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator
     from tests.rollout.scripted import tokenizer_of
 
     class Nowhere:
@@ -214,8 +214,8 @@ def agent(cfg):
 
 async def _late(generator, task, why):
     """The outcome of a trajectory whose agent reached its time, or the end of its context."""
-    from skyrl_megatron.agents.graph import Graph
-    from skyrl_megatron.agents.rows import Outcome, OutcomeKind
+    from skyrl_megatron_agents.graph import Graph
+    from skyrl_megatron_agents.rows import Outcome, OutcomeKind
 
     class Open:
         failure = agents_failure = ""
@@ -230,7 +230,7 @@ async def _late(generator, task, why):
 
 def agent_limits(cfg):
     """What the agent of a trajectory may use, and the parser of its thinking."""
-    from skyrl_megatron.agents.agent_generator import AgentGenerator
+    from skyrl_megatron_agents.agent_generator import AgentGenerator
     from tests.rollout.scripted import tokenizer_of
 
     made = AgentGenerator(cfg.generator, cfg.environment.skyrl_gym, None, tokenizer_of("chatml"))

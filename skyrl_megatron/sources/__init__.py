@@ -1,0 +1,1 @@
+"""Where the groups of a step come from: sampled, oversampled, streamed or replayed."""

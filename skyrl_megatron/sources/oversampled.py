@@ -1,0 +1,243 @@
+"""Synchronous steps that start more groups than they train, and end at the first complete ones.
+
+It needs no Ray, engine or trainer. In each step :meth:`OversampledGroups.begin` says which prompts to sample,
+:meth:`~OversampledGroups.log` when sampling may end, and :meth:`~OversampledGroups.end` which groups to train. Groups
+that are not trained stay open: the next step continues them, so that in the long run the long ones are trained as
+often as the short ones. Or they are dropped, which trains on too many short ones (:class:`SampledLengths`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
+from skyrl_megatron.rollout.partial import PartialRollouts
+from skyrl_megatron.sources.records import CODEC, PartialGroup
+from skyrl_megatron.sources.staleness import can_step
+
+
+class OversampledGroups:
+    """The open groups of a run, by the number of their prompt.
+
+    ``batch``: groups of a step; ``ratio``: share of them that is started in addition; ``samples``: trajectories of a
+    group; ``bound``: maximum staleness in steps of a trained token, for which a step waits; None: groups that a step
+    does not train are dropped. ``prompt``: number → dataset entry; ``ready``: whether a prompt can be asked for yet.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        ratio: float,
+        samples: int,
+        bound: int | None,
+        prompt: Callable[[int], dict[str, Any]],
+        ready: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        self.batch, self.samples, self.bound = batch, samples, bound
+        self.prompt, self.ready = prompt, ready
+        self.most = math.ceil(batch * (1 + ratio) - 1e-9)
+        """Groups that are sampled at the same time."""
+        self.open: dict[int, PartialGroup] = {}
+        """Number → group that was started and is not trained or dropped."""
+        self.next = 0
+        """Number of the next prompt."""
+        self.lengths = SampledLengths()
+        self.counts: Counter[str] = Counter()
+        self._ages: list[int] = []
+        self._saved: tuple[dict[str, Any], dict[int, PartialGroup]]
+        self.complete_step()
+
+    # ------------------------------------------------------------------ a step
+    def begin(self, version: int) -> list[dict[str, Any]]:
+        """Return the dataset entries of the groups to sample with the weights of a version, the oldest first: engines
+        admit requests in this order. Their uids differ."""
+        while len(self.open) < self.most and self.ready(self.next):
+            uid = self._distinct(str(self.prompt(self.next)["uid"]))
+            self.open[self.next] = PartialGroup(uid, version, {})
+            self.next += 1
+        return [self.prompt(number) | {"uid": self.open[number].uid} for number in self._in_order()]
+
+    def log(self, version: int) -> PartialRollouts:
+        """Return the log of the step's batch, which ends it when :meth:`end` finds enough complete groups."""
+        numbers = {group.uid: number for number, group in self.open.items()}
+        needed = min(self.batch, len(numbers))
+
+        def enough(complete: list[str]) -> bool:
+            if len(complete) < needed or self.bound is None:
+                return len(complete) >= needed
+            done = {numbers[uid] for uid in complete}
+            finished = Counter(group.started for number, group in self.open.items() if number in done)
+            running = Counter(group.started for number, group in self.open.items() if number not in done)
+            return can_step(batch=self.batch, bound=self.bound, version=version, running=running, finished=finished)
+
+        groups = {self.open[number].uid: self.open[number].samples for number in self._in_order()}
+        return PartialRollouts(groups, self.samples, enough)
+
+    def end(self, log: PartialRollouts, version: int) -> tuple[dict[int, str], list[int]]:
+        """Return the groups to train, number → uid, oldest first, and the numbers of those that are dropped. The
+        others stay open."""
+        complete = set(log.complete)
+        numbers = [number for number in self._in_order() if self.open[number].uid in complete][: self.batch]
+        self._ages += [version - self.open[number].started for number in numbers]
+        taken = {number: self.open.pop(number) for number in numbers}
+        self.lengths.add(group.samples.values() for group in taken.values())
+        dropped = []
+        if self.bound is None:
+            dropped = sorted(self.open)
+            self.lengths.drop((group.samples.values() for group in self.open.values()), self.samples)
+            self.open = {}
+        self.counts += Counter(dropped=len(dropped)) + log.counts
+        return {number: group.uid for number, group in taken.items()}, dropped
+
+    def complete_step(self) -> None:
+        """Let a checkpoint have the state of now, also if the next step has begun when it is saved."""
+        samples = {
+            number: {repetition: replace(sample) for repetition, sample in group.samples.items()}
+            for number, group in self.open.items()
+        }
+        groups = {number: replace(group, samples=samples[number]) for number, group in self.open.items()}
+        self._saved = {"next": self.next, "lengths": self.lengths.state()}, groups
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``oversampling/…``: groups that stay open, counts since the last call, ages of the groups that were
+        trained since then, and lengths over the whole run."""
+        ages, counts = self._ages, self.counts
+        self._ages, self.counts = [], Counter()
+        found = {
+            "open_groups": float(len(self.open)),
+            "dropped_groups": float(counts["dropped"]),
+            "resumed_trajectories": float(counts["resumed"]),
+            "restarted_trajectories": float(counts["restarted"]),
+            "staleness_mean": float(np.mean(ages)) if ages else 0.0,
+            "staleness_max": float(max(ages, default=0)),
+        } | self.lengths.metrics((group.samples.values() for group in self.open.values()), self.samples)
+        return {f"oversampling/{name}": value for name, value in found.items()}
+
+    # ------------------------------------------------------------------ state
+    @property
+    def oldest(self) -> int:
+        """Number of the first prompt that is not trained or dropped."""
+        return min(self.open, default=self.next)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position and the lengths after the last complete step as plain values."""
+        return self._saved[0]
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state` returned."""
+        self.next = int(state["next"])
+        self.lengths.load_state(state["lengths"])
+        self.complete_step()
+
+    def encode(self) -> bytes:
+        """Return the groups that the last complete step left open, with all that was sampled."""
+        return b"".join(bytes(part) for part in CODEC.encode(list(self._saved[1].items())))
+
+    def decode(self, data: bytes) -> None:
+        """Restore what :meth:`encode` returned."""
+        self.open = dict(CODEC.decode(data))
+        self.complete_step()
+
+    # ------------------------------------------------------------------ bookkeeping
+    def _in_order(self) -> list[int]:
+        return sorted(self.open, key=lambda number: (self.open[number].started, number))
+
+    def _distinct(self, uid: str) -> str:
+        """Return the uid, with another number if an open group has it: small data repeat a prompt soon."""
+        used, plain, copy = {group.uid for group in self.open.values()}, uid.partition("#")[0], 0
+        while uid in used:
+            copy += 1
+            uid = f"{plain}#{copy}"
+        return uid
+
+
+type _Samples = Iterable[Iterable[PartialTrajectory]]
+"""The samples of several groups."""
+
+
+class SampledLengths:
+    """Lengths of the trained samples of a run, and of all that it started, in sampled tokens.
+
+    The length of a started sample that is not finished is only known to exceed what it has. The mean over all that
+    were started is therefore estimated by the product limit (Kaplan and Meier, 1958), which is the plain mean if all
+    are finished. If the longest are always dropped, it is a lower bound.
+    """
+
+    def __init__(self) -> None:
+        self.trained: Counter[int] = Counter()
+        """Length → number of trained samples."""
+        self.finished: Counter[int] = Counter()
+        """Length → number of finished samples of dropped groups."""
+        self.cut: Counter[int] = Counter()
+        """Length so far → number of unfinished samples of dropped groups."""
+
+    def add(self, groups: _Samples) -> None:
+        """Add the samples of trained groups."""
+        self.trained += Counter(_tokens(each) for group in groups for each in group)
+
+    def drop(self, groups: _Samples, samples: int) -> None:
+        """Add those of dropped groups, which have ``samples`` each."""
+        finished, cut = _counted(groups, samples)
+        self.finished += finished
+        self.cut += cut
+
+    def metrics(self, groups: _Samples, samples: int) -> dict[str, float]:
+        """Return the mean lengths, and how much shorter than all started samples the trained ones are, as a negative
+        share. ``groups``: the open ones, with ``samples`` each."""
+        finished, cut = _counted(groups, samples)
+        trained = _mean(self.trained, Counter())
+        started = _mean(self.trained + self.finished + finished, self.cut + cut)
+        return {
+            "trained_mean_tokens": trained,
+            "started_mean_tokens": started,
+            "length_bias": trained / started - 1 if started else 0.0,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {name: sorted(getattr(self, name).items()) for name in ("trained", "finished", "cut")}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state` returned."""
+        for name, pairs in state.items():
+            setattr(self, name, Counter({int(length): int(count) for length, count in pairs}))
+
+
+def _counted(groups: _Samples, samples: int) -> tuple[Counter[int], Counter[int]]:
+    """Return (lengths of finished samples, lengths so far of the others), including those without tokens."""
+    finished, cut = Counter[int](), Counter[int]()
+    for group in groups:
+        own = list(group)
+        finished += Counter(_tokens(each) for each in own if each.trajectory is not None)
+        cut += Counter(_tokens(each) for each in own if each.trajectory is None)
+        cut[0] += max(samples - len(own), 0)
+    return finished, cut
+
+
+def _mean(known: Counter[int], cut: Counter[int]) -> float:
+    """Return the mean by the product limit; ``cut``: lengths that are exceeded."""
+    left, share, mean, before = known.total() + cut.total(), 1.0, 0.0, 0
+    for length in sorted(known | cut):
+        mean += share * (length - before)
+        share *= 1 - known[length] / left
+        left, before = left - known[length] - cut[length], length
+    return mean
+
+
+def _tokens(sample: PartialTrajectory) -> int:
+    """Return the number of sampled tokens."""
+    if sample.trajectory is not None:
+        return _sampled(sample.trajectory)
+    begun = 0 if sample.begun is None else len(sample.begun.generation.token_ids)
+    return begun + sum(len(turn.generation.token_ids) for turn in sample.turns)
+
+
+def _sampled(trajectory: Trajectory) -> int:
+    masks: Sequence[np.ndarray] = [row.loss_mask for row in trajectory.rows]
+    return sum(int(np.count_nonzero(mask)) for mask in masks)

@@ -1,0 +1,1 @@
+"""Agents that drive their own loop: gateway, sandboxes, environments of other packages."""

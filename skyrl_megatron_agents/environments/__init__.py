@@ -1,0 +1,1 @@
+"""Environments of other packages, tools and task folders."""

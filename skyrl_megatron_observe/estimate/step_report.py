@@ -1,0 +1,129 @@
+"""The estimate of a step: its lines in ``--check``, and next to the measurement in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from skyrl_megatron.config.derive import supervised
+from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
+from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
+from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+from skyrl_megatron_observe.estimate.memory_phases import RoleModel
+from skyrl_megatron_observe.estimate.step_time import (
+    GENERATE,
+    PHASES,
+    SCORE,
+    SYNC,
+    TRAIN,
+    StepEstimate,
+    estimate_step,
+    longest_work,
+)
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
+
+SHOWN = {GENERATE: "generate", SCORE: "log-probs", TRAIN: "train", SYNC: "sync"}
+"""Phase → its name in a line."""
+COMPARED_STEP = 2
+"""The step of a process whose measurement is compared: the first one also compiles and allocates."""
+
+
+def report_lines(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], hardware: Hardware) -> Iterator[str]:
+    """Yield the terms of a step with the longest sequences, each with its bounds, and the step with half as long
+    responses."""
+    yield "# one step on paper, without environments, evaluation and checkpoints"
+    on_cpu = hardware.is_cpu
+    if not on_cpu and hardware.gpu is None:
+        yield f"the type of the GPUs is unknown: add --gpu {next(iter(GPU_TYPES)).lower()}, or another of them"
+        return
+    machine = Machine.of_gpu(hardware.gpu, hardware.gpus_per_node) if hardware.gpu else Machine.of_cpu()
+    models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=on_cpu) for role in active_roles(cfg)}
+    of = "sequence" if supervised(cfg) else "response"
+    longest = longest_sequence(cfg) if supervised(cfg) else cfg.generator.sampling_params.max_generate_length
+    estimate = estimate_step(cfg, models, machine, *longest_work(cfg), hardware.gpu_bytes)
+    yield f"if every {of} has {longest} tokens, on {machine.name}: seconds, and from the best to the worst case"
+    yield from term_lines(estimate)
+    half = estimate_step(cfg, models, machine, *longest_work(cfg, 0.5), hardware.gpu_bytes)
+    yield f"with half as long {of}s: {_bounds(half.step)}, {_speed(half)}"
+
+
+def term_lines(estimate: StepEstimate) -> Iterator[str]:
+    """Yield a line for each term, and one for the step."""
+    for term in estimate.terms:
+        note = f"   {term.note}" if term.note else ""
+        yield f"  {term.name:<14}{_bounds(term.seconds)}{note}"
+    if estimate.hidden.likely:
+        yield f"  {'overlapped':<14}−{_number(estimate.hidden.likely)} s: rollouts run ahead"
+    yield f"  {'a step':<14}{_bounds(estimate.step)}   {_speed(estimate)}"
+
+
+def _speed(estimate: StepEstimate) -> str:
+    unit = "rank" if estimate.machine.name not in GPU_TYPES else "GPU"
+    return f"{estimate.tokens_per_second_per_gpu:,.0f} tokens/s per {unit}"
+
+
+def _bounds(seconds: Seconds) -> str:
+    return f"{_number(seconds.likely):>8} s  ({_number(seconds.low)} … {_number(seconds.high)})"
+
+
+def _number(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f}"
+    return f"{seconds:.3g}" if seconds >= 1e-3 else "0"
+
+
+class StepComparison:
+    """Compares the second step of a run with its estimate on the sequences that the step had."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, say: Callable[[str], None]) -> None:
+        self.cfg, self._say, self._steps = cfg, say, 0
+
+    def __call__(
+        self, lengths: np.ndarray, metrics: Mapping[str, float], device_type: Callable[[], str | None]
+    ) -> dict[str, float]:
+        """Return ``estimate/<phase>_s``, the step and its bounds, and print them with what was measured; {} for other
+        steps than the second.
+
+        ``lengths``: tokens of the step's sequences, [B]. ``metrics``: of the step. ``device_type``: returns the key of
+        the policy's devices in ``GPU_TYPES``; "" if unknown, None for a CPU.
+        """
+        self._steps += 1
+        if self._steps != COMPARED_STEP:
+            return {}
+        try:
+            estimate = self._estimate(lengths, metrics.get("generate/avg_num_tokens", 0.0), device_type())
+        except Exception as error:  # a run does not end because of an estimate
+            self._say(f"no estimate of the step: {type(error).__name__}: {error}")
+            return {}
+        if estimate is None:
+            return {}
+        found = {"estimate/step_s": estimate.step.likely}
+        found |= {"estimate/step_low_s": estimate.step.low, "estimate/step_high_s": estimate.step.high}
+        found |= {f"estimate/{phase}_s": estimate.phase(phase).likely for phase in PHASES}
+        rows = [(SHOWN[phase], estimate.phase(phase), metrics.get(f"timing/{phase}")) for phase in PHASES]
+        rows.append(("step", estimate.step, metrics.get("timing/step")))
+        parts = [
+            f"{name} {_number(took)} s ({_number(paper.likely)}, {_number(paper.low)} … {_number(paper.high)})"
+            for name, paper, took in rows
+            if took is not None
+        ]
+        self._say("measured (on paper): " + " · ".join(parts))
+        return found
+
+    def _estimate(self, lengths: np.ndarray, response: float, gpu: str | None) -> StepEstimate | None:
+        cfg, tables = self.cfg, parameter_tables(self.cfg)
+        if gpu == "" or set(tables) != set(active_roles(cfg)):
+            return None
+        models = {role: RoleModel.of(cfg, role, table, on_cpu=gpu is None) for role, table in tables.items()}
+        per_node = cfg.trainer.placement.policy_num_gpus_per_node
+        machine = Machine.of_cpu() if gpu is None else Machine.of_gpu(gpu, per_node)
+        memory = None if gpu is None or (mib := GPU_TYPES[gpu].mib) is None else mib << 20
+        prompts = np.full(len(lengths), max(round(float(lengths.mean()) - response), 1))
+        return estimate_step(cfg, models, machine, prompts, np.maximum(lengths - prompts, 1), memory)

@@ -1,0 +1,434 @@
+"""Seconds of a training step on paper, term by term, from the configuration, ``config.json`` and published peaks.
+
+FLOPs are counted by ``runtime/flops.py``, parameters, states and activations by ``memory_*.py``, micro-batches by
+``data/packing.py``, bytes of a sync by the layouts of trainer and engines (``estimate/sync_time.py``). Rates and
+their uncertainty are in ``machine_rates.py``. Not counted: environments, evaluation, checkpoints, and the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.config.derive import supervised
+from skyrl_megatron.config.roles import (
+    distils_in_reward,
+    has_value_head,
+    is_frozen,
+    needs_reference,
+    policy_is_reference,
+    ranks_exchange_weights,
+    shares_policy_gpus,
+    weight_bucket_sizes,
+    weight_transport,
+)
+from skyrl_megatron.config.rules.layout import stage_layers
+from skyrl_megatron.config.rules.muon_rules import muon_settings
+from skyrl_megatron.config.rules.placement_rules import gpus_requested
+from skyrl_megatron.config.rules.training_rules import generates_ahead
+from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp
+from skyrl_megatron.runtime.flops import ModelFlops, described_config, layer_flops
+from skyrl_megatron.trainer.step_batch import training_pass_scores
+from skyrl_megatron.weight_sync.tensors import FUSED_EXPERTS
+from skyrl_megatron_observe.estimate.engine_time import SamplingTime, engine_gpus, sampling_time
+from skyrl_megatron_observe.estimate.machine_rates import NETWORK, NONE, NVLINK, Machine, Seconds
+from skyrl_megatron_observe.estimate.memory_activations import IMBALANCE, Recompute
+from skyrl_megatron_observe.estimate.memory_budget import gigabytes
+from skyrl_megatron_observe.estimate.memory_phases import GENERATION, TRAINING, RoleModel, engine_bytes, resident
+from skyrl_megatron_observe.estimate.sync_time import BUSIEST, SyncSizes, on_shared_gpus, over_network, share_away
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+GENERATE, SCORE, TRAIN, SYNC = "generate", "fwd_logprobs_values_reward", "train_critic_and_policy", "sync_weights"
+PHASES = (GENERATE, SCORE, TRAIN, SYNC)
+"""Phases of a step as ``timing/<phase>`` measures them, in order."""
+LIKELY_IMBALANCE = 1.15
+"""Tokens of the busiest expert-parallel rank over the average of a model with balanced experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A term of a step's time, by the phase in which it passes."""
+
+    name: str
+    phases: Mapping[str, Seconds]
+    note: str = ""
+
+    @property
+    def seconds(self) -> Seconds:
+        """Return the seconds of the term in all phases."""
+        return sum(self.phases.values(), NONE)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The terms of a step. ``hidden``: what passes while other terms do, if rollouts run ahead of the training."""
+
+    terms: tuple[Term, ...]
+    tokens: float
+    """Tokens of all sequences of the step."""
+    gpus: int
+    machine: Machine
+    hidden: Seconds = field(default=NONE)
+
+    def phase(self, name: str) -> Seconds:
+        """Return the seconds of one of :data:`PHASES`."""
+        return sum((term.phases.get(name, NONE) for term in self.terms), NONE)
+
+    @property
+    def step(self) -> Seconds:
+        """Return the seconds of the step: the sum of its terms, less what is hidden."""
+        whole = sum((term.seconds for term in self.terms), NONE)
+        return Seconds(*(getattr(whole, name) - getattr(self.hidden, name) for name in ("low", "likely", "high")))
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Return the throughput of the likely step."""
+        return self.tokens / self.step.likely / self.gpus
+
+
+def longest_work(cfg: SkyRLTrainConfig, share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return (prompts, responses) of a step, [B] tokens each: prompts of the maximum length, and responses of
+    ``share`` of theirs. Rows of supervised training count as responses."""
+    rows, taught = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt, supervised(cfg)
+    longest = cfg.generator.sampling_params.max_generate_length if taught is None else taught.max_length
+    prompt = cfg.trainer.max_prompt_length if taught is None else 0
+    return np.full(rows, prompt), np.full(rows, max(int(longest * share), 1))
+
+
+def estimate_step(
+    cfg: SkyRLTrainConfig,
+    models: Mapping[str, RoleModel],
+    machine: Machine,
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    gpu_bytes: int | None = None,
+) -> StepEstimate:
+    """Return the terms of a step on sequences of ``prompts`` + ``responses`` tokens, [B] each. ``models``: role → its
+    model. Without local engines, prefill, decode and sync are left out."""
+    lengths = prompts + responses
+    roles = {role: _Role(model, machine) for role, model in models.items()}
+    policy, local = roles["policy"], cfg.generator.inference_engine.run_engines_locally
+    terms: list[Term] = []
+    if local:
+        sampled = sampling_time(cfg, policy.model.table, policy.flops, machine, prompts, responses, gpu_bytes)
+        terms += _sampling(sampled)
+    terms += _scoring(cfg, roles, lengths)
+    for name, role in roles.items():
+        if not is_frozen(name):
+            terms += _training(cfg, role, lengths)
+    terms += _offload(cfg, roles)
+    if local:
+        terms.append(_sync(cfg, policy.model, machine))
+    found = StepEstimate(_joined(terms), float(lengths.sum()), sum(gpus_requested(cfg).values()), machine)
+    if generates_ahead(cfg):
+        trained = found.phase(SCORE) + found.phase(TRAIN)
+        return StepEstimate(found.terms, found.tokens, found.gpus, machine, found.phase(GENERATE).shorter(trained))
+    return found
+
+
+def _joined(terms: list[Term]) -> tuple[Term, ...]:
+    """Join the terms of one name, in the order of their first."""
+    found: dict[str, Term] = {}
+    for term in terms:
+        known = found.get(term.name, Term(term.name, {}))
+        phases = {
+            phase: known.phases.get(phase, NONE) + term.phases.get(phase, NONE)
+            for phase in PHASES
+            if phase in known.phases or phase in term.phases
+        }
+        found[term.name] = Term(term.name, phases, known.note or term.note)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass over sequences, without bubbles, and the share of it that the bubbles add."""
+
+    work: Seconds
+    wire: Seconds
+    bubbles: float
+    """Waits of a rank for other stages and replicas, over the time of the pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Role:
+    """The passes of one role's model."""
+
+    model: RoleModel
+    machine: Machine
+
+    @functools.cached_property
+    def layers(self) -> list[tuple[ModelFlops, ModelFlops]]:
+        """FLOPs of (attention, MLP) by layer."""
+        plan = self.model.table.plan
+        return layer_flops(described_config(plan.family.megatron_config(plan.hf_config)))
+
+    @functools.cached_property
+    def head(self) -> ModelFlops:
+        """FLOPs of the output layer."""
+        dims = self.model.table.plan.shape.dims
+        return ModelFlops(
+            2.0 * dims["H"] * (1 if has_value_head(self.model.cfg, self.model.role) else dims["V"]), 0.0, 0.0, 0
+        )
+
+    @functools.cached_property
+    def flops(self) -> ModelFlops:
+        """FLOPs of the whole model."""
+        return sum((part for layer in self.layers for part in layer), self.head)
+
+    def stages(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the forward FLOPs of each pipeline stage, [pp]."""
+        p, found = self.model.parallel, []
+        by_layer = [float(sum(part.forward(lengths).sum() for part in layer)) for layer in self.layers]
+        for stage in range(p.pp):
+            own = [layer for chunk in range(p.vpp) for layer in stage_layers(p, len(by_layer), stage, chunk)]
+            found.append(sum(by_layer[layer] for layer in own))
+        found[-1] += float(self.head.forward(lengths).sum())
+        return np.array(found)
+
+    def micro_batches(self, lengths: np.ndarray, *, training: bool) -> tuple[int, float]:
+        """Return the number of micro-batches of a replica, and the FLOPs of the fullest replica over the average."""
+        p, trainer = self.model.parallel, self.model.cfg.trainer
+        costs = self.flops.forward(lengths)
+        parts = split_for_dp(costs, p.dp) if len(lengths) >= p.dp else [np.arange(len(lengths))]
+        fullest = max(parts, key=lambda rows: float(costs[rows].sum()))
+        rows = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
+        most, longest = trainer.max_tokens_per_microbatch, int(aligned(lengths, p.alignment).max())
+        plan = plan_micro_batches(
+            lengths[fullest],
+            alignment=p.alignment,
+            max_tokens=max(most, longest) if most > 0 else most,
+            rows=rows,
+            multiple_of=p.pp if p.vpp > 1 else 1,
+            dp_maximum=list,
+        )
+        return len(plan), float(costs[fullest].sum()) * p.dp / float(costs.sum())
+
+    def forward(self, lengths: np.ndarray, *, training: bool) -> _Pass:
+        """Return a forward pass over sequences of ``lengths`` [B] tokens."""
+        p, machine, width = self.model.parallel, self.machine, self.model.kernels.width
+        count, fullest = self.micro_batches(lengths, training=training)
+        stages = self.stages(lengths)
+        work = machine.train(float(stages.sum()) / p.world_size, width)
+        if p.ep > 1:
+            experts = sum(float(mlp.forward(lengths).sum()) for _, mlp in self.layers) / float(stages.sum())
+            more = (1.0, 1 + experts * (LIKELY_IMBALANCE - 1), 1 + experts * (IMBALANCE - 1))
+            work = Seconds(work.low * more[0], work.likely * more[1], work.high * more[2])
+        held = max(self.model.state(stage).weights for stage in range(p.pp))
+        least = machine.launch.times(len(self.layers) / p.pp).or_longer(machine.read(held))
+        uneven = float(stages.max() / stages.mean())
+        bubbles = fullest * uneven * (count + (p.pp - 1) / p.vpp) / count - 1
+        return _Pass(work.or_longer(least.times(count)), self._wire(lengths), bubbles)
+
+    def _wire(self, lengths: np.ndarray) -> Seconds:
+        """Return the seconds that tp, ep and cp exchange activations in a forward pass."""
+        p, dims, width = self.model.parallel, self.model.table.plan.shape.dims, self.model.kernels.width
+        moe = self.model.table.plan.shape.moe
+        tokens = float(lengths.sum()) / max(p.dp * p.cp, 1)
+        vector = tokens * dims["H"] * width
+        split = sum(2 if is_moe and not dims.get("S") else 4 for is_moe in moe) / p.pp
+        found = self.machine.across(p.tp, split * vector * (p.tp - 1) / p.tp)
+        routed = 2 * vector / p.tp * self.model.table.top_k * sum(moe) / p.pp
+        found += self.machine.exchanged(p.ep * p.etp, p.ep, routed)
+        keys = dims["O" if self.model.table.plan.shape.mla else "K"] / p.tp
+        return found + self.machine.across(p.tp * p.cp, len(moe) / p.pp * 2 * keys * tokens * width * (p.cp - 1))
+
+    def recomputed(self, lengths: np.ndarray) -> float:
+        """Return the FLOPs that the backward pass computes again, over those of the forward pass."""
+        again: Recompute = self.model.recompute
+        if again.granularity is None:
+            return 0.0
+        whole = float(self.flops.forward(lengths).sum())
+        if again.granularity == "full":
+            own = len(self.layers) / (self.model.parallel.pp * self.model.parallel.vpp)
+            layers = min(again.layers / own, 1.0) if again.method == "block" else 1.0
+            return layers * (1 - float(self.head.forward(lengths).sum()) / whole)
+        found = 0.0
+        for is_moe, (attention, mlp) in zip(self.model.table.plan.shape.moe, self.layers, strict=True):
+            if ("moe" if is_moe else "mlp") in again.modules:
+                found += float(mlp.forward(lengths).sum())
+            if "core_attn" in again.modules:
+                found += float(attention.forward(lengths).sum()) - attention.linear * float(lengths.sum())
+        return found / whole
+
+    def backward(self, lengths: np.ndarray) -> float:
+        """Return the FLOPs of the backward pass over those of the forward pass: two products for each, and only the
+        one for the inputs where the weight is frozen under adapters."""
+        if self.model.adapters is None:
+            return 2.0
+        linear = self.flops.linear * float(lengths.sum()) / float(self.flops.forward(lengths).sum())
+        return 2.0 - linear
+
+
+def _sampling(found: SamplingTime) -> list[Term]:
+    read = f"{found.steps:,.0f} steps, {found.concurrent:,.0f} sequences an engine"
+    return [
+        Term("prefill", {GENERATE: found.prefill}),
+        Term("decode", {GENERATE: found.decode}, read),
+    ]
+
+
+def _scoring(cfg: SkyRLTrainConfig, roles: Mapping[str, _Role], lengths: np.ndarray) -> list[Term]:
+    """Return the passes without gradients. Roles with GPUs of their own compute at the same time as the others."""
+    shared, waits, apart, passes = NONE, NONE, NONE, 0
+    for name, role in roles.items():
+        times = 1 if name != "policy" else policy_passes(cfg)
+        if not times:
+            continue
+        passes += times
+        found = role.forward(lengths, training=False)
+        own = (found.work + found.wire).times(times)
+        if name == "policy" or shares_policy_gpus(cfg, name):
+            shared, waits = shared + own, waits + own.times(found.bubbles)
+        else:
+            apart = apart.or_longer(own.times(1 + found.bubbles))
+    shared += apart.excess(shared + waits)
+    note = f"{passes} pass{'es' if passes != 1 else ''} without gradients"
+    return [Term("log-probs", {SCORE: shared}, note), Term("bubbles", {SCORE: waits})]
+
+
+def policy_passes(cfg: SkyRLTrainConfig) -> int:
+    """Count the passes of the policy without gradients: its log-probs before the update, unless no loss reads them or
+    the training pass has them, and those of the reference, if that is the policy without its adapters."""
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    megatron = trainer.policy.megatron_config
+    replays = megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "trainer"
+    in_reward = algorithm.use_kl_in_reward or distils_in_reward(cfg)
+    read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
+    once = trainer.train_batch_size == trainer.policy_mini_batch_size
+    own = (read and not (once and training_pass_scores(cfg))) or replays
+    return int(own) + int(policy_is_reference(cfg) and needs_reference(cfg))
+
+
+def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[Term]:
+    """Return the passes and optimizer steps of a role that is trained."""
+    trainer, name = cfg.trainer, role.model.role
+    updates = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
+    rows = max(len(lengths) // updates, 1)
+    times = updates * trainer.update_epochs_per_batch
+    of_one = np.resize(lengths, rows) if updates == 1 else lengths[::updates][:rows]
+    scale = times * float(lengths.sum()) / updates / float(of_one.sum())
+    found, again = role.forward(of_one, training=True), role.recomputed(of_one)
+    forward = (found.work + found.wire).times(scale)
+    backward = (found.work.times(role.backward(of_one)) + found.wire).times(scale)
+    recompute = forward.times(again)
+    waits = (forward + backward + recompute).times(found.bubbles)
+    kept = role.model.recompute.granularity or "none"
+    update, products = _optimizer(role), _orthogonalised(role)
+    muon = f", {products.times(times).likely:.3g} s of them Muon's products" if products.likely else ""
+    return [
+        Term("forward", {TRAIN: forward}),
+        Term("backward", {TRAIN: backward}),
+        Term("recomputation", {TRAIN: recompute}, f"{kept}: {again:.0%} of the forward pass"),
+        Term("bubbles", {TRAIN: waits}, f"{found.bubbles:.0%} of the passes"),
+        Term("optimizer", {TRAIN: (update + products).times(times)}, f"{times} steps{muon}"),
+    ]
+
+
+def _optimizer(role: _Role) -> Seconds:
+    """Return the seconds of one optimizer step: gradients over dp, the update on device and host, weights over dp."""
+    model, machine, p = role.model, role.machine, role.model.parallel
+    megatron = model.settings.megatron_config
+    options, ddp = megatron.optimizer_config_kwargs, megatron.ddp_config
+    most = NONE
+    for stage in range(p.pp):
+        factors, own = model.factors(stage), model.parameters(stage)
+        dense, expert = (own.dense, own.expert) if factors is None else (factors.dense, factors.expert)
+        shard = dense / p.dp_cp + expert / p.edp
+        if not options.get("use_distributed_optimizer", True):
+            shard = dense + expert
+        hosted = float(options.get("optimizer_offload_fraction") or 0) if options.get("optimizer_cpu_offload") else 0
+        on_host = shard * hosted
+        copies = machine.to_host(on_host * 8)
+        update = machine.host_adam.times(on_host)
+        overlapped = options.get("overlap_cpu_optimizer_d2h_h2d")
+        hosted_s = copies.or_longer(update) if overlapped else copies + update
+        width = 4 if ddp.grad_reduce_in_fp32 else model.kernels.width
+        summed = dense * (p.dp_cp - 1) / p.dp_cp + expert * (p.edp - 1) / p.edp
+        wire = machine.across(p.world_size // p.pp, summed * (width + model.kernels.width))
+        most = most.or_longer(machine.adam(shard - on_host) + hosted_s + wire)
+    return most
+
+
+def _orthogonalised(role: _Role) -> Seconds:
+    """Return the seconds that Muon adds to an optimizer step: Newton-Schulz on the whole matrices that a rank owns,
+    and fp32 momentum and updates on their ways over dp and tp; none with another optimizer."""
+    model, machine, p = role.model, role.machine, role.model.parallel
+    if model.settings.optimizer_config.optimizer != "muon":
+        return NONE
+    options = model.settings.megatron_config.optimizer_config_kwargs
+    settings, sharded = muon_settings(options), options.get("use_distributed_optimizer", True)
+    width = 2 if settings.fp32_matmul_prec in (None, "medium") else 4
+    dp, edp = (p.dp_cp, p.edp) if sharded else (1, 1)
+    table = model.table if model.adapters is None else model.adapters
+    most = NONE
+    for stage in range(p.pp):
+        dense, expert = table.newton_schulz(p, stage)
+        held = model.factors(stage) or model.parameters(stage)
+        own = (held.matrices[0] / dp, held.matrices[1] / edp)
+        products = machine.train((dense / dp + expert / edp) * settings.num_ns_steps, width)
+        there_and_back = 8 * (own[0] * (dp > 1) + own[1] * (edp > 1))
+        gathered = 4 * (own[0] * (p.tp - 1) + own[1] * (p.etp - 1))
+        wire = machine.across(p.world_size // p.pp, there_and_back) + machine.across(max(p.tp, p.etp), gathered)
+        most = most.or_longer(products + wire)
+    return most
+
+
+def _offload(cfg: SkyRLTrainConfig, roles: Mapping[str, _Role]) -> list[Term]:
+    """Return the copies of states that leave the GPU for other roles and engines, and come back."""
+    terms, moved = [], 0
+    for name, role in roles.items():
+        away = resident(cfg, name, TRAINING, name) - resident(cfg, name, GENERATION) - {"gradients"}
+        states = [role.model.state(stage) for stage in range(role.model.parallel.pp)]
+        sizes = {what: max(getattr(state, what) for state in states) for what in away}
+        moved += sum(sizes.values())
+        weights, optimizer = (role.machine.to_host(sizes.get(what, 0)) for what in ("weights", "optimizer"))
+        back = Seconds(optimizer.low * 0.2, optimizer.likely * 0.5, optimizer.high)  # copied while the model computes
+        phases = {SCORE: weights} if is_frozen(name) else {SCORE: weights, TRAIN: back}
+        terms.append(Term("offload", phases | {SYNC: weights + optimizer}))
+    if cfg.trainer.placement.colocate_all:
+        terms.append(Term("offload", {SYNC: roles["policy"].machine.switch}))
+    note = f"{gigabytes(moved)} a rank, both ways" if moved else ""
+    return [Term("offload", {}, note), *terms]
+
+
+def sync_sizes(cfg: SkyRLTrainConfig, model: RoleModel) -> SyncSizes:
+    """Return what a weight sync moves to each engine worker."""
+    engine, p, plan = cfg.generator.inference_engine, model.parallel, model.table.plan
+    degrees = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size
+    nodes = max(cfg.trainer.placement.policy_num_nodes, 1)
+    sizes, sliced = engine_bytes(cfg, model.table), engine.weight_sync_routes and engine.backend == "vllm"
+    layers = plan.shape.moe
+    experts = sum(1 for entry in plan.entries if entry.is_expert) * 2
+    whole = sum(len(entry.hf) for entry in plan.entries)
+    fused = plan.family.model_type in FUSED_EXPERTS
+    tensors = whole - experts + 2 * sum(layers) if fused and experts else whole
+    width = model.kernels.width
+    if sizes.received:  # adapters alone
+        received, sliced = float(sizes.received), False
+    else:
+        received = float(sizes.weights) if sliced else float(model.table.total() * width)
+    sent = received * (engine_gpus(cfg) / p.world_size * BUSIEST if sliced else 1 / p.world_size)
+    away = share_away(nodes, min(p.edp, nodes)) if ranks_exchange_weights(cfg) else 0.0
+    tensors = round(tensors / degrees[1])
+    return SyncSizes(received, sent, tensors, weight_bucket_sizes(cfg)[-1], away)
+
+
+def _sync(cfg: SkyRLTrainConfig, model: RoleModel, machine: Machine) -> Term:
+    sizes, found = sync_sizes(cfg, model), []
+    alone = model.parallel.world_size + engine_gpus(cfg) <= machine.per_node
+    peak, shares = (machine.nvlink, NVLINK) if alone else (machine.network, NETWORK)
+    for copies, share in zip(machine.sync_copies, shares, strict=True):
+        if weight_transport(cfg) == "ipc":
+            found.append(on_shared_gpus(sizes, machine.network * share, copies).total)
+        else:
+            found.append(over_network(sizes, peak * share, copies).total)
+    low, likely, high = found[::-1]
+    return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{gigabytes(sizes.received)} a worker")

@@ -1,0 +1,250 @@
+"""Check options that are passed to Megatron, vLLM and transformers, unavailable features, and optional packages."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+from bridges.errors import BridgeError
+from skyrl_megatron.config.fields import declared_fields, get_path, source_of
+from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.resolve import trackers
+from skyrl_megatron.config.roles import active_roles, is_frozen
+from skyrl_megatron.config.rules.muon_rules import PREFIX
+from skyrl_megatron.config.rules.passthrough_keys import SAMPLING
+from skyrl_megatron.config.validate import require_available
+from skyrl_megatron.errors import ConfigError, Problem, install_command
+from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, sampling_keys, sampling_types, typed_field
+from skyrl_megatron.plugins import GENERATORS, SANDBOXES
+from skyrl_megatron_agents.sandboxes.sandbox_queue import why_not_here
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run that has not started. Its configuration may have problems."""
+
+    cfg: SkyRLTrainConfig
+    hardware: Hardware
+    """The hardware that the run will get."""
+    training: bool = True
+    """False for an evaluation, which reads no training data and trains nothing."""
+    scripted: bool = False
+    """True if a user's script starts the run. The script may supply its own data sets and tokenizer."""
+    check_only: bool = False
+    """True for ``--check``: weights and tokenizer of a model may still be missing."""
+
+    def awaits_files(self, folder: Path) -> bool:
+        """Return whether the weights of a model are allowed to be missing from its folder, and are."""
+        return self.check_only and not any(folder.glob("*.safetensors"))
+
+
+@dataclass(frozen=True, slots=True)
+class NotChecked:
+    """Something that can be checked only when the run has started."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
+MEMORY_KEYS = (GPU_MEMORY, HOST_MEMORY)
+"""Keys of the Problems of phases that do not fit into memory."""
+
+_TRANSFORMER = "megatron.core.transformer.transformer_config"
+_PARSERS = "_TOOL_PARSERS_TO_REGISTER"
+_OPTIMIZER = "megatron.core.optimizer.optimizer_config"
+
+
+def foreign_options(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield every option that Megatron, transformers or vLLM does not know, with the closest known name."""
+    yield from _megatron(run)
+    yield from _models(run)
+    yield from _engines(run)
+
+
+def _megatron(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    for role in active_roles(run.cfg) if run.training else ():
+        megatron = getattr(run.cfg.trainer, role).megatron_config
+        key = f"trainer.{role}.megatron_config."
+        latent = bool((_config_json(run, role) or {}).get("kv_lora_rank"))
+        config = "MLATransformerConfig" if latent else "TransformerConfig"
+        for name, module, owner in (
+            ("transformer_config_kwargs", _TRANSFORMER, config),
+            ("optimizer_config_kwargs", _OPTIMIZER, "OptimizerConfig"),
+        ):
+            options = getattr(megatron, name)
+            if role == "policy" or options != getattr(run.cfg.trainer.policy.megatron_config, name):
+                known = declared_fields(module, owner)
+                options = {field: value for field, value in options.items() if not field.startswith(PREFIX)}
+                yield from _unknown(f"{key}{name}", options, known, f"Megatron's {owner}")
+
+
+def _models(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Check the names of changes to ``config.json``, which transformers does not check."""
+    for role in active_roles(run.cfg):
+        for part in ("model_config_kwargs", "megatron_config.model_config_kwargs"):
+            changes = get_path(run.cfg, f"trainer.{role}.{part}")
+            if not changes or (role != "policy" and changes == get_path(run.cfg, f"trainer.policy.{part}")):
+                continue
+            if (hf := _config_json(run, role)) is None:
+                continue
+            from bridges.families import get_family  # loads torch
+
+            try:
+                full = get_family(str(hf.get("model_type"))).config(hf).to_dict()
+            except BridgeError:
+                continue  # an unsupported model, which is reported
+            yield from _unknown(
+                f"trainer.{role}.{part}", changes, {*hf, *full}, f"the configuration of {hf['model_type']}"
+            )
+
+
+def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    generator = run.cfg.generator
+    if generator.inference_engine.backend != "vllm":
+        return  # a plugin's own options
+    arguments = generator.inference_engine.engine_init_kwargs
+    if arguments:
+        key = "generator.inference_engine.engine_init_kwargs"
+        known = declared_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+        yield from _unknown(key, arguments, known, "vLLM's engine arguments")
+    yield from _tool_parser(generator.inference_engine.tool_call_parser)
+    for name in ("sampling_params", "eval_sampling_params"):
+        sampling = getattr(generator, name)
+        further = sampling.additional_kwargs if sampling is not None else None
+        if further:
+            key = f"generator.{name}.additional_kwargs"
+            known = None if sampling_types() is None else sampling_keys() | RESERVED
+            yield from _unknown(key, further, known, "vLLM's SamplingParams")
+            yield from _of_another_type(key, further, SAMPLING.passed_on & (known or frozenset()))
+
+
+def _tool_parser(name: str | None) -> Iterator[Problem]:
+    """Yield a problem if vLLM has no tool parser of this name."""
+    tree = None if name is None else source_of("vllm.tool_parsers")
+    for node in [] if tree is None else tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _assigns(node, _PARSERS):
+            known = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+            if name not in known:
+                key = "generator.inference_engine.tool_call_parser"
+                yield Problem(key, name, f"unknown parser: use one of {', '.join(sorted(map(str, known)))}")
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _of_another_type(key: str, options: Mapping[str, Any], known: Collection[str]) -> Iterator[Problem]:
+    """Yield values of a type that vLLM's ``SamplingParams`` does not accept."""
+    for name, value in options.items():
+        if name in known:
+            try:
+                typed_field(name, value)
+            except WrongType as error:
+                yield Problem(f"{key}.{error.path}", error.value, error.wanted)
+
+
+def _unknown(
+    key: str, options: Mapping[str, Any], known: Collection[str] | None, owner: str
+) -> Iterator[Problem | NotChecked]:
+    if known is None:
+        yield NotChecked(key, f"{owner} is not installed here")
+        return
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            yield Problem(
+                f"{key}.{name}",
+                value,
+                f"no field of {owner}: " + (f"did you mean {near[0]}?" if near else "remove this key"),
+            )
+
+
+def _config_json(run: PlannedRun, role: str) -> dict[str, Any] | None:
+    path = getattr(run.cfg.trainer, role).model.path
+    try:
+        return read_hf_config(run.cfg, role) if path else None
+    except ConfigError:
+        return None  # reported by the rules
+
+
+def features(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield every setting that no engine or that the run's generator does not support."""
+    try:
+        require_available(run.cfg)
+    except ConfigError as error:
+        yield from error.problems
+    if gates := run.cfg.trainer.algorithm.dynamic_sampling.gates:
+        from skyrl_megatron.rollout.admission import Gates
+
+        try:
+            Gates(gates)
+        except ConfigError as error:
+            yield from error.problems
+    if penalty := run.cfg.trainer.algorithm.length_penalty:
+        from skyrl_megatron.algorithms.length_penalty import LengthPenalty
+
+        try:
+            LengthPenalty.of(penalty)
+        except ConfigError as error:
+            yield from error.problems
+    if run.cfg.generator.name == "agent":
+        sandbox, key = run.cfg.generator.agent.sandbox, "generator.agent.sandbox"
+        if run.hardware.elsewhere:
+            yield NotChecked(key, f"whether the machine of the driver can start sandboxes of {sandbox}")
+        elif (sandbox in SANDBOXES.built_in or SANDBOXES.find(sandbox)) and (why := why_not_here(sandbox)):
+            yield Problem(key, sandbox, why)
+    generator, lora = GENERATORS.find(run.cfg.generator.name), run.cfg.trainer.policy.model.lora
+    if generator is not None and len(lora.adapters) > 1:
+        options = signature(generator).parameters
+        if "adapters" not in options and all(each.kind is not Parameter.VAR_KEYWORD for each in options.values()):
+            fix = (
+                "this generator class has no parameter `adapters`, so its requests cannot name an adapter: add the "
+                "parameter, or train one adapter"
+            )
+            yield Problem("generator.name", run.cfg.generator.name, fix)
+
+
+_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+
+
+def packages(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield settings whose package is not installed. Packages of the ranks are not checked if the ranks run
+    elsewhere."""
+    for key, value, package, otherwise in _needed(run):
+        if package == "transformer_engine" and run.hardware.elsewhere:
+            yield NotChecked(key, f"whether the machines of the ranks have {package}: run launch/doctor.sh there")
+        elif importlib.util.find_spec(package) is None:
+            yield Problem(key, value, f"needs the package {package}: {install_command(package)}, or {otherwise}")
+    engine = run.cfg.generator.inference_engine
+    if engine.run_engines_locally and engine.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        yield Problem("generator.inference_engine.backend", "vllm", "vLLM is not installed: run launch/setup.sh")
+
+
+def _needed(run: PlannedRun) -> Iterator[tuple[str, object, str, str]]:
+    """Yield (key, value, required package, alternative to installing it)."""
+    trainer = run.cfg.trainer
+    for tracker in trackers(run.cfg):
+        yield "trainer.logger", tracker, tracker, "set trainer.logger=tensorboard"
+    store = _STORES.get(trainer.ckpt_path.partition("://")[0]) if "://" in trainer.ckpt_path else None
+    if store is not None and run.training:
+        yield "trainer.ckpt_path", trainer.ckpt_path, store, "set it to a folder"
+    for role in active_roles(run.cfg) if run.training else ():
+        megatron, key = getattr(trainer, role).megatron_config, f"trainer.{role}.megatron_config."
+        if megatron.optimizer_config_kwargs.get("use_precision_aware_optimizer") and not is_frozen(role):
+            name = f"{key}optimizer_config_kwargs.use_precision_aware_optimizer"
+            yield name, True, "transformer_engine", "remove this key"

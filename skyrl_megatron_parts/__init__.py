@@ -1,0 +1,1 @@
+"""Parts that a rank has only if a setting asks for them."""

@@ -1,0 +1,1 @@
+"""Experts: which rank holds which one, how evenly they are used, and how they move between ranks."""

@@ -1,0 +1,106 @@
+"""Micro-batches whose routes load all EP ranks alike: the collective part of ``experts/levelling.py``.
+
+An EP group spans the ranks of one or several replicas, of one pipeline stage. All of its ranks gather the rows, plans
+and loads of these replicas and compute the same plan; so do the groups of the other stages, which have the same rows.
+Where a group spans a part of a replica only, as with tp·cp above ep·etp, it sees a part of each sequence; the plan
+then levels the sum over the groups of the replica.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from skyrl_megatron import device
+from skyrl_megatron.data.packing import aligned
+from skyrl_megatron.runtime.flops import ModelFlops, expert_flops
+from skyrl_megatron.runtime.packed_inputs import find_route_problem
+from skyrl_megatron.runtime.parallel_state import ProcessGroups, raise_on_all_ranks
+from skyrl_megatron_parts.experts.levelling import ReplicaRows, balance_experts, planned_layers, rank_loads
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.model.build import ModelChunks
+    from skyrl_megatron.types import TrainingBatch
+
+
+class ExpertBalance:
+    """Regroups the rows of micro-batches for ``moe_balance_experts``. All ranks call the same methods."""
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups, flops: ModelFlops, max_tokens: int) -> None:
+        """``flops``: of the whole model. ``max_tokens``: of a micro-batch; -1: its number of rows is fixed."""
+        self.model, self.groups, self.max_tokens = model, groups, max(max_tokens, 0)
+        config, parallel = model.config, groups.parallel
+        experts = [layer for layer, is_moe in enumerate(model.hf.plan.shape.moe) if is_moe]
+        self.layers = planned_layers(experts, parallel.ep)
+        self._flops, (self._unit, layers) = flops, expert_flops(config)
+        self._routes = config.moe_router_topk * layers
+        """Experts that a token visits."""
+        shards, share = parallel.tp * parallel.cp, parallel.ep * parallel.etp
+        self._scale = len(self.layers) / layers * parallel.etp * max(shards // share, 1) / shards
+        self._found: list[list[float]] = []
+
+    def plan(
+        self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: Sequence[np.ndarray], most: int
+    ) -> list[np.ndarray]:
+        """Return the parts of each micro-batch of this replica, ``plain`` if no row of the EP group has routes.
+
+        ``parts``: ``packing.units``, which are not split. ``most``: of a micro-batch, if their number is fixed. Raises
+        the same ValueError on all ranks for routes that the model cannot replay.
+        """
+        started = time.perf_counter()
+        mine, problem = None, None
+        try:
+            mine = self._rows(batch, parts, list(plain))
+        except (IndexError, ValueError) as error:
+            problem = find_route_problem(batch, self.model, "natural") or ValueError(f"routes of the batch: {error}")
+        raise_on_all_ranks(problem)
+        gathered: list[Any] = [None] * self.groups.ep.size()
+        dist.all_gather_object(gathered, (self.groups.dp.rank(), mine), group=self.groups.ep)
+        by_replica: dict[int, ReplicaRows] = dict(gathered)  # ranks of one replica sent the same
+        order = sorted(by_replica)
+        replicas = [by_replica[number] for number in order]
+        if not any(each.loads.any() for each in replicas):
+            return list(plain)
+        largest = max(int(each.tokens[own].sum()) for each in replicas for own in each.plan)
+        plans, found = balance_experts(
+            replicas, max_tokens=self.max_tokens or largest, max_rows=None if self.max_tokens else most
+        )
+        self._found.append([1.0, found.plain, found.balanced, found.bound, time.perf_counter() - started])
+        return plans[order.index(self.groups.dp.rank())]
+
+    def _rows(self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: list[np.ndarray]) -> ReplicaRows:
+        lengths = batch.lengths
+        ranks = np.array([self.model.experts.ranks_of(layer) for layer in self.layers])
+        other = self._flops.forward(lengths) / self._unit - lengths * self._routes
+        rows = (
+            aligned(lengths, self.groups.parallel.alignment),
+            np.rint(np.maximum(other, 0.0) * self._scale).astype(np.int64),
+            rank_loads(batch.rollout_routes or [None] * len(batch), lengths, self.layers, ranks),
+        )
+        starts = np.cumsum([0, *map(len, parts)])[:-1]
+        order = np.concatenate([*parts, np.zeros(0, np.int64)])
+        return ReplicaRows(plain, *(np.add.reduceat(each[order], starts, dtype=np.int64) for each in rows))
+
+    def forget(self) -> None:
+        """Drop what :meth:`take_metrics` would return."""
+        self._found.clear()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the plans since the last call, as means over them and over all replicas; {} without
+        a plan."""
+        sums = torch.tensor(self._found, dtype=torch.float64).reshape(-1, 5).sum(0).to(device.device())
+        self._found.clear()
+        dist.all_reduce(sums)
+        count, *values = sums.tolist()
+        names = (
+            "moe_microbatch_imbalance_plain",
+            "moe_microbatch_imbalance",
+            "moe_microbatch_imbalance_bound",
+            "moe_balance_s",
+        )
+        return {name: value / count for name, value in zip(names, values, strict=True)} if count else {}

@@ -1,0 +1,1 @@
+"""Training on rows of data: conversations, preferences and scores."""

@@ -1,0 +1,1 @@
+"""Commands around a run: doctor, replay, mismatch, clusters, engines on other hosts, the embedded run."""

@@ -1,0 +1,1 @@
+"""The embedded run: a tiny model that is made, warmed up and trained on two CPU cores."""

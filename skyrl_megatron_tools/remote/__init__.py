@@ -1,0 +1,1 @@
+"""Engines and teachers on other hosts."""
