@@ -15,7 +15,7 @@ from torch import Tensor
 from bridges.staging import write_file
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import private_folder
-from skyrl_megatron.trainer.identity import Identity, as_json, from_json, refuse_other, sampled_identity
+from skyrl_megatron.identity import Identity, as_json, from_json, refuse_other, sampled_identity
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]

@@ -146,7 +146,7 @@ def test_a_run_that_dies_in_every_phase_trains_each_group_once(folder):
     """Six lives and a last one: what any of them finished is never sampled anew, and the schedule has each group once.
 
     Groups of step n may be trained twice only when step n itself was lost with its checkpoint: they are the same."""
-    from skyrl_megatron.sources.records import read_schedule
+    from tests.trainer.store_runner import read_schedule
 
     (folder / "counted.py").write_text(COUNTED)
     body = NOTES + KILLS + 'register("counted", "counted:Counted")\n'

@@ -205,7 +205,8 @@ def test_what_was_sampled_outlives_a_killed_run(folder):
     """Killed behind the checkpoint of step 2, when step 3 is over: the same command takes step 3 from the disk, bit
     for bit, samples nothing anew that was finished, and trains each group once."""
     from skyrl_megatron.data.journal import Journal
-    from skyrl_megatron.sources.records import CODEC, FinishedGroup, read_schedule
+    from skyrl_megatron.sources.records import CODEC, FinishedGroup
+    from tests.trainer.store_runner import read_schedule
 
     (folder / "counted.py").write_text(COUNTED)
     body = NOTES + 'register("counted", "counted:Counted")\n'

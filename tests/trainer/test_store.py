@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_costs_its_group_alone(tmp_path):
 
 
 def test_the_schedule_is_read_back_for_a_replay(tmp_path):
-    from skyrl_megatron.sources.records import read_schedule
+    from tests.trainer.store_runner import read_schedule
 
     async def body():
         store = store_in(tmp_path, keep_consumed=True, segment_bytes=1000)
