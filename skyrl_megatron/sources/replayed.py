@@ -14,9 +14,9 @@ from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dic
 from skyrl_megatron.errors import ConfigError, JournalError, Problem
 from skyrl_megatron.identity import changes_numbers, read_identity, refuse_other, sampled_identity
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.sources.group_stream import Group, GroupStream
 from skyrl_megatron.sources.staleness import DoneGroups
 from skyrl_megatron.sources.store import GroupStore
-from skyrl_megatron.sources.streamed import Group, GroupStream
 
 KEY = "trainer.fully_async.replay_from"
 _BATCH = ("trainer.train_batch_size", "generator.n_samples_per_prompt")

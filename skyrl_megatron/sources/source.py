@@ -24,12 +24,13 @@ from skyrl_megatron.rollout.dynamic_sampling import Batch, distinct_uids, groups
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
+from skyrl_megatron.sources.group_stream import Group
 from skyrl_megatron.sources.oversampled import OversampledGroups
 from skyrl_megatron.sources.replayed import ReplayedRollouts
 from skyrl_megatron.sources.run_state import RunState, StepParts, StreamParts
 from skyrl_megatron.sources.staleness import Concurrency, token_staleness, token_staleness_metrics
 from skyrl_megatron.sources.store import DurableGroups, ResumedGroups
-from skyrl_megatron.sources.streamed import Group, RolloutStream, StalePolicy, StreamLimits
+from skyrl_megatron.sources.streamed import RolloutStream, StalePolicy, StreamLimits
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,6 +26,7 @@ from skyrl_megatron.errors import JournalError
 from skyrl_megatron.identity import Identity, claim
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
+from skyrl_megatron.sources.group_stream import Group
 from skyrl_megatron.sources.records import (
     CODEC,
     ConsumedGroup,
@@ -38,7 +39,6 @@ from skyrl_megatron.sources.records import (
     ScheduledStep,
     Spans,
 )
-from skyrl_megatron.sources.streamed import Group
 
 
 @dataclass(frozen=True, slots=True)
