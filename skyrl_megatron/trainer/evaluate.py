@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -47,6 +47,18 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.generator import SamplingParams
 
 
+class HeldOutPrompts(Protocol):
+    """A data set of prompts: ``PromptDataset``, or a user's own."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Any:
+        """Return a row."""
+
+    def collate_fn(self, rows: list[Any]) -> list[dict[str, Any]]:
+        """Return the entries of rows: ``prompt``, ``uid``, ``env_class``, ``env_extras``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The rows that were sampled from a dataset, with the uid and the other columns of each row's prompt."""
@@ -70,11 +82,11 @@ class Sampled:
 
 async def evaluate(
     cfg: SkyRLTrainConfig,
-    eval_dataset: Any,
+    eval_dataset: HeldOutPrompts | None,
     generator: GeneratorInterface,
     tokenizer: Any,
     global_step: int,
-    sets: Mapping[str, Any] | None = None,
+    sets: Mapping[str, HeldOutPrompts] | None = None,
     *,
     identity: Identity | None = None,
 ) -> dict[str, float]:
@@ -107,8 +119,10 @@ async def evaluate(
                 metrics |= _scores(f"adapter/{adapter}", sampled.select(owners[adapter]), n)
     for name, dataset in (sets or {}).items():
         one = eval_sets(cfg.data.eval_sets)[name]
-        given = {key: value for key in ("temperature", "top_p") if (value := getattr(one, key)) is not None}
-        params = dataclasses.replace(settings.eval_sampling_params, **given)
+        usual = settings.eval_sampling_params
+        temperature = usual.temperature if one.temperature is None else one.temperature
+        top_p = usual.top_p if one.top_p is None else one.top_p
+        params = dataclasses.replace(usual, temperature=temperature, top_p=top_p)
         sampled = await _sample(cfg, dataset, generator, one.n, params, global_step)
         metrics |= _set_scores(name, one, sampled, tokenizer)
         _dump(cfg, folder, name, sampled, range(len(sampled.uids)), tokenizer)
@@ -136,7 +150,12 @@ def _require_names(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> None:
 
 
 async def _sample(
-    cfg: SkyRLTrainConfig, dataset: Any, generator: GeneratorInterface, n: int, params: SamplingParams, step: int
+    cfg: SkyRLTrainConfig,
+    dataset: HeldOutPrompts,
+    generator: GeneratorInterface,
+    n: int,
+    params: SamplingParams,
+    step: int,
 ) -> Sampled:
     """Sample ``n`` responses to each prompt of ``dataset``."""
     sampling, size = engine_sampling(params), cfg.trainer.eval_batch_size
@@ -152,7 +171,7 @@ async def _sample(
         outputs.append(await with_timeout(work, cfg.trainer.phase_timeout_s, "eval"))
         uids += row_uids(outputs[-1], batch_uids)
         by_uid = {str(prompt["uid"]): prompt["env_extras"] or {} for prompt in prompts}
-        extras += [by_uid[uid] for uid in uids[len(extras) :]]
+        extras += [by_uid[uid] for uid in uids[len(extras) :]]  # a generator may return several rows a sample
     return Sampled(concatenate_generator_outputs(outputs), uids, extras)
 
 
@@ -180,7 +199,7 @@ def _set_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any)
 
 def _group_scores(name: str, one: EvalSetConfig, sampled: Sampled, tokenizer: Any) -> dict[str, float]:
     metrics = _scores(name, sampled, one.n)
-    metrics.pop(f"eval/{name}/pass_at_{one.n}", None)
+    metrics.pop(f"eval/{name}/pass_at_{one.n}", None)  # a set has the unbiased estimates of its ``ks`` instead
     prompts: dict[str, list[tuple[Hashable, bool]]] = defaultdict(list)
     for trajectory in sampled_trajectories(sampled.output, sampled.uids):
         if not trajectory.failed:
