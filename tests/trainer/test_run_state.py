@@ -51,3 +51,60 @@ def test_what_the_algorithm_remembers_is_restored():
     assert trainer.algorithm_state() != before
     trainer.load_algorithm_state(before)
     assert trainer.algorithm_state() == before and before.keys() == {"kl_coef", "role_baselines"}
+
+
+def test_a_run_without_copies_goes_back_to_its_start():
+    """Ranks that only take notes: the order, and what of the run is as it was at its start."""
+    from types import SimpleNamespace
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.errors import RankLostError
+    from skyrl_megatron.trainer.ppo import RayPPOTrainer
+    from tests.config.settings.loop import trainer_of
+
+    notes, lost = [], []
+
+    class Noting(RayPPOTrainer):
+        def load_checkpoints(self):
+            notes.append(f"load after step {self.global_step}")
+
+        def renew_weight_sync(self):
+            notes.append("new ranks")
+
+        def sync_weights(self):
+            notes.append("sync")
+
+        def before_training(self):
+            notes.append("evaluate")
+
+    def work():
+        lost.append(0)
+        trainer.metrics["loss"] = 1.0
+        trainer.estimator.means["first"] = 0.5
+        raise RankLostError("policy rank 0: the process died", "policy")
+
+    keys = ["healing.enabled=true", "healing.copies=none", "algorithm.advantage_estimator=rae", "train_batch_size=4"]
+    cfg = SkyRLTrainConfig.from_cli_overrides([f"trainer.{key}" for key in keys])
+    trainer = trainer_of(cfg, Noting)
+    trainer.checkpoints = SimpleNamespace(saved_step=None, drop_lost_ranks=lambda parts: notes.append(parts))
+    trainer.roles["policy"] = SimpleNamespace(
+        name="policy",
+        group=SimpleNamespace(role="policy", names=["policy rank 0"], lost=lambda *, stopped: lost),
+        offload=lambda: None,
+        replace=lambda ranks: notes.append(f"replace {ranks}") or ranks,
+        rebuild=lambda: notes.append("rebuild"),
+        checkpointed=lambda: {"policy": None},
+        peer_holders=lambda new: None,
+    )
+    trainer.recovery.begin()
+    start = trainer.train_dataloader.state_dict()
+    next(trainer.rollouts.prompts)
+    trainer.run_state.position = trainer.train_dataloader.state_dict()
+    trainer.global_step, trainer.metrics = 3, {"reward": 1.0}
+    with trainer.recovery.recoverable() as step:
+        step.run(work)
+        notes.append("not reached")
+    assert notes == ["replace [0]", "rebuild", {"policy": {0}}, "new ranks", "load after step 0", "sync", "evaluate"]
+    assert trainer.global_step == 0 and trainer.metrics == {} and trainer.estimator.means == {}
+    assert trainer.train_dataloader.state_dict() == start
+    assert trainer.recovery.metrics()["trainer/healings"] == 1.0
