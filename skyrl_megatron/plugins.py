@@ -92,9 +92,9 @@ class ClassRegistry:
         """
 
         def decorate(cls: C) -> C:
-            known = self._classes.get(name)
-            if name in (*self.built_in, *self.reserved) or (known is not None and _path(known) != _path(cls)):
-                owner = _path(known) if known is not None else "built in"
+            taken = self._paths.get(name) or (_path(self._classes[name]) if name in self._classes else None)
+            if name in (*self.built_in, *self.reserved) or taken not in (None, _path(cls)):
+                owner = taken or "built in"
                 raise ConfigError([Problem(self.key, name, f"is taken ({owner}): register under another name")])
             self._classes[name] = cls
             return cls
@@ -122,10 +122,12 @@ class ClassRegistry:
         return self._classes.get(name)
 
     def problems(self, name: str) -> Iterator[Problem]:
-        """Yield a configuration problem if ``name`` is not registered."""
-        known = (*self.built_in, *self._classes, *self._paths)
-        if name not in known:
-            yield Problem(self.key, name, f"not registered; known: {', '.join(known)}")
+        """Yield a configuration problem if ``name`` is not registered. Loads all plugins first if it is unknown."""
+        if name not in (*self.built_in, *self._paths, *self._classes):
+            load_plugins()
+        names = (*self.built_in, *self._paths, *self._classes)
+        if name not in names:
+            yield Problem(self.key, name, f"not registered; known: {', '.join(names)}")
 
 
 class Additions[T]:
@@ -156,7 +158,7 @@ def load_path(path: str) -> Any:
 
 
 def _path(cls: Callable[..., Any]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 METRICS: dict[str, dict[str, str]] = {}
@@ -187,10 +189,10 @@ register_recorder = RECORDERS.register
 register_part = PARTS.register
 
 _ENGINE = "generator.inference_engine."
-GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")
+GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
-SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")
+SANDBOXES = ClassRegistry("generator.agent.sandbox")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 
