@@ -4,8 +4,9 @@ Registers them by path, so that an import of this package loads none of them.
 """
 
 from skyrl_megatron import envs
-from skyrl_megatron.plugins import GENERATORS, SANDBOXES
+from skyrl_megatron.plugins import ENGINE_SERVICES, GENERATORS, SANDBOXES
 
+ENGINE_SERVICES.register_path("enable_http_endpoint", "skyrl_megatron_agents.http_endpoint:HttpEndpoint")
 GENERATORS.register_path("agent", "skyrl_megatron_agents.sandbox_agent:SandboxAgentGenerator")
 
 SANDBOXES.register_path("namespaces", "skyrl_megatron_agents.sandboxes.namespaces:NamespaceProvider")

@@ -181,10 +181,7 @@ def make_provider(name: str, **options: Any) -> SandboxProvider:
 
     Raises ConfigError for an unknown name, and SandboxError if the provider cannot run on this machine.
     """
-    provider_class = SANDBOXES.find(name)
-    if provider_class is None:
-        raise ConfigError(list(SANDBOXES.problems(name)))
-    provider: SandboxProvider = provider_class(**options)
+    provider: SandboxProvider = SANDBOXES.require(name)(**options)
     if reason := provider.problem():
         raise SandboxError(f"sandboxes of provider {name!r} cannot run here: {reason}")
     provider.reap()
