@@ -68,12 +68,12 @@ class Lines(TrainerCallback):
 
 def run(home: Path, train_s: float) -> None:
     """Print the figures of the run."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.sources.source import PromptRollouts, StreamedRollouts
     from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     class LongStream(StreamedRollouts):

@@ -18,9 +18,11 @@ and model families have separate registries (:mod:`skyrl_megatron.algorithms`, :
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -137,7 +139,7 @@ class ClassRegistry:
 
 
 class Additions[T]:
-    """What acts beside the core at one place: all registered functions or classes, in the order of registration."""
+    """What acts in addition to the core at one place: functions or classes, in the order of registration."""
 
     def __init__(self) -> None:
         self._items: dict[str, T | str] = {}
@@ -185,14 +187,61 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
 
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
+REPORTERS: Additions[Callable[..., Any]] = Additions()
+"""Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
-"""What looks at a run while it goes on and writes down what it sees."""
+"""What looks at a run while it trains and writes down what it sees."""
 PARTS: Additions[Callable[..., Any]] = Additions()
 """Parts of a rank that act at the begin and end of its passes and steps."""
 
 register_check = CHECKS.register
+register_reporter = REPORTERS.register
 register_recorder = RECORDERS.register
 register_part = PARTS.register
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option that does something else than the command it is given to, such as printing one row of the data."""
+
+    value: str
+    """What its value is called in ``--help``."""
+    help: str
+    """Its line in ``--help``."""
+    path: str
+    """``module:function`` of (arguments, class of the configuration), which returns the exit code."""
+
+    def __call__(self, args: Sequence[str], config: type[Any]) -> int:
+        """Run the option instead of the command. Returns the exit code."""
+        code: int = load_path(self.path)(args, config)
+        return code
+
+
+OPTIONS: dict[str, Option] = {}
+"""``--name`` → what it does in every command that takes ``key=value``."""
+
+
+def register_option(name: str, path: str, *, value: str, help: str) -> None:
+    """Register an option of the commands that take ``key=value``. Raises ConfigError if another has this name."""
+    option = Option(value, help, path)
+    if OPTIONS.setdefault(name, option) != option:
+        raise ConfigError([Problem("option", name, f"is taken ({OPTIONS[name].path}): register another name")])
+
+
+def option_lines() -> list[str]:
+    """Return the lines of ``--help`` about registered options. A plugin that cannot be imported has none."""
+    with contextlib.suppress(ConfigError):
+        load_plugins()
+    return [f"  {f'{name} {option.value}':<16}{option.help}" for name, option in OPTIONS.items()]
+
+
+def requested_option(args: Iterable[str]) -> Option | None:
+    """Return the first registered option among ``args``, or None. Loads all plugins if ``args`` have any option."""
+    names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    if names:  # a plain run does not pay for the search
+        load_plugins()
+    return next((OPTIONS[name] for name in names if name in OPTIONS), None)
+
 
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym")

@@ -4,7 +4,7 @@ Registers them by path, so that an import of this package loads none of them.
 """
 
 from skyrl_megatron import envs
-from skyrl_megatron.plugins import ENGINE_SERVICES, GENERATORS, SANDBOXES
+from skyrl_megatron.plugins import CHECKS, ENGINE_SERVICES, GENERATORS, REPORTERS, SANDBOXES
 
 ENGINE_SERVICES.register_path("enable_http_endpoint", "skyrl_megatron_agents.http_endpoint:HttpEndpoint")
 GENERATORS.register_path("agent", "skyrl_megatron_agents.sandbox_agent:SandboxAgentGenerator")
@@ -20,3 +20,6 @@ envs.register("search", "skyrl_megatron_agents.environments.search:SearchEnv")
 envs.register("task", "skyrl_megatron_agents.environments.task_folder:TaskFolder")
 envs.register("text2sql", "skyrl_megatron_agents.environments.text2sql:Text2SQLEnv")
 envs.register("verifiers:", "skyrl_megatron_agents.environments.packages.verifiers:Verifiers")
+
+CHECKS.register_path("skyrl_megatron_agents.checks:sandboxes")
+REPORTERS.register_path("skyrl_megatron_agents.checks:report")

@@ -1,1 +1,24 @@
 """Seeing a run: checks and estimates before it, recorders during it, reports and comparisons after it."""
+
+from skyrl_megatron.plugins import CHECKS, REPORTERS
+
+# The order is that of the list of problems: what the user wrote, then models and data, then the machine.
+for _check in (
+    "option_checks:features",
+    "option_checks:foreign_options",
+    "foreign_values:foreign_values",
+    "option_checks:packages",
+    "model_checks:model_files",
+    "data_checks:vocabularies",
+    "model_checks:engine_weights",
+    "data_checks:data",
+    "machine_checks:folders",
+    "machine_checks:resume",
+    "machine_checks:replay",
+    "machine_checks:ports",
+    "machine_checks:machine",
+    "machine_checks:attention",
+    "machine_checks:memory",
+):
+    CHECKS.register_path(f"skyrl_megatron_observe.preflight.{_check}")
+REPORTERS.register_path("skyrl_megatron_observe.preflight.check_report:report")

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_megatron import device, hub
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import EngineError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
