@@ -165,7 +165,6 @@ def _embeddings(folder: Path) -> int | None:
 
 
 _ENV = "environment.env_class"
-BUILT_IN_ENVS = "skyrl_megatron"
 
 
 def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
