@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.inference.fleet_parts import Command, HeldTransfer, Load, Run, server
+from tests.tools.fleet_parts import Command, HeldTransfer, Load, Run, server
 from tests.support.engines import largest_gap, reference_logprobs
 from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.trainer_process import TrainerProcess
