@@ -86,8 +86,8 @@ MUTATIONS = (
     Mutation(
         "a-version-that-is-always-as-published",
         "skyrl_megatron_tools/weight_versions.py",
-        'if (found := hash_of(tensors[key])) != entry["hash"]:',
-        "if (found := hash_of(tensors[key])) is None:",
+        'if (actual_hash := hash_of(tensors[key])) != entry["hash"]:',
+        "if (actual_hash := hash_of(tensors[key])) is None:",
         ("tests/tools/test_weight_versions.py::test_damage_is_named_and_never_served",),
         "an engine would serve damaged weights",
     ),
