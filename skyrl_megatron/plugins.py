@@ -250,7 +250,7 @@ ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
 REMOTE_ENGINES = ClassRegistry(f"{_ENGINE}remote_urls")
 """Clients of engines that run elsewhere, by the scheme of their URL (``http``)."""
 ENGINE_SERVICES = ClassRegistry("generator.inference_engine")
-"""What a run serves beside its engines, by the setting that turns it on (``enable_http_endpoint``)."""
+"""What a run serves next to its engines, by the setting that turns it on (``enable_http_endpoint``)."""
 TEACHERS = ClassRegistry("trainer.teacher.models")
 """Clients of teachers that run elsewhere, by the scheme of their URL (``http``)."""
 SANDBOXES = ClassRegistry("generator.agent.sandbox")

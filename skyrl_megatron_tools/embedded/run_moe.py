@@ -59,33 +59,33 @@ def _supervises(recipe: str) -> bool:
 def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the recipe (a name of :data:`EMBEDDED_RUNS`, a file, or None) and the other arguments. Raises ConfigError
     for an unknown recipe."""
-    asked: list[str] = []
+    recipes: list[str] = []
     rest: list[str] = []
     given = iter(args)
     for arg in given:
         if arg == "--recipe" or arg.startswith("--recipe="):
-            asked.append(arg.partition("=")[2] if "=" in arg else next(given, ""))
+            recipes.append(arg.partition("=")[2] if "=" in arg else next(given, ""))
         else:
             rest.append(f"trainer.policy.model.path={arg.removeprefix('model=')}" if arg.startswith("model=") else arg)
-    if len(asked) > 1:
+    if len(recipes) > 1:
         fix = "give one recipe; add more keys with --config FILE.yaml"
-        raise ConfigError([Problem("--recipe", ", ".join(asked), fix)])
-    if asked:
-        return _recipe(asked[0]), rest
-    own = any(arg == "--config" or arg.startswith("--config=") for arg in rest)
-    return None if own or names_key(read_arguments(rest)[0], "trainer.policy.model.path") else EMBEDDED, rest
+        raise ConfigError([Problem("--recipe", ", ".join(recipes), fix)])
+    if recipes:
+        return _recipe(recipes[0]), rest
+    has_config = any(arg == "--config" or arg.startswith("--config=") for arg in rest)
+    return None if has_config or names_key(read_arguments(rest)[0], "trainer.policy.model.path") else EMBEDDED, rest
 
 
 def _recipe(name: str) -> str:
     """Return the file of a recipe, or the name of an embedded run. Raises ConfigError for an unknown name."""
     if os.sep in name or name.endswith((".yaml", ".yml")):
         return name
-    known = sorted(path.stem for path in Path(main_base.config_dir).glob("*.yaml"))
-    if name in known:
+    recipes = sorted(path.stem for path in Path(main_base.config_dir).glob("*.yaml"))
+    if name in recipes:
         return name if name in EMBEDDED_RUNS else f"{main_base.config_dir}/{name}.yaml"
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
-    fix = f"no such recipe{hint} Use one of {', '.join(known)}, or the path of a YAML file"
+    fix = f"no such recipe{hint} Use one of {', '.join(recipes)}, or the path of a YAML file"
     raise ConfigError([Problem("--recipe", name, fix)])
 
 

@@ -76,7 +76,7 @@ COMMANDS = (
         rf"{MAIN}entrypoints\.run_moe --recipe embedded trainer\.healing",
         "tests/faults/test_recovery.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault",
     ),
-    Row(rf"{VERB}serve-engine", "tests/inference/test_fleet.py::test_an_engine_over_several_hosts"),
+    Row(rf"{VERB}serve-engine", "tests/tools/test_fleet.py::test_an_engine_over_several_hosts"),
     # after a run
     Row(r"skyrl-megatron convert", "tests/job/test_run.py::test_the_printed_checkpoint_is_converted_as_it_is"),
     Row(r"skyrl-megatron evaluate", "tests/job/test_evaluate.py::test_a_model_is_evaluated_without_places_for_ranks"),
@@ -86,7 +86,7 @@ COMMANDS = (
     Row(r"skyrl-megatron sft --show-row", "tests/rollout/test_show_row.py::test_the_text_marks_what_is_trained"),
     Row(r"skyrl-megatron dpo$", "tests/job/test_dpo.py::test_the_better_answers_are_preferred"),
     Row(r"skyrl-megatron reward$", "tests/job/test_reward.py::test_a_reward_model_is_trained"),
-    Row(r"curl http://127", "tests/inference/test_engines.py::test_the_openai_package_talks_to_the_endpoint"),
+    Row(r"curl http://127", "tests/agents/test_http_endpoint.py::test_the_openai_package_talks_to_the_endpoint"),
     Row(rf"{VERB}dashboard", "tests/observe/test_server.py::test_what_is_new_is_given"),
     Row(rf"{VERB}compare", "tests/observe/test_compare.py::test_exit_codes"),
     Row(rf"{VERB}diagnose", "tests/observe/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
