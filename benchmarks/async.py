@@ -1,6 +1,6 @@
 """Rollouts that run ahead against the synchronous loop, in one run, and what the stream of groups itself costs.
 
-    python benchmarks/async.py [--only run|stream] [--train-s 5]
+    python benchmarks/run.py async [--only run|stream] [--train-s 5]
 
 The run: the embedded model on two ranks and a vLLM engine, 8 prompts of 4 samples a step. Passes over the batch are
 added until training takes ``--train-s`` seconds or more, and the environment sleeps as long as that, so that sampling
