@@ -129,7 +129,7 @@ class ClassRegistry:
 
 
 class Additions[T]:
-    """What acts beside the core at one place: all registered functions or classes, in the order of registration."""
+    """What is added at one point of the core: all registered functions or classes, in the order of registration."""
 
     def __init__(self) -> None:
         self._items: dict[str, T | str] = {}
@@ -178,18 +178,37 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
-"""What looks at a run while it goes on and writes down what it sees."""
+"""Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
 PARTS: Additions[Callable[..., Any]] = Additions()
 """Parts of a rank that act at the begin and end of its passes and steps."""
+
+SINKS: Additions[Callable[..., Any]] = Additions()
+"""Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
 
 register_check = CHECKS.register
 register_recorder = RECORDERS.register
 register_part = PARTS.register
+register_sink = SINKS.register
+
+_RUN_FILES: dict[str, str] = {}
+
+
+def register_run_file(name: str, file: str) -> None:
+    """Let the last lines of a run name ``file``, a path in its folder, if it is there: ``name: path``."""
+    _RUN_FILES[name] = file
+
+
+def run_files() -> dict[str, str]:
+    """Return name → path in the run's folder of the files that its last lines name. Loads all plugins first."""
+    load_plugins()
+    return dict(_RUN_FILES)
+
 
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
+TRACKERS = ClassRegistry("trainer.logger", "console", "tensorboard")
 SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
@@ -197,6 +216,7 @@ GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "len
 register_generator = GENERATORS.register
 register_sampler = SAMPLERS.register
 register_gate = GATES.register
+register_tracker = TRACKERS.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
 register_sandbox = SANDBOXES.register
