@@ -190,14 +190,31 @@ CHECKS: Additions[Callable[..., Any]] = Additions()
 REPORTERS: Additions[Callable[..., Any]] = Additions()
 """Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
-"""What looks at a run while it trains and writes down what it sees."""
+"""Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
 PARTS: Additions[Callable[..., Any]] = Additions()
 """Parts of a rank that act at the begin and end of its passes and steps."""
+
+SINKS: Additions[Callable[..., Any]] = Additions()
+"""Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
 
 register_check = CHECKS.register
 register_reporter = REPORTERS.register
 register_recorder = RECORDERS.register
 register_part = PARTS.register
+register_sink = SINKS.register
+
+_RUN_FILES: dict[str, str] = {}
+
+
+def register_run_file(name: str, file: str) -> None:
+    """Let the last lines of a run name ``file``, a path in its folder, if it is there: ``name: path``."""
+    _RUN_FILES[name] = file
+
+
+def run_files() -> dict[str, str]:
+    """Return name → path in the run's folder of the files that its last lines name. Loads all plugins first."""
+    load_plugins()
+    return dict(_RUN_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +271,14 @@ ENGINE_SERVICES = ClassRegistry("generator.inference_engine")
 TEACHERS = ClassRegistry("trainer.teacher.models")
 """Clients of teachers that run elsewhere, by the scheme of their URL (``http``)."""
 SANDBOXES = ClassRegistry("generator.agent.sandbox")
+TRACKERS = ClassRegistry("trainer.logger", "console", "tensorboard")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 
 register_generator = GENERATORS.register
 register_sampler = SAMPLERS.register
 register_gate = GATES.register
+register_tracker = TRACKERS.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
 register_sandbox = SANDBOXES.register

@@ -44,7 +44,6 @@ from skyrl_megatron.workers.nodes import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.estimate.step_report import StepComparison
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -187,7 +186,7 @@ class BasePPOExp:
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
-        trainer = self.get_trainer(
+        return self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,
             tokenizer=self.tokenizer,
@@ -198,8 +197,6 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
-        trainer.on_paper = StepComparison(self.cfg, tracker.say)
-        return trainer
 
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the run's placement group, and create the engines in it."""

@@ -60,7 +60,7 @@ class PromptRollouts:
             self.filtered(whole_batch=selected is None)
             if selected is None:
                 trainer.learning_signal.filtered(trainer.global_step + 1, trainer.sampler.sampled_batches)
-        trainer.watch.note(selected[0])
+        trainer.recorders.on_rollouts(selected[0])
         with trainer.phases("convert_to_training_input"):
             return self.to_batch(*selected)
 
