@@ -58,7 +58,7 @@ class Trainer:
 
     def score(self, token_ids: list[int], *, perturbation: float = 0.0) -> list[float]:
         """Log-probs of tokens 1 … n−1."""
-        from skyrl_megatron_supervised.scoring_engine import score_tokens
+        from skyrl_megatron.runtime.scoring import score_tokens
 
         scores = score_tokens(self.engine, token_ids, perturbation=perturbation)
         assert scores is not None

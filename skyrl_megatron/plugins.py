@@ -179,12 +179,17 @@ CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
 """What looks at a run while it goes on and writes down what it sees."""
-PARTS: Additions[Callable[..., Any]] = Additions()
-"""Parts of a rank that act at the begin and end of its passes and steps."""
+PARTS: Additions[type[Any]] = Additions()
+"""Parts of a rank that act at the begin and end of its passes and steps (``runtime/parts.py``)."""
 
 register_check = CHECKS.register
 register_recorder = RECORDERS.register
 register_part = PARTS.register
+
+OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
+"""Optimizers that take Adam's place for some parameters (``PartialOptimizer`` of ``runtime/optimizer.py``)."""
+RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
+"""Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")
