@@ -191,8 +191,8 @@ REPORTERS: Additions[Callable[..., Any]] = Additions()
 """Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
 """Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
-PARTS: Additions[Callable[..., Any]] = Additions()
-"""Parts of a rank that act at the begin and end of its passes and steps."""
+PARTS: Additions[type[Any]] = Additions()
+"""Parts of a rank that act at the begin and end of its passes and steps (``runtime/parts.py``)."""
 
 SINKS: Additions[Callable[..., Any]] = Additions()
 """Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
@@ -259,6 +259,11 @@ def requested_option(args: Iterable[str]) -> Option | None:
         load_plugins()
     return next((OPTIONS[name] for name in names if name in OPTIONS), None)
 
+
+OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
+"""Optimizers that take Adam's place for some parameters (``PartialOptimizer`` of ``runtime/optimizer.py``)."""
+RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
+"""Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym")

@@ -116,7 +116,7 @@ class ReplayEngine(VLLMEngine):
 
 
 Hidden = dict[str, np.ndarray]
-"""Place (``skyrl_megatron_parts/profiling.py``) → hidden states [n, H] of one sample."""
+"""Place (``runtime/recording.py``) → hidden states [n, H] of one sample."""
 
 
 class Replay:

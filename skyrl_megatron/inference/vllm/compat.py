@@ -64,7 +64,7 @@ MLP = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 
 class LayerRecorder:
     """Records the outputs of the layers of ``model`` until :meth:`finish`, by the names of
-    ``skyrl_megatron_parts/profiling.py``."""
+    ``runtime/recording.py``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks: list[Any] = []
