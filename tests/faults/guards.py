@@ -87,7 +87,7 @@ from skyrl_megatron.workers import ray_setup
 ray_setup.END_TIMEOUT_S = 1e6
 """
 STRAGGLERS = """
-from skyrl_megatron.trainer import recovery as stragglers
+from skyrl_megatron.trainer import stragglers
 stragglers.RATIO = float("inf")
 """
 HEALTH = """

@@ -261,7 +261,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stragglers-that-are-fast",
-        "skyrl_megatron/trainer/recovery.py",
+        "skyrl_megatron/trainer/stragglers.py",
         "slow = ratio > RATIO and",
         "slow = ratio < RATIO and",
         ("tests/trainer/test_stragglers.py",),
