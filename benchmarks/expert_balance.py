@@ -1,6 +1,6 @@
 """Micro-batches levelled by expert against the plan by tokens alone: load of EP ranks, planning time, time of a step.
 
-    python benchmarks/expert_balance.py [--only plan step recorded] [--zipf 1.0 1.2 1.5] [--dump FILE ...]
+    python benchmarks/run.py expert_balance [--only plan step recorded] [--zipf 1.0 1.2 1.5] [--dump FILE ...]
 
 ``plan``: made routes of 4,096 sequences (lognormal lengths, at most 8,000 tokens) on 8 replicas that share 128 experts
 over EP 8, micro-batches of at most 16,384 tokens, 8 experts per token, drawn without replacement with weights

@@ -1,6 +1,6 @@
 """Experts moved between steps against experts that stay: balance on paper, and a step of two EP ranks on CPU.
 
-    python benchmarks/expert_moves.py [--only paper step] [--zipf 0.2 0.4 0.8] [--rounds 4]
+    python benchmarks/run.py expert_moves [--only paper step] [--zipf 0.2 0.4 0.8] [--rounds 4]
 
 ``paper``: made loads of three released models, in which all sequences prefer the same experts, with shares 1 / rank^s
 (Zipf) in a random order of each layer. Printed per step of 16 million trained tokens on H100s: tokens of the busiest

@@ -1,6 +1,6 @@
 """A lost rank on the embedded job against the start of a rank, and what copies of the state cost a step.
 
-    python benchmarks/recovery.py [healing] [copies] [watch] [--tokens 8192] [--layers 8]
+    python benchmarks/run.py recovery [healing] [copies] [watch] [--tokens 8192] [--layers 8]
 
 ``healing``: the embedded job loses a policy rank in its fourth update. The time from its loss being known to the
 repeated step's begin (``timing/heal``), over that of starting one rank with the same model, process and imports

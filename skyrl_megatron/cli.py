@@ -1,4 +1,8 @@
-"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb."""
+"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb.
+
+Verbs that train, check or evaluate take ``--recipe NAME`` (launch/recipes/NAME.yaml) and ``model=PATH``, short for
+``trainer.policy.model.path=PATH``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyrl_megatron.errors import ConfigError
+
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
     "train-async": ("skyrl_megatron.entrypoints.fully_async", "train while rollouts run ahead of training; key=value"),
@@ -18,6 +24,7 @@ VERBS = {
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
+    "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: gsm8k or sums"),
     "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron_observe.run_report", "write report.html of a run"),
     "dashboard": ("skyrl_megatron_observe.dashboard", "serve the dashboards of runs"),
@@ -28,7 +35,6 @@ VERBS = {
         "why trainer and engine log-probs differ",
     ),
     "replay-batch": ("skyrl_megatron_tools.replay_batch", "repeat a training step from its dump"),
-    "simulate": ("skyrl_megatron_tools.simulate.__main__", "predict step time and staleness"),
     "serve-engine": ("skyrl_megatron_tools.remote.serve_engine", "serve an engine on another host"),
     "weight-versions": ("skyrl_megatron_tools.weight_versions", "publish versions of weights in a folder or store"),
     "one-step": ("skyrl_megatron_tools.one_step", "run one training step end to end"),
@@ -43,6 +49,8 @@ ALIASES = {
     "explain-gap": "explain-mismatch",
 }
 """Other names of verbs, including earlier ones."""
+REPLACED = {"simulate": "check --gpu TYPE: its step on paper has the staleness of an asynchronous run"}
+"""Removed verb → what replaces it."""
 BRIDGES_COMMANDS = ("list", "inspect", "import", "export", "merge", "verify")
 
 
@@ -55,11 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if given else 2
     verb, *arguments = given
     verb = ALIASES.get(verb, verb)
+    if verb in REPLACED:
+        print(f"VERB={verb}: removed; use skyrl-megatron {REPLACED[verb]}", file=sys.stderr)
+        return 2
     if verb not in verbs():
         package = VERBS[verb][0].partition(".")[0] if verb in VERBS else ""
         reason = f"its package {package} is not installed; install it, or" if package else "unknown verb;"
         print(f"VERB={verb}: {reason} choose one of {', '.join(verbs())}", file=sys.stderr)
         return 2
+    if any(argument.startswith(("--recipe", "model=")) for argument in arguments):
+        from skyrl_megatron.entrypoints import recipes  # loads the configuration, which other verbs do without
+
+        try:
+            arguments = recipes.with_recipe(arguments) if verb in recipes.VERBS else arguments
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
     module, _, function = VERBS[verb][0].partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
     return work(arguments)

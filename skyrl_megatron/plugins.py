@@ -94,9 +94,9 @@ class ClassRegistry:
         """
 
         def decorate(cls: C) -> C:
-            known = self._classes.get(name)
-            if name in (*self.built_in, *self.reserved) or (known is not None and _path(known) != _path(cls)):
-                owner = _path(known) if known is not None else "built in"
+            taken = self._paths.get(name) or (_path(self._classes[name]) if name in self._classes else None)
+            if name in (*self.built_in, *self.reserved) or taken not in (None, _path(cls)):
+                owner = taken or "built in"
                 raise ConfigError([Problem(self.key, name, f"is taken ({owner}): register under another name")])
             self._classes[name] = cls
             return cls
@@ -123,13 +123,19 @@ class ClassRegistry:
             return registered
         return self._classes.get(name)
 
+    def require(self, name: str) -> Callable[..., Any]:
+        """Return the class registered as ``name``. Raises ConfigError with the registered names if there is none."""
+        if (registered := self.find(name)) is None:
+            raise ConfigError(list(self.problems(name)))
+        return registered
+
     def problems(self, name: str) -> Iterator[Problem]:
         """Yield a configuration problem if ``name`` is not registered. Loads all plugins first if it is unknown."""
         if name not in (*self.built_in, *self._paths, *self._classes):
             load_plugins()
         names = (*self.built_in, *self._paths, *self._classes)
         if name not in names:
-            yield Problem(self.key, name, f"not registered; known: {', '.join(names)}")
+            yield Problem(self.key, name, f"not registered; known: {', '.join(names) or 'none'}")
 
 
 class Additions[T]:
@@ -160,7 +166,7 @@ def load_path(path: str) -> Any:
 
 
 def _path(cls: Callable[..., Any]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 METRICS: dict[str, dict[str, str]] = {}
@@ -241,7 +247,13 @@ _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
-SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")
+REMOTE_ENGINES = ClassRegistry(f"{_ENGINE}remote_urls")
+"""Clients of engines that run elsewhere, by the scheme of their URL (``http``)."""
+ENGINE_SERVICES = ClassRegistry("generator.inference_engine")
+"""What a run serves next to its engines, by the setting that turns it on (``enable_http_endpoint``)."""
+TEACHERS = ClassRegistry("trainer.teacher.models")
+"""Clients of teachers that run elsewhere, by the scheme of their URL (``http``)."""
+SANDBOXES = ClassRegistry("generator.agent.sandbox")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 

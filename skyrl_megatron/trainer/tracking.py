@@ -332,7 +332,7 @@ class TensorBoard:
 def _prometheus(cfg: SkyRLTrainConfig) -> PrometheusEndpoint | None:
     if (port := cfg.trainer.prometheus_port) is None:
         return None
-    from skyrl_megatron.inference.http_endpoint import endpoint_token
+    from skyrl_megatron_agents.http_endpoint import endpoint_token
 
     return PrometheusEndpoint(port, endpoint_token(run_folder(cfg) / "prometheus_token", "prometheus_token"))
 

@@ -185,6 +185,15 @@ def run(folder, body="", **overrides):
     return finish(start(folder, body, **overrides), folder)
 
 
+def schedule_of(folder):
+    """Return the steps of a finished run whose rollouts ran ahead, in order."""
+    from skyrl_megatron.sources.records import Schedule
+
+    schedule = Schedule(folder)
+    schedule.close()
+    return [schedule.steps[step] for step in sorted(schedule.steps)]
+
+
 def until_line(process, text):
     """The lines that a run prints, up to the first with ``text``."""
     for line in process.stdout:

@@ -130,8 +130,9 @@ def test_stacked_experts_are_read(folder, saved):  # noqa: F811
     import torch
     from safetensors.torch import load_file, save_file
 
-    from bridges.peft import CONFIG, PREFIX, WEIGHTS, PeftFolder, stack_experts
+    from bridges.peft import CONFIG, PREFIX, WEIGHTS, PeftFolder
     from skyrl_megatron.runtime.model.description import read_hf_model
+    from tests.lora.stacked import stack_experts
 
     root, overrides, *_ = saved
     if overrides:
@@ -250,8 +251,9 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     from safetensors.torch import save_file
 
     from bridges.errors import BridgeError
-    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, adapter_config, stack_experts
+    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, adapter_config
     from skyrl_megatron.runtime.model.description import read_hf_model
+    from tests.lora.stacked import stack_experts
 
     plan = read_hf_model(folder).plan
     shape = dict(rank=reference.RANK, scale=reference.ALPHA / reference.RANK)

@@ -50,12 +50,9 @@ STILL: set[tuple[str, str]] = {
     ("skyrl_megatron.runtime", "skyrl_megatron_supervised"),
     ("skyrl_megatron.workers", "skyrl_megatron_parts"),
     ("skyrl_megatron.workers", "skyrl_megatron_supervised"),
-    ("skyrl_megatron.workers", "skyrl_megatron_tools"),
-    ("skyrl_megatron.trainer", "skyrl_megatron_tools"),
     ("skyrl_megatron.trainer", "skyrl_megatron_observe"),
+    ("skyrl_megatron.trainer", "skyrl_megatron_agents"),
     ("skyrl_megatron.entrypoints", "skyrl_megatron_observe"),
-    ("skyrl_megatron.envs", "skyrl_megatron_agents"),
-    ("skyrl_megatron.envs", "skyrl_megatron_tools"),
 }
 """Folders whose imports of others are not removed yet."""
 # First layer that may import the package (99: none), and files below it that may too.
