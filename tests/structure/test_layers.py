@@ -27,6 +27,7 @@ LAYER = {
     "runtime": 2,
     "algorithms": 1,
     "data": 1,
+    "tiny_model": 1,
     "config": 0,
     "hub": 0,
     "command": 0,
