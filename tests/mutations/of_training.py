@@ -416,7 +416,7 @@ MUTATIONS = (
         "skyrl_megatron_supervised/preference_losses.py",
         "gain = torch.where(good, ratios[:, 0] - kl, kl - ratios[:, 1])",
         "gain = torch.where(good, ratios[:, 0] - kl, ratios[:, 1] - kl)",
-        ("tests/training/test_preferences.py::test_loss_and_rewards_are_the_closed_form",),
+        ("tests/supervised/test_preferences.py::test_loss_and_rewards_are_the_closed_form",),
         "KTO would make bad answers more likely",
     ),
     Mutation(
@@ -424,7 +424,7 @@ MUTATIONS = (
         "skyrl_megatron_supervised/preference_losses.py",
         "return -logsigmoid(answers.sums[:, 0] - answers.sums[:, 1] - answers.margin)",
         "return -logsigmoid(answers.sums[:, 0] - answers.sums[:, 1])",
-        ("tests/training/test_reward_model.py::test_loss_scores_and_gradients_are_those_of_transformers",),
+        ("tests/supervised/test_reward_model.py::test_loss_scores_and_gradients_are_those_of_transformers",),
         "a reward model would not learn how much better an answer is",
     ),
     Mutation(
@@ -432,7 +432,7 @@ MUTATIONS = (
         "skyrl_megatron_supervised/preference_losses.py",
         "loss = losses.sum() / max(self.weight(totals), 1)",
         "loss = losses.mean()",
-        ("tests/training/test_preferences.py::test_every_layout_has_the_same_loss_and_gradients",),
+        ("tests/supervised/test_preferences.py::test_every_layout_has_the_same_loss_and_gradients",),
         "gradients would depend on ranks and micro-batches",
     ),
     Mutation(
@@ -440,7 +440,7 @@ MUTATIONS = (
         "skyrl_megatron_supervised/reference_cache.py",
         'return np.searchsorted(self.rows.kept, [int(row["uid"]) for row in rows])',
         "return np.arange(len(rows))",
-        ("tests/trainer/test_reference_cache.py::test_rows_get_their_own_log_probs",),
+        ("tests/supervised/test_reference_cache.py::test_rows_get_their_own_log_probs",),
         "each answer would be compared with the reference's log-probs of another one",
     ),
     Mutation(
@@ -448,7 +448,7 @@ MUTATIONS = (
         "skyrl_megatron_supervised/preference_trainer.py",
         "batch.preferences[:, REFERENCE] = torch.from_numpy(sums)",
         "batch.preferences[:, REFERENCE] = torch.from_numpy(sums[::-1].copy())",
-        ("tests/job/test_dpo.py::test_the_better_answers_are_preferred",),
+        ("tests/supervised/test_dpo.py::test_the_better_answers_are_preferred",),
         "the same, in runs that compute the reference in each step",
     ),
     Mutation(
@@ -456,7 +456,7 @@ MUTATIONS = (
         "skyrl_megatron/runtime/model/moe.py",
         "module.frozen_expert_bias = True",
         "module.frozen_expert_bias = False",
-        ("tests/training/test_router.py::test_else_the_bias_stays",),
+        ("tests/supervised/test_router.py::test_else_the_bias_stays",),
         "the base model of an adapter would change",
     ),
     Mutation(

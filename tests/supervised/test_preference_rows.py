@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.rollout.test_chat_rows import IMAGE, tokenizer  # noqa: F401
+from tests.supervised.test_chat_rows import IMAGE, tokenizer  # noqa: F401
 
 USER, AGAIN = {"role": "user", "content": "1+1=?"}, {"role": "user", "content": "and 2?"}
 RIGHT, WRONG = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}

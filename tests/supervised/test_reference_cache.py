@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from tests.rollout.test_chat_rows import tokenizer  # noqa: F401
-from tests.rollout.test_preference_rows import LABELLED, PAIR, WRONG, read
+from tests.supervised.test_chat_rows import tokenizer  # noqa: F401
+from tests.supervised.test_preference_rows import LABELLED, PAIR, WRONG, read
 
 OF = {"model": "weights a1", "configuration": "{}"}
 

@@ -16,7 +16,7 @@ DROPS_THINKING = (
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     from skyrl_megatron.data.tokenizer import load_tokenizer
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     return load_tokenizer(write_embedded_model(tmp_path_factory.mktemp("model") / "model"))
 

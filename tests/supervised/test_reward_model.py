@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.training.test_preferences import LAYOUTS, MORE, close
+from tests.supervised.test_preferences import LAYOUTS, MORE, close
 
 MARGINS = (0.5, 0.0, 1.25, -0.3, 0.0)
 
 
 def rows():
     """Items of five pairs, each sequence with one more token after the answer."""
-    from tests.training import test_preferences
+    from tests.supervised import test_preferences
 
     made = []
     for row, margin in zip(test_preferences.rows("sigmoid"), MARGINS, strict=True):
