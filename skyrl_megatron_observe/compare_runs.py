@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config.metric_table import describe
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, LaunchError, Problem
 from skyrl_megatron.trainer.tracking import METRICS_FILE
 

@@ -18,7 +18,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron_observe.local_server import HOST, LimitedThreads, QuietHandler
 from skyrl_megatron_observe.run_report import RunReader, data_block, page

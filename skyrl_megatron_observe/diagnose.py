@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
 
 LOG_LINES = 5

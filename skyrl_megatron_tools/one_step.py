@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.entrypoints.command import require_memory, run_command
+from skyrl_megatron.command import require_memory, run_command
 
 RANKS, PROMPTS, SAMPLES = 2, 8, 4
 AGREE = 1e-4

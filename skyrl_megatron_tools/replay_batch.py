@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
 
 def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
     """Return the run's configuration with ``keys`` changed, for a replay without engines. Raises ConfigError."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron_observe.preflight import load_config
 
     path = run / "config.yaml"
     if not path.is_file():

@@ -33,7 +33,7 @@ from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder, HfWriter
 from bridges.source import copy_assets
 from bridges.staging import staged
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError, WeightSyncError
 from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
 from skyrl_megatron.weight_sync.tensors import dtype_name

@@ -287,6 +287,8 @@ class EnginePool:
         """All versions ever published. A frozen request may have tokens from several of them."""
         self.newcomers = False
         """Engines may join at any time. Requests then wait for one even if the pool is empty."""
+        self.sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None
+        """Sends the published weights to one engine; None until there is a trainer."""
         self.asleep = False
         """The trainer uses the engines' GPUs until the next version is published."""
         self.changing = asyncio.Lock()

@@ -239,10 +239,3 @@ class Schedule:
             self.planned = [*self.later(entry.step), *self.planned]
             self.steps = {step: each for step, each in self.steps.items() if step <= entry.step}
             self.taken_at = {number: step for number, step in self.taken_at.items() if step <= entry.step}
-
-
-def read_schedule(folder: str | Path) -> list[ScheduledStep]:
-    """Return the steps of a finished run, in order."""
-    schedule = Schedule(folder)
-    schedule.close()
-    return [schedule.steps[step] for step in sorted(schedule.steps)]

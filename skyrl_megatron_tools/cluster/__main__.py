@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_megatron import progress as start_times
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron_tools.cluster.hosts import (
     FIRST_PORT,

@@ -30,16 +30,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.checks import load_config, run_hardware
+from skyrl_megatron.command import require_memory, run_command
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
 from skyrl_megatron.data.curriculum import curriculum, difficulty
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, require_memory, run_command, run_hardware
+from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.main_generate import score_model
+from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.preflight import check, load_config
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.prompts import PromptDataset

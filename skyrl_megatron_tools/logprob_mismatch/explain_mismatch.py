@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.command import redirect_stderr, run_command
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import redirect_stderr, run_command
 from skyrl_megatron_tools.logprob_mismatch.diagnosis import ComputeMode
 from skyrl_megatron_tools.logprob_mismatch.recorded import checkpoints, read_step, run_config
 

@@ -6,12 +6,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_megatron.checks import load_config
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_observe.dump import Versions, dump_path, read_dump, refuse_other_dump
-from skyrl_megatron_observe.preflight import load_config
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ import httpx
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
-from skyrl_megatron.inference.http_endpoint import MAX_HEAD_BYTES, EngineGuard
 from skyrl_megatron.inference.protocol import (
     ENGINE_KEY,
     INITIAL_VERSION,
@@ -39,6 +38,7 @@ from skyrl_megatron.inference.sampling_params import TOKENS, WrongType, invalid_
 from skyrl_megatron.inference.vllm.processes import last_errors
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config, platform_arguments, worker_environment
 from skyrl_megatron.weight_sync.tensors import plain_metadata
+from skyrl_megatron_agents.http_endpoint import MAX_HEAD_BYTES, EngineGuard
 
 MODULE = "skyrl_megatron_tools.remote.api_server"
 REQUIRED_ARGUMENTS = {

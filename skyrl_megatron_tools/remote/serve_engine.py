@@ -33,13 +33,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_megatron import device, hub
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import EngineError, LaunchError, SkyRLMegatronError
-from skyrl_megatron.inference.http_endpoint import listening_socket
 from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
+from skyrl_megatron_agents.http_endpoint import listening_socket
 from skyrl_megatron_tools.remote.fleet import package_versions
 from skyrl_megatron_tools.remote.remote_engine import EngineHosts, EngineServer
 

@@ -91,7 +91,6 @@ COMMANDS = (
     Row(rf"{VERB}compare", "tests/observe/test_compare.py::test_exit_codes"),
     Row(rf"{VERB}diagnose", "tests/observe/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
     Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_mismatch.py::test_an_engine_with_a_wrong_weight"),
-    Row(rf"{VERB}simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
     # data, models
     Row(rf"{MAIN}data\.prepare gsm8k", "tests/prompts/test_prompts.py::test_gsm8k_from_its_files"),
     Row(

@@ -206,7 +206,7 @@ def test_a_bad_request_is_one_clear_error(client, pool, loop, prompt, sampling, 
 @pytest.fixture(scope="module")
 def endpoint(pool, loop, tmp_path_factory):
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app, endpoint_token
+    from skyrl_megatron_agents.http_endpoint import HttpServer, build_app, endpoint_token
 
     path = tmp_path_factory.mktemp("token") / "token"
     token = endpoint_token(path)
@@ -263,7 +263,7 @@ def test_the_endpoint_refuses(endpoint):
     import httpx
 
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.inference.http_endpoint import HttpServer
+    from skyrl_megatron_agents.http_endpoint import HttpServer
 
     url, token = endpoint
     right = {"Authorization": f"Bearer {token}"}

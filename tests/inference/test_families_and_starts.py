@@ -233,7 +233,7 @@ def test_a_missing_model_folder_is_named(loop, tmp_path):
 
 def test_a_port_that_is_taken():
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.inference.http_endpoint import HttpServer
+    from skyrl_megatron_agents.http_endpoint import HttpServer
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -44,11 +44,11 @@ def plan_of(folder):  # noqa: F811
 
 def set_gradients(engine, whole):
     """Give every factor its share of the whole gradients, as after their reduction."""
-    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors
+    from skyrl_megatron.runtime.lora.folder import fill_factors
 
     factors = list(engine.adapters.factors())
     before = [factor.tensor.detach().clone() for factor in factors]
-    fill_factors(engine.adapters, engine.groups, by_module(whole))
+    fill_factors(engine.adapters, engine.groups, reference.finder(whole))
     for factor, weights in zip(factors, before, strict=True):
         factor.tensor.main_grad.copy_(factor.tensor.detach())
         factor.tensor.data.copy_(weights)

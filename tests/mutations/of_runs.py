@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an-endpoint-without-a-token",
-        "skyrl_megatron/inference/http_endpoint.py",
+        "skyrl_megatron_agents/http_endpoint.py",
         "return None if known or _is_open(scope, headers) else",
         "return None if known or not _is_open(scope, headers) else",
         ("tests/inference/test_http_guard.py",),

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (*sorted(path.name for path in ROOT.glob("skyrl_megatron*/")), "bridges")
+PACKAGES = (*sorted(path.name for path in ROOT.glob("skyrl_megatron*/") if path.name.isidentifier()), "bridges")
 """The core, the packages around it, and the bridges."""
 
 
