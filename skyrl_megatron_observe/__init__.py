@@ -29,7 +29,7 @@ for _recorder in (
     "dump:BatchRecorder",
     "estimate.step_report:EstimateRecorder",
     "curves:CurvesRecorder",
-    "observe:ReportRecorder",
+    "report_recorder:ReportRecorder",
 ):
     RECORDERS.register_path(f"skyrl_megatron_observe.{_recorder}")
 for _sinks in ("trackers:run_sinks", "exporters:prometheus"):
