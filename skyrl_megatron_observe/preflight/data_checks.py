@@ -24,7 +24,7 @@ from skyrl_megatron.hub import cached_folder
 from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.data.row_files import Rows
     from skyrl_megatron.rollout.templates import ChatFormat
 
