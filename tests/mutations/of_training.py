@@ -185,7 +185,7 @@ MUTATIONS = (
         "return (hf[0].t(),)",
         "return (hf[0],)",
         ("tests/bridges/test_tables.py::test_round_trip_is_bitwise[gpt_oss]",),
-        "experts that are transposed on disk would be loaded as they lie there",
+        "experts that are transposed on disk would be loaded as they are there",
     ),
     Mutation(
         "scales-of-the-first-columns",
