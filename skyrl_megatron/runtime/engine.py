@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from torch import Tensor
 
@@ -126,10 +125,7 @@ class MegatronEngine(TrainedModel):
         combined = now.accumulated + totals
         share = objective.weight(totals) / objective.weight(combined)
         if now.accumulated.tokens:
-            for chunk in now.chunks:
-                chunk.scale_gradients(1.0 - share)
-            if now.draft is not None:  # its loss is a mean over tokens for every objective
-                now.draft.scale_gradients(now.accumulated.tokens / combined.tokens)
+            now.scale_gradients(1.0 - share, of_tokens=now.accumulated.tokens / combined.tokens)
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
         if self._has_draft:
             self._refresh_draft()
@@ -226,12 +222,7 @@ class MegatronEngine(TrainedModel):
         for name in self._waiting():
             if not self._trained[name].reduced:
                 self.set_adapter(name)
-                if self._now.draft is not None:
-                    self._now.draft.finish_grad_sync()
-                finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
-                if self.adapters is not None:
-                    self.adapters.sum_over_etp()
-                self._now.reduced = True
+                self._now.reduce_gradients(self.groups)
 
     def clear_gradients(self) -> None:
         """Drop the gradients accumulated since the last step."""
@@ -240,11 +231,7 @@ class MegatronEngine(TrainedModel):
         reset_model_temporary_tensors(self.model.config, self.chunks)  # tokens per expert, for the routers' biases
 
     def _clear(self, trained: TrainingState) -> None:
-        if not self._memory.away("gradients"):
-            for chunk in trained.buffered:
-                chunk.zero_grad_buffer()
-        trained.optimizer.zero_grad()
-        trained.accumulated, trained.reduced = StepTotals(), False
+        trained.clear_gradients(buffers=not self._memory.away("gradients"))
 
     def take_expert_load(self) -> dict[int, list[int]]:
         """Return the tokens that each expert got in training since the last call, over all ranks: layer → [E]."""

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -394,6 +398,29 @@ class TrainingState:
     def buffered(self) -> list[Any]:
         """All modules with gradient buffers."""
         return self.chunks if self.draft is None else [*self.chunks, self.draft]
+
+    def scale_gradients(self, factor: float, *, of_tokens: float) -> None:
+        """Scale the accumulated gradients. ``of_tokens``: the factor of a loss that is a mean over tokens."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+        if self.draft is not None:  # its loss is a mean over tokens for every objective
+            self.draft.scale_gradients(of_tokens)
+
+    def reduce_gradients(self, groups: ProcessGroups) -> None:
+        """Sum the accumulated gradients over all ranks that share a parameter. Not idempotent, as Megatron's is."""
+        if self.draft is not None:
+            self.draft.finish_grad_sync()
+        finalize_model_grads(self.chunks, None, pg_collection=groups.collection)
+        if self.adapters is not None:
+            self.adapters.sum_over_etp()
+        self.reduced = True
+
+    def clear_gradients(self, *, buffers: bool) -> None:
+        """Drop the gradients. ``buffers``: also in Megatron's buffers, unless their memory is offloaded."""
+        for chunk in self.buffered if buffers else ():
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.accumulated, self.reduced = StepTotals(), False
 
     def begin(self) -> None:
         """Attach this adapter to the model and restore its random states."""

@@ -1,4 +1,4 @@
-"""Optional parts of a rank: what acts at fixed moments of its passes and steps, beside the core.
+"""Optional parts of a rank: what acts at fixed moments of its passes and steps, next to the core.
 
 The core names no part. A package registers its parts with :func:`skyrl_megatron.plugins.register_part`; each rank asks
 all registered classes whether they act in this run, and calls those that do in the order of registration::
