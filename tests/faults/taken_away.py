@@ -91,9 +91,9 @@ def ray_freed_at_the_end() -> None:
 
 def stragglers() -> None:
     """No rank is slow enough to be named."""
-    from skyrl_megatron.trainer import recovery
+    from skyrl_megatron.trainer import stragglers as straggler_times
 
-    recovery.RATIO = float("inf")
+    straggler_times.RATIO = float("inf")
 
 
 def health() -> None:
