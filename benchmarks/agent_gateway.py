@@ -1,6 +1,6 @@
 """What the capture gateway adds to a call, with many trajectories at once.
 
-    python benchmarks/agent_gateway.py [--trajectories 1000] [--turns 4] [--engine-s 8]
+    python benchmarks/run.py agent_gateway [--trajectories 1000] [--turns 4] [--engine-s 8]
 
 Every trajectory is an agent with four calls over Chat Completions, each with the whole history. The engine is a fake
 that answers after a fixed time with 24 scripted tokens, so that what is added can be measured: the time of a call at
@@ -69,10 +69,10 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     """Serve the gateway and the rival in turn, with the same clients."""
     from transformers import AutoTokenizer
 
-    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
     from skyrl_megatron.inference.vllm.wire_app import WireApp
+    from skyrl_megatron.tiny_model import write_embedded_model
     from skyrl_megatron_agents.gateway import Gateway
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron_agents.http_endpoint import HttpServer, build_app
 
     model = str(write_embedded_model(folder / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)

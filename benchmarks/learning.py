@@ -1,7 +1,7 @@
 """What changes how the embedded model learns, in one process: losses on samples of an age, and samplers.
 
-    python benchmarks/learning.py losses [--losses NAME …] [--ages 0 1 4] [--seeds 42 1 2]
-    python benchmarks/learning.py samplers [--samplers shuffle pools] [--to 0.8] [--seeds 42 1 2 3 4]
+    python benchmarks/run.py learning losses [--losses NAME …] [--ages 0 1 4] [--seeds 42 1 2]
+    python benchmarks/run.py learning samplers [--samplers shuffle pools] [--to 0.8] [--seeds 42 1 2 3 4]
 
 The policy is the embedded model. It is warmed up on known answers, once per seed; runs of a seed start from the same
 weights and moments. A step samples four answers to each of ``--prompts`` prompts and takes twelve updates, as the
@@ -48,7 +48,7 @@ from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.data.samplers import AdaptiveSampler, SampledRows, make_sampler
-from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+from skyrl_megatron.tiny_model import write_embedded_model
 
 ANSWER, SAMPLES, UPDATES, PASSES = 4, 4, 4, 3
 """Tokens of an answer, answers to a prompt, updates of a pass over the samples of a step, and passes."""

@@ -1,6 +1,6 @@
 """What the agent loop and collation cost, environments and engines aside.
 
-    python benchmarks/rollout_overhead.py [--rounds 5]
+    python benchmarks/run.py rollout_overhead [--rounds 5]
 
 The loop: 512 conversations of four turns, one message a turn, a 24-token answer each. The engine answers at once with
 scripted tokens and the environment with a constant (fakes: their time, measured without the loop, is taken off).
@@ -60,7 +60,7 @@ def loop_ms(rounds: int, trajectories: int) -> float:
     """Milliseconds of the generator's own work a turn, fastest round."""
     from transformers import AutoTokenizer
 
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(write_embedded_model(Path(folder) / "model"))

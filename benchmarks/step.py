@@ -1,6 +1,6 @@
 """A whole GRPO step, and the same step by TRL's GRPOTrainer in one process.
 
-    python benchmarks/step.py [--model embedded|large] [--steps N] [--rival-path FOLDER]
+    python benchmarks/run.py step [--model embedded|large] [--steps N] [--rival-path FOLDER]
 
 Prints seconds a step by phase, the share spent outside generation, log-probs, training and weight sync, and, with
 ``--rival-path`` (a folder made by ``pip install --target FOLDER --no-deps trl accelerate``), the ratio to TRL on the
@@ -83,11 +83,11 @@ SCENARIOS = {
 
 def ours(home: Path, scenario: Scenario, steps: int) -> list[dict[str, float]]:
     """Lines of ``metrics.jsonl`` of the counted steps."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.resolve import run_folder
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     class Experiment(BasePPOExp):
@@ -137,7 +137,7 @@ def large_model(folder: Path, shape: Mapping[str, int]) -> Path:
     import torch
     from transformers import AutoConfig, Qwen3MoeForCausalLM
 
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     write_embedded_model(folder)
     config = AutoConfig.from_pretrained(folder)

@@ -1,12 +1,19 @@
-"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb."""
+"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb.
+
+Verbs that train, check or evaluate take ``--recipe NAME`` (launch/recipes/NAME.yaml) and ``model=PATH``, short for
+``trainer.policy.model.path=PATH``.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from skyrl_megatron.errors import ConfigError
 
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
@@ -17,6 +24,7 @@ VERBS = {
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
+    "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: gsm8k or sums"),
     "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron_observe.run_report", "write report.html of a run"),
     "dashboard": ("skyrl_megatron_observe.dashboard", "serve the dashboards of runs"),
@@ -27,13 +35,13 @@ VERBS = {
         "why trainer and engine log-probs differ",
     ),
     "replay-batch": ("skyrl_megatron_tools.replay_batch", "repeat a training step from its dump"),
-    "simulate": ("skyrl_megatron_tools.simulate.__main__", "predict step time and staleness"),
     "serve-engine": ("skyrl_megatron_tools.remote.serve_engine", "serve an engine on another host"),
     "weight-versions": ("skyrl_megatron_tools.weight_versions", "publish versions of weights in a folder or store"),
     "one-step": ("skyrl_megatron_tools.one_step", "run one training step end to end"),
     "cluster": ("skyrl_megatron_tools.cluster.__main__", "start, show or stop a Ray cluster"),
 }
-"""Verb → (module with a ``main(arguments)``, or ``module:function``; help text)."""
+"""Verb → (module with a ``main(arguments)``, or ``module:function``; help text). A verb whose package is not here,
+because only the core is, is neither shown nor run."""
 ALIASES = {
     "run": "train",
     "run-async": "train-async",
@@ -41,6 +49,8 @@ ALIASES = {
     "explain-gap": "explain-mismatch",
 }
 """Other names of verbs, including earlier ones."""
+REPLACED = {"simulate": "check --gpu TYPE: its step on paper has the staleness of an asynchronous run"}
+"""Removed verb → what replaces it."""
 BRIDGES_COMMANDS = ("list", "inspect", "import", "export", "merge", "verify")
 
 
@@ -49,16 +59,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help"):
         print(__doc__)
-        print("\n".join(f"  {name:<18}{text}" for name, (_, text) in VERBS.items()))
+        print("\n".join(f"  {name:<18}{VERBS[name][1]}" for name in verbs()))
         return 0 if given else 2
     verb, *arguments = given
     verb = ALIASES.get(verb, verb)
-    if verb not in VERBS:
-        print(f"VERB={verb}: unknown verb; choose one of {', '.join(VERBS)}", file=sys.stderr)
+    if verb in REPLACED:
+        print(f"VERB={verb}: removed; use skyrl-megatron {REPLACED[verb]}", file=sys.stderr)
         return 2
+    if verb not in verbs():
+        package = VERBS[verb][0].partition(".")[0] if verb in VERBS else ""
+        reason = f"its package {package} is not installed; install it, or" if package else "unknown verb;"
+        print(f"VERB={verb}: {reason} choose one of {', '.join(verbs())}", file=sys.stderr)
+        return 2
+    if any(argument.startswith(("--recipe", "model=")) for argument in arguments):
+        from skyrl_megatron.entrypoints import recipes  # loads the configuration, which other verbs do without
+
+        try:
+            arguments = recipes.with_recipe(arguments) if verb in recipes.VERBS else arguments
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
     module, _, function = VERBS[verb][0].partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
     return work(arguments)
+
+
+def verbs() -> list[str]:
+    """Return the verbs whose package is installed. Imports none of them."""
+    packages = {name: path.partition(".")[0] for name, (path, _) in VERBS.items()}
+    here = {package for package in set(packages.values()) if importlib.util.find_spec(package) is not None}
+    return [name for name, package in packages.items() if package in here]
 
 
 def convert(args: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from skyrl_megatron import hub
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.schema.generator import DPOConfig
+from skyrl_megatron.config.schema.supervised import DPOConfig
 from skyrl_megatron.data.vocabulary import named_tokens, padding_token
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.trainer.callbacks import notify

@@ -86,7 +86,7 @@ class _Exact(torch.autograd.Function):
 
 
 def with_gradient(exact: Callable[..., Tensor], ordinary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return ``exact(*inputs)`` with the gradient of ``ordinary(*inputs)``."""
+    """Return ``exact(*inputs)`` with the gradient of ``ordinary(*inputs)``; both return one shape, [...]."""
     result: Tensor = _Exact.apply(exact, ordinary, *inputs)  # type: ignore[no-untyped-call]
     return result
 
@@ -146,26 +146,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int 
     rows = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
     products = [product(a, b.contiguous()) for a, b in zip(rows, weight.chunk(parts, 1), strict=True)]
     out = products[0]
-    for each in products[1:]:
-        out = out + each
+    for part in products[1:]:
+        out = out + part
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], len(weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute ``x / sqrt(mean(x²) + eps) · weight`` over the last dimension."""
+    """Compute ``x / sqrt(mean(x²) + eps) · weight`` over the last dimension: [..., n] → [..., n], weight [n]."""
     mean = fixed_sum(x * x) / x.shape[-1]
     return x * (1.0 / (mean + eps).sqrt()).unsqueeze(-1) * weight
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute 1 / (1 + exp(−x))."""
+    """Compute 1 / (1 + exp(−x)) elementwise, [...] → [...]."""
     return 1.0 / (1.0 + torch.exp(-x))
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute x · sigmoid(x)."""
+    """Compute x · sigmoid(x) elementwise, [...] → [...]."""
     return x * sigmoid(x)
 
 
@@ -263,15 +263,15 @@ def _attend_alike(
         shape = (s, group, repeats, count, seen)
         q = query[rows[:, part]].view(s, count, TILE, group, repeats, size).permute(0, 3, 4, 1, 2, 5)
         scores = _bmm(q[:, :, :, :, None], k[:, :, None, None, :seen], shape) * scale
-        place = places[: seen * KEYS].view(1, 1, seen, 1, KEYS)
-        hidden = place > position[:, part, None, :, None]  # [s, tiles, blocks, TILE, KEYS]
+        key_position = places[: seen * KEYS].view(1, 1, seen, 1, KEYS)
+        hidden = key_position > position[:, part, None, :, None]  # [s, tiles, blocks, TILE, KEYS]
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         peak = scores.amax(-1, keepdim=True).amax(4, keepdim=True)
         weights = torch.exp(scores - peak)
         total = growing_sum(fixed_sum(weights).movedim(4, 0))
         summed = growing_sum(_bmm(weights, v[:, :, None, None, :seen], shape).movedim(4, 0)) / total[..., None]
-        found = summed.permute(0, 3, 4, 1, 2, 5).flatten(3, 4)  # [s, tiles, TILE, H, d]
-        out[rows[:, part][real[:, part]]] = found[real[:, part]]
+        attended = summed.permute(0, 3, 4, 1, 2, 5).flatten(3, 4)  # [s, tiles, TILE, H, d]
+        out[rows[:, part][real[:, part]]] = attended[real[:, part]]
 
 
 def _bmm(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -281,7 +281,8 @@ def _bmm(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def ordinary_attention(lengths: Sequence[int], scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return torch's attention for whole sequences of these lengths, with the arguments of :func:`attention`."""
+    """Return torch's attention for whole sequences of these lengths, with the arguments of :func:`attention`: query
+    [t, H, d], key and value [t, G, d] → [t, H, d]."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         pieces = []

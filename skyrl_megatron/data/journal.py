@@ -166,11 +166,6 @@ class SegmentedLog:
         self._segment = self._next_index = self._next_sequence = 0
         self._open_segments()
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(self.sizes.values())
-
     def append(self, payload: Sequence[Buffer]) -> StoredRecord:
         """Write a record. It is on disk, and live, after the next :meth:`flush`."""
         record = self._write(DATA, self._next_sequence, payload)

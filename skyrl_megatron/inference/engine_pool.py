@@ -26,6 +26,8 @@ PROBE_S = 60.0
 """Deadline of each probe. An engine answers between two of its steps."""
 MAX_SERIAL = 8
 """Up to this many suspects run one at a time."""
+LOGS = "see workers/engine_N.log in the folder of the run"
+"""Where the causes of a lost engine are, for messages."""
 type Life = tuple[str, int]
 """One lifetime of an engine: (name, number of restarts)."""
 
@@ -155,6 +157,7 @@ def _error_of(task: asyncio.Future[Any]) -> BaseException | None:
 
 
 def _key(content: tuple[Any, ...]) -> bytes:
+    # The repr of a long array leaves out its middle: two long prompts would have one key.
     plain = [part.tolist() if hasattr(part, "tolist") else part for part in content]
     return hashlib.blake2b(repr(plain).encode(errors="backslashreplace"), digest_size=16).digest()
 
@@ -257,6 +260,7 @@ class EngineSlot:
             return result
         except asyncio.CancelledError:
             caller = asyncio.current_task()
+            # Only the request was cancelled: by mark_dead, not by whoever waits for it.
             if task.cancelled() and not (caller and caller.cancelling()):
                 raise EngineGoneError(f"{self.name}: {self.why}") from None
             task.cancel()
@@ -280,13 +284,15 @@ class EnginePool:
 
     def __init__(self, make: Sequence[Callable[[], InferenceEngine]], *, wait_s: float = 600.0) -> None:
         self._numbers = itertools.count()
-        self.slots = [EngineSlot(f"engine {next(self._numbers)}", each) for each in make]
+        self.slots = [EngineSlot(f"engine {next(self._numbers)}", factory) for factory in make]
         self.wait_s = wait_s
         self.published = INITIAL_VERSION
         self.published_before: set[str] = {INITIAL_VERSION}
         """All versions ever published. A frozen request may have tokens from several of them."""
         self.newcomers = False
         """Engines may join at any time. Requests then wait for one even if the pool is empty."""
+        self.sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None
+        """Sends the published weights to one engine; None until there is a trainer."""
         self.asleep = False
         """The trainer uses the engines' GPUs until the next version is published."""
         self.changing = asyncio.Lock()
@@ -298,6 +304,7 @@ class EnginePool:
     # ------------------------------------------------------------------ engine lifecycle
     async def start(self) -> None:
         """Start all engines. If one fails, end the others and raise its EngineError."""
+        # Wait for all, also after a failure: an engine that is still starting would outlive the shutdown.
         results = await asyncio.gather(*(slot.engine.start() for slot in self.slots), return_exceptions=True)
         for slot, result in zip(self.slots, results, strict=True):
             if isinstance(result, BaseException):
@@ -315,7 +322,7 @@ class EnginePool:
 
     async def restart(self, slot: EngineSlot) -> None:
         """Replace a slot's engine. The new one is paused until it has the published weights."""
-        await self.mark_dead(slot, slot.why or "restarted")
+        await self.mark_dead(slot, slot.why or "restarted")  # a hung engine still holds its memory
         slot.restarts.append(time.monotonic())
         slot.engine = slot.make()
         await slot.engine.start()
@@ -331,7 +338,7 @@ class EnginePool:
         for task in list(slot.in_flight):
             task.cancel()
         self._notify()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # its host may be gone; the run continues with the others
             await asyncio.wait_for(slot.engine.kill(), 30)
 
     def serve(self, slot: EngineSlot, version: str) -> None:
@@ -340,6 +347,7 @@ class EnginePool:
         if slot.state in (EngineState.LEAVING, EngineState.DROPPED):
             return
         slot.why = ""
+        # A local engine loads the trainer's own model. What a joined one has is known only from its log-probs.
         serves = version == self.published and (slot.verified or not slot.joined)
         slot.state = EngineState.SERVING if serves else EngineState.PAUSED
         self._notify()
@@ -414,7 +422,7 @@ class EnginePool:
         It gets no new requests. Those in flight may finish within ``drain_s``, unless they are frozen. A running sync
         ends first, because the engine's workers are in the trainer's process group.
         """
-        frozen = slot.state is not EngineState.SERVING
+        frozen = slot.state is not EngineState.SERVING  # its requests make no progress, so there is no use in waiting
         slot.state, slot.why = EngineState.LEAVING, why
         if slot.in_flight and not frozen:
             await asyncio.wait(set(slot.in_flight), timeout=drain_s)
@@ -458,12 +466,15 @@ class EnginePool:
         deadline = asyncio.get_running_loop().time() + self.wait_s
         while not (candidates := [slot for slot in self.slots if slot.state is EngineState.SERVING]):
             if not self.newcomers and all(slot.state is EngineState.DROPPED for slot in self.slots):
-                raise EngineError(f"all engines are dropped: {self.describe()}")
+                raise EngineError(f"all engines are dropped: {self.describe()}; {LOGS}, and start again")
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                raise EngineError(f"no engine served within {self.wait_s:g} s: {self.describe()}") from None
+                raise EngineError(
+                    f"no engine served within {self.wait_s:g} s: {self.describe()}; {LOGS}, or raise"
+                    " trainer.phase_timeout_s"
+                ) from None
         if session is None:
             return min(candidates, key=_load_of)
         slot = self._sessions.get(session)

@@ -202,9 +202,3 @@ def peak_flops(given: float | None = None) -> float | None:
         return given
     kind = device_type()
     return GPU_TYPES[kind].flops if kind else None
-
-
-def peak_of(name: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s of the device with torch's ``name``; None if the table lacks it."""
-    kind = gpu_type(name)
-    return None if kind is None else GPU_TYPES[kind].flops

@@ -30,7 +30,6 @@ from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
-from skyrl_megatron.identity import sampled_part
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import (
     observation_mask,
@@ -61,7 +60,6 @@ from skyrl_megatron.trainer.step_batch import (
 from skyrl_megatron.trainer.stopping import StopRequested
 from skyrl_megatron.trainer.training_run import TrainingRun
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
-from skyrl_megatron_observe.dump import dump_batch, dump_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,7 +185,7 @@ class RayPPOTrainer(TrainingRun):
 
     def note_rows(self, output: GeneratorOutput) -> None:
         """Show the rows that the step trains on to what records the run."""
-        self.watch.note(output)
+        self.recorders.on_rollouts(output)
 
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Return right-aligned tensors. With ``algorithm.nonfinite=skip`` samples that are not finite are masked."""
@@ -207,10 +205,7 @@ class RayPPOTrainer(TrainingRun):
         if batch.observation_mask is not None:
             batch.observation_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
-        if self.cfg.trainer.dump_data_batch:
-            path = dump_path(self.cfg, self.global_step + 1)
-            versions = generator_output.get("rollout_versions") or ()
-            dump_batch(batch, path, versions, sampled_part(self.identity))
+        self.recorders.on_batch(self.global_step + 1, batch, generator_output)
         return batch
 
     # ------------------------------------------------------------------ scores
@@ -340,14 +335,12 @@ class RayPPOTrainer(TrainingRun):
 
     # ------------------------------------------------------------------ the update
     def keep_samples(self, batch: TrainingBatch) -> None:
-        """Store some rows for the report, in the steps that are due for it. Their log-probs are computed here if only
-        the training pass would compute them, unless the policy is offloaded for the critic."""
+        """Let the recorders see the batch before the update. They may have log-probs computed here that only the
+        training pass would compute, unless the policy is offloaded for the critic."""
         loaded = not self._shares_policy_gpus("critic")
         score = (lambda rows: self.policy.compute_logprobs(rows, "samples").numpy()) if loaded else None
         with self.phases("keep_samples"):
-            rows = self.watch.keep_samples(self.global_step + 1, batch, score)
-            if rows and self.tracker.takes_samples:
-                self.tracker.samples(self.watch.samples.texts(batch, rows), self.global_step + 1)
+            self.recorders.before_update(self.global_step + 1, batch, score)
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """Train the critic, if there is one, and then the policy, which waits for ``critic_warmup_steps``."""

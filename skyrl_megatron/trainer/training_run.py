@@ -44,17 +44,16 @@ from skyrl_megatron.trainer.console import Phases, StartUp
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.memory_forecast import MemoryForecast
+from skyrl_megatron.trainer.recorders import RecordedRun, Recorders
 from skyrl_megatron.trainer.recovery import Recovery, RunStart
 from skyrl_megatron.trainer.scorers import run_scorers
 from skyrl_megatron.trainer.step_batch import LearningSignal, mini_batch_size
 from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
 from skyrl_megatron.trainer.stragglers import Stragglers
+from skyrl_megatron.trainer.summary import summary_lines
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
-from skyrl_megatron_observe.hang import write_stacks
-from skyrl_megatron_observe.observe import RunRecorder
-from skyrl_megatron_observe.summary import summary_lines, write_curves
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -64,8 +63,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.sync_calls import SyncReport
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-type OnPaper = Callable[[np.ndarray, Mapping[str, float], Callable[[], str | None]], dict[str, float]]
-"""Takes the tokens of the step's sequences [B], its metrics, and the type of the policy's devices."""
 MEASURED_PHASES = (
     "generate",
     "teacher",
@@ -85,9 +82,6 @@ class TrainingRun:
     name of ``data.eval_sets`` → ``PromptDataset``; ``tracker``: :class:`Tracking`; ``colocate_pg``:
     :class:`Placement`.
     """
-
-    on_paper: OnPaper | None = None
-    """Adds to the metrics of a step what an estimate says of it (``estimate/step_report.py``)."""
 
     def __init__(
         self,
@@ -127,8 +121,10 @@ class TrainingRun:
         self.run_state = RunState(steps, position, self.phases, tracker.say)
         """How far the run is: its steps, metrics and position, which sources and recovery share."""
         self.memory_forecast = MemoryForecast()
-        self.watch, self.stragglers = RunRecorder(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
-        self.watch.follow(generator)
+        self.stragglers = Stragglers(tracker.say)
+        self.recorders = Recorders(
+            RecordedRun(cfg, tokenizer, self.total_steps, generator, tracker, lambda: self.identity)
+        )
         self.learning_signal = LearningSignal()
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the current step."""
@@ -163,7 +159,7 @@ class TrainingRun:
         with current_task("load the checkpoint"):
             self.load_checkpoints()
         if not self.needs_engines and self.is_last_step:
-            self.watch.begin_steps(self.global_step, self.roles)
+            self.recorders.on_start(self.global_step, self.roles)
             self.finish_last_step()
             return False
         if self.remaining_work is not None and not self.is_last_step:  # its last checkpoint is damaged
@@ -176,11 +172,11 @@ class TrainingRun:
         self.recovery.begin()
         self.stop.waits = True
         if self.is_last_step and self.remaining_work is None:  # the initial policy fulfils stop_when
-            self.watch.begin_steps(self.global_step, self.roles)
+            self.recorders.on_start(self.global_step, self.roles)
             return False
         gc.collect()
         gc.freeze()  # the collector no longer scans the objects of the start in each step
-        self.watch.begin_steps(self.global_step, self.roles)
+        self.recorders.on_start(self.global_step, self.roles)
         return True
 
     def build_models(self) -> None:
@@ -193,7 +189,7 @@ class TrainingRun:
                 self.start_engines()
             for key, (name, cfg) in role_configs(self.cfg).items():
                 self.roles[key] = WorkerGroup(cfg, name, self.placement[key])
-                self.roles[key].group.look = lambda: write_stacks(run_folder(self.cfg))
+                self.roles[key].group.look = self.recorders.on_hang
                 self.roles[key].start_building(self._updates_of(name), logs)
             if not shared_gpus:
                 self.start_engines()
@@ -304,7 +300,7 @@ class TrainingRun:
         self.run_state.position = self.train_dataloader.state_dict()
         resumed_from = self.global_step if loaded else None
         logged = self.tracker.open(total_steps=self.total_steps, resumed_from=resumed_from)
-        self.watch.open(resumed_from)
+        self.recorders.on_load(resumed_from)
         self.logged_step = self.global_step
         if loaded is not None and not logged and (unlogged := loaded.trainer_state.get("unlogged")):
             self.logged_step -= 1
@@ -480,13 +476,13 @@ class TrainingRun:
         }
         sampled = self.sampled
         self.metrics |= self.generation_speed(timings) | self.recovery.metrics()
-        if self.on_paper is not None and sampled:
-            self.metrics |= self.on_paper(np.concatenate(sampled), self.metrics, self.policy.device_type)
+        if sampled:
+            self.metrics |= self.recorders.step_metrics(np.concatenate(sampled), self.metrics, self.policy.device_type)
         self.tracker.log(self.metrics, self.global_step)
         self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}
-        self.recovery.run(self.watch.end_step, self.global_step, self.roles)
+        self.recovery.run(self.recorders.on_step_end, self.global_step, self.roles)
 
     def discard_step(self) -> None:
         """Discard the metrics of a step that the run rewound from."""
@@ -536,8 +532,7 @@ class TrainingRun:
             self.tracker.say(f"ended after step {self.global_step} of {self.asked_steps}: {setting}")
         saved_first = self.checkpoints is not None and self.checkpoints.saved_step == 0
         if self.global_step or saved_first:
-            write_curves(run_folder(self.cfg))
-            self.watch.close()
+            self.recorders.on_end()
             saved = None if self.checkpoints is None else self.checkpoints.saved_step
             for line in summary_lines(self.cfg, saved, self.global_step):
                 self.tracker.say(line)

@@ -20,9 +20,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 import warnings
 import zlib
@@ -30,113 +28,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.checks import load_config, run_hardware
+from skyrl_megatron.command import require_memory, run_command
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
 from skyrl_megatron.data.curriculum import curriculum, difficulty
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, require_memory, run_command, run_hardware
+from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.main_generate import score_model
+from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
+from skyrl_megatron.tiny_model import write_embedded_model
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.preflight import check, load_config
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.prompts import PromptDataset
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.trainer import RayPPOTrainer
-
-
-CHARACTERS = "0123456789+-*=? .,:;!()abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"\n"
-SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
-VOCAB_SIZE = 128
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def write_embedded_model(folder: Path, seed: int = 0) -> Path:
-    """Write the model into ``folder`` unless it exists there; returns ``folder``.
-
-    The model is written to a temporary folder and renamed, so that ``folder`` is never incomplete.
-    """
-    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 3}
-    marker = folder / "embedded_model.json"
-    if marker.exists() and json.loads(marker.read_text()) == recipe:
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        _write_tokenizer(temporary)
-        _write_weights(temporary, seed)
-        (temporary / marker.name).write_text(json.dumps(recipe))
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with one token per character. Numbers are spelled digit by digit, so that sums can be
-    learned."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        unk_token="<|unk|>",
-        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-
-
-def _write_weights(folder: Path, seed: int) -> None:
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
-        eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
-        bos_token_id=None,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(config).float()
-        # transformers sets the embedding of the padding token to 0. If that token were sampled, its gradient would be
-        # 1 / sqrt(rms_norm_eps) times that of others, and clipping would reduce the whole step to almost nothing.
-        model.get_input_embeddings().weight.data[config.pad_token_id].normal_(std=config.initializer_range)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.generation_config.pad_token_id = config.pad_token_id
-    model.save_pretrained(folder)
 
 
 NEEDED_GIB = 5.0
@@ -200,8 +109,8 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     if variant == TEACHER and not names_key(given, "trainer.teacher.models"):
         defaults["trainer.teacher.model.path"] = taught
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
-    own = {ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"], MUON: ["embedded-muon"]}
-    files = ["embedded", *own.get(variant, [])]
+    variants = {ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"], MUON: ["embedded-muon"]}
+    files = ["embedded", *variants.get(variant, [])]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
 
 
@@ -216,8 +125,8 @@ def _seed_folder(given: Sequence[Assignment]) -> tuple[int, Path]:
 def _devices(given: Sequence[Assignment], hardware: Hardware, *, apart: bool) -> dict[str, object]:
     """Return the settings of GPUs and their use. ``apart``: the engine has a separate GPU and samples while ranks
     train."""
-    asked = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
-    ranks = int(asked) if asked.isdigit() and int(asked) else max(min(2, hardware.gpus_per_node - apart), 1)
+    gpus = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
+    ranks = int(gpus) if gpus.isdigit() and int(gpus) else max(min(2, hardware.gpus_per_node - apart), 1)
     return {
         GPUS: ranks,
         "trainer.policy.megatron_config.expert_model_parallel_size": 1 if ranks % 2 else 2,
@@ -286,8 +195,8 @@ def _benchmark(args: Sequence[str], data: Path, folder: Path) -> dict[str, objec
     if not held_out.exists():
         operands = _operands(data / "validation.parquet")
         prepare.write(prepare.addition_rows("held_out", random.Random(0).sample(operands, HELD_OUT)), held_out)
-    asked = parse(SkyRLTrainConfig, [f"--config={config_dir}/embedded.yaml", *args])[0]
-    sequences = asked.trainer.policy_mini_batch_size * asked.generator.n_samples_per_prompt
+    cfg = parse(SkyRLTrainConfig, [f"--config={config_dir}/embedded.yaml", *args])[0]
+    sequences = cfg.trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt
     sets = f"{{held_out: {{data: ['{held_out}'], n: 4, temperature: 0.1, top_p: 0.95, pass_at: [1, 4]}}}}"
     settings: dict[str, object] = {
         "data.val_data": "[]",
@@ -326,9 +235,9 @@ def _write_curriculum(args: Sequence[str], hardware: Hardware) -> None:
             passed.setdefault(int(answer["uid"]), []).append(answer["score"] > 0)
     sizes = [float(sum(map(int, f"{a}{b}"))) for a, b in _operands(train)]
     rates = [sum(answers) / len(answers) for answers in (passed.get(uid, [False]) for uid in range(len(sizes)))]
-    found = curriculum(difficulty(rates, sizes), 16, number)
+    uids = curriculum(difficulty(rates, sizes), 16, number)
     unfinished = order.with_suffix(".new")
-    unfinished.write_text("".join(f"{uid}\n" for uid in found))
+    unfinished.write_text("".join(f"{uid}\n" for uid in uids))
     unfinished.rename(order)
 
 

@@ -20,8 +20,8 @@ def check(argv):
     import os
 
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    from skyrl_megatron.entrypoints.check import run
     from skyrl_megatron.errors import SkyRLMegatronError
-    from skyrl_megatron_observe.preflight.check import run
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -44,7 +44,7 @@ def reader():
 def given(tmp_path_factory):
     """Key → value of a small run that is right."""
     from skyrl_megatron.data import prepare
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
     from tests.config.settings import base
 
     folder = tmp_path_factory.mktemp("run")

@@ -385,8 +385,9 @@ def test_the_settings_of_an_adapter_of_stacked_experts(model, tmp_path):
     from safetensors.torch import save_file
 
     from bridges.errors import BridgeError
-    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, stack_experts
+    from bridges.peft import CONFIG, WEIGHTS, PeftFolder
     from bridges.plan import Plan
+    from tests.lora.stacked import stack_experts
 
     plan = Plan.of(json.loads((model / "config.json").read_text()))
     experts = [piece for entry in plan.entries if entry.is_expert and entry.layer == 0 for piece in entry.hf]

@@ -88,7 +88,7 @@ def test_a_check_needs_no_weights(folder, capsys):
 def test_a_key_that_is_misspelt_is_refused_before_libraries_are_loaded(folder):
     """Most commands that are refused are refused for this; torch and transformers take seconds to load."""
     script = (
-        "import sys; from skyrl_megatron.entrypoints import run_moe; code = run_moe.main(sys.argv[1:]); "
+        "import sys; from skyrl_megatron_tools.embedded import run_moe; code = run_moe.main(sys.argv[1:]); "
         "print(code, *[name for name in ('torch', 'transformers', 'ray', 'vllm', 'pyarrow') if name in sys.modules])"
     )
     args = [*usual(folder), "trainer.sed=1"]
@@ -119,9 +119,9 @@ def test_a_script_is_refused_what_a_command_is(folder):
 
 
 def test_a_script_may_register_its_environment_later(folder):
+    from skyrl_megatron.checks import PlannedRun, run_checks
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.support.whole_folder import write_sums
 
     rows = write_sums(folder / "rows.parquet", env_class=["mine_to_come"] * 8)

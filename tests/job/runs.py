@@ -70,8 +70,8 @@ from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 from skyrl_megatron.envs import register
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron_observe.preflight import load_config
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.checks import load_config
+from skyrl_megatron.command import run_command
 import sys
 
 register("digits", "digits:Digits")
@@ -124,7 +124,7 @@ class Run:
 
 def prepare(folder):
     """Model, data and environment of small runs in ``folder``."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     write_embedded_model(folder / "model", 1)
     (folder / "digits.py").write_text(DIGITS)
@@ -183,6 +183,15 @@ def finish(process, folder):
 def run(folder, body="", **overrides):
     """A small run from start to end."""
     return finish(start(folder, body, **overrides), folder)
+
+
+def schedule_of(folder):
+    """Return the steps of a finished run whose rollouts ran ahead, in order."""
+    from skyrl_megatron.sources.records import Schedule
+
+    schedule = Schedule(folder)
+    schedule.close()
+    return [schedule.steps[step] for step in sorted(schedule.steps)]
 
 
 def until_line(process, text):

@@ -146,8 +146,6 @@ def test_a_run_that_dies_in_every_phase_trains_each_group_once(folder):
     """Six lives and a last one: what any of them finished is never sampled anew, and the schedule has each group once.
 
     Groups of step n may be trained twice only when step n itself was lost with its checkpoint: they are the same."""
-    from tests.trainer.store_runner import read_schedule
-
     (folder / "counted.py").write_text(COUNTED)
     body = NOTES + KILLS + 'register("counted", "counted:Counted")\n'
     keys = AHEAD | {
@@ -171,7 +169,7 @@ def test_a_run_that_dies_in_every_phase_trains_each_group_once(folder):
         assert note["step"] - 1 <= oldest <= note["step"]
     numbers = [number for step in range(6) for number in by_step[step]["numbers"]]
     assert sorted(by_step) == list(range(6)) and len(set(numbers)) == len(numbers) == 24
-    steps = read_schedule(folder / "ckpts/rollouts/schedule")
+    steps = runs.schedule_of(folder / "ckpts/rollouts/schedule")
     assert [[group.number for group in step.groups if group.trained] for step in steps] == [
         by_step[step]["numbers"] for step in range(6)
     ]

@@ -206,7 +206,6 @@ def test_what_was_sampled_outlives_a_killed_run(folder):
     for bit, samples nothing anew that was finished, and trains each group once."""
     from skyrl_megatron.data.journal import Journal
     from skyrl_megatron.sources.records import CODEC, FinishedGroup
-    from tests.trainer.store_runner import read_schedule
 
     (folder / "counted.py").write_text(COUNTED)
     body = NOTES + 'register("counted", "counted:Counted")\n'
@@ -239,7 +238,7 @@ def test_what_was_sampled_outlives_a_killed_run(folder):
     for note in second:
         oldest = min(int(version) for version, _, _ in note["versions"])
         assert note["step"] - 1 <= oldest <= note["step"]
-    steps = read_schedule(folder / "ckpts/rollouts/schedule")
+    steps = runs.schedule_of(folder / "ckpts/rollouts/schedule")
     taken = [[group.number for group in step.groups if group.trained] for step in steps]
     assert [step.step for step in steps] == [1, 2, 3, 4, 5]
     assert taken == [note["numbers"] for note in [*first[:2], *second]]

@@ -350,7 +350,7 @@ def test_the_script_stays_in_the_folder_it_is_typed_in(folder):
     shutil.copy(ROOT / "launch" / "run_moe.sh", checkout / "launch")
     (checkout / "launch" / "setup.sh").write_text("#!/bin/sh\n")
     (checkout / "launch" / "setup.sh").chmod(0o755)
-    for name in (*(path.name for path in ROOT.glob("skyrl_megatron*/")), "bridges"):
+    for name in (*(path.name for path in ROOT.glob("skyrl_megatron*/") if path.name.isidentifier()), "bridges"):
         (checkout / name).symlink_to(ROOT / name)
     (checkout / ".venv").symlink_to(sys.prefix)
     link = folder / "run"

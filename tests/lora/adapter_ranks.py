@@ -18,7 +18,7 @@ class AdapterRank(Rank):
 
     def adapt(self, seed: int, name: str = "") -> None:
         """Take the factors drawn from ``seed``, of one of several adapters."""
-        from skyrl_megatron.runtime.lora.folder import by_module, fill_factors
+        from skyrl_megatron.runtime.lora.folder import fill_factors
 
         self.engine.set_adapter(name)
         adapters, how = self.engine.adapters, self.engine.cfg.trainer.policy.megatron_config.lora_config
@@ -27,7 +27,7 @@ class AdapterRank(Rank):
         if shared:
             outer = re.compile(r"(experts)\.\d+\.((?:gate|up)_proj\.A|down_proj\.B)$")
             factors = {name: factors[outer.sub(r"\1.0.\2", name)] for name in factors}
-        fill_factors(adapters, self.engine.groups, by_module(factors))
+        fill_factors(adapters, self.engine.groups, reference.finder(factors))
 
     def export(self, folder, name: str = "") -> None:
         """Write the merged model, of one of several adapters."""
@@ -73,7 +73,7 @@ class AdapterRank(Rank):
         return super().send_weights()
 
     def score(self, token_ids, perturbation, adapter=""):
-        from skyrl_megatron_supervised.scoring_engine import score_tokens
+        from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 

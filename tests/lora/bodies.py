@@ -34,12 +34,12 @@ class Outcome:
 def adapted_engine(folder, layout, overrides, factors=None):
     """An engine whose adapters are ``factors``, or as they start."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors
+    from skyrl_megatron.runtime.lora.folder import fill_factors
     from tests.training.bodies import config
 
     engine = MegatronEngine(config(folder, **layout, overrides=KEYS | overrides))
     if factors is not None:
-        fill_factors(engine.adapters, engine.groups, by_module(factors))
+        fill_factors(engine.adapters, engine.groups, adapters.finder(factors))
         engine.optimizer.reload_model_params()
     return engine
 

@@ -26,6 +26,11 @@ class Reference:
     weights: dict
 
 
+def finder(factors):
+    """Return what ``fill_factors`` asks, for factors by ``module.A`` and ``module.B``."""
+    return lambda module, letter: factors[f"{module}.{letter}"]
+
+
 def start_factors(plan, *, separate, seed=3):
     """HF module → A, B for every projection of ``tests.training``'s model; A is one tensor where Megatron has one."""
     import torch

@@ -85,7 +85,7 @@ def body(base, factors, expected, layout, separate, build, fused=None):
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors, stream_factors
+    from skyrl_megatron.runtime.lora.folder import fill_factors, stream_factors
     from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
@@ -99,7 +99,7 @@ def body(base, factors, expected, layout, separate, build, fused=None):
     settings = AdapterSettings(reference.RANK, reference.ALPHA, 0.0, "kaiming")
     selection = select(model.hf.plan, "all-linear", separate=separate)
     adapters = attach(model, groups, selection, settings, separate=separate)
-    fill_factors(adapters, groups, by_module(factors))
+    fill_factors(adapters, groups, reference.finder(factors))
     if fused == "planted fault":
         forget_norms(model)
     reference_of = torch.load(expected)

@@ -130,8 +130,9 @@ def test_stacked_experts_are_read(folder, saved):  # noqa: F811
     import torch
     from safetensors.torch import load_file, save_file
 
-    from bridges.peft import CONFIG, PREFIX, WEIGHTS, PeftFolder, stack_experts
+    from bridges.peft import CONFIG, PREFIX, WEIGHTS, PeftFolder
     from skyrl_megatron.runtime.model.description import read_hf_model
+    from tests.lora.stacked import stack_experts
 
     root, overrides, *_ = saved
     if overrides:
@@ -188,9 +189,9 @@ def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_pat
     import shutil
     import warnings
 
+    from skyrl_megatron.checks import PlannedRun, run_checks
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.bridges.tiny_models import save_tiny
 
     if not change:  # the same sizes, other weights
@@ -250,8 +251,9 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     from safetensors.torch import save_file
 
     from bridges.errors import BridgeError
-    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, adapter_config, stack_experts
+    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, adapter_config
     from skyrl_megatron.runtime.model.description import read_hf_model
+    from tests.lora.stacked import stack_experts
 
     plan = read_hf_model(folder).plan
     shape = dict(rank=reference.RANK, scale=reference.ALPHA / reference.RANK)

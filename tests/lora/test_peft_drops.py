@@ -45,7 +45,7 @@ def export_body(base, factors, root, **settings):
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf, save_hf
     from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors, save_adapter
+    from skyrl_megatron.runtime.lora.folder import fill_factors, save_adapter
     from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
@@ -57,7 +57,7 @@ def export_body(base, factors, root, **settings):
         **dict(rank=reference.RANK, alpha=reference.ALPHA, dropout=0.0, init="kaiming") | settings
     )
     adapters = attach(model, groups, select(model.hf.plan, "all-linear"), settings)
-    fill_factors(adapters, groups, by_module(factors))
+    fill_factors(adapters, groups, reference.finder(factors))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         save_adapter(adapters, groups, root / "adapter")

@@ -131,7 +131,7 @@ def body(base, factors, expected, layout, kind, planted_fault=False):
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors, stream_factors
+    from skyrl_megatron.runtime.lora.folder import fill_factors, stream_factors
     from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
@@ -144,7 +144,7 @@ def body(base, factors, expected, layout, kind, planted_fault=False):
     rank = EXPERT_RANK if kind.normalised else None
     how = dict(separate=kind.separate, shared_outer=kind.shared, expert_rank=rank)
     adapters = attach(model, groups, selection, settings, **how)
-    fill_factors(adapters, groups, by_module(factors))
+    fill_factors(adapters, groups, reference.finder(factors))
     for factor in adapters.factors() if planted_fault else ():
         factor.tensor.allreduce &= ".experts." not in factor.name
     reference_of = torch.load(expected)

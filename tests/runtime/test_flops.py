@@ -28,9 +28,10 @@ B, S = 2, 20  # longer than the window of the one family that has one
     ],
 )
 def test_peak_is_that_of_the_part(name: str, peak: float | None) -> None:
-    from skyrl_megatron.runtime.flops import peak_of
+    from skyrl_megatron.config.hardware import GPU_TYPES, gpu_type
 
-    assert peak_of(name) == peak
+    kind = gpu_type(name)
+    assert (GPU_TYPES[kind].flops if kind else None) == peak
 
 
 def flops_of(model_type: str, **options):

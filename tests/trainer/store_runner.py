@@ -26,15 +26,6 @@ def group_of(number):
     return FinishedGroup(number, f"uid-{number}", 0, output)
 
 
-def read_schedule(folder):
-    """Return the steps of a run that is over, in order."""
-    from skyrl_megatron.sources.records import Schedule
-
-    schedule = Schedule(folder)
-    schedule.close()
-    return [schedule.steps[step] for step in sorted(schedule.steps)]
-
-
 def checkpoint(folder):
     """Return (step, numbers of all groups that its weights learned from)."""
     path = Path(folder) / "checkpoint.json"

@@ -62,7 +62,7 @@ def test_what_checkpoints_could_need_stays(tmp_path):
             await store.trained(step, [step])
             if step % 5 == 0:
                 await store.checkpoints([step - 5, step] if step > 5 else [step])
-        held = store.journal.log.stored_bytes
+        held = sum(store.journal.log.sizes.values())
         store.close()
         store = store_in(tmp_path)
         recovered = await store.recover(15)
@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_costs_its_group_alone(tmp_path):
 
 
 def test_the_schedule_is_read_back_for_a_replay(tmp_path):
-    from tests.trainer.store_runner import read_schedule
+    from skyrl_megatron.sources.records import Schedule
 
     async def body():
         store = store_in(tmp_path, keep_consumed=True, segment_bytes=1000)
@@ -175,7 +175,9 @@ def test_the_schedule_is_read_back_for_a_replay(tmp_path):
         store.close()
 
     asyncio.run(body())
-    steps = read_schedule(tmp_path / "schedule")
+    schedule = Schedule(tmp_path / "schedule")
+    schedule.close()
+    steps = [schedule.steps[step] for step in sorted(schedule.steps)]
     trained = [[group.number for group in step.groups if group.trained] for step in steps]
     assert trained == [[1, 0], [2], [3, 5]]
     assert steps[0].groups[0].versions == group_of(1).output["rollout_versions"]

@@ -181,7 +181,7 @@ class VLLMEngine(InferenceEngine):
             adapters = [using.enter_context(self._use(request.request_id, request.adapter)) for request in requests]
             try:
                 async with self._pausing:
-                    if not self._paused:
+                    if not self._paused:  # else the first step would run with the requests that are admitted so far
                         await compat.pause(self._llm, "keep")
                     for (request, parameters), held in zip(prepared, adapters, strict=True):
                         prompt = self._prompt(request.request_id, request.prompt_token_ids)
@@ -199,6 +199,7 @@ class VLLMEngine(InferenceEngine):
                         if not self._paused:
                             await self._llm.resume_generation()
                 raise
+        # The requests of an adapter version that was evicted were aborted: start over with the serving one.
         return [
             await self.generate(r.request_id, r.prompt_token_ids, r.sampling, r.adapter)
             if held is not None and held.evicted
@@ -209,7 +210,7 @@ class VLLMEngine(InferenceEngine):
     async def score(self, token_ids: Sequence[int], adapter: str = "") -> list[float]:
         """Score with the serving weights, or with those of an update that is not published yet."""
         request_id = f"score-{uuid.uuid4().hex}"
-        one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}
+        one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}  # vLLM samples at least one token
         parameters = sampling_parameters(request_id, one, support=self.settings.return_support)
         candidate = self._adapters.candidates.get(self._adapters.named(adapter)) if self._adapters else None
         final, _ = await self._finished(request_id, token_ids, parameters, adapter, candidate)
@@ -257,7 +258,9 @@ class VLLMEngine(InferenceEngine):
             with self._adapters.use(request_id, adapter) as held:
                 yield held
         elif adapter:
-            raise RequestError(f"request {request_id}: adapter {adapter!r} is unknown, the engine has no adapters")
+            raise RequestError(
+                f"request {request_id}: adapter {adapter!r} is unknown, the engine has no adapters: leave it out"
+            )
         else:
             yield None
 
@@ -401,7 +404,7 @@ class VLLMEngine(InferenceEngine):
                     self._cache_salt = version
                 return
             versions = {self._adapters.names[0]: version} if adapters is None else adapters
-            added = {name: self._adapters.add(own, name) for name, own in versions.items()}
+            added = {name: self._adapters.add(adapter_version, name) for name, adapter_version in versions.items()}
             numbers = {name: held.number for name, held in added.items()}
             held_by = await compat.on_every_worker(self._llm, "skyrl_activate_adapters", numbers)
             for worker, active in enumerate(held_by):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,17 +181,6 @@ def _share(whole: Tensor, factor: Factor, like: Tensor, groups: ProcessGroups) -
     if share.shape != like.shape:
         raise FactorMismatch(f"{factor.name} is {list(share.shape)}, the model needs {list(like.shape)}")
     return share
-
-
-def by_module(factors: Mapping[str, Tensor]) -> Callable[[str, str], Tensor]:
-    """Return ``find`` over tensors named ``MODULE.A`` and ``MODULE.B``."""
-
-    def find(module: str, letter: str) -> Tensor:
-        if f"{module}.{letter}" not in factors:
-            raise FactorMismatch(f"{module} has no lora_{letter}")
-        return factors[f"{module}.{letter}"]
-
-    return find
 
 
 def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, base: str | None = None) -> None:
