@@ -20,6 +20,7 @@ LAYER = {
     "trainer": 8,
     "sources": 7,
     "workers": 6,
+    "identity": 5,
     "rollout": 5,
     "envs": 5,
     "inference": 4,
@@ -46,7 +47,6 @@ NAMES_VERBS = "skyrl_megatron.cli"
 """Names the modules of all verbs, and imports the one that is called."""
 STILL: set[tuple[str, str]] = {
     ("skyrl_megatron.config", "skyrl_megatron.hub"),
-    ("skyrl_megatron.sources", "skyrl_megatron.trainer"),
     ("skyrl_megatron.runtime", "skyrl_megatron_parts"),
     ("skyrl_megatron.runtime", "skyrl_megatron_supervised"),
     ("skyrl_megatron.workers", "skyrl_megatron_parts"),
