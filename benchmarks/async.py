@@ -90,7 +90,7 @@ def run(home: Path, train_s: float) -> None:
         def train_steps(self) -> None:
             lines: list[dict[str, float]] = []
             self.callbacks.append(Lines(lines))
-            self.rollouts = PromptRollouts(self)
+            self.rollouts = PromptRollouts(self.run_state, self)
             self.to_step(FIRST)
             one = lines[-1]["timing/policy_train"]
             passes = max(round((train_s - _training(lines[-1]) + one) / one), 1)
@@ -111,11 +111,11 @@ def run(home: Path, train_s: float) -> None:
             self.to_step(self.global_step + SYNCHRONOUS)
             before = list(lines)
             lines.clear()
-            self.rollouts = LongStream(self)  # not opened: what goes to disk is measured in journal.py
+            self.rollouts = LongStream(self.run_state, self)  # not opened: what goes to disk is measured in journal.py
             self.rollouts.load_state({})
             self.to_step(self.global_step + WARM + AHEAD)
             self.rollouts.close()
-            self.rollouts = PromptRollouts(self)
+            self.rollouts = PromptRollouts(self.run_state, self)
             bound = self.cfg.trainer.fully_async.max_staleness_steps
             _show(name, before, lines[-AHEAD:], predicted(before, lines[-AHEAD:], bound))
 

@@ -190,14 +190,31 @@ CHECKS: Additions[Callable[..., Any]] = Additions()
 REPORTERS: Additions[Callable[..., Any]] = Additions()
 """Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
-"""What looks at a run while it trains and writes down what it sees."""
-PARTS: Additions[Callable[..., Any]] = Additions()
-"""Parts of a rank that act at the begin and end of its passes and steps."""
+"""Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
+PARTS: Additions[type[Any]] = Additions()
+"""Parts of a rank that act at the begin and end of its passes and steps (``runtime/parts.py``)."""
+
+SINKS: Additions[Callable[..., Any]] = Additions()
+"""Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
 
 register_check = CHECKS.register
 register_reporter = REPORTERS.register
 register_recorder = RECORDERS.register
 register_part = PARTS.register
+register_sink = SINKS.register
+
+_RUN_FILES: dict[str, str] = {}
+
+
+def register_run_file(name: str, file: str) -> None:
+    """Let the last lines of a run name ``file``, a path in its folder, if it is there: ``name: path``."""
+    _RUN_FILES[name] = file
+
+
+def run_files() -> dict[str, str]:
+    """Return name → path in the run's folder of the files that its last lines name. Loads all plugins first."""
+    load_plugins()
+    return dict(_RUN_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +260,11 @@ def requested_option(args: Iterable[str]) -> Option | None:
     return next((OPTIONS[name] for name in names if name in OPTIONS), None)
 
 
+OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
+"""Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
+RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
+"""Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
+
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
@@ -254,12 +276,14 @@ ENGINE_SERVICES = ClassRegistry("generator.inference_engine")
 TEACHERS = ClassRegistry("trainer.teacher.models")
 """Clients of teachers that run elsewhere, by the scheme of their URL (``http``)."""
 SANDBOXES = ClassRegistry("generator.agent.sandbox")
+TRACKERS = ClassRegistry("trainer.logger", "console", "tensorboard")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 
 register_generator = GENERATORS.register
 register_sampler = SAMPLERS.register
 register_gate = GATES.register
+register_tracker = TRACKERS.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
 register_sandbox = SANDBOXES.register

@@ -4,7 +4,7 @@ Registers them by path, so that an import of this package loads none of them.
 """
 
 from skyrl_megatron import envs
-from skyrl_megatron.plugins import CHECKS, ENGINE_SERVICES, GENERATORS, REPORTERS, SANDBOXES
+from skyrl_megatron.plugins import CHECKS, ENGINE_SERVICES, GENERATORS, RECORDERS, REPORTERS, SANDBOXES
 
 ENGINE_SERVICES.register_path("enable_http_endpoint", "skyrl_megatron_agents.http_endpoint:HttpEndpoint")
 GENERATORS.register_path("agent", "skyrl_megatron_agents.sandbox_agent:SandboxAgentGenerator")
@@ -23,3 +23,4 @@ envs.register("verifiers:", "skyrl_megatron_agents.environments.packages.verifie
 
 CHECKS.register_path("skyrl_megatron_agents.checks:sandboxes")
 REPORTERS.register_path("skyrl_megatron_agents.checks:report")
+RECORDERS.register_path(f"{__name__}.trajectory_records:TrajectoryRecorder")

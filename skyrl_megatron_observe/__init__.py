@@ -1,6 +1,6 @@
 """Seeing a run: checks and estimates before it, recorders during it, reports and comparisons after it."""
 
-from skyrl_megatron.plugins import CHECKS, REPORTERS
+from skyrl_megatron.plugins import CHECKS, RECORDERS, REPORTERS, SINKS, TRACKERS, register_run_file
 
 # The order is that of the list of problems: what the user wrote, then models and data, then the machine.
 for _check in (
@@ -22,3 +22,19 @@ for _check in (
 ):
     CHECKS.register_path(f"skyrl_megatron_observe.preflight.{_check}")
 REPORTERS.register_path("skyrl_megatron_observe.preflight.check_report:report")
+
+# The curves are drawn before the last report, which is written when everything else is.
+for _recorder in (
+    "hang:HangRecorder",
+    "dump:BatchRecorder",
+    "estimate.step_report:EstimateRecorder",
+    "curves:CurvesRecorder",
+    "report_recorder:ReportRecorder",
+):
+    RECORDERS.register_path(f"skyrl_megatron_observe.{_recorder}")
+for _sinks in ("trackers:run_sinks", "exporters:prometheus"):
+    SINKS.register_path(f"skyrl_megatron_observe.{_sinks}")
+for _tracker in ("wandb", "mlflow", "swanlab"):
+    TRACKERS.register_path(_tracker, f"skyrl_megatron_observe.trackers:start_{_tracker}")
+register_run_file("curves", "curves.png")
+register_run_file("report", "report.html")

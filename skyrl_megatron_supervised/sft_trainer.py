@@ -34,11 +34,9 @@ class SFTTrainer(RayPPOTrainer):
         return batch
 
     def keep_samples(self, batch: TrainingBatch) -> None:
-        """Store some sequences with what is trained of them for the report, in the steps that are due for it."""
+        """Let the recorders see the sequences and what is trained of them."""
         with self.phases("keep_samples"):
-            rows = self.watch.keep_samples(self.global_step + 1, batch, None)
-            if rows and self.tracker.takes_samples:
-                self.tracker.samples(self.watch.samples.texts(batch, rows), self.global_step + 1)
+            self.recorders.before_update(self.global_step + 1, batch, None)
 
     def update_on(self, batch: TrainingBatch) -> None:
         """Take the optimizer steps of a training step."""
@@ -55,9 +53,9 @@ class SFTTrainer(RayPPOTrainer):
         if policy_is_reference(self.cfg):
             return self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
         assert self.ref is not None
-        found = self.ref.compute_logprobs(batch, "reference log-probs")
+        logprobs = self.ref.compute_logprobs(batch, "reference log-probs")
         self.offload_others("policy")
-        return found
+        return logprobs
 
     def eval(self) -> dict[str, float]:
         """Return ``eval/<data set>/loss``, nats per trained token, and that of ``all`` rows; {} without such data."""
@@ -87,7 +85,7 @@ class SFTTrainer(RayPPOTrainer):
     # ------------------------------------------------------------------ no engines
     def make_rollouts(self) -> PromptRollouts:
         """Return the source whose ``prompts`` are the rows of each step."""
-        return PromptRollouts(self)
+        return PromptRollouts(self.run_state, self)
 
     @property
     def needs_engines(self) -> bool:
@@ -109,8 +107,8 @@ class SFTTrainer(RayPPOTrainer):
 
 def batch_of(rows: Sequence[dict[str, Any]]) -> TrainingBatch:
     """Return the sequences of ``rows``, items of ``ChatRows``, as a batch."""
-    each = [(sequence, row["uid"]) for row in rows for sequence in row["sequences"]]
-    return taught_batch([sequence for sequence, _ in each], [uid for _, uid in each])
+    sequences = [sequence for row in rows for sequence in row["sequences"]]
+    return taught_batch(sequences, [row["uid"] for row in rows for _ in row["sequences"]])
 
 
 def _sources(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -104,7 +104,7 @@ class BatchReplay(RayPPOTrainer):
             self.load_trainer_state(loaded.trainer_state)
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.tracker.open(total_steps=self.plan.last, resumed_from=self.global_step)
-        self.watch.open(self.global_step)
+        self.recorders.on_load(self.global_step)
         self.logged_step = self.global_step
 
     def collect_experience(self) -> TrainingBatch:

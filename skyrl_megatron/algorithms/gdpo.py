@@ -5,13 +5,25 @@ GRPO normalises the sum of the rewards, so different combinations of rewards can
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from skyrl_megatron.algorithms.estimator_state import EstimatorState
 from skyrl_megatron.algorithms.groups import Groups, Index
 from skyrl_megatron.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import AlgorithmConfig
+
+
+class SeparateRewards(EstimatorState):
+    """Lets a batch have the rewards of ``algorithm.gdpo_weights`` as columns."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        super().__init__(algorithm)
+        self.reward_names = tuple(algorithm.gdpo_weights)
 
 
 @torch.no_grad()

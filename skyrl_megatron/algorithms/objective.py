@@ -193,9 +193,9 @@ class PolicyObjective:
         self.builtin = cast(BuiltinLoss, self.function) if self.function in BUILT_IN.values() else None
         self.reduction = str(config.loss_reduction)
         # a custom loss gets the engine's log-probs and corrects by itself
-        corrected = self.builtin is not None and self.builtin.corrected
+        corrected = self.builtin is not None and self.builtin.row.corrected
         self.correction = getattr(config, "off_policy_correction", None) if corrected else None
-        if self.builtin is not None and self.builtin.depends_on_cut:
+        if self.builtin is not None and self.builtin.row.depends_on_cut:
             warn_once(
                 f"the policy loss {self.name!r} uses statistics of its micro-batch: loss and gradient depend on how a"
                 " batch is split into micro-batches and data-parallel ranks"
@@ -204,7 +204,7 @@ class PolicyObjective:
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the loss reads the trainer's log-probs before the update. If not, their forward pass is skipped."""
-        return correction_enabled(self.correction) or self.builtin is None or self.builtin.uses_old(self.config)
+        return correction_enabled(self.correction) or self.builtin is None or self.builtin.row.uses_old(self.config)
 
     @property
     def compares_top(self) -> bool:

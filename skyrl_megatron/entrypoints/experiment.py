@@ -30,6 +30,7 @@ from skyrl_megatron.entrypoints.quick_check import report_if_finished
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.answers import warn_of_missing_answers
 from skyrl_megatron.errors import ConfigError, LaunchError
+from skyrl_megatron.identity import claim, run_identity
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
@@ -37,14 +38,12 @@ from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
 from skyrl_megatron.trainer.evaluate import require_metrics
-from skyrl_megatron.trainer.identity import claim, run_identity
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.estimate.step_report import StepComparison
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -187,7 +186,7 @@ class BasePPOExp:
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
-        trainer = self.get_trainer(
+        return self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,
             tokenizer=self.tokenizer,
@@ -198,8 +197,6 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
-        trainer.on_paper = StepComparison(self.cfg, tracker.say)
-        return trainer
 
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the run's placement group, and create the engines in it."""

@@ -47,7 +47,7 @@ def report_if_finished(cfg: SkyRLTrainConfig) -> bool:
     if not is_address(folder) and not os.path.isdir(folder) and cfg.trainer.resume_mode != "from_path":
         return False
     from skyrl_megatron.trainer.stopping import remaining_work
-    from skyrl_megatron_observe.summary import summary_lines
+    from skyrl_megatron.trainer.summary import summary_lines
 
     left = remaining_work(cfg)
     if left is None or not left.nothing:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.trained_model import RoleName
     from skyrl_megatron.types import TrainingBatch
 
 
@@ -31,8 +32,8 @@ class CriticEngine(MegatronEngine):
     ``trainer.critic``.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, *, total_steps: int | None = None) -> None:
-        super().__init__(cfg, "critic", total_steps=total_steps)
+    def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "critic", *, total_steps: int | None = None) -> None:
+        super().__init__(cfg, role, total_steps=total_steps)
 
     @torch.no_grad()
     def compute_values(self, batch: TrainingBatch) -> Tensor:
@@ -61,6 +62,7 @@ class ValueStep(ForwardStep):
     """Forward pass only. The schedule returns the values [b, T] of each micro-batch."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The schedule wants a loss also where nothing is trained.
         values = response_values(output, micro_batch.packed)
         return loss_for_schedule(values.new_zeros(()), values)
 
@@ -78,6 +80,7 @@ class CriticStep(TrainingStep):
         return loss_for_schedule(loss, metrics)
 
 
+# Token ids travel as fp32 next to the log-probs, in one tensor; larger ids would be rounded.
 EXACT_IN_FP32 = 2**24
 
 
@@ -104,6 +107,7 @@ class TeacherStep(ForwardStep):
         logprobs, _ = self.head(output, packed)
         scores = logprobs[..., None]
         if self.k:
+            # Over all positions of the pack, as the head does: to_responses picks those that predict a response.
             best, ids = top_logprobs(output.flatten(0, -2), self.k, packed.groups.tp, self.head.settings)
             scores = torch.cat([scores, packed.to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
         return loss_for_schedule(scores.new_zeros(()), scores)

@@ -16,14 +16,13 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from torch import Tensor
 
@@ -31,7 +30,6 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
@@ -46,14 +44,13 @@ from skyrl_megatron.runtime.forward_step import (
     share_from_last_stage,
 )
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
-from skyrl_megatron.runtime.model.family_attention import indexer_metrics
 from skyrl_megatron.runtime.model.moe import forget_pass_inputs, router_metrics
 from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
 from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
+from skyrl_megatron.runtime.parts import around, call_parts, metrics_of, planned
 from skyrl_megatron.runtime.trained_model import TrainedModel
-from skyrl_megatron_parts.profiling import Recorder, RecordingStep, profiled
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import AlgorithmConfig
@@ -90,17 +87,18 @@ class MegatronEngine(TrainedModel):
         self.onload("weights", "gradients")
         self._memory.onload(("optimizer",))  # is copied while the model computes
         objective = objective or self.objective()
-        if self._expert_balance is not None:
-            self._expert_balance.forget()
+        call_parts(self.parts, "begin_pass")
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
-            problem = too_long(batch, positions) or find_problem(batch, objective)
+            problem = too_long(batch, positions) or self.find_problem(batch, objective)
             if self._replayed:
                 problem = problem or find_route_problem(batch, self.model, self._missing_routes)
+            # Every rank must agree before the schedule: a rank that stays away would block the others' collectives.
             raise_on_all_ranks(problem)
             for name, rows in self._turns(batch):
                 part = _picked(batch, rows)
+                # An adapter without a trained token has no gradient; its buffers stay untouched, and it takes no step.
                 if (totals := self.step_totals(part, objective)).tokens:
                     self.set_adapter(name)
                     measured[name] = self._add_gradient(part, totals, objective, accumulate)
@@ -110,15 +108,9 @@ class MegatronEngine(TrainedModel):
         metrics = self._reduce(merge_metrics(*(each for results in measured.values() for each in results)))
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
-        metrics |= routing
-        if self._expert_balance is not None:
-            metrics |= self._expert_balance.take_metrics()
-        if self.model.config.dsa_indexer_loss_coeff:
-            metrics |= indexer_metrics(self.chunks)
+        metrics |= routing | metrics_of(self.parts, "end_pass", loads)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
-        if self.moves is not None:
-            self.moves.count(loads)
         for name, results in measured.items() if self.adapter_names != ("",) else ():
             own = self._reduce(merge_metrics(*results))
             metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
@@ -132,21 +124,22 @@ class MegatronEngine(TrainedModel):
         ``totals``: denominators over the rows of all replicas.
         """
         now = self._now
+        # Buffers hold the gradient of a mean. With more rows the mean's denominator grows, so what is there shrinks to
+        # its share before the new rows are added, instead of a division that would have to wait for the last call.
         combined = now.accumulated + totals
         share = objective.weight(totals) / objective.weight(combined)
         if now.accumulated.tokens:
-            for chunk in now.chunks:
-                chunk.scale_gradients(1.0 - share)
-            if now.draft is not None:  # its loss is a mean over tokens for every objective
-                now.draft.scale_gradients(now.accumulated.tokens / combined.tokens)
+            now.scale_gradients(1.0 - share, of_tokens=now.accumulated.tokens / combined.tokens)
+        # Megatron adds the gradients of auxiliary losses within the layers, out of reach of the objective's weights.
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
         if self._has_draft:
             self._refresh_draft()
         step = self._training_step(objective, combined)
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
         self._set_training(True)
-        with self._local_gradients(accumulate), self._profile("forward_backward"):
+        with self._local_gradients(accumulate), self._parts_around("forward_backward"):
             results = run_schedule(step, micro_batches, now.chunks, self.groups, forward_only=False)
+        # A loss that raised inside the schedule would leave other stages waiting, so its error was kept until here.
         raise_on_all_ranks(step.failure)
         now.accumulated = combined
         return results
@@ -196,18 +189,23 @@ class MegatronEngine(TrainedModel):
             self.set_adapter(name)
             results[name] = self._step(more_follow and len(self._trained) == 1)
         result = combine_results(results)
-        if self.moves is not None and not more_follow:
-            optimizers = [trained.optimizer for trained in self._trained.values()]
-            result = dataclasses.replace(result, expert_moves=self.moves.after_batch(optimizers, self.steps))
+        if not more_follow:
+            metrics = metrics_of(self.parts, "end_batch", self._trained, self.steps)
+            result = dataclasses.replace(result, metrics={**result.metrics, **metrics})
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
         return result
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
-        with self._profile("optim_step"):
+        with self._parts_around("optim_step"):
+            call_parts(self.parts, "begin_step", now)
             result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, with_draft=self._has_draft)
+            if not result.skipped:
+                result = dataclasses.replace(result, metrics=metrics_of(self.parts, "updated", now))
         self._clear(now)
+        # Megatron would gather the weights layer by layer in the next forward pass. What reads them first here may be
+        # a weight sync or an export, which runs no forward pass.
         if self.overlaps_param_gather and not more_follow:
             for chunk in now.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -218,7 +216,7 @@ class MegatronEngine(TrainedModel):
             if result.offender:
                 why = f"the gradient of {result.offender} is not finite"
             logger.warning("%s: the step is skipped", why)
-        self.memory.snapshot(self._numbered("step"), dist.get_rank())
+        call_parts(self.parts, "end_step", self._numbered("step"))
         return result
 
     def reduce_gradients(self) -> None:
@@ -227,17 +225,13 @@ class MegatronEngine(TrainedModel):
         :meth:`optim_step` calls it. Megatron's reduction is not idempotent, so no gradient can be added between it and
         the step. Raises ValueError if there are no gradients.
         """
+        # Taking a step without gradients would still decay weights and moments.
         if not self._waiting():
             raise ValueError("there are no gradients: call forward_backward() first")
         for name in self._waiting():
             if not self._trained[name].reduced:
                 self.set_adapter(name)
-                if self._now.draft is not None:
-                    self._now.draft.finish_grad_sync()
-                finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
-                if self.adapters is not None:
-                    self.adapters.sum_over_etp()
-                self._now.reduced = True
+                self._now.reduce_gradients(self.groups)
 
     def clear_gradients(self) -> None:
         """Drop the gradients accumulated since the last step."""
@@ -246,11 +240,7 @@ class MegatronEngine(TrainedModel):
         reset_model_temporary_tensors(self.model.config, self.chunks)  # tokens per expert, for the routers' biases
 
     def _clear(self, trained: TrainingState) -> None:
-        if not self._memory.away("gradients"):
-            for chunk in trained.buffered:
-                chunk.zero_grad_buffer()
-        trained.optimizer.zero_grad()
-        trained.accumulated, trained.reduced = StepTotals(), False
+        trained.clear_gradients(buffers=not self._memory.away("gradients"))
 
     def take_expert_load(self) -> dict[int, list[int]]:
         """Return the tokens that each expert got in training since the last call, over all ranks: layer → [E]."""
@@ -265,22 +255,24 @@ class MegatronEngine(TrainedModel):
         *,
         temperature: float | None = None,
         adapters: bool = True,
-        recorder: Recorder | None = None,
+        make_step: Callable[[LogprobHead, np.ndarray], LogprobStep] | None = None,
     ) -> Tensor:
         """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
 
         ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters=False``
-        computes them with the base model, which is the reference of a policy with adapters. ``recorder`` records the
-        forward passes. Every rank gets the result of its replica.
+        computes them with the base model, which is the reference of a policy with adapters. ``make_step`` makes the
+        step of some rows, [b] int64 indices of the batch, for example to record their pass (``recording.py``). Every
+        rank gets the result of its replica.
         """
         self.onload("weights")
         out = torch.zeros(batch.response_mask.shape)
         for name, rows in self._turns(batch):
             self.set_adapter(name)
+            # The adapters' base is the reference model: no second copy of the weights is needed.
             base = self.adapters is not None and not adapters
             with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
                 head = self.head(temperature)
-                step = LogprobStep(head) if recorder is None else RecordingStep(head, recorder, rows)
+                step = LogprobStep(head) if make_step is None else make_step(head, rows)
                 out[torch.from_numpy(rows)] = self.forward_only(step, _picked(batch, rows))
         return out
 
@@ -294,6 +286,7 @@ class MegatronEngine(TrainedModel):
         out = torch.zeros(shape, dtype=torch.float32, device=device.device())
         for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
             out[torch.as_tensor(micro_batch.rows, device=out.device)] = values[: len(micro_batch.rows)]
+        # Only the last stage has results, and callers on every rank use them.
         if self.groups.pp.size() > 1:
             source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
             dist.broadcast(out, src=source, group=self.groups.pp)
@@ -303,6 +296,10 @@ class MegatronEngine(TrainedModel):
     def objective(self, changes: Mapping[str, Any] | None = None) -> Objective:
         """Return the loss of ``trainer.algorithm``. ``changes`` replaces some of its fields."""
         return PolicyObjective(self._algorithm(changes))
+
+    def find_problem(self, batch: TrainingBatch, objective: Objective) -> Exception | None:
+        """Return an error if the batch lacks a field that ``objective`` reads, or has it not finite; else None."""
+        return find_problem(batch, objective)
 
     def _algorithm(self, changes: Mapping[str, Any] | None) -> AlgorithmConfig:
         config = self.cfg.trainer.algorithm
@@ -318,6 +315,7 @@ class MegatronEngine(TrainedModel):
             observation_mask=batch.observation_mask,
             uids=batch.uids or None,
         )
+        # Totals hold counts per prompt, whose rows may be on several replicas: no fixed shape, so no all-reduce.
         gathered: list[StepTotals | None] = [None] * self.dp_size
         dist.all_gather_object(gathered, mine, group=self.groups.dp)
         return sum((totals for totals in gathered if totals is not None), StepTotals())
@@ -363,14 +361,15 @@ class MegatronEngine(TrainedModel):
             alignment=alignment,
             max_tokens=trainer.max_tokens_per_microbatch,
             rows=rows,
+            # The interleaved schedule of virtual stages takes micro-batches in groups of pp.
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
-        if self._expert_balance is not None:
-            plan = self._expert_balance.plan(batch, parts, plan, rows)
+        plan = planned(self.parts, batch, parts, plan, rows)
         target = device.device()
         micro_batches = []
         for own in (joined(parts, share) for share in plan):
+            # A replica with fewer rows runs padding, because all replicas must enter the same expert collectives.
             part = batch.select(own) if len(own) else batch.blank_row()
             padded = not trainer.use_sample_packing
             packed = pack(
@@ -432,9 +431,8 @@ class MegatronEngine(TrainedModel):
             forget_pass_inputs(self.model.chunks)
             raise
 
-    def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:
-        settings = self.megatron.torch_profiler_config
-        return profiled(settings, run_folder(self.cfg), self._numbered(name), dist.get_rank())
+    def _parts_around(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return around(self.parts, phase, self._numbered(phase))
 
     def _numbered(self, name: str) -> str:
         """Return ``name`` with the active adapter and the number of its step."""

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -26,12 +30,11 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.rules.muon_rules import muon_problems, muon_settings
+from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.hub import adapter_folder
@@ -40,8 +43,7 @@ from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapt
 from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.mtp import draft_of
-from skyrl_megatron_parts import muon
-from skyrl_megatron_parts.qk_clip import clip_qk, take_max_logits
+from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer, partial_optimizer
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
-    from skyrl_megatron_parts.muon import Matrix
 
 
 # scheduler name in the configuration → decay style of Megatron's scheduler
@@ -75,13 +76,10 @@ class StepResult:
     schedule are unchanged."""
     offender: str | None = None
     """If the gradient was not finite: the first parameter with such a gradient, with its rank."""
-    expert_moves: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the experts' moves after the step (``expert_moves.py``)."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the parts of the rank (``parts.py``)."""
     adapters: Mapping[str, StepResult] = field(default_factory=dict)
     """With several adapters: the result of each, by name."""
-    max_logit: float | None = None
-    """With ``qk_clip`` or ``log_max_attention_logit``, the largest attention logit since the last step, before
-    clipping."""
     zeros_in_grad: float | None = None
     """With ``log_num_zeros_in_grad``, the number of gradient entries that are 0."""
 
@@ -90,6 +88,7 @@ def combine_results(results: Mapping[str, StepResult]) -> StepResult:
     """Combine the results of the adapters' steps into one. A result under the name ``""`` is returned unchanged."""
     if "" in results:
         return results[""]
+    # Adapters have disjoint parameters: the norm over all of them is the root of the sum of squares.
     parts = list(results.values())
     norm = math.hypot(*(part.grad_norm for part in parts))
     offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.offender), None)
@@ -106,9 +105,9 @@ def build_optimizer(
     params_dtype: torch.dtype,
     use_distributed_optimizer: bool,
     overlap_param_gather: bool,
-    matrices: Sequence[Matrix] = (),
+    partial: PartialOptimizer | None = None,
 ) -> MegatronOptimizer:
-    """Build Megatron's Adam over all chunks of this rank, with Muon in it for ``matrices``.
+    """Build Megatron's Adam over all chunks of this rank, with ``partial`` in it for the parameters that it takes.
 
     ``extra`` (``optimizer_config_kwargs``): fields of Megatron's ``OptimizerConfig``, applied last (precision-aware
     moments, CPU offload, ``adam_eps``, …). Raises ConfigError for a field that Megatron does not have or rejects.
@@ -125,6 +124,7 @@ def build_optimizer(
         "params_dtype": params_dtype,
         "use_distributed_optimizer": use_distributed_optimizer,
         "overlap_param_gather": overlap_param_gather,
+        # Megatron's default is true, and pinned memory needs a GPU.
         "pin_cpu_grads": device.has_cuda(),
         "pin_cpu_params": device.has_cuda(),
     }
@@ -145,37 +145,21 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)
     if settings.decay_norms_and_biases:
         overrides = {which: change for which, change in overrides.items() if "wd_mult" not in change}
-    if settings.optimizer == "muon":
-        overrides |= _muon_overrides(matrices, settings)
+    if partial is not None:
+        overrides |= partial.overrides(settings)
     optimizer = get_megatron_optimizer(
         config,
         chunks,
         config_overrides=overrides,
+        # Megatron's gloo groups are for its own checkpoints, which this trainer does not use.
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
-    if settings.optimizer == "muon":
-        muon.install(optimizer, matrices, muon_settings(extra), groups)
+    if partial is not None:
+        partial.install(optimizer, extra)
     if not chunks[0].ddp_config.grad_reduce_in_fp32:
         _wait_for_gradients(optimizer)
     return optimizer
-
-
-def _muon_overrides(matrices: Sequence[Matrix], settings: TrainOptimizerConfig) -> dict[ParamKey, Any]:
-    """Give matrices groups of their own, and the other parameters their rate as a ratio of the schedule's."""
-    own = {id(each.parameter) for each in matrices}
-    rest: dict[str, float] = {}
-    if settings.adam_lr is not None:
-        rest[_RATIO] = settings.adam_lr / settings.lr if settings.lr else 1.0
-    chosen = {
-        ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own): {muon.GROUP: 1.0},
-        ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in own): rest,
-    }
-    return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
-
-
-_RATIO = "ratio"
-"""Key of parameter groups: their rate as a multiple of the schedule's."""
 
 
 class _Schedule(OptimizerParamScheduler):
@@ -183,7 +167,7 @@ class _Schedule(OptimizerParamScheduler):
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Return the rate of a group at the current step."""
-        return float(super().get_lr(param_group)) * float(param_group.get(_RATIO, 1.0))
+        return float(super().get_lr(param_group)) * float(param_group.get(RATIO, 1.0))
 
 
 def _wait_for_gradients(optimizer: MegatronOptimizer) -> None:
@@ -265,7 +249,7 @@ def build_lr_schedule(
 
 def current_lr(optimizer: MegatronOptimizer) -> float:
     """Return the learning rate of the parameter groups that follow the schedule."""
-    return max((float(group["lr"]) for group in optimizer.param_groups if _RATIO not in group), default=0.0)
+    return max((float(group["lr"]) for group in optimizer.param_groups if RATIO not in group), default=0.0)
 
 
 @torch.no_grad()
@@ -279,16 +263,19 @@ def step_if_finite(
     """Clip gradients and step, unless a gradient on any rank is not finite, or the norm is above
     ``grad_norm_skip_threshold``. Gradients must be reduced over dp before.
 
-    Muon's matrices are not clipped: a factor on one step's gradient would only change its share in the momentum.
+    Scale-invariant tensors, such as Muon's matrices, are not clipped: a factor on one step's gradient would only
+    change its share in the momentum.
 
     This follows ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py, but checks the norm first: without
     a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
     parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
     """
-    learning_rate, logits = current_lr(optimizer), take_max_logits(chunks)
+    learning_rate = current_lr(optimizer)
+    # Gives the masters their gradients, of which the norm is taken; without it they have those of the last step.
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     healthy = torch.tensor([float(math.isfinite(grad_norm) and not found_inf)], device=device.device())
+    # Each rank has checked its own gradients only, and all must decide alike.
     dist.all_reduce(healthy, op=dist.ReduceOp.MIN)
     if not healthy.item():
         return StepResult(grad_norm, learning_rate, True, _first_offender(chunks))
@@ -299,11 +286,12 @@ def step_if_finite(
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        matrices = getattr(getattr(part, "optimizer", None), "scale_invariant", ())
+        scale_invariant = getattr(getattr(part, "optimizer", None), "scale_invariant", ())
         for group, norm in norms.items():
             own = [each for each in parameters if getattr(each, GRAD_NORM_GROUP_ATTR, None) == group]
             if math.isfinite(norm):
-                own = [each for each in own if id(each) not in matrices]
+                own = [each for each in own if id(each) not in scale_invariant]
+            # Only the draft head's norm can be infinite here. The policy takes its step without it.
             if not math.isfinite(norm):
                 _zero(own, decoupled)
             elif own and part.config.clip_grad > 0.0:
@@ -313,11 +301,7 @@ def step_if_finite(
     zeros = float(optimizer.count_zeros()) if options.log_num_zeros_in_grad else None
     optimizer.step_with_ready_grads()
     schedule.step(1)
-    model: Any = chunks[0].config
-    if logits is not None and model.qk_clip:
-        clip_qk(logits, optimizer)
-    largest = None if logits is None else logits.largest
-    return StepResult(grad_norm, learning_rate, False, max_logit=largest, zeros_in_grad=zeros)
+    return StepResult(grad_norm, learning_rate, False, zeros_in_grad=zeros)
 
 
 _DRAFT = "mtp"
@@ -326,6 +310,7 @@ _DRAFT = "mtp"
 
 def _draft_norm(optimizer: MegatronOptimizer) -> float:
     """Return the gradient norm of the draft head on every rank, reduced as Megatron reduces the other norms."""
+    # A chained optimizer has it, a single one not.
     if hasattr(optimizer, "_get_grad_norm_for_group"):
         return float(optimizer._get_grad_norm_for_group(_DRAFT))
     grads = optimizer.get_grads_for_grad_norm(_DRAFT)
@@ -343,6 +328,7 @@ def _zero(parameters: list[torch.nn.Parameter], decoupled: bool) -> None:
 def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
     """Return the first parameter, by rank then by position, whose reduced gradient has a NaN or infinity."""
     mine = None
+    # Only after a failed step: it reads every gradient once more.
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():
             grad = getattr(parameter, "main_grad", None)
@@ -382,6 +368,29 @@ class TrainingState:
         """All modules with gradient buffers."""
         return self.chunks if self.draft is None else [*self.chunks, self.draft]
 
+    def scale_gradients(self, factor: float, *, of_tokens: float) -> None:
+        """Scale the accumulated gradients. ``of_tokens``: the factor of a loss that is a mean over tokens."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+        if self.draft is not None:  # its loss is a mean over tokens for every objective
+            self.draft.scale_gradients(of_tokens)
+
+    def reduce_gradients(self, groups: ProcessGroups) -> None:
+        """Sum the accumulated gradients over all ranks that share a parameter. Not idempotent, as Megatron's is."""
+        if self.draft is not None:
+            self.draft.finish_grad_sync()
+        finalize_model_grads(self.chunks, None, pg_collection=groups.collection)
+        if self.adapters is not None:
+            self.adapters.sum_over_etp()
+        self.reduced = True
+
+    def clear_gradients(self, *, buffers: bool) -> None:
+        """Drop the gradients. ``buffers``: also in Megatron's buffers, unless their memory is offloaded."""
+        for chunk in self.buffered if buffers else ():
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.accumulated, self.reduced = StepTotals(), False
+
     def begin(self) -> None:
         """Attach this adapter to the model and restore its random states."""
         assert self.adapters is not None
@@ -417,17 +426,17 @@ def prepare_training(
     if adapters is not None and (folder := adapter_folder(cfg)) is not None:
         load_adapter(adapters, groups, folder, base)
     if settings.megatron_config.freeze_moe_router and not adapted:
+        # The bias moves experts' loads without a gradient, so that requires_grad alone would not freeze the router.
         freeze_expert_bias(model.chunks)
         for chunk in model.chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".router." not in name)
     key = f"trainer.{role}.optimizer_config.optimizer"
-    matrices: list[Matrix] = []
-    if settings.optimizer_config.optimizer == "muon":
-        matrices = muon.matrices_of(model, groups, key) if adapters is None else muon.factors_of(adapters)
+    partial = partial_optimizer(settings.optimizer_config.optimizer, model, groups, adapters, key)
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:
         del last.draft  # keeps the draft head out of the chunk's gradient buffers; restored below
+    # As in Megatron: communication of later chunks overlaps with the first one's computation anyway.
     chunks = [
         DistributedDataParallel(
             model.config, buffers, chunk, disable_bucketing=index > 0, pg_collection=groups.collection
@@ -439,6 +448,7 @@ def prepare_training(
         fuse_gradients(chunks)
     draft = None
     if head is not None:
+        # The schedule's hooks know the chunks alone and would never start the draft head's buckets.
         own = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
         draft = DistributedDataParallel(
             model.config, own, head, disable_bucketing=True, pg_collection=groups.collection
@@ -451,7 +461,7 @@ def prepare_training(
         params_dtype=parameter_dtype(cfg),
         use_distributed_optimizer=buffers.use_distributed_optimizer,
         overlap_param_gather=buffers.overlap_param_gather,
-        matrices=matrices,
+        partial=partial,
     )
     if head is not None:
         last.draft = head
@@ -462,6 +472,7 @@ def prepare_training(
 def enable_grad_overlap(chunks: Sequence[DistributedDataParallel]) -> None:
     """Set ``no_sync_func`` of Megatron's schedule to these chunks if gradient reduction overlaps with the backward."""
     if chunks[0].ddp_config.overlap_grad_reduce:
+        # The interleaved schedule wants a function per chunk, the plain one a single function.
         functions: list[Callable[[], Any]] = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]
 
@@ -475,6 +486,7 @@ def fuse_gradients(chunks: Sequence[DistributedDataParallel]) -> int:
     changed = 0
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):
+            # Only the GEMM of a matrix can add to the buffer; gradients of biases arrive by autograd as always.
             matrices = [each for each in module.parameters(recurse=False) if each.dim() > 1]
             module.fuse_wgrad_accumulation = bool(matrices) and all(hasattr(each, "main_grad") for each in matrices)
             changed += module.fuse_wgrad_accumulation

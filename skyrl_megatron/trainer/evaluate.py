@@ -25,6 +25,7 @@ from skyrl_megatron.config.rules.evaluation_rules import (
 )
 from skyrl_megatron.config.schema.evaluation import DATASET_KEY, UNKNOWN, EvalSetConfig, eval_sets
 from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.identity import Identity, other_parts, read_identity, short, write_identity
 from skyrl_megatron.inference.sampling_params import engine_sampling
 from skyrl_megatron.rollout.interface import (
     GeneratorInterface,
@@ -40,7 +41,6 @@ from skyrl_megatron.rollout.outputs import (
     select_rows,
 )
 from skyrl_megatron.trainer.event_loop import with_timeout
-from skyrl_megatron.trainer.identity import Identity, other_parts, read_identity, short, write_identity
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -57,10 +57,10 @@ class Sampled:
 
     def rows_by(self, column: str, default: str = UNKNOWN) -> dict[str, list[int]]:
         """Return value of the column, in alphabetical order → rows."""
-        found: dict[str, list[int]] = defaultdict(list)
+        rows: dict[str, list[int]] = defaultdict(list)
         for row, extra in enumerate(self.extras):
-            found[str(extra.get(column, default))].append(row)
-        return dict(sorted(found.items()))
+            rows[str(extra.get(column, default))].append(row)
+        return dict(sorted(rows.items()))
 
     def select(self, rows: Sequence[int]) -> Sampled:
         """Return some of the rows."""

@@ -11,6 +11,7 @@ from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.rules.training_rules import generates_ahead, longest_sequence
+from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
 from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
@@ -96,6 +97,19 @@ def _number(seconds: float) -> str:
     if seconds >= 100:
         return f"{seconds:,.0f}"
     return f"{seconds:.3g}" if seconds >= 1e-3 else "0"
+
+
+class EstimateRecorder(RunRecorder):
+    """Adds the estimate of the second step to its metrics, next to what was measured."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        self._compare = StepComparison(run.cfg, run.tracker.say)
+
+    def step_metrics(
+        self, lengths: np.ndarray, metrics: Mapping[str, float], device_type: Callable[[], str | None]
+    ) -> dict[str, float]:
+        return self._compare(lengths, metrics, device_type)
 
 
 class StepComparison:

@@ -73,7 +73,7 @@ class LayerDifferences:
     """Relative differences between two computations of one sample, by place in execution order."""
 
     apart: Mapping[str, np.ndarray]
-    """Place (as in ``skyrl_megatron_parts/profiling.py``) → [n] relative difference of each token."""
+    """Place (as in ``runtime/recording.py``) → [n] relative difference of each token."""
     limits: Mapping[str, float]
     """Place → relative effect of rounding."""
 

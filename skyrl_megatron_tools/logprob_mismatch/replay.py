@@ -66,7 +66,7 @@ def differing_tensors(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Round fp32 values to another dtype and back."""
+    """Round fp32 values [any shape] to another dtype and back."""
     return torch.from_numpy(values.copy()).to(getattr(torch, dtype)).float().numpy()
 
 
@@ -116,7 +116,7 @@ class ReplayEngine(VLLMEngine):
 
 
 Hidden = dict[str, np.ndarray]
-"""Place (``skyrl_megatron_parts/profiling.py``) → hidden states [n, H] of one sample."""
+"""Place (``runtime/recording.py``) → hidden states [n, H] of one sample."""
 
 
 class Replay:

@@ -127,11 +127,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from bridges import conversions
-    from skyrl_megatron.runtime.model import attention, delta_net, norm
-    from skyrl_megatron.runtime.model import attention as context_parallel
-    from skyrl_megatron.runtime.model import family_attention as latent_attention
-    from skyrl_megatron.runtime.model import family_attention as selected_attention
-    from skyrl_megatron.runtime.model import moe as router
+    from skyrl_megatron.runtime.model import attention, delta_net, family_attention, moe, norm
 
     def one_sequence(lengths: tuple[int, ...], device: Any) -> Any:
         from skyrl_megatron.runtime.model.delta_rule import chunk_plan
@@ -155,28 +151,28 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         self.expert_bias.zero_()
         return route(self, logits, padding_mask)
 
-    route = router.TokenWeightedRouter.routing
-    rightly, back = conversions.InterleaveGatedQkv.to_parts, context_parallel._heads_to_tokens
+    route = moe.TokenWeightedRouter.routing
+    rightly, back = conversions.InterleaveGatedQkv.to_parts, attention._heads_to_tokens
     planted = {
         "rotary keys keep their own heads' gradient": (
-            latent_attention.LatentAttention,
+            family_attention.LatentAttention,
             "_qkv_down_projection",
             MLASelfAttention._qkv_down_projection,
         ),
         "norm over the rank's own heads": (norm, "_summed", lambda x, group: x * group.size()),
         "sinks left out": (attention.PackedAttention, "_attend", _attend_without_sinks),
-        "logits taken for log-odds": (router, "log_odds", lambda logits: logits),
+        "logits taken for log-odds": (moe, "log_odds", lambda logits: logits),
         "states run on into the next sequence": (delta_net, "chunk_plan", one_sequence),
         "gates behind all queries": (conversions.InterleaveGatedQkv, "to_parts", queries_then_gates),
         "gated norm keeps its own heads' gradient": (delta_net, "RMSNorm", norm_of_own_heads),
-        "heads come back in their senders' order": (context_parallel, "_heads_to_tokens", shuffled),
+        "heads come back in their senders' order": (attention, "_heads_to_tokens", shuffled),
         "every key is seen": (
-            selected_attention,
+            family_attention,
             "_top_k_mask",
             lambda scores, visible, _: visible.expand_as(scores)[:, None],
         ),
         "windows are left out": (attention, "is_layer_window_attention", lambda *_: False),
-        "experts are chosen without their bias": (router.TokenWeightedRouter, "routing", without_bias),
+        "experts are chosen without their bias": (moe.TokenWeightedRouter, "routing", without_bias),
     }
     with mock.patch.object(*planted[fault]):
         return compare(*arguments)

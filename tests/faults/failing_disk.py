@@ -1,8 +1,8 @@
-"""A disk of a run's own that is slow, or fails, once it is told to: a folder that is reached through FUSE.
+"""A disk of a run's own that is slow, or fails, once its state says so: a folder that is reached through FUSE.
 
     python -m tests.faults.failing_disk FOLDER MOUNTED STATE
 
-STATE is a file that says how it is: ``well``, ``EIO`` or ``slow ×10``. The files lie in FOLDER, and are whole there.
+STATE is a file that says how it is: ``well``, ``EIO`` or ``slow ×10``. The files are in FOLDER, and are whole there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults inside a run, at a phase of a step. Imported by the run's own script, so that a fault comes from its driver.
 
 The script of ``tests/job/runs.py`` is given ``from tests.faults import injection; injection.arm(...)``: when the
-driver enters the phase for the first time at or behind the step, a thread of it makes the fault.
+driver enters the phase for the first time at or after the step, a thread of it makes the fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fail(number, frame):
 for number in {sorted(OWN.values())}:
     signal.signal(signal.SIGRTMIN + number, fail)
 """
-"""``sitecustomize.py`` of a run: each of its Python processes fails in its main thread when it is told to."""
+"""``sitecustomize.py`` of a run: each of its Python processes fails in its main thread on command."""
 JUMPS_AFTER_S = 0.02
 FOUND_S = 300.0
 """Time in which a process that is being started has to appear."""
@@ -54,7 +54,7 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
     follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so, or a
     driver that is stopped.
 
-    ``build_models``, ``heal``: as soon as the process is there. ``between updates``: behind a step's first optimizer
+    ``build_models``, ``heal``: as soon as the process is there. ``between updates``: after a step's first optimizer
     step. ``finish``: when all is done. May be called several times.
 
     In a rank ``exit``, ``exception`` and ``out of memory`` (of a petabyte, which its allocator refuses) come with its

@@ -1,5 +1,5 @@
-"""Lives of one small run: each goes on where the one before ended, and meets a fault. What is left after each is
-checked by :meth:`Lives.live` and by the next life, which has to go on from there."""
+"""Lives of one small run: each continues where the one before ended, and meets a fault. What is left after each is
+checked by :meth:`Lives.live` and by the next life, which has to continue from there."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Life:
 
     run: runs.Run
     began: int
-    """The step that it went on from."""
+    """The step that it continued from."""
     saved: int
-    """The step of the newest checkpoint behind it."""
+    """The step of the newest checkpoint after it."""
     log: str
     """What it added to ``console.log``."""
 
@@ -46,7 +46,7 @@ class Life:
 
     @property
     def message(self) -> str:
-        """What it said on stderr, but for warnings, and what a busy machine lets it say of what it waits for."""
+        """Its stderr without warnings, and without the lines about waits, which a busy machine causes."""
         lines = self.run.err.splitlines()
         return "\n".join(line for line in lines if not line.startswith(("warning: ", "… ")))
 
@@ -63,8 +63,8 @@ class Lives:
         self.checkpoints = f"{object_store.BUCKET}{folder}" if kind == "object store" else str(folder / "ckpts")
 
     def live(self, fault: str, *, planted: str = "", timeout_s: float = runs.TIMEOUT_S, **overrides: object) -> Life:
-        """Go on, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it comes to its
-        end. Whatever happened: no process is left, and the newest checkpoint is whole. ``planted``: Python that takes
+        """Continue, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it ends by
+        itself. Whatever happened: no process is left, and the newest checkpoint is whole. ``planted``: code that takes
         a guard away first."""
         began, logged = self.saved, self._logged()
         body = planted + (f"\nfrom tests.faults import injection\ninjection.arm({fault})\n" if fault else "\n")
@@ -79,11 +79,11 @@ class Lives:
         for each in alive:
             each.kill()
         self.place.repair()
-        assert not alive, f"left behind: {alive}"
+        assert not alive, f"left over: {alive}"
         self.saved = self.newest()
         ended = runs.Run(process.returncode, out, err, self.folder)
-        if began and "\nweights: version" in out:  # it came to where it goes on
-            assert f"(step {began} of" in out, f"it did not go on from step {began}: {out[-2000:]}{err[-4000:]}"
+        if began and "\nweights: version" in out:  # it came to where it continues
+            assert f"(step {began} of" in out, f"it did not continue from step {began}: {out[-2000:]}{err[-4000:]}"
         return Life(ended, began, self.saved, self._logged().removeprefix(logged))
 
     def _logged(self) -> str:

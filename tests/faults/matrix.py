@@ -78,7 +78,7 @@ MEANINGLESS = (
         ("object store",),
         when=("sample", "score", "train", "eval", "shutdown"),
     ),
-    Meaningless("a bucket never lies on a disk", ("disk",), ("byte in bucket", "cut link")),
+    Meaningless("a bucket is never on a disk", ("disk",), ("byte in bucket", "cut link")),
     Meaningless("a disk refuses or fails: full, read-only, EIO", ("disk",), ("exception",)),
     Meaningless(
         "buckets are on their way in a sync alone",
@@ -112,7 +112,7 @@ PROMISES = (
         ("SIGKILL", "SIGSEGV", "exit", "out of memory"),
     ),
     Promised(Promise.ENDED, "60 s", STEP_LOST, ("driver",), ("exception",)),
-    Promised(Promise.HEALED, "once it goes on", NOTHING, ("driver",), ("SIGSTOP", "slow ×10")),
+    Promised(Promise.HEALED, "once it continues", NOTHING, ("driver",), ("SIGSTOP", "slow ×10")),
     # ranks
     Promised(
         Promise.HEALED, "at once: a rank that ends late is killed", NOTHING, ROLES, (*OF_PROCESSES,), ("shutdown",)
@@ -146,8 +146,8 @@ PROMISES = (
     ),
     Promised(Promise.HEALED, "no hurry", NOTHING, ENGINES, ("slow ×10",)),
     # Ray
-    Promised(Promise.HEALED, "30 s: it goes on", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),
-    Promised(Promise.HEALED, "once it goes on", NOTHING, RAY, ("slow ×10",)),
+    Promised(Promise.HEALED, "30 s: it continues", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),
+    Promised(Promise.HEALED, "once it continues", NOTHING, RAY, ("slow ×10",)),
     Promised(Promise.ENDED, "2 min: it is missed after 70 to 100 s", STEP_LOST, RAY, ("SIGSTOP",)),
     Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, DEATHS),
     # what runs in the driver
@@ -163,7 +163,7 @@ PROMISES = (
     Promised(
         Promise.HEALED,
         "at once: the checkpoint before is loaded",
-        "the steps behind it",
+        "the steps after it",
         ("object store", "disk"),
         ("byte in checkpoint",),
     ),
@@ -187,7 +187,7 @@ PROMISES = (
 
 
 LOST = DEATHS
-"""A rank whose memory does not suffice would lack it again: that ends the run, but for one that the system killed."""
+"""A rank whose memory does not suffice would lack it again: that ends the run, except one that the system killed."""
 A_START = "then a start of a rank"
 HEALING = (
     Promised(Promise.REPEATED, f"5 s until it is known, {A_START}", NOTHING, ROLES, LOST, ("score", "train")),

@@ -1,5 +1,5 @@
 """Where a run lives whose disk, network, object store or time of day a test has for itself. All are real and nobody
-else's, but for the time of day: a machine has one for all, so that the run's processes are told another
+else's, except the time of day: a machine has one for all, so that the run's processes read another
 (``jumping_clock.c``)."""
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def mend_disk(folder: Path) -> None:
 
 
 def break_link(what: str) -> None:
-    """Cut the loopback interface of this network, or let it carry 12 MB a second until it is mended."""
+    """Cut the loopback interface of this network, or let it carry 12 MB a second until it is repaired."""
     if what == "cut link":
         _run("ip", "link", "set", "lo", "down")
     else:
@@ -133,7 +133,7 @@ def mend_link() -> None:
 
 
 def jump(folder: Path) -> None:
-    """Let the time of day be an hour ahead, or, where it is, an hour behind."""
+    """Let the time of day be an hour ahead, or, where it is, an hour late."""
     (now,) = struct.unpack("<q", _ahead(folder).read_bytes())
     _set_ahead(folder, -HOUR_S if now > 0 else HOUR_S)
 

@@ -1,7 +1,7 @@
 """A small run under random faults: ``launch/soak.sh MINUTES SEED``.
 
-Each life of the run goes on from the one before and meets a fault that the seed chose; in half of them lost ranks are
-replaced. Behind each are checked: one message and an exit code where it ended, no process and no shared memory left,
+Each life of the run continues from the one before and meets a fault that the seed chose; in half of them lost ranks
+are replaced. After each are checked: one message and an exit code where it ended, no process or shared memory left,
 the newest checkpoint whole, every step logged once, every version that was served proven by its probe, and that nobody
 waited for a process that was dead. Exit code 0: all held; 1: not all.
 """
@@ -35,7 +35,7 @@ def chosen(rng: random.Random) -> tuple[str, str, str, float]:
 
 
 def problems(lives: Lives, life: Life, what: str, shared: set[str]) -> list[str]:
-    """List what does not hold behind a life that met ``what``, besides what :meth:`Lives.live` checks itself."""
+    """List what does not hold after a life that met ``what``, besides what :meth:`Lives.live` checks itself."""
     found = []
     if life.run.returncode > 0 and (not life.message or "Traceback" in life.message):
         found.append(f"it did not end with one message: {life.message[-2000:]!r}")
@@ -62,7 +62,7 @@ def soak(minutes: float, seed: int, folder: Path) -> int:
         who, what, phase, delay_s = chosen(rng)
         heals = rng.random() < 0.5
         fault = f"{who!r}, {what!r}, {phase!r}, {lives.saved + rng.choice((0, 1))}, delay_s={delay_s}, lasts_s=20"
-        began, told = time.monotonic(), f"life {number}: {who} · {what} · {phase}{' · heals' if heals else ''}"
+        began, line = time.monotonic(), f"life {number}: {who} · {what} · {phase}{' · heals' if heals else ''}"
         try:
             keys = {"trainer__max_training_steps": lives.saved + 3, "trainer__healing__enabled": str(heals).lower()}
             life = lives.live(fault, **keys)
@@ -70,10 +70,10 @@ def soak(minutes: float, seed: int, folder: Path) -> int:
         except AssertionError as error:
             wrong = [str(error)]
         if wrong:
-            print(f"{told}: FAILED, seed {seed}, files in {folder}", *wrong, sep="\n  ", flush=True)
+            print(f"{line}: FAILED, seed {seed}, files in {folder}", *wrong, sep="\n  ", flush=True)
             return 1
-        how = "went on" if life.run.returncode == 0 else f"ended with {life.run.returncode}"
-        print(f"{told}: {how}, step {life.saved} saved, {time.monotonic() - began:.0f} s", flush=True)
+        how = "continued" if life.run.returncode == 0 else f"ended with {life.run.returncode}"
+        print(f"{line}: {how}, step {life.saved} saved, {time.monotonic() - began:.0f} s", flush=True)
     print(f"{number} lives, {len(lives.faults)} faults, {lives.saved} steps, seed {seed}: everything held")
     return 0
 

@@ -1,6 +1,6 @@
 """Every cell of the matrix that a small run on one machine can be made to show (``ways.py``).
 
-A run that ends: each cell is a life of its own, which goes on from where the one before ended. A run that goes on
+A run that ends: each cell is a life of its own, which continues from where the one before ended. A run that continues
 meets all phases of a fault in one life, a step each, and its numbers are then those of a run that met none.
 """
 
@@ -50,7 +50,7 @@ def lives(tmp_path_factory):
 
 
 def for_roles(overrides, one):
-    """Add where a critic begins: every run has the model beside it."""
+    """Add where a critic begins: every run has the model next to it."""
     critic = {"trainer__critic__model__path": one.folder / "model"} if TWO_ROLES.items() <= overrides.items() else {}
     return overrides | critic
 

@@ -61,7 +61,7 @@ def test_the_run_ends_with_one_message_and_goes_on(lives, fault):
 
 
 def test_an_engine_is_replaced_and_the_numbers_are_those_of_no_fault(lives, tmp_path_factory):
-    """The last life loses its engine while it samples, goes on, and ends well."""
+    """The last life loses its engine while it samples, continues, and ends well."""
     last = lives.saved + 2
     life = lives.live(f"'engine core', 'SIGKILL', 'generate', {lives.saved}", trainer__max_training_steps=last)
     assert life.run.returncode == 0, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"

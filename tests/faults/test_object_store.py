@@ -46,8 +46,8 @@ def test_what_was_published_stays(tmp_path, store, capsys, what, code):
     capsys.readouterr()
     object_store.spoil(what, LASTS_S)
     assert main(["publish", str(folders[1]), store]) == code
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == code and all(line.startswith(store) for line in told), told
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == code and all(line.startswith(store) for line in lines), lines
     object_store.mend()
     assert main(["fetch", store, str(tmp_path / "found"), *like]) == 0
     assert main(["publish", str(folders[1]), store]) == 0

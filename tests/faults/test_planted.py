@@ -1,4 +1,4 @@
-"""Guards that are taken away: what the matrix promises is then seen not to be kept, so that its tests do see that."""
+"""Guards that are taken away: the matrix's promise is then broken, and its tests notice."""
 
 import os
 import re
@@ -33,7 +33,7 @@ ENDS_WITHIN_S = 300
 def test_a_test_fails_without_its_guard(guard):
     """As a test of its own: what was taken away stays away in a process."""
     command = [guard.test, "-p", "no:cacheprovider", "--layouts=all", f"--timeout={HANGS_S}"]
-    body = f"{guard.without}\nimport pytest, sys\nsys.exit(pytest.main({command}))"
+    body = f"{guard.planted}\nimport pytest, sys\nsys.exit(pytest.main({command}))"
     run = subprocess.run(
         [sys.executable, "-c", body], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600
     )
@@ -67,10 +67,10 @@ def test_a_promise_is_not_kept_without_its_guard(tmp_path, request, guard):
     one = Lives(tmp_path / "run", kind_of(who, what))
     request.addfinalizer(one.place.close)
     with pytest.raises((AssertionError, CheckpointError), match=guard.fails):
-        life = one.live(fault, planted=guard.without, timeout_s=ENDS_WITHIN_S, **overrides)
+        life = one.live(fault, planted=guard.planted, timeout_s=ENDS_WITHIN_S, **overrides)
         if promised is Promise.ENDED:
             check_end(life, guard.cell)
         else:
-            assert life.run.returncode == 0, f"it did not go on: {life.run.err[-4000:]}"
+            assert life.run.returncode == 0, f"it did not continue: {life.run.err[-4000:]}"
             assert same is None or numbers(one) == same, "other numbers"
     assert len(one.faults) == 1

@@ -84,17 +84,17 @@ def test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault(undisturb
 
 def test_each_is_told_and_counted(healed):
     lives, life = healed
-    told = [line for line in life.run.out.splitlines() if line.startswith("recovered: ")]
-    assert len(told) == len(LOST) - 1, told
-    assert sum("left no copy" in line for line in told) == 1
-    assert sum(line["trainer/healings"] for line in lives.lines) == len(told)
+    lines = [line for line in life.run.out.splitlines() if line.startswith("recovered: ")]
+    assert len(lines) == len(LOST) - 1, lines
+    assert sum("left no copy" in line for line in lines) == 1
+    assert sum(line["trainer/healings"] for line in lives.lines) == len(lines)
     assert [line["step"] for line in lives.lines] == list(range(1, STEPS + 1))
     assert "Traceback" not in life.message
 
 
 def test_without_copies_all_go_back(undisturbed, tmp_path):
     """To where the run began, as nothing was saved, and then to its checkpoint. More than it allows ends it with the
-    message that it always had, and the same command goes on."""
+    message that it always had, and the same command continues."""
     keys = KEYS | {"trainer__ckpt_interval": 2, "trainer__healing__copies": "none", "trainer__healing__max_times": 2}
     lives = Lives(tmp_path)
     faults = [("policy 0", "SIGKILL", "policy_train", step) for step in (1, 3, 5)]
@@ -110,7 +110,7 @@ def test_without_copies_all_go_back(undisturbed, tmp_path):
 
 
 def test_a_stopped_rank_is_replaced(undisturbed, tmp_path):
-    """Behind its deadline; the one that waits for it stays."""
+    """After its deadline; the one that waits for it stays."""
     lives = Lives(tmp_path)
     keys = KEYS | {"trainer__phase_timeout_s": 90, "trainer__max_training_steps": 3}
     life = lives.live(armed([("policy 1", "SIGSTOP", "policy_train", 1)]), **keys)
@@ -134,8 +134,8 @@ def test_what_is_lost_while_others_are_replaced_is_replaced_too(undisturbed, tmp
     life = lives.live(armed(TWICE), **KEYS)
     assert life.run.returncode == 0, f"{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
     assert len(lives.faults) == len(TWICE), lives.faults
-    told = [line for line in life.run.out.splitlines() if line.startswith("recovered: ")]
-    assert ["left no copy" in line for line in told] == [False, True], told
+    lines = [line for line in life.run.out.splitlines() if line.startswith("recovered: ")]
+    assert ["left no copy" in line for line in lines] == [False, True], lines
     assert numbers(lives) == numbers(undisturbed) and exported(lives, STEPS) == exported(undisturbed, STEPS)
 
 

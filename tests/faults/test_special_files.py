@@ -100,7 +100,7 @@ def test_a_header_of_more_than_its_file(model):
 
 
 def test_links_of_the_hub_cache(model, tmp_path):
-    """A snapshot's files are links to blobs beside it; one to any other place is refused there too."""
+    """A snapshot's files are links to blobs next to it; one to any other place is refused there too."""
     from bridges.errors import BridgeError
     from bridges.files import check_folder
     from bridges.source import copy_assets

@@ -30,7 +30,7 @@ LAYOUTS = {
     "policy rank, ep": {},
     "policy rank, dp": {_SIZE + "expert_model_parallel_size": 1},
 }
-"""Two ranks of a policy, which lie so."""
+"""Two ranks of a policy, at these positions."""
 TWO_ROLES = {
     "trainer__algorithm__advantage_estimator": "gae",
     "trainer__algorithm__use_kl_loss": "true",
@@ -105,7 +105,7 @@ class Way:
     """How far the run would go beyond what is saved."""
 
     def armed(self, step: int) -> str:
-        """Return the arguments for a fault behind ``step`` whole steps."""
+        """Return the arguments for a fault after ``step`` whole steps."""
         return f"{self.who!r}, {self.what!r}, {self.phase!r}, {step}, delay_s={self.delay_s}, lasts_s={self.lasts_s}"
 
 
@@ -119,7 +119,7 @@ def way(cell: Cell) -> Way | None:
         if what in BYTES:
             return None  # of files: tests of their own; of a bucket: TCP would send the packet again
         if cell[::2] == ("object store", "sync"):
-            return None  # versions are published beside a run
+            return None  # versions are published during a run
         name, delay_s = what, 0.0
     elif who in IN_DRIVER:
         delay_s = 0.0
@@ -170,7 +170,7 @@ def ending(*, healing: bool = False) -> list[Cell]:
 
 @cache
 def going_on(*, healing: bool = False) -> dict[tuple[str, str], list[str]]:
-    """List the cells with a way whose promise is that the run goes on: (who, what) → phases. ``healing``: those that
+    """List the cells with a way whose promise is that the run continues: (who, what) → phases. ``healing``: those that
     have this promise where lost ranks are replaced, and no other."""
     found: dict[tuple[str, str], list[str]] = {}
     for cell in cells():

@@ -22,7 +22,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--only", metavar="NAME,…", help="these mutations")
-    parser.add_argument("--list", action="store_true", help="print what there is: name, file, why")
+    parser.add_argument("--list", action="store_true", help="print name, file and reason of each")
     parser.add_argument("--jobs", type=int, default=1, help="so many at once, each on a copy of its own")
     parser.add_argument("--unchanged", action="store_true", help="run the tests without a fault: all must pass")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="for the tests of each")

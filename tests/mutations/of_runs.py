@@ -192,7 +192,7 @@ MUTATIONS = (
         "skyrl_megatron_agents/environments/search.py",
         "return 0.25 if tags > MAX_ANSWERS else 1.0",
         "return 1.0",
-        ("tests/envs/test_environments.py::test_search_scores_guessing_less",),
+        ("tests/agents/test_environments.py::test_search_scores_guessing_less",),
         "the policy would learn to list answers",
     ),
     Mutation(
@@ -200,7 +200,7 @@ MUTATIONS = (
         "skyrl_megatron_agents/environments/text2sql.py",
         "return sqlite3.SQLITE_DENY if action not in _ALLOWED or pragma or loads_code else sqlite3.SQLITE_OK",
         "return sqlite3.SQLITE_OK",
-        ("tests/envs/test_environments.py::test_text2sql_only_reads",),
+        ("tests/agents/test_environments.py::test_text2sql_only_reads",),
         "a policy could attach and read any database of the host",
     ),
     Mutation(
@@ -261,7 +261,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stragglers-that-are-fast",
-        "skyrl_megatron/trainer/recovery.py",
+        "skyrl_megatron/trainer/stragglers.py",
         "slow = ratio > RATIO and",
         "slow = ratio < RATIO and",
         ("tests/trainer/test_stragglers.py",),

@@ -185,7 +185,7 @@ MUTATIONS = (
         "return (hf[0].t(),)",
         "return (hf[0],)",
         ("tests/bridges/test_tables.py::test_round_trip_is_bitwise[gpt_oss]",),
-        "experts that are transposed on disk would be loaded as they lie there",
+        "experts that are transposed on disk would be loaded as they are there",
     ),
     Mutation(
         "scales-of-the-first-columns",
@@ -296,7 +296,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/muon.py",
         "return math.sqrt(max(rows, columns))",
         "return math.sqrt(columns)",
-        ("tests/training/test_muon.py::test_every_layout[single]",),
+        ("tests/parts/test_muon.py::test_every_layout[single]",),
         "matrices with more rows than columns would take steps of another size than AdamW's",
     ),
     Mutation(
@@ -304,7 +304,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/muon.py",
         "incoming[rank].append(job.shard[start:stop])",
         "incoming[rank].append(job.shard[: stop - start])",
-        ("tests/training/test_muon.py::test_every_layout[dp2]",),
+        ("tests/parts/test_muon.py::test_every_layout[dp2]",),
         "with the distributed optimizer matrices would be orthogonalised with rows of other places",
     ),
     Mutation(
@@ -312,7 +312,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/muon.py",
         "start, stop = (job.matrix.first + at - job.mine.start for",
         "start, stop = (at for",
-        ("tests/training/test_muon.py::test_every_layout[single]",),
+        ("tests/parts/test_muon.py::test_every_layout[single]",),
         "experts would be trained with another expert's momentum",
     ),
     Mutation(
@@ -320,15 +320,15 @@ MUTATIONS = (
         "skyrl_megatron_parts/muon.py",
         "alone = self.settings.tp_mode == BLOCKWISE",
         "alone = True",
-        ("tests/training/test_muon.py::test_every_family[deepseek_v3]",),
+        ("tests/parts/test_muon.py::test_every_family[deepseek_v3]",),
         "with tp > 1 the update would be another than that of the whole matrix",
     ),
     Mutation(
         "matrices-that-are-clipped",
         "skyrl_megatron/runtime/optimizer.py",
-        "own = [each for each in own if id(each) not in matrices]",
+        "own = [each for each in own if id(each) not in scale_invariant]",
         "pass",
-        ("tests/training/test_muon.py::test_clipping_and_the_other_rate",),
+        ("tests/parts/test_muon.py::test_clipping_and_the_other_rate",),
         "one large gradient would vanish from the momentum of Muon",
     ),
     Mutation(
@@ -336,7 +336,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/qk_clip.py",
         "held.main.view(-1).mul_(",
         "held.parameter.view(-1)[held.start : held.stop].mul_(",
-        ("tests/training/test_qk_clip.py::test_masters_hold_what_was_clipped",),
+        ("tests/parts/test_qk_clip.py::test_masters_hold_what_was_clipped",),
         "in bfloat16 the next step would undo QK-clip",
     ),
     Mutation(
@@ -344,7 +344,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/qk_clip.py",
         "            _gather(part, factors)",
         "            pass",
-        ("tests/training/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it[deepseek_v3-dp2]",),
+        ("tests/parts/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it[deepseek_v3-dp2]",),
         "replicas would compute with different query and key weights",
     ),
     Mutation(
@@ -352,7 +352,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/qk_clip.py",
         "dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=layers[0][1].groups.dp_cp)",
         "pass",
-        ("tests/training/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it[deepseek_v3-dp2]",),
+        ("tests/parts/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it[deepseek_v3-dp2]",),
         "a replica would shrink weights that the others keep",
     ),
     Mutation(
@@ -488,7 +488,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/experts/levelling.py",
         "loads = loads * lengths[:, None] // np.maximum(counted, 1)[:, None]",
         "loads = loads // np.maximum(counted, 1)[:, None]",
-        ("tests/prompts/test_expert_balance.py::test_loads_count_every_route_on_the_rank_of_its_expert",),
+        ("tests/parts/test_expert_levelling.py::test_loads_count_every_route_on_the_rank_of_its_expert",),
         "long rows would weigh as little as short ones, and EP ranks would wait for one another",
     ),
     Mutation(
@@ -496,7 +496,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/experts/levelling.py",
         "if _time(replicas, plain, before) <= _time(replicas, dealt, after):",
         "if _time(replicas, plain, before) > _time(replicas, dealt, after):",
-        ("tests/prompts/test_expert_balance.py",),
+        ("tests/parts/test_expert_levelling.py",),
         "micro-batches would be dealt where it costs time",
     ),
     Mutation(
@@ -504,7 +504,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/experts/plan.py",
         "gain = saved * costs.row * HORIZON - received * costs.move",
         "gain = saved * costs.row * HORIZON",
-        ("tests/algorithms/test_expert_plan.py::test_moves_pay_back_or_are_not_made",),
+        ("tests/parts/test_expert_plan.py::test_moves_pay_back_or_are_not_made",),
         "weights and optimizer states would travel after every step",
     ),
     Mutation(
@@ -512,7 +512,7 @@ MUTATIONS = (
         "skyrl_megatron_parts/experts/plan.py",
         "first = busy // block * block",
         "first = 0",
-        ("tests/algorithms/test_expert_plan.py::test_group_limited_routing",),
+        ("tests/parts/test_expert_plan.py::test_group_limited_routing",),
         "tokens of group-limited routing would reach more ranks than they may",
     ),
 )

@@ -87,7 +87,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     run = subprocess.Popen(
         command("--only", MUTATIONS[0].name), cwd=ROOT, env=environment, stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by what a shell runs beside itself
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it in the background
     )  # fmt: skip
     try:
         while not list(tmp_path.glob("mut-*/0t")):  # pytest starts

@@ -44,6 +44,8 @@ GENERATED = {
     "CONFIG.md",
     "CHANGELOG.md",
 }
+TESTS = ("tests/faults", "tests/mutations", "tests/support")
+"""Folders of tests that other tests, and the pages of faults and errors, take their words from."""
 DOCUMENTS = [
     path
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -76,7 +78,7 @@ def offences(text: str, parts) -> list[str]:
 
 def test_the_package_is_in_plain_english():
     broken = []
-    for package in source.PACKAGES:
+    for package in (*source.PACKAGES, *TESTS):
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text()
             broken += [f"{path.relative_to(ROOT)}:{each}" for each in offences(text, prose(text))]

@@ -37,7 +37,7 @@ def scorer(folder, tmp_path_factory):
 
 def engine_of(folder, layout, overrides=None):
     """(engine, its share of the pairs)."""
-    from skyrl_megatron.config.schema.generator import RewardConfig
+    from skyrl_megatron.config.schema.supervised import RewardConfig
     from skyrl_megatron.data.packing import split_units
     from skyrl_megatron_supervised.preference_engine import RewardEngine
     from skyrl_megatron_supervised.preference_rows import preference_batch

@@ -1,4 +1,4 @@
-"""A GPU that is not there: every tensor says that it is on one, but for those that ``.cpu()`` made."""
+"""A GPU that is not there: every tensor says that it is on one, except those that ``.cpu()`` made."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _serve(connection: Connection) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     for name in forked.IMPORTED:
-        importlib.import_module(name)  # there already, but for GPUs
+        importlib.import_module(name)  # there already, except for GPUs
     import torch
 
     torch.set_num_threads(1)

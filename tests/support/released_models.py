@@ -1,4 +1,4 @@
-"""``config.json`` of released models, but for what no size depends on."""
+"""``config.json`` of released models, except what no size depends on."""
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",

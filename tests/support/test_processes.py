@@ -1,4 +1,4 @@
-"""What counts as shared memory that is left behind."""
+"""What counts as shared memory that a process left."""
 
 import multiprocessing
 import os

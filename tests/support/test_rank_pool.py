@@ -75,7 +75,7 @@ def begin(pipe):
 def test_a_process_is_forked_with_its_imports_from_a_server_of_one_thread():
     """A lock that another thread of the server held at that moment would never be released in the child."""
     if device.driver_gpu_count():
-        pytest.skip("beside GPUs each process is spawned")
+        pytest.skip("next to GPUs each process is spawned")
     ours, theirs = forked.context().Pipe()
     process = forked.context().Process(target=begin, args=(theirs,))
     process.start()

@@ -132,7 +132,7 @@ TINY: dict[str, dict[str, Any]] = {
     ),
 }
 TINY["glm4_moe_lite"] = TINY["deepseek_v3"] | dict(n_group=1, routed_scaling_factor=1.8, rms_norm_eps=1e-6)
-"""As released but for ``rms_norm_eps`` (1e-5), which vLLM's latent norms take and transformers' do not."""
+"""As released except ``rms_norm_eps`` (1e-5), which vLLM's latent norms take and transformers' do not."""
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any):

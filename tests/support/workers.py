@@ -3,7 +3,7 @@
 A module is run by one worker, which takes its next module when it is almost done with one. Modules are ordered by what
 they last took (``tests/durations.json``): those with the rank pool first, the longest of them first, then the others,
 the longest last. The first worker takes modules from the front and the others from the back. So the pool computes
-beside what waits (Ray starts, browsers, shells), it is started once while both have work of their own, and they meet
+next to what waits (Ray starts, browsers, shells), it is started once while both have work of their own, and they meet
 among short modules. The full matrix follows in its own order, a block to whoever is free.
 
 The workers collect the tests and the controller gets their names alone. So a worker writes the units of its collection

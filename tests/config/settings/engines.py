@@ -129,7 +129,7 @@ def folder(cfg):
 def tracker(cfg):
     """The trackers beside files and console, or why there are none."""
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.trainer.tracking import named_trackers
+    from skyrl_megatron_observe.trackers import named_trackers
 
     try:
         return [each.name for each in named_trackers(cfg)]
