@@ -25,7 +25,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.cluster.two_hosts import TwoHosts, why_not
+from tests.tools.cluster.two_hosts import TwoHosts, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
 WANTED_RATIO = 1.3

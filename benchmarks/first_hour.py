@@ -1,4 +1,4 @@
-"""From a typo to its message: seconds of the whole command, for each mistake of ``tests/first_hour/mistakes.py``.
+"""From a typo to its message: seconds of the whole command, for each mistake of ``tests/tools/mistakes.py``.
 
 python benchmarks/run.py first_hour [NAME ...]      the rows whose names contain one of the words; without any, all
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.first_hour.mistakes import MISTAKES, Mistake, command_line, write_files
+from tests.tools.mistakes import MISTAKES, Mistake, command_line, write_files
 
 ROOT = Path(__file__).resolve().parents[1]
 WANTED_S = 10.0

@@ -25,4 +25,6 @@ def reads_the_time_of_day(tree):
 
 def test_deadlines_are_of_a_clock_that_does_not_jump():
     found = {name for name, tree in modules().items() if reads_the_time_of_day(tree)}
-    assert found == WRITTEN_DOWN, f"use time.monotonic() for what is waited for: {sorted(found ^ WRITTEN_DOWN)}"
+    assert found == WRITTEN_DOWN & modules().keys(), (
+        f"use time.monotonic() for what is waited for: {sorted(found ^ WRITTEN_DOWN)}"
+    )

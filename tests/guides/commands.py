@@ -111,9 +111,9 @@ COMMANDS = (
     Row(r"skyrl-megatron convert merge", "tests/lora/test_folders.py::test_merged"),
     Row(r"skyrl-megatron convert", "tests/job/test_run.py::test_the_printed_checkpoint_is_converted_as_it_is"),
     # clusters, images
-    Row(r"sbatch", "tests/cluster/test_batch_script.py::test_a_task_on_each_host"),
-    Row(r"SKYRL_CONTAINER=IMAGE sbatch", "tests/cluster/test_batch_script.py::test_pyxis"),
-    Row(r"(eval )?\S*launch/ray_cluster\.sh", "tests/cluster/test_cluster.py::test_up_join_and_down"),
+    Row(r"sbatch", "tests/tools/cluster/test_batch_script.py::test_a_task_on_each_host"),
+    Row(r"SKYRL_CONTAINER=IMAGE sbatch", "tests/tools/cluster/test_batch_script.py::test_pyxis"),
+    Row(r"(eval )?\S*launch/ray_cluster\.sh", "tests/tools/cluster/test_cluster.py::test_up_join_and_down"),
     Row(r"ray (status|stop)", needs=CLUSTER),
     Row(r"docker/build\.sh --help", HERE + "test_a_quick_command_runs"),
     Row(r"docker/build\.sh", "tests/launch/test_images.py::test_build_asks_the_engine"),

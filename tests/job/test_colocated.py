@@ -1,6 +1,6 @@
 """Runs in which trainer and engines share devices, as is the default: the numbers are those of runs in which they do
 not, whatever takes turns, is killed or restarted. Each recipe: ``test_recipes.py``. Two hosts:
-``tests/cluster/test_two_hosts.py``."""
+``tests/tools/cluster/test_two_hosts.py``."""
 
 import re
 import signal

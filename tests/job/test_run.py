@@ -477,7 +477,7 @@ def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
     ],
 )
 def test_mistakes_are_one_message(folder, capsys, overrides, message):
-    """As the script of these runs makes them, before anything starts (``tests/first_hour`` types such a command)."""
+    """As the script of these runs makes them, before anything starts (``tests/tools/test_mistakes.py`` types it)."""
     from skyrl_megatron.checks import load_config
     from skyrl_megatron.command import run_command
     from skyrl_megatron.config import SkyRLTrainConfig

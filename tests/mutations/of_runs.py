@@ -296,7 +296,7 @@ MUTATIONS = (
         "skyrl_megatron_tools/cluster/hosts.py",
         "os.O_EXCL, 0o600)",
         "os.O_EXCL, 0o644)",
-        ("tests/cluster/test_parts.py::test_the_folder_of_a_cluster",),
+        ("tests/tools/cluster/test_parts.py::test_the_folder_of_a_cluster",),
         "every user of the file system could run code on the cluster",
     ),
     Mutation(

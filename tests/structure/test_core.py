@@ -1,5 +1,10 @@
 """The core: what a plain GRPO run loads, and that it does without the packages around it."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from tests.structure import source
@@ -40,3 +45,47 @@ def test_a_run_loads_no_more_than_a_reader_can_hold(loaded):
 def test_lazy_imports_and_packages_count(loaded):
     assert "skyrl_megatron.entrypoints.experiment" in loaded  # the command imports it inside a function
     assert {"skyrl_megatron", "skyrl_megatron.runtime"} <= loaded
+
+
+OF_ALL_PACKAGES = ("examples", "guides", "launch", "mutations", "structure")
+"""Folders whose tests are of documents, scripts and rules, which name every package. Other tests import what else is
+in them."""
+UNINSTALL = """\
+import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+"""
+"""Text of a ``sitecustomize.py``, which every Python process reads at its start."""
+
+
+def copy_of_the_core(folder):
+    """Copy what is tracked, without the packages around the core and their tests, into ``folder``.
+
+    An installation of the project in place would still answer for the missing packages, and load them as plugins. So
+    its finder is removed, and metadata without entry points shadows that of the installation.
+    """
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=source.ROOT, capture_output=True, text=True, check=True)
+    absent = {f"{name}/" for name in source.AROUND}
+    absent |= {f"tests/{name.removeprefix('skyrl_megatron_')}/" for name in source.AROUND}
+    absent |= {f"tests/{name}/test_" for name in OF_ALL_PACKAGES}
+    for name in filter(None, listed.stdout.split("\0")):
+        if not name.startswith(tuple(absent)) and (source.ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source.ROOT / name, folder / name)
+    (folder / "sitecustomize.py").write_text(UNINSTALL)
+    metadata = folder / "skyrl_megatron-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-megatron\nVersion: 0.1.0\n")
+    return folder
+
+
+@apart
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_core_passes_its_fast_tests_alone(tmp_path):
+    core = copy_of_the_core(tmp_path)
+    command = [sys.executable, "-m", "pytest", "--fast", "-q", "-x", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(
+        command, cwd=core, env={**os.environ, "PYTHONPATH": str(core)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

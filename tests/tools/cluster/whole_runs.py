@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BATCH, RUN = ROOT / "launch" / "slurm" / "run_moe.sbatch", ROOT / "launch" / "run_moe.sh"
 WAIT_S = 900  # a deadline, not a measure: cores may be shared
 OVER_BOTH = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=1"]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.process
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "ray_cluster.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "ray_cluster.sh"
 JOIN = "import ray; ray.init(logging_level='ERROR'); print(int(ray.cluster_resources()['CPU'])); ray.shutdown()"
 
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.cluster.two_hosts import NET, TwoHosts, why_not
-from tests.cluster.whole_runs import OVER_BOTH, ROOT, RUN, WAIT_S, arguments, metrics
+from tests.tools.cluster.two_hosts import NET, TwoHosts, why_not
+from tests.tools.cluster.whole_runs import OVER_BOTH, ROOT, RUN, WAIT_S, arguments, metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.full_matrix, pytest.mark.timeout(1800)]
 CLUSTER = ROOT / "launch" / "ray_cluster.sh"

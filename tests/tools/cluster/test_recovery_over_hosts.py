@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from tests.cluster.two_hosts import TwoHosts, why_not
-from tests.cluster.whole_runs import OVER_BOTH, ROOT, RUN, WAIT_S, arguments, metrics
+from tests.tools.cluster.two_hosts import TwoHosts, why_not
+from tests.tools.cluster.whole_runs import OVER_BOTH, ROOT, RUN, WAIT_S, arguments, metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(2400)]
 CLUSTER = ROOT / "launch" / "ray_cluster.sh"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster import whole_runs
+from tests.tools.cluster import whole_runs
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.two_hosts import TwoHosts, why_not
-from tests.cluster.whole_runs import BATCH, OVER_BOTH, RUN, WAIT_S, arguments, logged, metrics, saved
+from tests.tools.cluster.two_hosts import TwoHosts, why_not
+from tests.tools.cluster.whole_runs import BATCH, OVER_BOTH, RUN, WAIT_S, arguments, logged, metrics, saved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(3600)]
 BOTH = ("--nodes=2", "--time=60")

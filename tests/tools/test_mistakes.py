@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from skyrl_megatron_tools.embedded import run_moe
-from tests.first_hour.mistakes import MISTAKES, M, Mistake, command_line, usual, write_files
+from tests.tools.mistakes import MISTAKES, M, Mistake, command_line, usual, write_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
