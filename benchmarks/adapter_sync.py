@@ -1,6 +1,6 @@
 """Sync of an adapter alone into a live engine: as many tensors as expert adapters of Qwen3-30B-A3B have.
 
-    python benchmarks/adapter_sync.py [--rounds 5] [--layers 48] [--experts 128] [--tensor-parallel 1]
+    python benchmarks/run.py adapter_sync [--rounds 5] [--layers 48] [--experts 128] [--tensor-parallel 1]
 
 A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
 number of tensors is what costs. In one run, in turns: the median of syncs without their probe, by buckets that every

@@ -1,6 +1,6 @@
 """Advantage estimators against those of verl 0.9.1 and skyrl 0.4.0: one thread, one run, the same float32 inputs.
 
-    python benchmarks/advantages.py --rivals-python RIVALS/bin/python
+    python benchmarks/run.py advantages --rivals-python RIVALS/bin/python
 
 The rivals live in an environment of their own that shares this one's torch (the last line makes it so)::
 

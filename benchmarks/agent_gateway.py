@@ -1,6 +1,6 @@
 """What the capture gateway adds to a call, with many trajectories at once.
 
-    python benchmarks/agent_gateway.py [--trajectories 1000] [--turns 4] [--engine-s 8]
+    python benchmarks/run.py agent_gateway [--trajectories 1000] [--turns 4] [--engine-s 8]
 
 Every trajectory is an agent with four calls over Chat Completions, each with the whole history. The engine is a fake
 that answers after a fixed time with 24 scripted tokens, so that what is added can be measured: the time of a call at

@@ -1,6 +1,6 @@
 """Rollouts that run ahead against the synchronous loop, in one run, and what the stream of groups itself costs.
 
-    python benchmarks/async.py [--only run|stream] [--train-s 5]
+    python benchmarks/run.py async [--only run|stream] [--train-s 5]
 
 The run: the embedded model on two ranks and a vLLM engine, 8 prompts of 4 samples a step. Passes over the batch are
 added until training takes ``--train-s`` seconds or more, and the environment sleeps as long as that, so that sampling
@@ -90,7 +90,7 @@ def run(home: Path, train_s: float) -> None:
         def train_steps(self) -> None:
             lines: list[dict[str, float]] = []
             self.callbacks.append(Lines(lines))
-            self.rollouts = PromptRollouts(self)
+            self.rollouts = PromptRollouts(self.run_state, self)
             self.to_step(FIRST)
             one = lines[-1]["timing/policy_train"]
             passes = max(round((train_s - _training(lines[-1]) + one) / one), 1)
@@ -111,11 +111,11 @@ def run(home: Path, train_s: float) -> None:
             self.to_step(self.global_step + SYNCHRONOUS)
             before = list(lines)
             lines.clear()
-            self.rollouts = LongStream(self)  # not opened: what goes to disk is measured in journal.py
+            self.rollouts = LongStream(self.run_state, self)  # not opened: what goes to disk is measured in journal.py
             self.rollouts.load_state({})
             self.to_step(self.global_step + WARM + AHEAD)
             self.rollouts.close()
-            self.rollouts = PromptRollouts(self)
+            self.rollouts = PromptRollouts(self.run_state, self)
             bound = self.cfg.trainer.fully_async.max_staleness_steps
             _show(name, before, lines[-AHEAD:], predicted(before, lines[-AHEAD:], bound))
 

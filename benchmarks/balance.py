@@ -1,6 +1,6 @@
 """Balancing of DP ranks and packing of micro-batches, against the usual plain ways of doing both.
 
-    python benchmarks/balance.py [--rounds 15]
+    python benchmarks/run.py balance [--rounds 15]
 
 Lengths are lognormal and cut at 20,000 tokens; the cost of a sequence is 24,576·s + s² (projections and attention of a
 7B model). Rivals: greedy dealing over a list of sums, as trainers without a heap do it, and first fit decreasing with

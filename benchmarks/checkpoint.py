@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint against plain sequential files; the stall of an asynchronous save against memcpy.
 
-    python benchmarks/checkpoint.py [--gigabytes 2] [--rounds 5] [--folder /tmp/…]
+    python benchmarks/run.py checkpoint [--gigabytes 2] [--rounds 5] [--folder /tmp/…]
 
 Two ranks hold a Qwen3-MoE in bfloat16 with a distributed fp32 Adam (dp2·ep2), about 2 GB of state. Each round does
 three pairs: every rank writes as many bytes as its share to one file and syncs it, and the checkpoint is saved; the

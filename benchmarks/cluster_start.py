@@ -1,9 +1,9 @@
 """How long a start takes: on two hosts against one, and with more and more hosts. Hosts are network namespaces: needs
 root and what ``launch/setup.sh ci`` installs.
 
-python benchmarks/cluster_start.py runs [ROUNDS]       from sbatch to a first step on two hosts, against a local start
-python benchmarks/cluster_start.py nodes [2 4 8 16]    real Ray nodes without work, a host each
-python benchmarks/cluster_start.py table [64 256]      what is asked of every host, from a recorded one; no process
+python benchmarks/run.py cluster_start runs [ROUNDS]      from sbatch to a first step on two hosts, against a local one
+python benchmarks/run.py cluster_start nodes [2 4 8 16]   real Ray nodes without work, a host each
+python benchmarks/run.py cluster_start table [64 256]     what is asked of every host, from a recorded one; no process
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seconds that importing the configuration takes, beside importing OmegaConf alone: fresh processes, alternating.
 
-python benchmarks/config_import.py [--rounds 11]
+python benchmarks/run.py config_import [--rounds 11]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Conversion speed and memory against ``cp`` and transformers, on random qwen3_moe folders.
 
-    python benchmarks/convert.py [--sizes 1 4] [--rounds 5] [--dir DIR]
+    python benchmarks/run.py convert [--sizes 1 4] [--rounds 5] [--dir DIR]
 
 One round runs, one after the other: ``cp --reflink=never -r`` + ``sync``, import, export, and ``from_pretrained`` +
 ``save_pretrained`` of transformers; each ends with ``sync``. The rounds alternate, medians are compared. Python start

@@ -1,6 +1,6 @@
 """What ``trainer.exact_rollouts`` costs on CPU: generation, log-probs and a training step, with it and without.
 
-    python benchmarks/exact_rollouts.py [--only generation training] [--requests 128] [--rows 32] [--rounds 3]
+    python benchmarks/run.py exact_rollouts [--only generation training] [--requests 128] [--rows 32] [--rounds 3]
 
 A Mixture-of-Experts model of hidden size 256, fp32. ``generation``: prompts of 32 to 96 tokens, answers of 64, by two
 vLLM engines. ``training``: rows of 20 prompt tokens and 64 to 256 answer tokens, in packs of 1,024 tokens, by two

@@ -1,6 +1,6 @@
 """Weights of two trainer ranks for the two engine workers on their devices: on one host, and on two joined by a link.
 
-    python benchmarks/exchange.py [--rounds 5] [--gbits 10]
+    python benchmarks/run.py exchange [--rounds 5] [--gbits 10]
 
 The ranks hold a 425 M-parameter MoE (850 MB bf16) with its experts split between them (ep=2); each worker needs all of
 it. On one host a worker opens the memory of both ranks. On two hosts (network namespaces, joined by a link of

@@ -1,6 +1,6 @@
 """Micro-batches levelled by expert against the plan by tokens alone: load of EP ranks, planning time, time of a step.
 
-    python benchmarks/expert_balance.py [--only plan step recorded] [--zipf 1.0 1.2 1.5] [--dump FILE ...]
+    python benchmarks/run.py expert_balance [--only plan step recorded] [--zipf 1.0 1.2 1.5] [--dump FILE ...]
 
 ``plan``: made routes of 4,096 sequences (lognormal lengths, at most 8,000 tokens) on 8 replicas that share 128 experts
 over EP 8, micro-batches of at most 16,384 tokens, 8 experts per token, drawn without replacement with weights
@@ -194,13 +194,14 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
         return rng.random((tokens - 1, 2, 4)).argsort(-1)[..., :2] + 4 * (row >= rows // 2)
 
     engine = two_rank_engine(model, 2, moe_balance_experts=True)
-    batch, balance = routed_batch(rows, tokens, choose), engine._expert_balance
+    batch, parts = routed_batch(rows, tokens, choose), engine.parts
+    others = [part for part in parts if part.name != "expert_balance"]
     part = batch.select(range(engine.dp_rank, rows, 2))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     metrics: dict[str, float] = {}
     for number in range(rounds + 1):
         for levelled in (False, True):
-            engine._expert_balance = balance if levelled else None
+            engine.parts = parts if levelled else others
             dist.barrier()
             began = time.perf_counter()
             found = engine.forward_backward(part)

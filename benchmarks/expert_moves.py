@@ -1,6 +1,6 @@
 """Experts moved between steps against experts that stay: balance on paper, and a step of two EP ranks on CPU.
 
-    python benchmarks/expert_moves.py [--only paper step] [--zipf 0.2 0.4 0.8] [--rounds 4]
+    python benchmarks/run.py expert_moves [--only paper step] [--zipf 0.2 0.4 0.8] [--rounds 4]
 
 ``paper``: made loads of three released models, in which all sequences prefer the same experts, with shares 1 / rank^s
 (Zipf) in a random order of each layer. Printed per step of 16 million trained tokens on H100s: tokens of the busiest
@@ -76,6 +76,8 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
     """
     import torch.distributed as dist
 
+    from skyrl_megatron_parts.experts.moves import ExpertMoves
+
     weights = np.log([9.0] * 4 + [1.0] * 4)
 
     def choose(rng: np.random.Generator, row: int) -> np.ndarray:
@@ -84,9 +86,9 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
     engine = two_rank_engine(model, 8, moe_expert_moves="auto")
     part = routed_batch(rows, tokens, choose).select(range(engine.dp_rank, rows, 2))
     engine.forward_backward(part)
-    result = engine.optim_step().expert_moves
-    moves, engine.moves = engine.moves, None
-    assert moves is not None
+    result = engine.optim_step().metrics
+    moves = next(part for part in engine.parts if isinstance(part, ExpertMoves))
+    engine.parts.remove(moves)
     planned = dict(engine.model.experts.moved)
     initial = {layer: tuple(range(8)) for layer in planned}
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -95,7 +97,7 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
         for number, slots in enumerate((initial, planned)):
             dist.barrier()
             began = time.perf_counter()
-            moves.move(engine.optimizer, slots)
+            moves.move([engine.optimizer], slots)
             dist.barrier()
             middle = time.perf_counter()
             engine.forward_backward(part)

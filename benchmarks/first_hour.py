@@ -1,6 +1,6 @@
 """From a typo to its message: seconds of the whole command, for each mistake of ``tests/first_hour/mistakes.py``.
 
-python benchmarks/first_hour.py [NAME ...]      the rows whose names contain one of the words; without any, all
+python benchmarks/run.py first_hour [NAME ...]      the rows whose names contain one of the words; without any, all
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Forward and backward of Megatron-Core on the CPU against transformers: same weights, same sequences, one thread.
 
-    python benchmarks/forward_cpu.py
+    python benchmarks/run.py forward_cpu
 
 Two models of the qwen3_moe family, fp32: ``large`` (hidden 512, 4 layers, 32 experts top-4) on 2048 tokens, and the
 ``tiny`` one that the tests and the embedded job use. Sequences are of equal length, so that transformers pays for no

@@ -1,6 +1,6 @@
 """What agents that flood the gateway cost the other agents.
 
-    python benchmarks/gateway_hostile.py [--trajectories 50] [--turns 6] [--engine-s 0.5]
+    python benchmarks/run.py gateway_hostile [--trajectories 50] [--turns 6] [--engine-s 0.5]
 
 Ordinary agents make calls over Chat Completions, each with its whole history, to a fake engine that answers after a
 fixed time. At the same time one agent sends the same hostile request again and again, over eight connections: too many

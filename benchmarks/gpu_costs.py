@@ -1,6 +1,6 @@
 """What the settings of a GPU run are worth: on paper, and measured on one GPU against the setting they replace.
 
-    python benchmarks/gpu_costs.py [--layers 2] [--only gradients] [--paper]
+    python benchmarks/run.py gpu_costs [--layers 2] [--only gradients] [--paper]
 
 On paper: Qwen3-30B-A3B as its recipe has it, on 8 H100, from what ``--check`` counts and the published peaks below.
 ``tests/runtime/test_gpu_costs.py`` asserts the counts. Measured: ``gpu_train.py`` with one setting changed at a time,

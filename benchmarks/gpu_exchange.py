@@ -1,6 +1,6 @@
 """Exchange of tokens between experts over the GPUs of a machine: Megatron's all-to-all against its overlap and DeepEP.
 
-    python benchmarks/gpu_exchange.py [--ranks 0] [--layers 4] [--sequences 16] [--length 4096]
+    python benchmarks/run.py gpu_exchange [--ranks 0] [--layers 4] [--sequences 16] [--length 4096]
 
 A slice of Qwen3-30B-A3B with its experts over all ranks (``--ranks 0``: the GPUs that there are). Milliseconds of
 forward and backward, of the slowest rank, by ``alltoall`` (the rival), with the exchange beside the other pass of

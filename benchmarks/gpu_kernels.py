@@ -1,6 +1,6 @@
 """Log-prob kernels on one GPU against the bandwidth of its memory: bf16 logits, forward and backward.
 
-    python benchmarks/gpu_kernels.py [--tokens 8192] [--vocab 151936] [--rounds 10]
+    python benchmarks/run.py gpu_kernels [--tokens 8192] [--vocab 151936] [--rounds 10]
 
 The limit of a pass is the time of a device copy that moves the bytes which the pass cannot avoid: the forward reads
 the logits once; the backward reads them once and writes the gradient once. The rival is plain torch: ``log_softmax``

@@ -1,6 +1,6 @@
 """Two ways to do one thing, side by side on one GPU: the way that runs take, against the one that it replaces.
 
-    python benchmarks/gpu_pairs.py [moves | attention | delta_net | graphs] [--layers 2]
+    python benchmarks/run.py gpu_pairs [moves | attention | delta_net | graphs] [--layers 2]
 
 - ``moves``: offload that starts before the driver prepares the weight sync and onload that computing overlaps, against
   those that are waited for (milliseconds, the engine of ``gpu_train.py``);

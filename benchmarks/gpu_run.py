@@ -1,6 +1,6 @@
 """Whole colocated steps of a slice of Qwen3-30B-A3B on one GPU: seconds by phase, tokens/s, sync GB/s.
 
-    python benchmarks/gpu_run.py [--layers 4] [--steps 4] [--folder DIR] [key=value …]
+    python benchmarks/run.py gpu_run [--layers 4] [--steps 4] [--folder DIR] [key=value …]
 
 Random weights with the released widths, 128 experts and the released vocabulary; GRPO with a KL reference, 32 prompts
 with 8 answers of 512 tokens each; trainer, reference and engine take turns on the GPU. What is printed is of the last

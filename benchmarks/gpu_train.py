@@ -1,6 +1,6 @@
 """Training step of a slice of Qwen3-30B-A3B on one GPU: tokens/s, MFU, peak memory.
 
-    python benchmarks/gpu_train.py [--layers 2] [--sequences 16] [--length 4096] [key=value …]
+    python benchmarks/run.py gpu_train [--layers 2] [--sequences 16] [--length 4096] [key=value …]
 
 bf16, random weights, Megatron's distributed Adam with fp32 masters. ``key=value`` are settings of the run, e.g.
 ``trainer.fused_lm_head_logprob=true``. Needs megatron-core beside torch and transformers; no Ray, no vLLM, and

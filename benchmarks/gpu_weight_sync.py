@@ -1,6 +1,6 @@
 """Weight sync within one GPU: a slice of Qwen3-30B-A3B by CUDA IPC from one process to another.
 
-    python benchmarks/gpu_weight_sync.py [--layers 4] [--rounds 5]
+    python benchmarks/run.py gpu_weight_sync [--layers 4] [--rounds 5]
 
 Medians of the rounds, in one run: a transfer with checksums into the memory of a receiving process, against a device
 copy of the same bytes; the checksums of one side; and what a tensor costs in a transfer, from 1,000 to 50,000 small

@@ -1,6 +1,6 @@
 """What it costs to have every finished group on disk before it is trained on.
 
-    python benchmarks/journal.py [--groups 768] [--tokens 1024] [--folder FOLDER]
+    python benchmarks/run.py journal [--groups 768] [--tokens 1024] [--folder FOLDER]
 
 Groups of eight samples with ids, log-probs, masks and versions, all finished at the same time, as those of as many
 workers can be. One flush for all that wait, against one group after the other, each with its flush: seconds on the

@@ -1,7 +1,7 @@
 """What changes how the embedded model learns, in one process: losses on samples of an age, and samplers.
 
-    python benchmarks/learning.py losses [--losses NAME …] [--ages 0 1 4] [--seeds 42 1 2]
-    python benchmarks/learning.py samplers [--samplers shuffle pools] [--to 0.8] [--seeds 42 1 2 3 4]
+    python benchmarks/run.py learning losses [--losses NAME …] [--ages 0 1 4] [--seeds 42 1 2]
+    python benchmarks/run.py learning samplers [--samplers shuffle pools] [--to 0.8] [--seeds 42 1 2 3 4]
 
 The policy is the embedded model. It is warmed up on known answers, once per seed; runs of a seed start from the same
 weights and moments. A step samples four answers to each of ``--prompts`` prompts and takes twelve updates, as the

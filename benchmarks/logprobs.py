@@ -1,6 +1,6 @@
 """Log-probs and entropy of bf16 logits, and the fused LM head, against plain torch: one run, one thread, on CPU.
 
-    python benchmarks/logprobs.py [--rounds 5] [--tokens 2048] [--vocab 65536] [--hidden 1024] [--only heads] [--fp32]
+    python benchmarks/run.py logprobs [--rounds 5] [--tokens 2048] [--vocab 65536] [--hidden 1024] [--only heads] […]
 
 Two comparisons, forward and backward of Σ (w · log-prob + 0.01 · entropy):
 

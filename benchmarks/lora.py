@@ -1,6 +1,6 @@
 """What adapters cost and save against training all weights: time of a step, optimizer state, memory.
 
-    python benchmarks/lora.py [--rank 16] [--rounds 5] [--only memory step several]
+    python benchmarks/run.py lora [--rank 16] [--rounds 5] [--only memory step several]
 
 A Qwen3-MoE of hidden size 1024 with 32 experts top-4 (2 layers, 124 million parameters) in fp32, one process, as many
 threads as ``OMP_NUM_THREADS`` says (1). Both sides are a ``MegatronEngine`` of the same folder, one of them with

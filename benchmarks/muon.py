@@ -1,6 +1,6 @@
 """What Muon costs over AdamW: time of a training step and of its optimizer step.
 
-    python benchmarks/muon.py [--rounds 5]
+    python benchmarks/run.py muon [--rounds 5]
 
 Model, batch and process are those of ``benchmarks/lora.py``: a Qwen3-MoE of hidden size 1024 with 32 experts top-4
 (2 layers, 124 million parameters) in fp32, 8 sequences of 1024 tokens, one thread. Both sides train all weights.

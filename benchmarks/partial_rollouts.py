@@ -1,6 +1,6 @@
 """The generation time of synchronous steps with oversampling, against steps that wait for all, on one engine in turn.
 
-    python benchmarks/partial_rollouts.py [--steps 12] [--prompts 16] [--ratio 1.0]
+    python benchmarks/run.py partial_rollouts [--steps 12] [--prompts 16] [--ratio 1.0]
 
 Both sides train on the same number of samples. The lengths of responses are the same on both sides and have a heavy
 tail: they are drawn once from a lognormal distribution with a fixed seed, and each request ends at the length of its

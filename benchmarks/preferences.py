@@ -1,6 +1,6 @@
 """Losses of preferences against TRL's on the same rows, models and reference: DPO, IPO, KTO, and the reward model's.
 
-    python benchmarks/preferences.py --rivals-python RIVALS/bin/python [--smoke]
+    python benchmarks/run.py preferences --rivals-python RIVALS/bin/python [--smoke]
 
 TRL has an environment of its own, which shares this one's packages (the last line makes it so)::
 

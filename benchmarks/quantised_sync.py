@@ -1,6 +1,6 @@
 """What weights in 8 bits save on the way to engines, and what making them costs the sender.
 
-    python benchmarks/quantised_sync.py [--rounds 5]
+    python benchmarks/run.py quantised_sync [--rounds 5]
 
 One Megatron rank sends a random Qwen3-MoE in bfloat16, in FP8 blocks and in MXFP8 in turn, over gloo, to one process
 that takes the buckets and loads nothing. The rival is the same sender with bfloat16.

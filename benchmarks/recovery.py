@@ -1,6 +1,6 @@
 """A lost rank on the embedded job against the start of a rank, and what copies of the state cost a step.
 
-    python benchmarks/recovery.py [healing] [copies] [watch] [--tokens 8192] [--layers 8]
+    python benchmarks/run.py recovery [healing] [copies] [watch] [--tokens 8192] [--layers 8]
 
 ``healing``: the embedded job loses a policy rank in its fourth update. The time from its loss being known to the
 repeated step's begin (``timing/heal``), over that of starting one rank with the same model, process and imports
@@ -98,7 +98,8 @@ def watch(home: Path) -> dict[str, float]:
     from skyrl_megatron.inference.client import HealthMonitor
     from skyrl_megatron.inference.engine_pool import EngineSlot
     from skyrl_megatron.trainer.callbacks import TrainerCallback
-    from skyrl_megatron.trainer.recovery import MemoryForecast, Stragglers
+    from skyrl_megatron.trainer.memory_forecast import MemoryForecast
+    from skyrl_megatron.trainer.stragglers import Stragglers
     from skyrl_megatron.workers.worker_group import WorkerGroup
     from skyrl_megatron_tools.embedded.embedded import arguments
 

@@ -1,6 +1,6 @@
 """Lookup of a registered function while Ray is up, against asking the registry's actor, as SkyRL does at each lookup.
 
-python benchmarks/registry.py
+python benchmarks/run.py registry
 """
 
 from __future__ import annotations

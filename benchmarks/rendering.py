@@ -1,6 +1,6 @@
 """Conversations as trained tokens: the template's text tokenized once, against its pieces tokenized alone.
 
-    python benchmarks/rendering.py [--rows 400] [--rounds 5]
+    python benchmarks/run.py rendering [--rows 400] [--rounds 5]
 
 Rows of about 640 tokens, of one and of three turns, with a byte-level tokenizer. Ours finds the tokens of each answer
 in those of the whole text. The rival is the shortest way to a mask: it renders each prompt and each answer, and

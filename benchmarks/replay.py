@@ -1,6 +1,6 @@
 """What routing replay costs: processor time of a training step, and tokens a second of an engine that returns routes.
 
-    python benchmarks/replay.py [--rounds 5] [--only step capture] [--large]
+    python benchmarks/run.py replay [--rounds 5] [--only step capture] [--large]
 
 ``step``: the model and the rows of ``lora.py`` (hidden size 1024, 32 experts top-4, 8 sequences of 1024 tokens), all
 weights, in one process and thread. The rows come with the experts that the model would take itself, so that both sides

@@ -1,6 +1,6 @@
 """Joining the plan of a sync by the reshard plan, for as many tensors and workers as a large run has; nothing travels.
 
-    python benchmarks/reshard_plan.py [--tensors 50000] [--workers 64]
+    python benchmarks/run.py reshard_plan [--tensors 50000] [--workers 64]
 
 A mixture-of-experts model whose experts are matrices of their own, held by a trainer of tp 4, ep 8 and two pipeline
 stages (64 ranks; every expert on four of them, each quarter of another matrix on eight), and needed by workers in two

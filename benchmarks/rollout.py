@@ -1,6 +1,6 @@
 """Tokens per second through our client against vLLM's own offline ``LLM.generate``, same prompts and engine arguments.
 
-    python benchmarks/rollout.py [--requests 512] [--short 2000] [--rounds 5]
+    python benchmarks/run.py rollout [--requests 512] [--short 2000] [--rounds 5]
 
 Each side is a process with an engine of its own; they take turns, the other one idle. ``long``: prompts of 32 to 96
 tokens, answers of 64. ``short``: 2,000 requests of 4 tokens in flight at once. Medians of the rounds are compared.

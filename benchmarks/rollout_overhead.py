@@ -1,6 +1,6 @@
 """What the agent loop and collation cost, environments and engines aside.
 
-    python benchmarks/rollout_overhead.py [--rounds 5]
+    python benchmarks/run.py rollout_overhead [--rounds 5]
 
 The loop: 512 conversations of four turns, one message a turn, a 24-token answer each. The engine answers at once with
 scripted tokens and the environment with a constant (fakes: their time, measured without the loop, is taken off).

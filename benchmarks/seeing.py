@@ -1,6 +1,6 @@
 """What it costs to see a run: its page of 10,000 steps, and what is kept of each step.
 
-    .venv/bin/python benchmarks/seeing.py [--steps 10000] [--rows 2048] [--tokens 256] [--run]
+    python benchmarks/run.py seeing [--steps 10000] [--rows 2048] [--tokens 256] [--run]
 
 The page is written in a process of its own, as a run does: seconds, largest memory, size of the file, and the seconds
 until a headless Chromium has drawn it; beside them the report that it replaced: matplotlib's curves of the same file.

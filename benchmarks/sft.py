@@ -1,6 +1,6 @@
 """Supervised training against TRL's SFTTrainer: the same model, rows, fp32 and threads, in one run.
 
-    python benchmarks/sft.py --rival-path FOLDER [--rounds 3] [--rows 32]
+    python benchmarks/run.py sft --rival-path FOLDER [--rounds 3] [--rows 32]
 
 ``FOLDER`` is made by ``pip install --target FOLDER --no-deps trl``; without it, only our own speed is printed. The
 model is the large one of ``step.py``. A round takes one optimizer step on all rows of each side, in turn: ours, TRL

@@ -1,6 +1,6 @@
 """A whole GRPO step, and the same step by TRL's GRPOTrainer in one process.
 
-    python benchmarks/step.py [--model embedded|large] [--steps N] [--rival-path FOLDER]
+    python benchmarks/run.py step [--model embedded|large] [--steps N] [--rival-path FOLDER]
 
 Prints seconds a step by phase, the share spent outside generation, log-probs, training and weight sync, and, with
 ``--rival-path`` (a folder made by ``pip install --target FOLDER --no-deps trl accelerate``), the ratio to TRL on the

@@ -1,6 +1,6 @@
 """Seconds of a training step on machines that are not at hand, term by term, against what others publish.
 
-    python benchmarks/step_on_paper.py [--gpu H100] [--only NAME]
+    python benchmarks/run.py step_on_paper [--gpu H100] [--only NAME]
 
 30B on 8 and 32 GPUs, 235B on 128, DeepSeek-V3 on 512: our recipes in layout and settings, with the prompts, samples
 and mean length of NeMo-RL's published runs. The terms are those that ``--check`` prints, with their bounds. The last

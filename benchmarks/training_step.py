@@ -1,6 +1,6 @@
 """The cost of the policy-gradient step over Megatron's bare schedule with ``vocab_parallel_cross_entropy``.
 
-    python benchmarks/training_step.py [--rounds 7] [--rows 64]
+    python benchmarks/run.py training_step [--rounds 7] [--rows 64]
 
 One process, one thread, the tiny Qwen3-MoE of the embedded default. Both sides run the same packed micro-batches
 through ``get_forward_backward_func`` and the same optimizer; ours adds log-probs, objective, metrics, checks and

@@ -1,6 +1,6 @@
 """Weight sync of a 425 M-parameter MoE (850 MB bf16) into a live engine, against its parts.
 
-    python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
+    python benchmarks/run.py weight_sync [--rounds 5] [--bucket-mib 16]
 
 A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a sync (pause,
 transfer with checksums, finish, resume), with buckets for every worker, by the plan over TCP, and by the plan through

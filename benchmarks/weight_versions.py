@@ -1,6 +1,6 @@
 """A version of weights as what changed since the one before, against all of them: bytes, and seconds in a folder.
 
-    python benchmarks/weight_versions.py [--millions 200] [--rounds 3]
+    python benchmarks/run.py weight_versions [--millions 200] [--rounds 3]
 
 bfloat16 weights in matrices of 2,048 columns, of which a step changes one element in 1,000, one in 100, one in 20 or
 one in 5 (drawn at random). In one run: publishing the change, taking it on in a reader, and writing all weights with

@@ -1,4 +1,8 @@
-"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb."""
+"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb.
+
+Verbs that train, check or evaluate take ``--recipe NAME`` (launch/recipes/NAME.yaml) and ``model=PATH``, short for
+``trainer.policy.model.path=PATH``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from skyrl_megatron.errors import ConfigError
 
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
@@ -17,6 +23,7 @@ VERBS = {
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
+    "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: gsm8k or sums"),
     "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron_observe.run_report", "write report.html of a run"),
     "dashboard": ("skyrl_megatron_observe.dashboard", "serve the dashboards of runs"),
@@ -60,6 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"VERB={verb}: unknown verb; choose one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
+    if any(argument.startswith(("--recipe", "model=")) for argument in arguments):
+        from skyrl_megatron.entrypoints import recipes  # loads the configuration, which other verbs do without
+
+        try:
+            arguments = recipes.with_recipe(arguments) if verb in recipes.VERBS else arguments
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
     module, _, function = VERBS[verb][0].partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
     return work(arguments)

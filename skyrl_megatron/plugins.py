@@ -191,8 +191,8 @@ REPORTERS: Additions[Callable[..., Any]] = Additions()
 """Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
 """Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
-PARTS: Additions[Callable[..., Any]] = Additions()
-"""Parts of a rank that act at the begin and end of its passes and steps."""
+PARTS: Additions[type[Any]] = Additions()
+"""Parts of a rank that act at the begin and end of its passes and steps (``runtime/parts.py``)."""
 
 SINKS: Additions[Callable[..., Any]] = Additions()
 """Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
@@ -260,18 +260,23 @@ def requested_option(args: Iterable[str]) -> Option | None:
     return next((OPTIONS[name] for name in names if name in OPTIONS), None)
 
 
+OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
+"""Optimizers that take Adam's place for some parameters (``PartialOptimizer`` of ``runtime/optimizer.py``)."""
+RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
+"""Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
+
 _ENGINE = "generator.inference_engine."
 GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
-TRACKERS = ClassRegistry("trainer.logger", "console", "tensorboard")
 REMOTE_ENGINES = ClassRegistry(f"{_ENGINE}remote_urls")
 """Clients of engines that run elsewhere, by the scheme of their URL (``http``)."""
 ENGINE_SERVICES = ClassRegistry("generator.inference_engine")
-"""What a run serves beside its engines, by the setting that turns it on (``enable_http_endpoint``)."""
+"""What a run serves next to its engines, by the setting that turns it on (``enable_http_endpoint``)."""
 TEACHERS = ClassRegistry("trainer.teacher.models")
 """Clients of teachers that run elsewhere, by the scheme of their URL (``http``)."""
 SANDBOXES = ClassRegistry("generator.agent.sandbox")
+TRACKERS = ClassRegistry("trainer.logger", "console", "tensorboard")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 

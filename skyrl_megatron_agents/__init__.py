@@ -23,4 +23,4 @@ envs.register("verifiers:", "skyrl_megatron_agents.environments.packages.verifie
 
 CHECKS.register_path("skyrl_megatron_agents.checks:sandboxes")
 REPORTERS.register_path("skyrl_megatron_agents.checks:report")
-RECORDERS.register_path("skyrl_megatron_agents.trajectory_records:TrajectoryRecorder")
+RECORDERS.register_path(f"{__name__}.trajectory_records:TrajectoryRecorder")

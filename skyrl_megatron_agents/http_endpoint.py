@@ -467,7 +467,7 @@ def endpoint_token(path: Path, key: str = "http_token_path") -> str:
             raise LaunchError(f"{key}={path}: other users can read the file: run chmod 600 {path}")
         token = path.read_text().strip()
     except OSError as error:
-        raise LaunchError(f"{key}={path}: {error.strerror}") from error
+        raise LaunchError(f"{key}={path}: {error.strerror}; name a file that this user can write") from error
     if not token:
         raise LaunchError(f"{key}={path}: the file is empty: delete it, or write a token to it")
     return token

@@ -15,8 +15,8 @@ from torch import Tensor
 from bridges.staging import write_file
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import private_folder
+from skyrl_megatron.identity import Identity, as_json, from_json, refuse_other, sampled_identity, sampled_part
 from skyrl_megatron.rollout.interface import GeneratorOutput
-from skyrl_megatron.trainer.identity import Identity, as_json, from_json, refuse_other, sampled_identity, sampled_part
 from skyrl_megatron.trainer.recorders import RunRecorder
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 

@@ -85,7 +85,7 @@ class SFTTrainer(RayPPOTrainer):
     # ------------------------------------------------------------------ no engines
     def make_rollouts(self) -> PromptRollouts:
         """Return the source whose ``prompts`` are the rows of each step."""
-        return PromptRollouts(self)
+        return PromptRollouts(self.run_state, self)
 
     @property
     def needs_engines(self) -> bool:

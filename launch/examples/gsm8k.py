@@ -5,7 +5,7 @@
 takes the keys of ``skyrl_megatron.entrypoints.main_base``. ``--published``: a folder with ``train.parquet`` and
 ``test.parquet``, in place of ``openai/gsm8k`` on the Hugging Face hub; ``--rows``: where the rows that the run reads
 are kept (``~/data/gsm8k``). Any data set with columns other than those of docs/guides/data.md is read this way; for
-this one ``python -m skyrl_megatron.data.prepare gsm8k`` does the same.
+this one ``skyrl-megatron prepare gsm8k`` does the same.
 """
 
 import argparse

@@ -30,6 +30,7 @@ from skyrl_megatron.entrypoints.quick_check import report_if_finished
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.answers import warn_of_missing_answers
 from skyrl_megatron.errors import ConfigError, LaunchError
+from skyrl_megatron.identity import claim, run_identity
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
@@ -37,7 +38,6 @@ from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
 from skyrl_megatron.trainer.evaluate import require_metrics
-from skyrl_megatron.trainer.identity import claim, run_identity
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models

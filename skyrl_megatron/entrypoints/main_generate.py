@@ -92,8 +92,8 @@ def score_model(args: Sequence[str], step: int = 0, began: float | None = None) 
     of the rows."""
     cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.identity import evaluation_identity
     from skyrl_megatron.trainer.evaluate import evaluate, rows_folder
-    from skyrl_megatron.trainer.identity import evaluation_identity
     from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
     identity = evaluation_identity(cfg)

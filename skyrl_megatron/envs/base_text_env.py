@@ -164,7 +164,10 @@ class BaseTextEnv:
 def require_ground_truth(env: BaseTextEnv) -> Any:
     """Return the row's ground truth. Raises ValueError if the row has none."""
     if env.ground_truth is None:
-        raise ValueError(f"{type(env).__name__} needs a reference answer, but the row has no reward_spec.ground_truth")
+        raise ValueError(
+            f"{type(env).__name__} needs a reference answer, but the row has no reward_spec.ground_truth: add it to"
+            " the data, or choose another environment"
+        )
     return env.ground_truth
 
 
@@ -174,7 +177,10 @@ def answer_text(env: BaseTextEnv, answer: Any) -> str:
     The ``str`` of any other value, such as "True", would match no response.
     """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
-        raise ValueError(f"{type(env).__name__} needs text or a number as answer, the row has {answer!r:.80}")
+        raise ValueError(
+            f"{type(env).__name__} needs text or a number as answer, the row has {answer!r:.80}: write"
+            " reward_spec.ground_truth as text"
+        )
     return str(answer)
 
 
@@ -227,14 +233,14 @@ def register(
     Register in the process that runs the rollouts: in a plugin (:mod:`skyrl_megatron.plugins`), or in the script that
     starts the run.
     """
-    new, taken = EnvSpec(id, entry_point, dict(kwargs or {}), config, override), _registry.get(id)
-    if taken is not None and taken.override and not override and _is_built_in(new):
+    new, existing = EnvSpec(id, entry_point, dict(kwargs or {}), config, override), _registry.get(id)
+    if existing is not None and existing.override and not override and _is_built_in(new):
         return  # a script registers before plugins are loaded: what it replaces may come after it
-    if taken is not None and taken != new and not override:
-        built_in = next(filter(_is_built_in, (taken, new)), None)
+    if existing is not None and existing != new and not override:
+        built_in = next(filter(_is_built_in, (existing, new)), None)
         whose = "is registered already" if built_in is None else "is built in"
         raise DataError(
-            f"environment {id!r} {whose} ({(built_in or taken).entry_point}): choose another id, or replace it with"
+            f"environment {id!r} {whose} ({(built_in or existing).entry_point}): choose another id, or replace it with"
             f" register({id!r}, ..., override=True)"
         )
     _registry[id] = new

@@ -68,7 +68,8 @@ class Teachers:
         whose = np.asarray([name or self.names[0] for name in names or [""] * len(batch)])
         if unknown := set(whose.tolist()) - set(self.names):
             raise DataError(
-                f"the teacher {min(unknown)!r} of a row is unknown: trainer.teacher.models has {', '.join(self.names)}"
+                f"the teacher {min(unknown)!r} of a row is unknown: add it to trainer.teacher.models, or name one of "
+                f"{', '.join(self.names)}"
             )
         for name in self.names:
             rows = np.flatnonzero(whose == name)
@@ -94,8 +95,8 @@ class Teachers:
         limit = (read_hf_config(self.cfg, "teacher") or {}).get("max_position_embeddings")
         fits = torch.from_numpy(batch.lengths) + 1 <= (limit or math.inf)
         scores = torch.full((len(batch),), math.nan)
-        if len(asked := (rows & fits).nonzero().flatten()):
-            scores[asked] = role.start_values(with_end(batch.select(asked.numpy())))()[:, 0]
+        if len(scorable := (rows & fits).nonzero().flatten()):
+            scores[scorable] = role.start_values(with_end(batch.select(scorable.numpy())))()[:, 0]
         if self.cfg.trainer.placement.colocate_all:
             role.offload()
         scored, failed = rows & scores.isfinite(), rows & ~scores.isfinite()

@@ -200,7 +200,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineService(Protocol):
-    """What a run serves beside its engines, made with their client: a class of ``plugins.ENGINE_SERVICES``."""
+    """What a run serves next to its engines, made with their client: a class of ``plugins.ENGINE_SERVICES``."""
 
     url: str | None
     """``http://host:port``; None until it is started."""

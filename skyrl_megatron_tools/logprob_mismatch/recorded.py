@@ -64,7 +64,7 @@ def read_step(cfg: SkyRLTrainConfig, step: int) -> RecordedStep:
     try:
         batch, versions = read_dump(path)
     except (OSError, ValueError) as error:
-        there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
+        there = sorted(int(file.stem.rpartition("_")[2]) for file in path.parent.glob("global_step_*.safetensors"))
         reason = str(error) if path.is_file() else f"its batch is not in {path.parent}"
         others = f"steps {', '.join(map(str, there))} are there" if there else "no step is there"
         fix = f"{reason} ({others}): run the step with trainer.dump_data_batch=true"

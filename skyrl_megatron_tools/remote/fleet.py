@@ -114,15 +114,15 @@ def checked(body: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of :data:`PACKAGES` in this environment."""
-    found = {}
+    versions = {}
     for name, distributions in PACKAGES.items():
         for distribution in distributions:
             try:
-                found[name] = importlib.metadata.version(distribution)
+                versions[name] = importlib.metadata.version(distribution)
                 break
             except importlib.metadata.PackageNotFoundError:
                 continue
-    return found
+    return versions
 
 
 def _value(model: Mapping[str, Any], key: str) -> str:

@@ -128,6 +128,7 @@ def test_what_validators_of_vllm_accept_is_no_problem(case):
     assert problem.key == f"{E}speculative_config.attention_backend"
 
 
+@pytest.mark.process
 def test_a_sampling_key_is_not_blamed_for_another():
     from skyrl_megatron.inference.vllm.values import sampling_faults
 

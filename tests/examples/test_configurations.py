@@ -58,7 +58,7 @@ def typed_in(tiny, monkeypatch):
 
 @pytest.mark.parametrize("name", commands())
 def test_a_configuration_can_run(name, typed_in, monkeypatch, capsys):
-    from skyrl_megatron_tools.embedded import run_moe
+    from skyrl_megatron import cli
 
     program, *words = commands()[name]
     if program == "python":
@@ -68,7 +68,7 @@ def test_a_configuration_can_run(name, typed_in, monkeypatch, capsys):
             runpy.run_path(script, run_name="__main__")
         code = ended.value.code
     else:
-        code = run_moe.main([*words, "--check"])
+        code = cli.main([*words, "--check"])
     printed = capsys.readouterr()
     assert code == 0, printed.out[-2000:] + printed.err
     assert "warning" not in printed.err.lower(), printed.err

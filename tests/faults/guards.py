@@ -87,7 +87,7 @@ from skyrl_megatron.workers import ray_setup
 ray_setup.END_TIMEOUT_S = 1e6
 """
 STRAGGLERS = """
-from skyrl_megatron.trainer import recovery as stragglers
+from skyrl_megatron.trainer import stragglers
 stragglers.RATIO = float("inf")
 """
 HEALTH = """
@@ -192,7 +192,7 @@ GUARDS = (
         ("object store", BYTES[0], "start"),
         HASHES,
         "DID NOT RAISE",
-        "tests/weight_sync/test_versions.py::test_damage_is_named_and_never_served",
+        "tests/tools/test_weight_versions.py::test_damage_is_named_and_never_served",
     ),
     Guard(
         "sums of buckets",

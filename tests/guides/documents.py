@@ -68,7 +68,7 @@ def shown(document: Path) -> list[list[str]]:
     text, found = document.read_text(), []
     for block in (block for language in SHELLS for block in blocks(document, language)):
         found += block.commands()
-    return found + [match.split() for match in INLINE.findall(FENCE.sub("", text))]
+    return found + [shlex.split(match) for match in INLINE.findall(FENCE.sub("", text))]
 
 
 def name_of(document: Path) -> str:

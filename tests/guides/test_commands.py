@@ -60,7 +60,8 @@ QUICK = {
     "skyrl-megatron dpo --help": (0, "dpo.beta"),
     "skyrl-megatron reward --help": (0, "reward.max_length"),
     "python -m bridges": (2, "inspect"),
-    "python -m bridges list": (0, "qwen3_moe"),
+    "skyrl-megatron convert list": (0, "qwen3_moe"),
+    "skyrl-megatron prepare --help": (0, "--num-digits"),
     "docker/build.sh --help": (0, "docker/build.sh"),
     ".venv/bin/python launch/requirements/check.py": (0, ""),
 }
@@ -115,7 +116,7 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.process  # a command starts its fork server first
 @pytest.mark.parametrize("command", CHECKS)
 def test_a_check_of_the_guides_finds_nothing(hub, capsys, command):
-    from skyrl_megatron_tools.embedded import run_moe
+    from skyrl_megatron import cli
 
     _, words = SHOWN[command]
-    assert run_moe.main(words[1:]) == 0, capsys.readouterr().err
+    assert cli.main(words[1:]) == 0, capsys.readouterr().err

@@ -13,17 +13,20 @@ import sys
 
 import pytest
 
+from skyrl_megatron import cli
+from skyrl_megatron.entrypoints import recipes
 from tests.guides.documents import DOCUMENTS, GENERATED, ROOT, blocks, name_of, shown
 from tests.job import runs
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
-OWN, DOTS = ("python", ".venv/bin/python", "launch/run_moe.sh"), {"…", "key=value"}
+OWN, DOTS = ("python", ".venv/bin/python", "launch/run_moe.sh", "skyrl-megatron"), {"…", "key=value"}
 OLDER_KEYS = pytest.mark.filterwarnings("ignore:deprecated configuration keys:DeprecationWarning")  # shown on a page
 OWN_KEYS = {
     "train_letters.py": {"trainer.price_of_a_token"},
     "run_moe.sh": {"model"},
+    **{verb: {"model"} for verb in recipes.VERBS},
 }
-"""Keys that a script adds to those of the configuration."""
+"""Keys that a script or a verb adds to those of the configuration."""
 
 
 @pytest.fixture
@@ -102,6 +105,11 @@ def test_commands_are_there_and_know_their_keys(document, words):
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), f"{name_of(document)}: no module {words[1]}"
         words = words[1:]
+    elif words[0] == "skyrl-megatron":
+        words = words[1:]
+        assert words[0] in [*cli.VERBS, "--help"], f"{name_of(document)}: no verb {words[0]}"
+        if words[0] not in recipes.VERBS:  # its arguments are no keys
+            return
     elif "/" in words[0]:
         assert (ROOT / words[0]).is_file(), f"{name_of(document)}: no file {words[0]}"
     own = OWN_KEYS.get(words[0].rpartition("/")[2], set())  # of a script, or a module

@@ -5,8 +5,8 @@ import runpy
 import subprocess
 from pathlib import Path
 
+from tests.guides.documents import ALL, FENCE, GENERATED, INLINE, SHELLS, blocks
 from tests.guides.documents import DOCUMENTS as GUIDES
-from tests.guides.documents import GENERATED
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = re.compile(r"`([\w/.]+/[\w.]+\.(?:py|sh|yml|yaml|txt))`")
@@ -70,6 +70,27 @@ def test_documents_stay_short():
     assert sum(sizes.values()) <= 160_000, sorted(sizes.items(), key=lambda item: -item[1])[:10]
     assert sizes["ARCHITECTURE.md"] <= 12_000
     assert (ROOT / "CONFIG.md").stat().st_size <= 46_000
+
+
+def test_the_guide_of_plugins_names_every_registrar():
+    from skyrl_megatron import plugins
+
+    guide = (ROOT / "docs/guides/plugins.md").read_text()
+    assert [name for name in vars(plugins) if name.startswith("register_") and f"`{name}" not in guide] == []
+
+
+UNQUOTED = re.compile(r"(?<![\w'\"])[\w.]+=[\[{][^`'\"\n]*$")
+
+
+def test_brackets_in_commands_are_quoted():
+    """zsh reads ``key=[a]`` as a pattern, and fails."""
+    pages = [path for path in ALL if path.name != "CONFIG.md"]
+    typed = [
+        (page, line) for page in pages for kind in SHELLS for b in blocks(page, kind) for line in b.text.split("\n")
+    ]
+    typed += [(page, line) for page in pages for line in INLINE.findall(FENCE.sub("", page.read_text()))]
+    bare = [f"{page.name}: {line}" for page, line in typed if UNQUOTED.search(re.sub(r"'[^']*'|\"[^\"]*\"", "", line))]
+    assert not bare, "\n".join(bare)
 
 
 def test_a_prompts_way_is_short():

@@ -274,7 +274,7 @@ def resumes(cfg):
 def continues_others(cfg):
     """Whether what was computed from other data is continued."""
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.identity import Part, refuse_other
+    from skyrl_megatron.identity import Part, refuse_other
 
     try:
         refuse_other("trainer.ckpt_path", "ckpt", {"data": Part("a", "1")}, cfg, {"data": Part("b", "2")})
