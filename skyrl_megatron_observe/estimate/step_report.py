@@ -9,8 +9,8 @@ import numpy as np
 
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
+from skyrl_megatron.config.lengths import longest_sequence
 from skyrl_megatron.config.roles import active_roles
-from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
 from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel

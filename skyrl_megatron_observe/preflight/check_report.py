@@ -15,10 +15,10 @@ from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
+from skyrl_megatron.config.lengths import longest_sequence
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
-from skyrl_megatron.config.rules.training_rules import longest_sequence
 from skyrl_megatron.plugins import GENERATORS
 from skyrl_megatron.trainer.checkpoints import resume_lines
 from skyrl_megatron_agents.sandboxes.sandbox import Limits
