@@ -125,7 +125,7 @@ class ReferenceCache:
 def open_caches(
     cfg: SkyRLTrainConfig, data: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[SkyRLTrainConfig, dict[str, ReferenceCache]]:
-    """Return the configuration to go on with, and the caches of the data sets ``data``, None left out.
+    """Return the configuration of the rest of the run, and the caches of the data sets ``data``, None left out.
 
     If the caches have all log-probs, that configuration needs no reference. Comes before the placement of the run.
     """

@@ -38,8 +38,7 @@ from skyrl_megatron.algorithms.masked import (
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 from skyrl_megatron.algorithms.role_baselines import rae
 from skyrl_megatron.config.load import BaseConfig
-from skyrl_megatron.config.table import ESTIMATORS, STEP_WISE, AdvantageEstimator, GAEConfig
-from skyrl_megatron.config.table import Estimator as EstimatorRow
+from skyrl_megatron.config.table import ESTIMATORS, STEP_WISE, AdvantageEstimator, EstimatorRow, GAEConfig
 from skyrl_megatron.errors import AlgorithmError
 
 EPSILON = 1e-6

@@ -14,7 +14,7 @@ the loss mask, ``rollout`` the engine's log-probs or None, and every tensor is 0
 * if its row has an ``anchor`` that is set to ``rollout``, gets the engine's log-probs as ``old_log_probs``.
 
 The rows of these losses are in :mod:`skyrl_megatron.config.table`, as a configuration is checked without torch. A new
-loss gives its row to the decorator, with the class of its settings beside the formula: nothing else has to be changed.
+loss gives its row to the decorator, and the class of its settings stands in this file too: no other has to be changed.
 
 In all formulas r = exp(log_probs - old_log_probs), A is the advantage, and clip(r) is r limited to [1 - eps_clip_low,
 1 + eps_clip_high]. The metric ``clip_ratio`` is the share of tokens whose loss the limit changed.
@@ -42,7 +42,7 @@ from skyrl_megatron.algorithms.off_policy import clamped_ratio, correct
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import PolicyLossType, correction_enabled
-from skyrl_megatron.config.table import LOSSES, Loss
+from skyrl_megatron.config.table import LOSSES, LossRow
 from skyrl_megatron.errors import AlgorithmError
 
 type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, ReducibleMetrics]]
@@ -51,7 +51,7 @@ type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tu
 class BuiltinLoss(Protocol):
     """A registered built-in loss with its properties."""
 
-    row: Loss
+    row: LossRow
     """What it reads, and whether the off-policy correction is applied to it."""
     __name__: str
 
@@ -93,7 +93,7 @@ BUILT_IN: dict[str, BuiltinLoss] = {}
 """Every loss of this file by its name."""
 
 
-def builtin_loss(row: Loss | None = None) -> Callable[[Formula], BuiltinLoss]:
+def builtin_loss(row: LossRow | None = None) -> Callable[[Formula], BuiltinLoss]:
     """Return a decorator that turns a formula into the built-in loss of its name, with the registry's signature.
 
     ``row``: that of a loss without one in :mod:`skyrl_megatron.config.table`.
@@ -417,7 +417,7 @@ def register_policy_loss(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that registers a function as the policy loss ``name``.
 
-    The rest is for the checks of a configuration, and may be left out (:class:`skyrl_megatron.config.table.Loss`).
+    The rest is for the checks of a configuration, and may be left out (:class:`skyrl_megatron.config.table.LossRow`).
     ``settings``: dataclass of its section ``trainer.algorithm.<name>``. ``reads``: those of the settings that not
     every loss reads, such as ``eps_clip_low``; the others are then reported as without effect. ``reads_rollout``: it
     needs the engine's log-probs. ``corrected``: False if it is only right for samples of the current policy; stale
@@ -430,7 +430,7 @@ def register_policy_loss(
         known = None if reads is None else frozenset(reads)
         LOSSES.add(
             name,
-            Loss(
+            LossRow(
                 settings=settings,
                 reads=known,
                 reads_rollout=reads_rollout,

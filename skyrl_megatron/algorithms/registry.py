@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 
-from skyrl_megatron.config.table import Table
+from skyrl_megatron.config.table import ObjectiveTable
 from skyrl_megatron.errors import AlgorithmError, DistributedError
 
 ANSWER_TIMEOUT_S = 60.0
@@ -311,7 +311,7 @@ class BaseFunctionRegistry:
 
     _function_type: ClassVar[str] = "function"
     _actor_name: ClassVar[str] = ""
-    _rows: ClassVar[Table[Any]] = Table("", "", {})
+    _rows: ClassVar[ObjectiveTable[Any]] = ObjectiveTable("", "", {})
     """The facts of the functions, of which those of a removed function go too."""
     _client: ClassVar[RegistryClient]
     _builtin: ClassVar[dict[str, Callable[..., Any]]]

@@ -22,7 +22,7 @@ from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARG
 from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.config.table import ESTIMATORS, OTHER_ROLES, ROLES
-from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
+from skyrl_megatron.hub.repo_names import FILE_SUFFIXES, is_hub_name
 
 
 def is_address(path: str) -> bool:
@@ -109,7 +109,7 @@ def derive(cfg: Section) -> None:
     """Fill in fields that are None, and sections that the user did not set, from other fields. Can be called again
     after changes.
 
-    ``cfg``: a SkyRLTrainConfig. Its class imports this module, so the type is not named here.
+    ``cfg``: a SkyRLTrainConfig. Its class imports this module, so it is not named here.
     """
     trainer: TrainerConfig = get_path(cfg, "trainer")
     generator: GeneratorConfig = get_path(cfg, "generator")

@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_args, get_origin
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, leaves, sections_of
 from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
-from skyrl_megatron.config.table import OTHER_ROLES, STEP_WISE, AdvantageEstimator, PolicyLossType, Row
+from skyrl_megatron.config.table import OTHER_ROLES, STEP_WISE, AdvantageEstimator, ObjectiveRow, PolicyLossType
 
 _HEAD = """\
 # Configuration
@@ -121,7 +121,7 @@ def _differences(key: str, model: str) -> str:
     other = [f"`{name}={_default(value)}`" for name, value in here.items() if name in there and value != there[name]]
     parts = {name.partition(".")[0] for name in here}
     missing = [f"`{name}`" for name in dict.fromkeys(name.partition(".")[0] for name in there) if name not in parts]
-    text = f", but for {', '.join(other)}" if other else ""
+    text = f", except {', '.join(other)}" if other else ""
     return text + (f", without {', '.join(missing)}" if missing else "")
 
 
@@ -239,7 +239,7 @@ def _head(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
 
 
-def _common(name: str, row: Row) -> str:
+def _common(name: str, row: ObjectiveRow) -> str:
     """Return the first columns of a row: name, meaning, section, other settings."""
     section = "" if row.settings is None else f"`{name}.*`"
     others = ", ".join(f"`{setting}`" for setting in sorted(row.reads or ()))

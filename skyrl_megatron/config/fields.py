@@ -152,13 +152,13 @@ def sections_of(cls: type) -> dict[str, type[Section]]:
     If the default is of a subclass, that class is returned: ``algorithm: AlgorithmConfig =
     field(default_factory=MyAlgorithmConfig)`` has the keys of ``MyAlgorithmConfig``.
     """
-    found: dict[str, type[Section]] = {}
+    sections: dict[str, type[Section]] = {}
     for name, annotation in field_types(cls).items():
         for member in members_of(annotation):
             if isinstance(member, type) and issubclass(member, Section):
                 default = default_of(cls, name)
-                found[name] = type(default) if isinstance(default, member) else member
-    return found
+                sections[name] = type(default) if isinstance(default, member) else member
+    return sections
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
@@ -202,8 +202,8 @@ class Declared:
 
 def declared_fields(module: str, name: str) -> frozenset[str] | None:
     """Return the names of :func:`declared`; None if the package is not installed."""
-    found = declared(module, name)
-    return None if found is None else frozenset(found)
+    fields = declared(module, name)
+    return None if fields is None else frozenset(fields)
 
 
 @functools.cache
@@ -220,7 +220,7 @@ def declared(module: str, name: str) -> Mapping[str, Declared] | None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             inherited = [_fields_of(module, base.id) for base in node.bases if isinstance(base, ast.Name)]
-            return {field: one for fields in (*inherited, _own_fields(module, node)) for field, one in fields.items()}
+            return {name: field for fields in (*inherited, _fields_in(module, node)) for name, field in fields.items()}
     raise LookupError(f"{module} has no class {name}")
 
 
@@ -237,7 +237,7 @@ def source_of(module: str) -> ast.Module | None:
     return None
 
 
-def _own_fields(module: str, node: ast.ClassDef) -> dict[str, Declared]:
+def _fields_in(module: str, node: ast.ClassDef) -> dict[str, Declared]:
     return {
         item.target.id: _declared_by(module, item)
         for item in node.body
@@ -253,15 +253,15 @@ def _declared_by(module: str, item: ast.AnnAssign) -> Declared:
             ast.Name("get_field"), [ast.Name(cls), ast.Constant(str(of))]
         ):
             if other := _fields_of(module, cls).get(of):
-                return Declared(annotation, other.default, (_found(module, cls)[0], cls, of))
+                return Declared(annotation, other.default, (_definition(module, cls)[0], cls, of))
         case ast.Call(keywords=keywords):
-            given = {each.arg: each.value for each in keywords}
+            given = {keyword.arg: keyword.value for keyword in keywords}
             empty: dict[Any, Any] = {"list": [], "dict": {}, "set": []}
             if "default_factory" in given and (factory := ast.unparse(given["default_factory"])) in empty:
                 return Declared(annotation, empty[factory])
             value = given.get("default")
     if isinstance(value, ast.Name):  # a constant
-        value = getattr(_found(module, value.id)[1], "value", None)
+        value = getattr(_definition(module, value.id)[1], "value", None)
     return Declared(annotation, _literal(value))
 
 
@@ -272,15 +272,15 @@ class _Literals(ast.NodeTransformer):
         self.module = module
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        value = getattr(_found(self.module, node.id)[1], "value", None)
+        value = getattr(_definition(self.module, node.id)[1], "value", None)
         return value if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal" else node
 
 
 def _literal(node: ast.expr | None) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow):  # 1024 * 1024, 2**32
-        one, two = _literal(node.left), _literal(node.right)
-        if isinstance(one, int) and isinstance(two, int):
-            return one**two if isinstance(node.op, ast.Pow) else one * two
+        left, right = _literal(node.left), _literal(node.right)
+        if isinstance(left, int) and isinstance(right, int):
+            return left**right if isinstance(node.op, ast.Pow) else left * right
     try:
         return dataclasses.MISSING if node is None else ast.literal_eval(node)
     except ValueError:
@@ -289,29 +289,29 @@ def _literal(node: ast.expr | None) -> Any:
 
 def _fields_of(module: str, cls: str) -> Mapping[str, Declared]:
     """Return the fields of a class that ``module`` has or imports; {} if it is of another package."""
-    home, node = _found(module, cls)
+    home, node = _definition(module, cls)
     return (declared(home, cls) or {}) if isinstance(node, ast.ClassDef) else {}
 
 
-def _found(module: str, name: str) -> tuple[str, ast.stmt | None]:
+def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
     """Return where a name of a module is defined, and the statement; None if it is in another package."""
-    own, imported = _names_of(module)
-    if name in own or name not in imported:
-        return module, own.get(name)
-    home, there = imported[name]
-    return _found(home, there) if home.split(".")[0] == module.split(".")[0] else (home, None)
+    defined, imported = _names_of(module)
+    if name in defined or name not in imported:
+        return module, defined.get(name)
+    home, original = imported[name]
+    return _definition(home, original) if home.split(".")[0] == module.split(".")[0] else (home, None)
 
 
 @functools.cache
 def _names_of(module: str) -> tuple[dict[str, ast.stmt], dict[str, tuple[str, str]]]:
     """Return the statements that define names of a module, and names that it imports → (module, name)."""
-    own: dict[str, ast.stmt] = {}
+    defined: dict[str, ast.stmt] = {}
     imported: dict[str, tuple[str, str]] = {}
     if (tree := source_of(module)) is None:
-        return own, imported
+        return defined, imported
     parts = module.split(".")
     package = parts if source_of(f"{module}.__init__") is not None else parts[:-1]
-    under_a_condition = (node for each in tree.body if isinstance(each, ast.If | ast.Try) for node in each.body)
+    under_a_condition = (node for block in tree.body if isinstance(block, ast.If | ast.Try) for node in block.body)
     for node in [*tree.body, *under_a_condition]:
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
@@ -320,8 +320,8 @@ def _names_of(module: str) -> tuple[dict[str, ast.stmt], dict[str, tuple[str, st
             continue
         for target in [node, *getattr(node, "targets", []), getattr(node, "target", None)]:
             if name := getattr(target, "name", None) or getattr(target, "id", None):
-                own[name if isinstance(name, str) else name.id] = node
-    return own, imported
+                defined[name if isinstance(name, str) else name.id] = node
+    return defined, imported
 
 
 _Kind = tuple[str, Callable[[Any], bool]]
@@ -346,12 +346,12 @@ def _plain_kinds(node: ast.expr) -> list[_Kind] | None:
         parts = [node.left, node.right]
     elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         inside = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if node.value.id == "Literal" and all(isinstance(each, ast.Constant) for each in inside):
-            choices = [each.value for each in inside if isinstance(each, ast.Constant)]
+        if node.value.id == "Literal" and all(isinstance(choice, ast.Constant) for choice in inside):
+            choices = [choice.value for choice in inside if isinstance(choice, ast.Constant)]
             return [(f"one of {', '.join(map(str, choices))}", lambda value: value in choices)]
         if node.value.id in _KINDS:
             return [_KINDS[node.value.id]]
         if node.value.id in ("Optional", "Union"):
             parts = [*inside, *([ast.Constant(None)] if node.value.id == "Optional" else [])]
     kinds = [None if part is None else _plain_kinds(part) for part in parts]
-    return None if None in kinds else [one for each in kinds for one in each or ()]
+    return None if None in kinds else [kind for part in kinds for kind in part or ()]

@@ -83,11 +83,12 @@ def own_memory() -> int:
     """Return the memory of this machine, or of the container of this process, in bytes."""
     import psutil
 
-    found: list[int] = [psutil.virtual_memory().total]
+    # A container may use less than its machine has, and says so in one of two files (cgroups 2 and 1).
+    sizes: list[int] = [psutil.virtual_memory().total]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such controller; "max"
-            found.append(int(Path(path).read_text()))
-    return min(found)
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +150,13 @@ def read_size(option: str, text: str) -> int:
 
     Raises ConfigError for other text, and for less than 1 GiB.
     """
-    known = GPUS if option == "--gpu" else {}
+    gpus = GPUS if option == "--gpu" else {}
     word = text.strip().lower()
-    if word in known:
-        return known[word] << 20
+    if word in gpus:
+        return gpus[word] << 20
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)?", word)
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size < 1 << 30:
-        names = f"one of {', '.join(known)}, or " if known else ""
+        names = f"one of {', '.join(gpus)}, or " if gpus else ""
         raise ConfigError([Problem(option, text, f"write {names}a size of at least 1 GiB, such as 80GB or 80GiB")])
     return size

@@ -156,8 +156,8 @@ class _Builder[C: Section]:
 
     def _reject(self, item: Assignment, cls: type, key: str) -> None:
         near = nearest_keys(self.cls, cls, key, item.key)
-        hint = f"; closest: {', '.join(near)}" if near else ""
-        self.problems.append(Problem(item.spelled, item.value, f"unknown key{hint}"))
+        hint = f"closest: {', '.join(near)}" if near else "CONFIG.md has all keys"
+        self.problems.append(Problem(item.spelled, item.value, f"unknown key; {hint}"))
 
     # --- interpolation -----------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class _Builder[C: Section]:
             try:
                 OmegaConf.create({"value": item.value}, flags={"allow_objects": True})
             except OmegaConfBaseException as error:
-                self.problems.append(Problem(item.spelled, item.value, str(error).splitlines()[0]))
+                self.problems.append(Problem(item.spelled, item.value, _unresolved(error)))
                 waiting.remove((tree, name, item))
                 del tree[name]
         full = OmegaConf.create(_merged(self.cls, None, self.tree), flags={"allow_objects": True})
@@ -184,7 +184,7 @@ class _Builder[C: Section]:
                     value = OmegaConf.to_container(value, resolve=True)
                 tree[name] = item.with_value(value)
             except OmegaConfBaseException as error:
-                self.problems.append(Problem(item.spelled, item.value, str(error).splitlines()[0]))
+                self.problems.append(Problem(item.spelled, item.value, _unresolved(error)))
                 del tree[name]
 
     # --- building ----------------------------------------------------------------------------------------------
@@ -224,6 +224,11 @@ class _Builder[C: Section]:
             if isinstance(typed, str):
                 raise
             return convert(annotation, typed)
+
+
+def _unresolved(error: Exception) -> str:
+    """Return what is wrong with an interpolation, and how one is written."""
+    return f"{str(error).splitlines()[0]}; write ${{other.key}} or ${{oc.env:NAME}}"
 
 
 def _values_below(assignments: Iterable[Assignment]) -> Iterator[tuple[str, Any]]:

@@ -30,10 +30,10 @@ def nearest_keys(root: type, cls: type, key: str, whole: str) -> list[str]:
     """Return up to three valid keys similar to ``whole``, whose prefix ``key`` is unknown: siblings, keys with the
     same last name, any similar key."""
     prefix, _, name = key.rpartition(".")
-    every = [leaf for leaf, _, _ in leaves(root)]
+    keys = [leaf for leaf, _, _ in leaves(root)]
     siblings = [f"{prefix}.{near}" if prefix else near for near in difflib.get_close_matches(name, field_types(cls))]
-    same = [leaf for leaf in every if leaf.rpartition(".")[2] == name]
-    alike = difflib.get_close_matches(whole, every, n=3, cutoff=0.85)
+    same = [leaf for leaf in keys if leaf.rpartition(".")[2] == name]
+    alike = difflib.get_close_matches(whole, keys, n=3, cutoff=0.85)
     return list(dict.fromkeys([*alike[:1], *siblings, *same, *alike]))[:3]
 
 
@@ -125,24 +125,24 @@ class Assignment:
 
 def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) -> list[Assignment]:
     """Return the assignments of a mapping, whose keys may be dotted. ``text``: parse strings like typed text."""
-    found = []
+    assignments = []
     for key, value in mapping.items():
         typed = value if text and isinstance(value, str) else None
-        found.append(Assignment(str(key), value, typed, source, str(key)))
-    return found
+        assignments.append(Assignment(str(key), value, typed, source, str(key)))
+    return assignments
 
 
 def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]]:
     """Return the assignments of ``key=value`` and ``--config FILE`` arguments, in order, and the problems of reading
     them."""
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     problems: list[Problem] = []
     rest = iter(args)
     for arg in rest:
         if arg == "--config" or arg.startswith("--config="):
             path = arg.partition("=")[2] if "=" in arg else next(rest, "")
             entries, wrong = read_yaml(path)
-            found += entries
+            assignments += entries
             problems += wrong
             continue
         key, equals, text = arg.partition("=")
@@ -150,10 +150,10 @@ def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]
             problems.append(Problem(key, text, refused))
             continue
         try:
-            found.append(Assignment(key, _yaml_value(text), text, "command line", key))
+            assignments.append(Assignment(key, _yaml_value(text), text, "command line", key))
         except ValueError as error:
             problems.append(Problem(key, text, str(error)))
-    return found, problems
+    return assignments, problems
 
 
 def names_key(assignments: Sequence[Assignment], key: str) -> bool:
@@ -184,19 +184,19 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         content = OmegaConf.load(Path(path).expanduser())
         plain = OmegaConf.to_container(content, resolve=False)
     except FileNotFoundError:
-        return wrong("no such file")
+        return wrong("no such file: give the path of a YAML file")
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        return wrong(f"{place}{error.problem or error.context}")
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return wrong(f"{position}{error.problem or error.context}; correct the YAML there")
     except yaml.YAMLError as error:
         return wrong(" ".join(str(error).split()))
     except OmegaConfBaseException as error:
         return wrong(" ".join(str(error).split()))
     except (OSError, UnicodeDecodeError) as error:
-        return wrong(str(error))
+        return wrong(f"cannot be read ({error}): give a readable file in UTF-8")
     if not isinstance(plain, dict):
-        return wrong("must contain a mapping of keys to values")
+        return wrong("must contain a mapping of keys to values, such as trainer: {seed: 1}")
     return read_mapping({str(key): value for key, value in plain.items()}, path), []
 
 
@@ -235,7 +235,7 @@ def _yaml_value(text: str) -> Any:
         reason = str(error).splitlines()[0]
         raise ValueError(f"not a valid interpolation, ${{other.key}} or ${{oc.env:NAME}}: {reason}") from None
     except UnicodeEncodeError:
-        raise ValueError("contains bytes that are not UTF-8") from None
+        raise ValueError("contains bytes that are not UTF-8: type it in a UTF-8 terminal, or in a file") from None
     plain = OmegaConf.to_container(node, resolve=False)
     assert isinstance(plain, dict)
     value = plain["value"]

@@ -8,9 +8,6 @@ budget read it.
 from __future__ import annotations
 
 import copy
-import difflib
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +15,13 @@ from skyrl_megatron import device
 from skyrl_megatron.config.derive import is_address, preferences, reward_model
 from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.parse import Mismatch, convert
+from skyrl_megatron.config.parse import convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
-from skyrl_megatron.config.table import ESTIMATORS, ROLES
-from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.config.table import ROLES
+from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.plugins import TRANSPORTS
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
     from skyrl_megatron.config.schema.models import MegatronConfig, PlacementConfig
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
@@ -147,8 +143,9 @@ def weight_transport(cfg: SkyRLTrainConfig) -> str:
     CUDA IPC.
     """
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
-    own = engine.weight_sync_backend in TRANSPORTS.built_in
-    return "ipc" if placement.colocate_all and own else engine.weight_sync_backend
+    # A transport of a plugin is used as it is: only its author knows whether it works on a shared GPU.
+    replaceable = engine.weight_sync_backend in TRANSPORTS.built_in
+    return "ipc" if placement.colocate_all and replaceable else engine.weight_sync_backend
 
 
 def ranks_exchange_weights(cfg: SkyRLTrainConfig) -> bool:
@@ -205,10 +202,6 @@ def rank_position(parallel: ParallelConfig, rank: int) -> RankPosition:
     return RankPosition(pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, edp=edp)
 
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_A, KEY = "trainer.algorithm.", "trainer.teacher.models"
-
-
 def teacher_names(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
     """Return the names of the teachers; ``("",)`` for one without a name, () without teachers. The first teacher
     scores the rows that name none."""
@@ -245,84 +238,20 @@ def role_key(name: str) -> str:
 
 def role_configs(cfg: SkyRLTrainConfig) -> dict[str, tuple[str, SkyRLTrainConfig]]:
     """Return key → (role, configuration that its ranks read) of every model that a run starts on ranks."""
-    found: dict[str, tuple[str, SkyRLTrainConfig]] = {}
+    configs: dict[str, tuple[str, SkyRLTrainConfig]] = {}
     for role in active_roles(cfg):
         if role == "teacher":
-            found |= {role_key(name): (role, own) for name, own in teachers_on_ranks(cfg).items()}
+            configs |= {role_key(name): (role, of_teacher) for name, of_teacher in teachers_on_ranks(cfg).items()}
         else:
-            found[role] = (role, cfg)
-    return found
-
-
-def _rewards_by_teacher(algorithm: AlgorithmConfig) -> bool:
-    row = ESTIMATORS.get(algorithm.advantage_estimator)
-    return row is not None and row.teacher
-
-
-def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield every problem of teachers and distillation settings."""
-    algorithm, teacher = cfg.trainer.algorithm, cfg.trainer.teacher
-    wanted = algorithm.distillation
-    if wanted.demonstration is not None:
-        yield from _own_teacher_problems(cfg)
-    elif not has_teacher(cfg):
-        if _rewards_by_teacher(algorithm) or wanted.reward_coef or wanted.loss_coef:
-            fix = "distillation needs a teacher: set it, or set trainer.teacher.models"
-            yield Problem("trainer.teacher.model.path", None, fix)
-        return
-    if teacher.models and teacher.model.path not in (None, *teacher.models.values()):
-        fix = f"is not in {KEY}: add it there, or remove this key"
-        yield Problem("trainer.teacher.model.path", teacher.model.path, fix)
-    for name in teacher.models:
-        if not _NAME.fullmatch(name):
-            yield Problem(KEY, name, "invalid name: use letters, digits, _ and -")
-    if not wanted.reward_coef and not wanted.loss_coef:
-        fix = (
-            "the run does not learn from this teacher: set distillation.reward_coef or .loss_coef, or set "
-            "advantage_estimator=distillation"
-        )
-        key, value = (KEY, teacher.models) if teacher.models else ("trainer.teacher.model.path", teacher.model.path)
-        if wanted.demonstration is not None:
-            key, value = f"{_A}distillation.demonstration", wanted.demonstration
-        yield Problem(key, value, fix)
-    if teacher_is_reward_model(cfg):
-        fix = "is for log-probs, but the teacher is a reward model: remove this key, and set distillation.reward_coef"
-        for option, given, unwanted in (
-            (f"{_A}distillation.loss_coef", wanted.loss_coef, wanted.loss_coef > 0),
-            (f"{_A}advantage_estimator", algorithm.advantage_estimator, _rewards_by_teacher(algorithm)),
-            (KEY, ", ".join(teacher.models), bool(teacher.models)),
-        ):
-            if unwanted:
-                yield Problem(option, given, fix)
-    if wanted.divergence_alone and not wanted.loss_coef:
-        fix = "the divergence is the whole loss but has weight 0: set distillation.loss_coef"
-        yield Problem(f"{_A}distillation.divergence_alone", True, fix)
-    if wanted.loss_coef and cfg.trainer.fused_lm_head_logprob:
-        yield Problem("trainer.fused_lm_head_logprob", True, "distillation.loss_coef needs logits: set it to false")
-    for name, address in teacher_addresses(cfg).items():
-        if algorithm.temperature not in (None, 1.0):
-            fix = f"the engine at {address} returns log-probs at temperature 1: set it to 1, or run {name} on ranks"
-            yield Problem("generator.sampling_params.temperature", algorithm.temperature, fix)
-
-
-def _own_teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield what contradicts a teacher that is the policy itself."""
-    key, column = f"{_A}distillation.demonstration", cfg.trainer.algorithm.distillation.demonstration
-    if has_teacher(cfg):
-        yield Problem(key, column, "the policy is the teacher then: remove this key, or trainer.teacher")
-    if cfg.trainer.policy.megatron_config.moe_enable_routing_replay:
-        fix = (
-            "the engine has no routes of the tokens of a hint: set moe_enable_routing_replay=false, or remove this key"
-        )
-        yield Problem(key, column, fix)
+            configs[role] = (role, cfg)
+    return configs
 
 
 ADAPTERS_KEY = "trainer.policy.model.lora.adapters"
 ADAPTER_KEY = "adapter"
 """Column of the data that names the adapter of a row."""
-_OF_ALL = ("adapters", "sync_mode", "lora_sync_path", "offload_after_step")
+OF_ALL_ADAPTERS = ("adapters", "sync_mode", "lora_sync_path", "offload_after_step")
 """Settings that all adapters of a run share."""
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def adapter_names(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
@@ -341,8 +270,8 @@ def adapter_configs(cfg: SkyRLTrainConfig) -> dict[str, SkyRLTrainConfig]:
 
     Sections that no adapter changes are shared with ``cfg``.
     """
-    own = cfg.trainer.policy.model.lora.adapters
-    return {name: _with_one_adapter(cfg, changes or {}) for name, changes in own.items()} or {"": cfg}
+    adapters = cfg.trainer.policy.model.lora.adapters
+    return {name: _with_one_adapter(cfg, changes or {}) for name, changes in adapters.items()} or {"": cfg}
 
 
 def _with_one_adapter(cfg: SkyRLTrainConfig, changes: dict[str, Any]) -> SkyRLTrainConfig:
@@ -353,55 +282,16 @@ def _with_one_adapter(cfg: SkyRLTrainConfig, changes: dict[str, Any]) -> SkyRLTr
     policy.model.lora = copy.copy(policy.model.lora)
     policy.model.lora.adapters = {}
     for key, value in changes.items():
-        section = _section(cfg, key)
+        section = adapter_section(cfg, key)
         assert section is not None, key
         setattr(section, key, convert(field_types(type(section))[key], value))
     return cfg
 
 
-def _section(cfg: SkyRLTrainConfig, key: str) -> Section | None:
+def adapter_section(cfg: SkyRLTrainConfig, key: str) -> Section | None:
     """Return the section that an adapter's setting changes; None for an unknown setting."""
     policy = cfg.trainer.policy
     sections: tuple[Section, ...] = (policy.model.lora, policy.optimizer_config)
-    return next((each for each in sections if key in field_types(type(each)) and key not in _OF_ALL), None)
-
-
-def adapter_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Yield every problem of the names and settings of several adapters."""
-    lora, trainer = cfg.trainer.policy.model.lora, cfg.trainer
-    if not lora.adapters:
-        return
-    if not lora.rank:
-        fix = "adapters are disabled (rank=0): set trainer.policy.model.lora.rank"
-        yield Problem(ADAPTERS_KEY, ", ".join(lora.adapters), fix)
-    for name, changes in lora.adapters.items():
-        if not _ADAPTER_NAME.fullmatch(name):
-            yield Problem(
-                ADAPTERS_KEY, name, "invalid name, as folders and requests use it: use letters, digits, _ and -"
-            )
-        for key, value in (changes or {}).items():
-            yield from _setting(cfg, f"{ADAPTERS_KEY}.{name}.{key}", key, value)
-    if len(lora.adapters) > 1 and trainer.algorithm.use_kl_in_reward and trainer.algorithm.kl_ctrl.type == "adaptive":
-        fix = "the adaptive KL coefficient supports one adapter: set it to fixed, or train one adapter per run"
-        yield Problem("trainer.algorithm.kl_ctrl.type", "adaptive", fix)
-    if len(lora.adapters) > 1 and trainer.critic.model.path is not None:
-        fix = "a critic supports one adapter: use an advantage estimator without a critic, and remove this key"
-        yield Problem("trainer.critic.model.path", trainer.critic.model.path, fix)
-
-
-def _setting(cfg: SkyRLTrainConfig, place: str, key: str, value: Any) -> Iterator[Problem]:
-    section = _section(cfg, key)
-    if section is None:
-        policy = cfg.trainer.policy
-        known = {*field_types(type(policy.model.lora)), *field_types(type(policy.optimizer_config))} - {*_OF_ALL}
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        fix = "an adapter can change settings of policy.model.lora and policy.optimizer_config; "
-        yield Problem(place, value, fix + f"{'closest' if near else 'known'}: {', '.join(near or sorted(known))}")
-        return
-    try:
-        converted = convert(field_types(type(section))[key], value)
-    except Mismatch as mismatch:
-        yield Problem(place, value, str(mismatch))
-        return
-    if key == "rank" and not converted:
-        yield Problem(place, value, "must be at least 1; remove it to use the rank of all adapters")
+    return next(
+        (section for section in sections if key in field_types(type(section)) and key not in OF_ALL_ADAPTERS), None
+    )

@@ -34,7 +34,7 @@ ALGORITHM = "trainer.algorithm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ObjectiveRow:
     """What is common to the rows of losses and estimators."""
 
     meaning: str = ""
@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss(Row):
+class LossRow(ObjectiveRow):
     """A policy loss. Its ratio r is that of the current policy to the old log-probs, unless ``anchor`` says so."""
 
     reads_old: bool = True
@@ -76,7 +76,7 @@ class Loss(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimator(Row):
+class EstimatorRow(ObjectiveRow):
     """An advantage estimator."""
 
     critic: bool | None = False
@@ -162,17 +162,17 @@ _NO_CORRECTION = {
 class PolicyLossType(StrEnum):
     """Built-in losses (``trainer.algorithm.policy_loss_type``), each with its row."""
 
-    row: Loss
+    row: LossRow
 
-    def __new__(cls, name: str, row: Loss) -> Self:
-        """Make the member equal to its name, with the row beside it."""
+    def __new__(cls, name: str, row: LossRow) -> Self:
+        """Make the member equal to its name, and keep the row in it."""
         member = str.__new__(cls, name)
         member._value_, member.row = name, row
         return member
 
     REGULAR = (
         "regular",
-        Loss(
+        LossRow(
             meaning="PPO: the ratio is clipped (arXiv:1707.06347)",
             reads=_reads(f"{_CLIP} ratio_anchor"),
             anchor="ratio_anchor",
@@ -180,7 +180,7 @@ class PolicyLossType(StrEnum):
     )
     DUAL_CLIP = (
         "dual_clip",
-        Loss(
+        LossRow(
             meaning="PPO, limited below for negative advantages (arXiv:1912.09729)",
             reads=_reads(f"{_CLIP} ratio_anchor clip_ratio_c"),
             anchor="ratio_anchor",
@@ -188,7 +188,7 @@ class PolicyLossType(StrEnum):
     )
     GSPO = (
         "gspo",
-        Loss(
+        LossRow(
             meaning="PPO with one ratio per sequence (arXiv:2507.18071), for `loss_reduction=sequence_mean`",
             reads=_reads(f"{_CLIP} ratio_anchor"),
             anchor="ratio_anchor",
@@ -196,7 +196,7 @@ class PolicyLossType(StrEnum):
     )
     CISPO = (
         "cispo",
-        Loss(
+        LossRow(
             meaning="REINFORCE weighted by a clipped ratio (arXiv:2506.13585)",
             settings=CISPOConfig,
             anchor="cispo.anchor",
@@ -204,7 +204,7 @@ class PolicyLossType(StrEnum):
     )
     SAPO = (
         "sapo",
-        Loss(
+        LossRow(
             meaning="a soft gate in place of the clip (arXiv:2511.20347), for `loss_reduction=sequence_mean`",
             settings=SAPOConfig,
             reads=_reads("ratio_anchor"),
@@ -213,7 +213,7 @@ class PolicyLossType(StrEnum):
     )
     CLIP_COV = (
         "clip_cov",
-        Loss(
+        LossRow(
             meaning="PPO without a few tokens of high covariance (arXiv:2505.22617)",
             settings=ClipCovConfig,
             reads=_reads(_CLIP),
@@ -224,7 +224,7 @@ class PolicyLossType(StrEnum):
     )
     KL_COV = (
         "kl_cov",
-        Loss(
+        LossRow(
             meaning="a KL penalty for the tokens of highest covariance (arXiv:2505.22617)",
             settings=KLCovConfig,
             corrected=False,
@@ -232,14 +232,14 @@ class PolicyLossType(StrEnum):
             refuses=_NO_CORRECTION,
         ),
     )
-    CROSS_ENTROPY = "cross_entropy", Loss(meaning="−log p, without advantages", reads_old=False, corrected=False)
+    CROSS_ENTROPY = "cross_entropy", LossRow(meaning="−log p, without advantages", reads_old=False, corrected=False)
     IMPORTANCE_SAMPLING = (
         "importance_sampling",
-        Loss(meaning="the ratio times the advantage, neither clipped nor corrected", corrected=False),
+        LossRow(meaning="the ratio times the advantage, neither clipped nor corrected", corrected=False),
     )
     ROLLOUT_IS = (
         "rollout_is",
-        Loss(
+        LossRow(
             meaning="REINFORCE weighted by the ratio to the engine, 0 outside the clip range",
             reads=_reads(_CLIP),
             reads_old=False,
@@ -248,7 +248,7 @@ class PolicyLossType(StrEnum):
     )
     DPPO = (
         "dppo",
-        Loss(
+        LossRow(
             meaning="tokens too far from the engine's policy are masked (arXiv:2602.04879)",
             settings=DPPOConfig,
             reads_old=False,
@@ -257,7 +257,7 @@ class PolicyLossType(StrEnum):
     )
     M2PO = (
         "m2po",
-        Loss(
+        LossRow(
             meaning="tokens beyond a second-moment budget are masked (arXiv:2510.01161)",
             reads=_reads("m2po_threshold"),
             reads_old=False,
@@ -291,26 +291,26 @@ _WHOLE_TRAJECTORIES = {STEP_WISE: f"does not work with {STEP_WISE}=true: use grp
 class AdvantageEstimator(StrEnum):
     """Built-in estimators (``trainer.algorithm.advantage_estimator``), each with its row."""
 
-    row: Estimator
+    row: EstimatorRow
 
-    def __new__(cls, name: str, row: Estimator) -> Self:
-        """Make the member equal to its name, with the row beside it."""
+    def __new__(cls, name: str, row: EstimatorRow) -> Self:
+        """Make the member equal to its name, and keep the row in it."""
         member = str.__new__(cls, name)
         member._value_, member.row = name, row
         return member
 
     GRPO = (
         "grpo",
-        Estimator(
+        EstimatorRow(
             meaning="deviation from the group's mean, by its standard deviation (arXiv:2402.03300)",
             reads=_reads("grpo_norm_by_std"),
             groups=True,
         ),
     )
-    RLOO = "rloo", Estimator(meaning="deviation from the mean of the group's other responses", groups=True)
+    RLOO = "rloo", EstimatorRow(meaning="deviation from the mean of the group's other responses", groups=True)
     REINFORCE_PP = (
         "reinforce++",
-        Estimator(
+        EstimatorRow(
             meaning="discounted returns, whitened over the batch (arXiv:2501.03262)",
             reads=_reads("gamma skip_untrained_tokens"),
             refuses=_WHOLE_TRAJECTORIES,
@@ -318,7 +318,7 @@ class AdvantageEstimator(StrEnum):
     )
     GAE = (
         "gae",
-        Estimator(
+        EstimatorRow(
             meaning="generalised advantage estimation from a critic's values (arXiv:1506.02438)",
             settings=GAEConfig,
             reads=_reads("gamma lambd skip_untrained_tokens"),
@@ -326,10 +326,10 @@ class AdvantageEstimator(StrEnum):
             critic=True,
         ),
     )
-    MAXRL = "maxrl", Estimator(meaning="deviation from the group's mean, by its mean absolute reward", groups=True)
+    MAXRL = "maxrl", EstimatorRow(meaning="deviation from the group's mean, by its mean absolute reward", groups=True)
     GDPO = (
         "gdpo",
-        Estimator(
+        EstimatorRow(
             meaning="each reward of `gdpo_weights` is normalised in its group",
             reads=_reads("gdpo_weights"),
             groups=True,
@@ -341,7 +341,7 @@ class AdvantageEstimator(StrEnum):
     )
     RAE = (
         "rae",
-        Estimator(
+        EstimatorRow(
             meaning="deviation from a running mean of each role",
             reads=_reads("rae_decay"),
             refuses={
@@ -354,7 +354,7 @@ class AdvantageEstimator(StrEnum):
     )
     DISTILLATION = (
         "distillation",
-        Estimator(
+        EstimatorRow(
             meaning="the teacher's log-probs are the rewards of tokens; those of the environment do not count",
             refuses=_WHOLE_TRAJECTORIES,
             teacher=True,
@@ -363,15 +363,15 @@ class AdvantageEstimator(StrEnum):
 
 
 # ---------------------------------------------------------------------------------------------------- the tables
-class Table[R: Row]:
+class ObjectiveTable[R: ObjectiveRow]:
     """Rows by name: the built-in ones, and those that a module adds together with the function.
 
-    ``key`` is the setting that names a row, ``home`` the module with the functions of the package. It needs torch, so
-    it is imported only when a name is asked for that has no row yet.
+    ``key`` is the setting that names a row. ``module`` of :mod:`skyrl_megatron.algorithms` has the functions. It needs
+    torch, so it is imported only when a name is asked for that has no row yet.
     """
 
-    def __init__(self, key: str, home: str, built_in: Mapping[str, R]) -> None:
-        self.key, self.home = key, home
+    def __init__(self, key: str, module: str, built_in: Mapping[str, R]) -> None:
+        self.key, self.home = key, f"skyrl_megatron.algorithms.{module}"
         self.rows: dict[str, R] = {str(name): row for name, row in built_in.items()}
         self.built_in = frozenset(self.rows)
 
@@ -421,14 +421,14 @@ class Table[R: Row]:
         yield from ((name, row.settings) for name, row in self.rows.items() if row.settings is not None)
 
 
-LOSSES = Table(
+LOSSES = ObjectiveTable(
     "trainer.algorithm.policy_loss_type",
-    "skyrl_megatron.algorithms.losses",
+    "losses",
     {loss: loss.row for loss in PolicyLossType},
 )
-ESTIMATORS = Table(
+ESTIMATORS = ObjectiveTable(
     "trainer.algorithm.advantage_estimator",
-    "skyrl_megatron.algorithms.advantages",
+    "advantages",
     {estimator: estimator.row for estimator in AdvantageEstimator},
 )
 

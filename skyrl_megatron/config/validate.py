@@ -68,9 +68,9 @@ def adapter_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
             f"{key.removeprefix(_LORA).removeprefix('trainer.policy.megatron_config.')}={value}"
             for key, value in explicit.items()
         )
-        one = len(explicit) == 1
-        fix = f"rank=0 trains all weights, but {values} {'is' if one else 'are'} set: set a rank, such as 16, "
-        yield Problem(f"{_LORA}rank", 0, fix + f"or remove {'that key' if one else 'those keys'}")
+        verb, keys = ("is", "that key") if len(explicit) == 1 else ("are", "those keys")
+        fix = f"rank=0 trains all weights, but {values} {verb} set: set a rank, such as 16, or remove {keys}"
+        yield Problem(f"{_LORA}rank", 0, fix)
 
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool = True) -> list[Problem]:
@@ -106,7 +106,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
 
 def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     """Return role → ``config.json`` of its model, for those available, and the problems of reading them."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     problems: list[Problem] = []
     read: dict[tuple[str, str | None], dict[str, Any] | None] = {}
     for role in active_roles(cfg):
@@ -122,8 +122,8 @@ def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[
             read[path, model.revision] = None
             problems += error.problems
         if (hf := read[path, model.revision]) is not None:
-            found[role] = hf
-    return found, problems
+            configs[role] = hf
+    return configs, problems
 
 
 def _warn(cfg: SkyRLTrainConfig, hardware: Hardware) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms import exact_ops
+from skyrl_megatron.config.lengths import longest_pack
 from skyrl_megatron.config.roles import (
     adapter_configs,
     adapter_names,
@@ -18,7 +19,6 @@ from skyrl_megatron.config.roles import (
     is_frozen,
     parallel_config,
 )
-from skyrl_megatron.config.rules.training_rules import longest_pack
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs

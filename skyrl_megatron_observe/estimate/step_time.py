@@ -16,6 +16,7 @@ import numpy as np
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
+from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.roles import (
     distils_in_reward,
     has_value_head,
@@ -30,7 +31,6 @@ from skyrl_megatron.config.roles import (
 from skyrl_megatron.config.rules.layout import stage_layers
 from skyrl_megatron.config.rules.muon_rules import muon_settings
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
-from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops, described_config, layer_flops
 from skyrl_megatron.trainer.step_batch import training_pass_scores

@@ -18,7 +18,6 @@ from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines
 from skyrl_megatron.config.roles import (
     active_roles,
     adapter_configs,
-    adapter_problems,
     has_value_head,
     is_frozen,
     role_layout,
@@ -26,6 +25,7 @@ from skyrl_megatron.config.roles import (
 )
 from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.config.rules.passthrough import distribution_changes
+from skyrl_megatron.config.rules.role_rules import adapter_problems
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder

@@ -15,7 +15,7 @@ from skyrl_megatron.config import (
 )
 from skyrl_megatron.config.fields import field_types, leaves, sections_of
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.table import ESTIMATORS, LOSSES, OPTIMIZERS, ROLES, Loss
+from skyrl_megatron.config.table import ESTIMATORS, LOSSES, OPTIMIZERS, ROLES, LossRow
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
 from skyrl_megatron.plugins import VARIABLE
@@ -108,7 +108,7 @@ def test_defaults_of_other_sections_stay_where_a_loss_adds_one(floored):
 
 def test_a_name_with_settings_can_be_part_of_a_key():
     with pytest.raises(AlgorithmError, match="letters, digits and _"):
-        LOSSES.add("reinforce--", Loss(settings=OptimizerConfig))
+        LOSSES.add("reinforce--", LossRow(settings=OptimizerConfig))
 
 
 def test_rows_name_settings_that_are_there():

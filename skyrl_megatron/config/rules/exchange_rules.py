@@ -55,7 +55,7 @@ def _flex(megatron: MegatronConfig, key: str, section: str, hardware: Hardware) 
     name = "moe_flex_dispatcher_backend"
     backend = megatron.transformer_config_kwargs.get(name, DEEP_EP)
     if backend not in (DEEP_EP, HYBRID_EP):
-        fix = f"must be {DEEP_EP} or {HYBRID_EP}; others need micro-batches of one length"
+        fix = f"others need micro-batches of one length: set it to {DEEP_EP} or {HYBRID_EP}"
         yield Problem(f"{section}transformer_config_kwargs.{name}", backend, fix)
         return
     if not hardware.elsewhere and not _has_package(backend):

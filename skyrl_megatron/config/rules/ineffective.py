@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
+from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
 from skyrl_megatron.config.rules.passthrough import masks
-from skyrl_megatron.config.rules.training_rules import generates_ahead
-from skyrl_megatron.config.table import ESTIMATORS, LOSSES, OPTIMIZERS, OTHER_ROLES, ROLES, Row, Table, one_of
+from skyrl_megatron.config.table import (
+    ESTIMATORS,
+    LOSSES,
+    OPTIMIZERS,
+    OTHER_ROLES,
+    ROLES,
+    ObjectiveRow,
+    ObjectiveTable,
+    one_of,
+)
 from skyrl_megatron.hub.repo_names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
 
@@ -49,8 +58,8 @@ def _algorithm(condition: Callable[[AlgorithmConfig], bool]) -> Condition:
     return lambda cfg, hardware: condition(cfg.trainer.algorithm)
 
 
-def _objective_rules[R: Row](
-    table: Table[R], chosen: Callable[[AlgorithmConfig], str]
+def _objective_rules[R: ObjectiveRow](
+    table: ObjectiveTable[R], chosen: Callable[[AlgorithmConfig], str]
 ) -> Iterator[IneffectiveSetting]:
     """Yield a rule for each setting that only some losses, or some estimators, read, and for the section of each."""
 

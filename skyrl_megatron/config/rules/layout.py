@@ -152,7 +152,7 @@ def _problem(parallel: ParallelConfig, name: str, fix: str, prefix: str) -> Prob
 
 def _positive(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
     if parallel.world_size < 1:
-        yield Problem("world_size", parallel.world_size, "a layout needs at least one rank")
+        yield Problem("world_size", parallel.world_size, "a layout needs ranks: set it to at least 1")
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         if getattr(parallel, name) < 1:
             yield _problem(parallel, name, "must be a whole number of at least 1", prefix)

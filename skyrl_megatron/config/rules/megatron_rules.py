@@ -44,7 +44,11 @@ def optimizer_problems(
         yield Problem(f"{section}{_AWARE}", aware, fix)
     rate, least = options.get("decoupled_lr"), options.get("decoupled_min_lr")
     if isinstance(least, int | float) and not (isinstance(rate, int | float) and rate >= least):
-        yield Problem(f"{section}decoupled_min_lr", least, "is the least of decoupled_lr: set that, to at least this")
+        yield Problem(
+            f"{section}decoupled_min_lr",
+            least,
+            "is the lower limit of decoupled_lr: set decoupled_lr to at least this",
+        )
     for name, value in options.items():
         if not name.endswith("_dtype"):
             continue

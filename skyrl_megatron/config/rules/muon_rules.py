@@ -102,7 +102,11 @@ def muon_problems(optimizer: str, options: Mapping[str, Any], section: str) -> I
     own = {name: value for name, value in options.items() if name.startswith(PREFIX)}
     if optimizer != "muon":
         for name, value in own.items():
-            yield Problem(f"{section}{name}", value, f"needs optimizer_config.optimizer=muon, which is {optimizer}")
+            yield Problem(
+                f"{section}{name}",
+                value,
+                f"is read with optimizer_config.optimizer=muon, not {optimizer}: set that, or remove this key",
+            )
         return
     for name, value in own.items():
         if fix := _wrong(name.removeprefix(PREFIX), value):

@@ -89,7 +89,7 @@ def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         for name in ("num_nodes", "num_gpus_per_node"):
             own, needed = getattr(placement, f"{role}_{name}"), getattr(placement, f"policy_{name}")
             if own != needed:
-                fix = f"the {role} shares the policy's GPUs ({switch}=true): must equal policy_{name}={needed}"
+                fix = f"the {role} shares the policy's GPUs ({switch}=true): set it to policy_{name}={needed}"
                 yield Problem(f"trainer.placement.{role}_{name}", own, fix)
     if placement.colocate_all and engine.run_engines_locally:
         ranks = engine.num_engines * engine_ranks(cfg)

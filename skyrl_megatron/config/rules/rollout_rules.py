@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hf_model import model_dimensions
+from skyrl_megatron.config.lengths import longest_sequence
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
-from skyrl_megatron.config.roles import adapter_problems, ranks_exchange_weights
+from skyrl_megatron.config.roles import ranks_exchange_weights
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.config.rules.passthrough import distribution_changes, engine_key_problems, masks, weights
-from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.config.rules.role_rules import adapter_problems
 from skyrl_megatron.errors import Problem
 from skyrl_megatron.plugins import ENGINES, GENERATORS, SAMPLERS, SANDBOXES, TRANSPORTS
 
@@ -125,7 +126,11 @@ def _agent(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
                 "generator.agent.mounts", inside, "write the path in the sandbox from its root on: /opt/agent"
             )
         if not Path(outside).exists():
-            yield Problem(f"generator.agent.mounts.{inside}", outside, "no such file or folder here")
+            yield Problem(
+                f"generator.agent.mounts.{inside}",
+                outside,
+                "no such file or folder on this machine: correct the path, or create it",
+            )
     if cfg.generator.batched:
         yield Problem("generator.batched", True, "agents call one by one: set it to false")
 

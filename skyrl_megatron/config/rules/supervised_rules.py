@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.derive import preferences, reward_model, supervised
-from skyrl_megatron.config.roles import ADAPTERS_KEY, adapter_problems, has_teacher
+from skyrl_megatron.config.roles import ADAPTERS_KEY, has_teacher
+from skyrl_megatron.config.rules.role_rules import adapter_problems
 from skyrl_megatron.config.schema.algorithm import PolicyLossType
 from skyrl_megatron.errors import Problem
 from skyrl_megatron.plugins import SAMPLERS

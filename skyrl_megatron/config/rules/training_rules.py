@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.derive import is_address, supervised
 from skyrl_megatron.config.fields import get_path
-from skyrl_megatron.config.roles import active_roles, is_frozen, needs_reference, role_layout, teacher_problems
+from skyrl_megatron.config.fully_async import ENABLED, SECTION, generates_ahead, rollouts_folder
+from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.roles import active_roles, is_frozen, needs_reference, role_layout
+from skyrl_megatron.config.rules.role_rules import teacher_problems
 from skyrl_megatron.config.schema.algorithm import OffPolicyCorrectionConfig, correction_enabled
-from skyrl_megatron.config.table import ESTIMATORS, LOSSES, Row, Table, one_of
+from skyrl_megatron.config.table import ESTIMATORS, LOSSES, ObjectiveRow, ObjectiveTable, one_of
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -77,21 +80,6 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("trainer.max_tokens_per_microbatch", budget, fix)
 
 
-def longest_sequence(cfg: SkyRLTrainConfig) -> int:
-    """Return the tokens of the longest possible training sequence: the context of the last turn and its response. Of
-    preferences: of the longest pair."""
-    if (rows := supervised(cfg)) is not None:
-        return rows.longest
-    return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
-
-
-def longest_pack(cfg: SkyRLTrainConfig) -> tuple[int, int]:
-    """Return (number of longest sequences in a full training micro-batch, tokens of each)."""
-    trainer, longest = cfg.trainer, longest_sequence(cfg)
-    most = trainer.max_tokens_per_microbatch
-    return (max(most // longest, 1) if most > 0 else trainer.micro_train_batch_size_per_gpu), longest
-
-
 def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     yield from _objective(cfg, LOSSES, algorithm.policy_loss_type, "PolicyLossRegistry")
@@ -113,10 +101,12 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
 
 
-def _objective[R: Row](cfg: SkyRLTrainConfig, table: Table[R], name: str, registry: str) -> Iterator[Problem]:
+def _objective[R: ObjectiveRow](
+    cfg: SkyRLTrainConfig, table: ObjectiveTable[R], name: str, registry: str
+) -> Iterator[Problem]:
     """Check that a loss or an estimator is there, and that nothing is set that its row refuses."""
     if name not in _registered(table, registry):
-        table.find(name)  # the row may be beside the function, in a module that is not imported yet
+        table.find(name)  # its row may be in the module of its function, which is not imported yet
     if name not in (names := _registered(table, registry)):
         fix = f"not registered: choose one of {', '.join(names)}, or name its module in trainer.plugins"
         yield Problem(table.key, name, fix)
@@ -130,7 +120,7 @@ def _objective[R: Row](cfg: SkyRLTrainConfig, table: Table[R], name: str, regist
             yield Problem(_A + key, value, fix)
 
 
-def _registered[R: Row](table: Table[R], registry: str) -> tuple[str, ...]:
+def _registered[R: ObjectiveRow](table: ObjectiveTable[R], registry: str) -> tuple[str, ...]:
     """Return the names in a registry. If its module is not imported, no name can have been added to the table's."""
     module = sys.modules.get(table.home)
     added = () if module is None else getattr(module, registry).list_available()
@@ -259,46 +249,24 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem(f"trainer.{name}", value, f"names a log folder: use at most {LONGEST_NAME} bytes")
 
 
-_FOLDER = "trainer.fully_async."
-KEY = f"{_FOLDER}enabled"
-
-
-def generates_ahead(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether responses are sampled while the policy trains, and so can be stale."""
-    return cfg.trainer.fully_async.enabled and cfg.trainer.fully_async.max_staleness_steps > 0
-
-
-def is_reproducible(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether two runs sample the same responses. Fully asynchronous runs do not: which weights sample a
-    response depends on timing."""
-    return bool(cfg.trainer.deterministic) and not generates_ahead(cfg)
-
-
-def rollouts_folder(cfg: SkyRLTrainConfig) -> tuple[str, str]:
-    """Return (folder of the sampled groups, key that sets it)."""
-    if cfg.trainer.fully_async.rollouts_path:
-        return cfg.trainer.fully_async.rollouts_path, f"{_FOLDER}rollouts_path"
-    return os.path.join(cfg.trainer.ckpt_path, "rollouts"), "trainer.ckpt_path"
-
-
 def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield the settings that contradict fully asynchronous rollouts."""
     if not generates_ahead(cfg):
         return
     if cfg.trainer.placement.colocate_all:
         fix = "engines that sample while the ranks train need separate GPUs: set it to false"
-        yield Problem("trainer.placement.colocate_all", True, f"{KEY}: {fix}")
+        yield Problem("trainer.placement.colocate_all", True, f"{ENABLED}: {fix}")
     if cfg.generator.batched:
         fix = "prompts are sampled one at a time while the policy trains: set it to false"
-        yield Problem("generator.batched", True, f"{KEY}: {fix}")
+        yield Problem("generator.batched", True, f"{ENABLED}: {fix}")
     if cfg.generator.sampling_params.logprobs is None:
         fix = "responses are stale, and only their log-probabilities show by how much: set it to 1"
-        yield Problem("generator.sampling_params.logprobs", None, f"{KEY}: {fix}")
+        yield Problem("generator.sampling_params.logprobs", None, f"{ENABLED}: {fix}")
     folder, setting = rollouts_folder(cfg)
     if is_address(folder):
-        fix = f"{KEY}: sampled groups are stored on a file system: set {_FOLDER}rollouts_path to a folder"
+        fix = f"{ENABLED}: sampled groups are stored on a file system: set {SECTION}.rollouts_path to a folder"
         yield Problem(setting, cfg.trainer.fully_async.rollouts_path or cfg.trainer.ckpt_path, fix)
-    yield from _uncorrected(cfg, KEY, "max_staleness_steps=0")
+    yield from _uncorrected(cfg, ENABLED, "max_staleness_steps=0")
 
 
 def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
@@ -308,7 +276,8 @@ def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         return
     if given.ratio > given.max_staleness_steps:
         fix = (
-            f"so many kept prompts cannot be trained in time: at most max_staleness_steps={given.max_staleness_steps}"
+            "so many kept prompts cannot be trained in time: lower it to at most "
+            f"max_staleness_steps={given.max_staleness_steps}"
         )
         yield Problem("trainer.oversampling.ratio", given.ratio, fix)
     if cfg.generator.sampling_params.logprobs is None:

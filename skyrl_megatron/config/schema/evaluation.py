@@ -44,7 +44,7 @@ class EvalSetConfig(BaseConfig):
         found = [] if self.data else [Problem(f"{key}.data", [], "set at least one data set")]
         for name in ("pass_at", "majority_at"):
             if wrong := [k for k in getattr(self, name) if not 1 <= k <= self.n]:
-                fix = f"k={wrong[0]} must be between 1 and n={self.n}, the responses per prompt"
+                fix = f"k={wrong[0]} must be between 1 and n={self.n}, the responses per prompt: change it, or set n"
                 found.append(Problem(f"{key}.{name}", getattr(self, name), fix))
         if self.top_p == 0:
             found.append(Problem(f"{key}.top_p", 0.0, "must be above 0"))

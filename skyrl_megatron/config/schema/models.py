@@ -327,7 +327,7 @@ class PlacementConfig(BaseConfig):
 
 
 class RoleConfig(BaseConfig):
-    """A model of a run: the settings that all roles have. Each class below is this block, but for some fields."""
+    """A model of a run: the settings that all roles have. Each class below is this block, with some other fields."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
