@@ -69,9 +69,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     """Serve the gateway and the rival in turn, with the same clients."""
     from transformers import AutoTokenizer
 
-    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
     from skyrl_megatron.inference.vllm.wire_app import WireApp
     from skyrl_megatron_agents.gateway import Gateway
+    from skyrl_megatron_agents.http_endpoint import HttpServer, build_app
     from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     model = str(write_embedded_model(folder / "model"))

@@ -6,8 +6,8 @@ The run: the embedded model on two ranks and a vLLM engine, 8 prompts of 4 sampl
 added until training takes ``--train-s`` seconds or more, and the environment sleeps as long as that, so that sampling
 and training are each half of a synchronous step. The same process takes synchronous steps first and then steps whose
 rollouts run ahead. In the second part the environment of one prompt in each batch sleeps eight times as long as the
-others', and four times as long as a training step takes in all. Beside what was measured stands what the simulator
-says of the same phases, lengths and sleeps (``skyrl_megatron_tools.simulate``).
+others', and four times as long as a training step takes in all. Beside what was measured stands what the queue on
+paper says of the same phases and sleeps (``skyrl_megatron_observe/estimate/staleness.py``).
 
 The stream: groups that are sampled at once, 768 at a time; processor time of everything from a prompt to a batch.
 """
@@ -17,22 +17,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from skyrl_megatron.envs import BaseTextEnv, register
 from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
 from skyrl_megatron.trainer.callbacks import TrainerCallback
-from skyrl_megatron_tools.simulate.simulation import DecodeCurve, Distribution, Prediction, RunPlan, simulate
+from skyrl_megatron_observe.estimate.staleness import RunAhead, run_ahead
 
 PROMPTS, SAMPLES, STRAGGLER = 8, 4, 8.0
 SYNCHRONOUS, WARM, AHEAD = 3, 6, 6
@@ -59,18 +55,6 @@ class Sleeps(BaseTextEnv):
         return {"observations": [], "reward": len(action) / 6, "done": True, "metadata": {}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Naps(Distribution):
-    """How long the environments of one prompt after another sleep: the first of each batch ``straggler_factor`` times
-    as long as the others."""
-
-    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-
-    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """See Distribution."""
-        return np.full(count, self.mean * (1.0 if next(self.numbers) % PROMPTS else self.straggler_factor))
-
-
 class Lines(TrainerCallback):
     """Keeps the numbers of each step."""
 
@@ -84,12 +68,12 @@ class Lines(TrainerCallback):
 
 def run(home: Path, train_s: float) -> None:
     """Print the figures of the run."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.sources.source import PromptRollouts, StreamedRollouts
     from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     class LongStream(StreamedRollouts):
@@ -106,7 +90,7 @@ def run(home: Path, train_s: float) -> None:
         def train_steps(self) -> None:
             lines: list[dict[str, float]] = []
             self.callbacks.append(Lines(lines))
-            self.rollouts = PromptRollouts(self)
+            self.rollouts = PromptRollouts(self.run_state, self)
             self.to_step(FIRST)
             one = lines[-1]["timing/policy_train"]
             passes = max(round((train_s - _training(lines[-1]) + one) / one), 1)
@@ -127,14 +111,13 @@ def run(home: Path, train_s: float) -> None:
             self.to_step(self.global_step + SYNCHRONOUS)
             before = list(lines)
             lines.clear()
-            self.rollouts = LongStream(self)  # not opened: what goes to disk is measured in journal.py
+            self.rollouts = LongStream(self.run_state, self)  # not opened: what goes to disk is measured in journal.py
             self.rollouts.load_state({})
             self.to_step(self.global_step + WARM + AHEAD)
             self.rollouts.close()
-            self.rollouts = PromptRollouts(self)
+            self.rollouts = PromptRollouts(self.run_state, self)
             bound = self.cfg.trainer.fully_async.max_staleness_steps
-            slots = self.cfg.generator.inference_engine.max_num_seqs
-            _show(name, before, lines[-AHEAD:], predicted(before, lines[-AHEAD:], bound, slots))
+            _show(name, before, lines[-AHEAD:], predicted(before, lines[-AHEAD:], bound))
 
         def to_step(self, last: int) -> None:
             self.total_steps = last
@@ -176,34 +159,22 @@ def _training(line: dict[str, float]) -> float:
     return line["timing/step"] - line["timing/generate"]
 
 
-def predicted(before: list[dict[str, float]], ahead: list[dict[str, float]], bound: int, slots: int) -> Prediction:
-    """Return what the simulator says of the steps ``ahead``, from their phases of training and sync, and the sampling
-    of the synchronous steps ``before``. A prompt's samples are one sequence here, as they sleep alike."""
-
-    def median(lines: list[dict[str, float]], name: str) -> float:
-        return statistics.median(line[name] for line in lines)
-
-    tokens, sync = median(before, "generate/avg_assistant_tokens"), median(ahead, "timing/sync_weights")
-    pace = median(before, "generate/trajectory_time_llm_mean") / tokens
+def predicted(before: list[dict[str, float]], ahead: list[dict[str, float]], bound: int) -> RunAhead:
+    """Return what the queue on paper says of the steps ``ahead``, from their phases of training and sync, and the
+    sampling of the synchronous steps ``before``. The first prompt of each batch sleeps longer."""
+    sampling_s = statistics.median(line["generate/trajectory_time_llm_mean"] for line in before)
+    sync_s = statistics.median(line["timing/sync_weights"] for line in ahead)
+    train_s = statistics.median(_training(line) for line in ahead) - sync_s
     factor = Sleeps.factor if Sleeps.slow else 1.0
-    return simulate(
-        RunPlan(
-            engines=1,
-            slots=max(slots // SAMPLES, 1),
-            decode=DecodeCurve(((PROMPTS, pace),)),
-            groups=PROMPTS,
-            samples=1,
-            tokens=Distribution(tokens),
-            env=Naps(Sleeps.seconds, straggler_factor=factor),
-            train=statistics.median(_training(line) for line in ahead) - sync,
-            sync=sync,
-            staleness=bound,
-            steps=60,
-        )
-    )
+
+    def group_s(number: int) -> float:
+        return sampling_s + Sleeps.seconds * (1.0 if number % PROMPTS else factor)
+
+    limits = StreamLimits(batch=PROMPTS, steps=0, bound=bound, workers=PROMPTS * (1 + bound))
+    return run_ahead(limits, group_s, train_s, sync_s)
 
 
-def _show(name: str, before: list[dict[str, float]], ahead: list[dict[str, float]], simulated: Prediction) -> None:
+def _show(name: str, before: list[dict[str, float]], ahead: list[dict[str, float]], on_paper: RunAhead) -> None:
     steps = [statistics.median(line["timing/step"] for line in lines) for lines in (before, ahead)]
     waits = [statistics.median(line["timing/generate"] for line in lines) for lines in (before, ahead)]
     paused = statistics.median(line["async/pause_seconds"] for line in ahead)
@@ -212,7 +183,9 @@ def _show(name: str, before: list[dict[str, float]], ahead: list[dict[str, float
     print(f"{name}: synchronous {steps[0]:.2f} s a step, {waits[0]:.2f} s of it generation")
     print(f"  running ahead {steps[1]:.2f} s, {waits[1]:.2f} s of it waiting: {steps[1] / steps[0]:.2f}x")
     print(f"  engines paused {paused:.3f} s, sync {sync:.3f} s: {sync / steps[1]:.1%} of a step; lag up to {ages:.0f}")
-    print(f"  simulated {simulated.step_seconds:.2f} s: {simulated.step_seconds / steps[1]:.2f} of what was measured")
+    print(
+        f"  on paper {on_paper.step_s:.2f} s: {on_paper.step_s / steps[1]:.2f} of measured; lag up to {on_paper.most}"
+    )
 
 
 def stream_ms(steps: int = 60, batch: int = 256) -> float:

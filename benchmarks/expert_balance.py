@@ -194,13 +194,14 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
         return rng.random((tokens - 1, 2, 4)).argsort(-1)[..., :2] + 4 * (row >= rows // 2)
 
     engine = two_rank_engine(model, 2, moe_balance_experts=True)
-    batch, balance = routed_batch(rows, tokens, choose), engine._expert_balance
+    batch, parts = routed_batch(rows, tokens, choose), engine.parts
+    others = [part for part in parts if part.name != "expert_balance"]
     part = batch.select(range(engine.dp_rank, rows, 2))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     metrics: dict[str, float] = {}
     for number in range(rounds + 1):
         for levelled in (False, True):
-            engine._expert_balance = balance if levelled else None
+            engine.parts = parts if levelled else others
             dist.barrier()
             began = time.perf_counter()
             found = engine.forward_backward(part)

@@ -76,6 +76,8 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
     """
     import torch.distributed as dist
 
+    from skyrl_megatron_parts.experts.moves import ExpertMoves
+
     weights = np.log([9.0] * 4 + [1.0] * 4)
 
     def choose(rng: np.random.Generator, row: int) -> np.ndarray:
@@ -84,9 +86,9 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
     engine = two_rank_engine(model, 8, moe_expert_moves="auto")
     part = routed_batch(rows, tokens, choose).select(range(engine.dp_rank, rows, 2))
     engine.forward_backward(part)
-    result = engine.optim_step().expert_moves
-    moves, engine.moves = engine.moves, None
-    assert moves is not None
+    result = engine.optim_step().metrics
+    moves = next(part for part in engine.parts if isinstance(part, ExpertMoves))
+    engine.parts.remove(moves)
     planned = dict(engine.model.experts.moved)
     initial = {layer: tuple(range(8)) for layer in planned}
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -95,7 +97,7 @@ def race(model: str, rows: int, tokens: int, rounds: int) -> tuple[list[float], 
         for number, slots in enumerate((initial, planned)):
             dist.barrier()
             began = time.perf_counter()
-            moves.move(engine.optimizer, slots)
+            moves.move([engine.optimizer], slots)
             dist.barrier()
             middle = time.perf_counter()
             engine.forward_backward(part)

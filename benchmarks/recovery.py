@@ -37,13 +37,13 @@ def healing(home: Path) -> dict[str, float]:
     """Lose a rank in a run, and start one beside it."""
     import ray
 
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.resolve import run_folder
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.callbacks import TrainerCallback
     from skyrl_megatron.workers.megatron_worker import MegatronWorker
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     measured: dict[str, float] = {}
@@ -91,15 +91,16 @@ def watch(home: Path) -> dict[str, float]:
     """Clock what watches a run, and the run."""
     import psutil
 
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.inference.client import HealthMonitor
     from skyrl_megatron.inference.engine_pool import EngineSlot
     from skyrl_megatron.trainer.callbacks import TrainerCallback
-    from skyrl_megatron.trainer.recovery import MemoryForecast, Stragglers
+    from skyrl_megatron.trainer.memory_forecast import MemoryForecast
+    from skyrl_megatron.trainer.stragglers import Stragglers
     from skyrl_megatron.workers.worker_group import WorkerGroup
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     clocked, used = [0.0], dict[int, float]()

@@ -35,7 +35,7 @@ PAGE = (
 )
 CURVES = (
     "import resource, sys, time; from pathlib import Path; began = time.perf_counter()\n"
-    "from skyrl_megatron_observe.summary import write_curves\n"
+    "from skyrl_megatron_observe.curves import write_curves\n"
     "write_curves(Path(sys.argv[1]))\n"
     "used = resource.getrusage(resource.RUSAGE_SELF)\n"
     "print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, 0)"
@@ -148,7 +148,7 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
 
 NOTES = """
 import functools, json, time
-from skyrl_megatron_observe.observe import RunRecorder
+from skyrl_megatron_observe.observe import ReportRecorder
 
 seen, before = [0.0], [time.process_time()]
 
@@ -164,13 +164,15 @@ def around(owner, name):
     setattr(owner, name, timed)
 
 from skyrl_megatron.trainer.tracking import Tracking
-around(Tracking, "log"); around(RunRecorder, "end_step"); around(RunRecorder, "note"); around(Trainer, "keep_samples")
+around(Tracking, "log"); around(ReportRecorder, "on_step_end"); around(ReportRecorder, "on_rollouts")
+around(Trainer, "keep_samples")
 
 def log_step(self):
     RayPPOTrainer.log_step(self)
     now = time.process_time()
     with open("{costs}", "a") as file:
-        print(json.dumps([self.watch.samples.due(self.global_step), seen[0], now - before[0]]), file=file)
+        [recorder] = [each for each in self.recorders if isinstance(each, ReportRecorder)]
+        print(json.dumps([recorder.samples.due(self.global_step), seen[0], now - before[0]]), file=file)
     seen[0], before[0] = 0.0, now
 Trainer.log_step = log_step
 """

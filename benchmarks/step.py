@@ -83,11 +83,11 @@ SCENARIOS = {
 
 def ours(home: Path, scenario: Scenario, steps: int) -> list[dict[str, float]]:
     """Lines of ``metrics.jsonl`` of the counted steps."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.resolve import run_folder
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     class Experiment(BasePPOExp):

@@ -34,7 +34,6 @@ VERBS = {
         "why trainer and engine log-probs differ",
     ),
     "replay-batch": ("skyrl_megatron_tools.replay_batch", "repeat a training step from its dump"),
-    "simulate": ("skyrl_megatron_tools.simulate.__main__", "predict step time and staleness"),
     "serve-engine": ("skyrl_megatron_tools.remote.serve_engine", "serve an engine on another host"),
     "weight-versions": ("skyrl_megatron_tools.weight_versions", "publish versions of weights in a folder or store"),
     "one-step": ("skyrl_megatron_tools.one_step", "run one training step end to end"),
@@ -48,6 +47,8 @@ ALIASES = {
     "explain-gap": "explain-mismatch",
 }
 """Other names of verbs, including earlier ones."""
+REPLACED = {"simulate": "check --gpu TYPE: its step on paper has the staleness of an asynchronous run"}
+"""Removed verb → what replaces it."""
 BRIDGES_COMMANDS = ("list", "inspect", "import", "export", "merge", "verify")
 
 
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if given else 2
     verb, *arguments = given
     verb = ALIASES.get(verb, verb)
+    if verb in REPLACED:
+        print(f"VERB={verb}: removed; use skyrl-megatron {REPLACED[verb]}", file=sys.stderr)
+        return 2
     if verb not in VERBS:
         print(f"VERB={verb}: unknown verb; choose one of {', '.join(VERBS)}", file=sys.stderr)
         return 2

@@ -18,9 +18,11 @@ and model families have separate registries (:mod:`skyrl_megatron.algorithms`, :
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -92,9 +94,9 @@ class ClassRegistry:
         """
 
         def decorate(cls: C) -> C:
-            known = self._classes.get(name)
-            if name in (*self.built_in, *self.reserved) or (known is not None and _path(known) != _path(cls)):
-                owner = _path(known) if known is not None else "built in"
+            taken = self._paths.get(name) or (_path(self._classes[name]) if name in self._classes else None)
+            if name in (*self.built_in, *self.reserved) or taken not in (None, _path(cls)):
+                owner = taken or "built in"
                 raise ConfigError([Problem(self.key, name, f"is taken ({owner}): register under another name")])
             self._classes[name] = cls
             return cls
@@ -121,15 +123,23 @@ class ClassRegistry:
             return registered
         return self._classes.get(name)
 
+    def require(self, name: str) -> Callable[..., Any]:
+        """Return the class registered as ``name``. Raises ConfigError with the registered names if there is none."""
+        if (registered := self.find(name)) is None:
+            raise ConfigError(list(self.problems(name)))
+        return registered
+
     def problems(self, name: str) -> Iterator[Problem]:
-        """Yield a configuration problem if ``name`` is not registered."""
-        known = (*self.built_in, *self._classes, *self._paths)
-        if name not in known:
-            yield Problem(self.key, name, f"not registered; known: {', '.join(known)}")
+        """Yield a configuration problem if ``name`` is not registered. Loads all plugins first if it is unknown."""
+        if name not in (*self.built_in, *self._paths, *self._classes):
+            load_plugins()
+        names = (*self.built_in, *self._paths, *self._classes)
+        if name not in names:
+            yield Problem(self.key, name, f"not registered; known: {', '.join(names) or 'none'}")
 
 
 class Additions[T]:
-    """What acts beside the core at one place: all registered functions or classes, in the order of registration."""
+    """What acts in addition to the core at one place: functions or classes, in the order of registration."""
 
     def __init__(self) -> None:
         self._items: dict[str, T | str] = {}
@@ -156,7 +166,7 @@ def load_path(path: str) -> Any:
 
 
 def _path(cls: Callable[..., Any]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 METRICS: dict[str, dict[str, str]] = {}
@@ -177,26 +187,103 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
 
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
+REPORTERS: Additions[Callable[..., Any]] = Additions()
+"""Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
-"""What looks at a run while it goes on and writes down what it sees."""
-PARTS: Additions[Callable[..., Any]] = Additions()
-"""Parts of a rank that act at the begin and end of its passes and steps."""
+"""Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
+PARTS: Additions[type[Any]] = Additions()
+"""Parts of a rank that act at the begin and end of its passes and steps (``runtime/parts.py``)."""
+
+SINKS: Additions[Callable[..., Any]] = Additions()
+"""Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
 
 register_check = CHECKS.register
+register_reporter = REPORTERS.register
 register_recorder = RECORDERS.register
 register_part = PARTS.register
+register_sink = SINKS.register
+
+_RUN_FILES: dict[str, str] = {}
+
+
+def register_run_file(name: str, file: str) -> None:
+    """Let the last lines of a run name ``file``, a path in its folder, if it is there: ``name: path``."""
+    _RUN_FILES[name] = file
+
+
+def run_files() -> dict[str, str]:
+    """Return name → path in the run's folder of the files that its last lines name. Loads all plugins first."""
+    load_plugins()
+    return dict(_RUN_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option that does something else than the command it is given to, such as printing one row of the data."""
+
+    value: str
+    """What its value is called in ``--help``."""
+    help: str
+    """Its line in ``--help``."""
+    path: str
+    """``module:function`` of (arguments, class of the configuration), which returns the exit code."""
+
+    def __call__(self, args: Sequence[str], config: type[Any]) -> int:
+        """Run the option instead of the command. Returns the exit code."""
+        code: int = load_path(self.path)(args, config)
+        return code
+
+
+OPTIONS: dict[str, Option] = {}
+"""``--name`` → what it does in every command that takes ``key=value``."""
+
+
+def register_option(name: str, path: str, *, value: str, help: str) -> None:
+    """Register an option of the commands that take ``key=value``. Raises ConfigError if another has this name."""
+    option = Option(value, help, path)
+    if OPTIONS.setdefault(name, option) != option:
+        raise ConfigError([Problem("option", name, f"is taken ({OPTIONS[name].path}): register another name")])
+
+
+def option_lines() -> list[str]:
+    """Return the lines of ``--help`` about registered options. A plugin that cannot be imported has none."""
+    with contextlib.suppress(ConfigError):
+        load_plugins()
+    return [f"  {f'{name} {option.value}':<16}{option.help}" for name, option in OPTIONS.items()]
+
+
+def requested_option(args: Iterable[str]) -> Option | None:
+    """Return the first registered option among ``args``, or None. Loads all plugins if ``args`` have any option."""
+    names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    if names:  # a plain run does not pay for the search
+        load_plugins()
+    return next((OPTIONS[name] for name in names if name in OPTIONS), None)
+
+
+OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
+"""Optimizers that take Adam's place for some parameters (``PartialOptimizer`` of ``runtime/optimizer.py``)."""
+RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
+"""Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 
 _ENGINE = "generator.inference_engine."
-GENERATORS = ClassRegistry("generator.name", "skyrl_gym", "agent")
+GENERATORS = ClassRegistry("generator.name", "skyrl_gym")
 SAMPLERS = ClassRegistry("data.sampler", "shuffle", "in_order", "mixture", "list", "easy_to_hard", "pools")
 ENGINES = ClassRegistry(f"{_ENGINE}backend", "vllm")
-SANDBOXES = ClassRegistry("generator.agent.sandbox", "namespaces", "docker")
+REMOTE_ENGINES = ClassRegistry(f"{_ENGINE}remote_urls")
+"""Clients of engines that run elsewhere, by the scheme of their URL (``http``)."""
+ENGINE_SERVICES = ClassRegistry("generator.inference_engine")
+"""What a run serves next to its engines, by the setting that turns it on (``enable_http_endpoint``)."""
+TEACHERS = ClassRegistry("trainer.teacher.models")
+"""Clients of teachers that run elsewhere, by the scheme of their URL (``http``)."""
+SANDBOXES = ClassRegistry("generator.agent.sandbox")
+TRACKERS = ClassRegistry("trainer.logger", "console", "tensorboard")
 TRANSPORTS = ClassRegistry(f"{_ENGINE}weight_sync_backend", device.NCCL, device.GLOO, reserved=("ipc",))
 GATES = ClassRegistry("trainer.algorithm.dynamic_sampling.gates", "reward", "length", "staleness", "nonfinite")
 
 register_generator = GENERATORS.register
 register_sampler = SAMPLERS.register
 register_gate = GATES.register
+register_tracker = TRACKERS.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
 register_sandbox = SANDBOXES.register

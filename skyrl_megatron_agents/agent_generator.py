@@ -23,7 +23,6 @@ from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.envs import base_text_env as registry
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError, with_origin
-from skyrl_megatron.inference.http_endpoint import endpoint_token
 from skyrl_megatron.inference.sampling_params import engine_sampling
 from skyrl_megatron.rollout.configured_generator import ConfiguredGenerator, adapter_of, ids_of
 from skyrl_megatron.rollout.episode import Trajectory
@@ -31,6 +30,7 @@ from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, Tr
 from skyrl_megatron.rollout.outputs import make_generator_output
 from skyrl_megatron_agents.command_agent import END_S, AgentTask, CommandAgent
 from skyrl_megatron_agents.gateway import Gateway
+from skyrl_megatron_agents.http_endpoint import endpoint_token
 from skyrl_megatron_agents.open_trajectory import OpenTrajectory, TrajectoryLimits
 from skyrl_megatron_agents.outcome_counts import Cause, OutcomeCounts
 from skyrl_megatron_agents.rows import Outcome, OutcomeKind, Rule, trajectory_of

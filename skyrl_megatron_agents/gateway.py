@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.rules.passthrough_keys import MASKS, WEIGHTS
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
-from skyrl_megatron.inference.http_endpoint import HttpServer
 from skyrl_megatron.rollout.interface import SamplingClient
 from skyrl_megatron_agents.agent_call import AgentCall
 from skyrl_megatron_agents.answers import COMPLETIONS, error_content, events, message_of_error, messages_of
 from skyrl_megatron_agents.call_counts import CallCounts
 from skyrl_megatron_agents.call_log import CallLog, LoggedCall, LoggedChoice, LoggedConversation
 from skyrl_megatron_agents.graph import Graph
+from skyrl_megatron_agents.http_endpoint import HttpServer
 from skyrl_megatron_agents.key_guard import COUNT_TOKENS, KeyGuard
 from skyrl_megatron_agents.open_trajectory import (
     Access,

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from skyrl_megatron.inference.http_endpoint import MAX_BODY_BYTES, Guard
 from skyrl_megatron_agents.answers import COMPLETIONS, error_content
+from skyrl_megatron_agents.http_endpoint import MAX_BODY_BYTES, Guard
 
 SAMPLING_PATHS = ("/v1/chat/completions", COMPLETIONS, "/v1/messages", "/v1/responses")
 COUNT_TOKENS = "/v1/messages/count_tokens"

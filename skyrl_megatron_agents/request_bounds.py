@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_megatron.errors import RequestError
-from skyrl_megatron.inference.http_endpoint import MAX_BODY_BYTES
+from skyrl_megatron_agents.http_endpoint import MAX_BODY_BYTES
 
 LIMITS_OF_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 BYTES_OF_TOOLS, BYTES_OF_A_TOKEN = 256 << 10, 16

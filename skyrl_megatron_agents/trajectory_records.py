@@ -12,8 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.resolve import private_folder
+from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.rollout.interface import TrajectoryID
+from skyrl_megatron.trainer.recorders import (
+    TRAJECTORIES,
+    RecordedRun,
+    RunRecorder,
+    remove_later_steps,
+    sample_interval,
+)
 from skyrl_megatron_agents.graph import Graph, SampledCall
 from skyrl_megatron_agents.rows import Outcome, Rule, targets_of
 
@@ -24,6 +31,24 @@ MOST_CALLS = 300
 """Calls of a trajectory that are written."""
 MOST_TOKENS = 1000
 """Tokens of a prompt or an answer whose text is written: as many first as last ones."""
+
+
+class TrajectoryRecorder(RunRecorder):
+    """Lets the run's generator write some trajectories, in the steps of the samples, if agents make them."""
+
+    ends_run = True
+
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        cfg, self._folder = run.cfg, run_folder(run.cfg) / TRAJECTORIES
+        if hasattr(run.generator, "records"):
+            interval = sample_interval(cfg, run.total_steps)
+            run.generator.records = TrajectoryRecords(
+                self._folder, run.tokenizer, cfg.trainer.samples_per_step, interval
+            )
+
+    def on_load(self, resumed_from: int | None) -> None:
+        remove_later_steps(self._folder, resumed_from)
 
 
 class TrajectoryRecords:
@@ -39,13 +64,13 @@ class TrajectoryRecords:
         if self.interval <= 0 or (step - 1) % self.interval:
             return []
         of_prompt: Counter[str] = Counter()
-        found = []
+        written = []
         for id in ids:
             of_prompt[id.instance_id] += 1
             if of_prompt[id.instance_id] <= max(self.most // 2, 1) and self._written[step] < self.most:
                 self._written[step] += 1
-                found.append(id)
-        return found
+                written.append(id)
+        return written
 
     def write(
         self, step: int, id: TrajectoryID, graph: Graph, outcome: Outcome, rule: str | Rule, difference: str

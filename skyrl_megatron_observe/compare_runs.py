@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config.metric_table import describe
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, LaunchError, Problem
+from skyrl_megatron.trainer.tracking import METRICS_FILE
 
 GATES: dict[str, float] = {
     "reward/avg_raw_reward": 0.05,
@@ -62,26 +63,26 @@ def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) ->
     Raises LaunchError for a folder without metrics, and ConfigError for a metric that is missing or not a number in
     one of the runs.
     """
-    own, other = _lines(run), _lines(baseline)
+    lines_of = {run: _lines(run), baseline: _lines(baseline)}
     problems: list[Problem] = []
-    found = []
+    comparisons = []
     for name, band in bands.items():
         values = []
-        for folder, lines in ((run, own), (baseline, other)):
-            those = [line[name] for line in lines if name in line][-last:]
-            if not those:
+        for folder in (run, baseline):
+            newest = [line[name] for line in lines_of[folder] if name in line][-last:]
+            if not newest:
                 problems.append(
                     Problem(name, None, f"{folder} has no such metric; leave it out, or see docs/metrics.md")
                 )
-            elif any(value is None or not math.isfinite(value) for value in those):
+            elif any(value is None or not math.isfinite(value) for value in newest):
                 problems.append(Problem(name, "not a number", f"in the last {last} steps of {folder}"))
             else:
-                values.append(math.fsum(those) / len(those))
+                values.append(math.fsum(newest) / len(newest))
         if len(values) == 2:
-            found.append(MetricComparison(name, values[0], values[1], band))
+            comparisons.append(MetricComparison(name, values[0], values[1], band))
     if problems:
         raise ConfigError(problems)
-    return found
+    return comparisons
 
 
 def default_bands(run: Path, baseline: Path) -> dict[str, float]:
@@ -92,21 +93,19 @@ def default_bands(run: Path, baseline: Path) -> dict[str, float]:
     return bands
 
 
-def table(found: Sequence[MetricComparison]) -> list[str]:
+def table(comparisons: Sequence[MetricComparison]) -> list[str]:
     """Return the lines of the printed table. ✗ marks a metric outside its band."""
     lines = [f"{'':2}{'metric':<48}{'run':>12}{'baseline':>12}{'change':>10}{'band':>9}"]
-    for each in found:
-        mark = "✗ " if each.out_of_band else "  "
-        change = f"{100 * each.change:+.1f} %"
-        band = f"{100 * each.band:.1f} %"
-        lines.append(f"{mark}{each.name:<48}{each.run:>12.5g}{each.baseline:>12.5g}{change:>10}{band:>9}")
+    for metric in comparisons:
+        mark = "✗ " if metric.out_of_band else "  "
+        change = f"{100 * metric.change:+.1f} %"
+        band = f"{100 * metric.band:.1f} %"
+        lines.append(f"{mark}{metric.name:<48}{metric.run:>12.5g}{metric.baseline:>12.5g}{change:>10}{band:>9}")
     return lines
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics of each step of a run. A value that is not finite is null in the file, or NaN."""
-    from skyrl_megatron.trainer.tracking import METRICS_FILE  # imports torch, which is slow
-
     path = folder / METRICS_FILE
     try:
         texts = path.read_text().splitlines()
@@ -143,9 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.last < 1:
             raise ConfigError([Problem("--last", args.last, "give at least 1")])
         bands = dict(map(_band, args.bands)) or default_bands(args.run, args.baseline)
-        found = compare(args.run, args.baseline, bands, args.last)
-        print("\n".join(table(found)))
-        return int(any(each.out_of_band for each in found))
+        comparisons = compare(args.run, args.baseline, bands, args.last)
+        print("\n".join(table(comparisons)))
+        return int(any(metric.out_of_band for metric in comparisons))
 
     return run_command(work)
 

@@ -18,12 +18,11 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
-from skyrl_megatron_observe.exporters import LimitedThreads, QuietHandler
+from skyrl_megatron_observe.local_server import HOST, LimitedThreads, QuietHandler
 from skyrl_megatron_observe.run_report import RunReader, data_block, page
 
-HOST = "127.0.0.1"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -75,8 +74,8 @@ class _Handler(QuietHandler):
                 200, server.refreshed(lambda: page(server.runs, live=True).encode()), "text/html; charset=utf-8"
             )
         elif path == "/data":
-            lives = [each.split(":") for each in query.get("known", "").split(",") if each]
-            known = [(int(life), int(lines)) for life, lines in lives]
+            pairs = [pair.split(":") for pair in query.get("known", "").split(",") if pair]
+            known = [(int(life), int(lines)) for life, lines in pairs]
             block = server.refreshed(lambda: data_block(server.runs, live=True, known=known))
             self._send(200, block, "application/octet-stream")
         elif path == "/samples":
@@ -130,7 +129,6 @@ def _export(runs: Sequence[RunReader], path: Path) -> int:
 
 
 def _serve(runs: Sequence[RunReader], port: int) -> int:
-
     with DashboardServer(runs, port) as server:
         print(f"dashboard: {server.url}\nCtrl-C ends it", flush=True)
         try:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
 
 LOG_LINES = 5
@@ -58,20 +58,20 @@ def _on_every_host(address: str, run: Path, lines: int) -> int:
 
     join(address, joined_environment())
     try:
-        found = 0
-        asked = start_on_nodes([node for node in ray.nodes() if node["Alive"]], of_this_host, run, lines)
-        for node, answer in asked.items():
+        answered = 0
+        reports = start_on_nodes([node for node in ray.nodes() if node["Alive"]], of_this_host, run, lines)
+        for node, answer in reports.items():
             print(f"━━ host {node}")
             try:
                 print("\n".join(ray.get(answer, timeout=HOST_S)))
-                found += 1
+                answered += 1
             except ray.exceptions.RayTaskError as error:
                 print(error.cause if isinstance(error.cause, LaunchError) else error)
             except ray.exceptions.GetTimeoutError:
                 print(f"no answer within {HOST_S:.0f} s: the host is down, or Ray hangs on it")
             except ray.exceptions.RayError as error:
                 print(f"no answer: {str(error).splitlines()[0]}")
-        return int(not found)
+        return int(not answered)
     finally:
         ray.shutdown()
 

@@ -15,11 +15,25 @@ from torch import Tensor
 from bridges.staging import write_file
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import private_folder
-from skyrl_megatron.trainer.identity import Identity, as_json, from_json, refuse_other, sampled_identity
+from skyrl_megatron.identity import Identity, as_json, from_json, refuse_other, sampled_identity, sampled_part
+from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.recorders import RunRecorder
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]
 """For each row, its spans (policy version, first response token, token after the last)."""
+
+
+class BatchRecorder(RunRecorder):
+    """Writes the batch of each step, with ``trainer.dump_data_batch``."""
+
+    ends_run = True
+
+    def on_batch(self, step: int, batch: TrainingBatch, output: GeneratorOutput) -> None:
+        cfg = self.run.cfg
+        if cfg.trainer.dump_data_batch:
+            versions = output.get("rollout_versions") or ()
+            dump_batch(batch, dump_path(cfg, step), versions, sampled_part(self.run.identity()))
 
 
 def dump_path(cfg: SkyRLTrainConfig, step: int) -> Path:
@@ -50,8 +64,8 @@ def dump_batch(
         tensors["rollout_support_ids"] = torch.from_numpy(joined.ids.astype("int32"))
         tensors["rollout_support_counts"] = torch.from_numpy(joined.counts)
         tensors["rollout_support_tokens"] = torch.tensor([len(support) for support in batch.rollout_support])
-    if known := [routes for routes in batch.rollout_routes if routes is not None]:
-        tensors["rollout_routes"] = torch.from_numpy(np.concatenate(known).astype("int32"))
+    if recorded := [routes for routes in batch.rollout_routes if routes is not None]:
+        tensors["rollout_routes"] = torch.from_numpy(np.concatenate(recorded).astype("int32"))
         counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
         tensors["rollout_routes_counts"] = torch.tensor(counts)
     metadata: dict[str, Any] = {"uids": batch.uids, "adapters": batch.adapters, "versions": list(versions)}

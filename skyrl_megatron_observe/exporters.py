@@ -2,84 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import http.server
 import json
 import queue
 import re
-import socket
-import socketserver
 import threading
 import urllib.request
 import warnings
 import wsgiref.simple_server
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.metric_table import describe
+from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
 from skyrl_megatron.progress import Span
+from skyrl_megatron.trainer.tracking import MetricSink
+from skyrl_megatron_observe.local_server import HOST, LimitedThreads, QuietHandler
 
-CONNECTIONS = 64
-"""Maximum number of open connections. One more closes the oldest."""
-CONNECTION_S = 30.0
-"""Maximum duration of a connection, which serves one request."""
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
 
-
-class LimitedThreads(socketserver.ThreadingMixIn):
-    """Mix-in of a TCP server that limits the number of connections and the duration of each."""
-
-    daemon_threads = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._open: dict[socket.socket, threading.Timer] = {}
-        super().__init__(*args, **kwargs)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._open) >= CONNECTIONS:
-            with contextlib.suppress(
-                StopIteration, RuntimeError
-            ):  # the last one may end in its thread at the same time
-                _shut(next(iter(self._open)))
-        self._open[request] = threading.Timer(CONNECTION_S, _shut, (request,))
-        self._open[request].daemon = True
-        self._open[request].start()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection. Called once for each connection, also after errors."""
-        if timer := self._open.pop(request, None):
-            timer.cancel()
-        super().shutdown_request(request)  # type: ignore[misc]
-
-
-class QuietHandler(http.server.BaseHTTPRequestHandler):
-    """A handler that logs nothing, not even clients that disconnect early or send nothing."""
-
-    timeout = 10
-
-    def handle(self) -> None:
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            super().handle()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: requests come every two seconds."""
-
-
-def _shut(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
-
-
-HOST = "127.0.0.1"
 POST_S = 10.0
 WAITING = 100
 """Maximum number of steps that wait to be sent. Further steps are dropped."""
 
 
-class PrometheusEndpoint:
+class PrometheusEndpoint(MetricSink):
     """Serves the last value of every metric at ``http://127.0.0.1:PORT/metrics``, in the text format of Prometheus.
 
     A metric is a gauge ``skyrl_<name>``; other characters than letters, digits and ``_`` become ``_``. Requests need
@@ -111,14 +61,23 @@ class PrometheusEndpoint:
         from prometheus_client.core import GaugeMetricFamily
 
         for name, value in sorted(self._values.items()):
-            known = describe(name)
-            text = f"{known.meaning} ({known.unit})" if known and known.unit else known.meaning if known else name
+            row = describe(name)
+            text = f"{row.meaning} ({row.unit})" if row and row.unit else row.meaning if row else name
             yield GaugeMetricFamily(f"skyrl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", text, value=value)
 
     def finish(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def prometheus(cfg: SkyRLTrainConfig, resumed: bool) -> list[PrometheusEndpoint]:
+    """Return the endpoint of ``trainer.prometheus_port``, if it is set."""
+    if (port := cfg.trainer.prometheus_port) is None:
+        return []
+    from skyrl_megatron.inference.http_endpoint import endpoint_token
+
+    return [PrometheusEndpoint(port, endpoint_token(run_folder(cfg) / "prometheus_token", "prometheus_token"))]
 
 
 class _Server(LimitedThreads, wsgiref.simple_server.WSGIServer):
@@ -193,9 +152,9 @@ def as_trace(run: str, step: int, spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _span(trace: str, number: int, name: str, begin: float, end: float, facts: Mapping[str, Any]) -> dict[str, Any]:
-    own = hashlib.sha256(f"{trace}/{number}".encode()).hexdigest()[:16]
+    span = hashlib.sha256(f"{trace}/{number}".encode()).hexdigest()[:16]
     times = {"startTimeUnixNano": str(int(begin * 1e9)), "endTimeUnixNano": str(int(end * 1e9))}
-    return {"traceId": trace[:32], "spanId": own, "name": name, "kind": 1, **times, "attributes": _attributes(facts)}
+    return {"traceId": trace[:32], "spanId": span, "name": name, "kind": 1, **times, "attributes": _attributes(facts)}
 
 
 def _attributes(facts: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,9 @@ from typing import Any
 
 import psutil
 
+from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.errors import LaunchError, install_command
+from skyrl_megatron.trainer.recorders import RunRecorder
 
 DUMP_S = 20.0
 STACK_LOG_LINES = 5
@@ -41,6 +43,13 @@ WAITS = (
     (r"subprocess\.py:\w*(wait|communicate)|multiprocessing/connection", "another process"),
 )
 """Pattern of a frame (``file:function``) → what the process waits for. The innermost matching frame decides."""
+
+
+class HangRecorder(RunRecorder):
+    """Writes the stacks of all processes when ranks exceed a time limit."""
+
+    def on_hang(self) -> str:
+        return write_stacks(run_folder(self.run.cfg))
 
 
 @dataclass(slots=True)
@@ -73,38 +82,38 @@ def diagnose(run: Path) -> list[ProcessState]:
     run = run.expanduser().resolve()
     if not run.is_dir():
         raise LaunchError(f"RUN={run}: no such folder. Pass log_path/project_name/run_name of a run")
-    found = processes(run)
-    if not found:
+    logs = processes(run)
+    if not logs:
         raise LaunchError(f"RUN={run}: no process of it on this host. It has ended, or it runs on another host")
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{sys.prefix}/bin") or shutil.which("py-spy")
     if spy is None:
         raise LaunchError(f"py-spy, which reads the stacks, is not installed: {install_command('py-spy')}")
     for process in psutil.process_iter():
-        if process.pid in found:
+        if process.pid in logs:
             process.cpu_percent(None)
-    states = [_state(spy, pid, log) for pid, log in sorted(found.items())]
-    return sorted(states, key=lambda each: (each.name != "trainer", each.name))
+    states = [_state(spy, pid, log) for pid, log in sorted(logs.items())]
+    return sorted(states, key=lambda state: (state.name != "trainer", state.name))
 
 
 def processes(run: Path) -> dict[int, Path | None]:
     """Return pid → log file, for the Python processes of a run."""
-    own: dict[int, Path | None] = {}
+    logs: dict[int, Path | None] = {}
     for process in psutil.process_iter():
         log = next((path for path in _outputs(process.pid) if path.is_relative_to(run)), None)
         if log is not None:
-            own[process.pid] = log
+            logs[process.pid] = log
             for child in _children(process):
-                own.setdefault(child.pid, None)
-    return {pid: log for pid, log in own.items() if _is_python(pid)}
+                logs.setdefault(child.pid, None)
+    return {pid: log for pid, log in logs.items() if _is_python(pid)}
 
 
-def report(found: Sequence[ProcessState], run: Path, lines: int) -> list[str]:
+def report(states: Sequence[ProcessState], run: Path, lines: int) -> list[str]:
     """Return the lines of a report on all processes; ``lines``: lines of each log."""
-    text = [f"{len(found)} processes of {run}"]
-    text += [f"  {each.name:<24} pid {each.pid:<9} waits for {each.waits_for}" for each in found]
-    for each in found:
-        text += ["", f"── {each.name} (pid {each.pid}, {each.cpu_percent:.0f} % of a core)", *_stack(each)]
-        text += [f"   log: {line}" for line in _tail(each.log, lines)]
+    text = [f"{len(states)} processes of {run}"]
+    text += [f"  {state.name:<24} pid {state.pid:<9} waits for {state.waits_for}" for state in states]
+    for state in states:
+        text += ["", f"── {state.name} (pid {state.pid}, {state.cpu_percent:.0f} % of a core)", *_stack(state)]
+        text += [f"   log: {line}" for line in _tail(state.log, lines)]
     return text
 
 
@@ -120,11 +129,11 @@ def write_stacks(run: Path) -> str:
     return f"; the stacks of all processes of this host are in {path}"
 
 
-def _stack(each: ProcessState) -> list[str]:
-    if not each.frames:
-        return [f"   no stack: {each.why_not}"]
-    left = len(each.frames) - SHOWN
-    return [*(f"   {frame}" for frame in each.frames[:SHOWN]), *([f"   … {left} more"] if left > 0 else [])]
+def _stack(state: ProcessState) -> list[str]:
+    if not state.frames:
+        return [f"   no stack: {state.why_not}"]
+    left = len(state.frames) - SHOWN
+    return [*(f"   {frame}" for frame in state.frames[:SHOWN]), *([f"   … {left} more"] if left > 0 else [])]
 
 
 def _state(spy: str, pid: int, log: Path | None) -> ProcessState:
@@ -156,19 +165,19 @@ def main_frames(threads: Sequence[dict[str, Any]]) -> list[str]:
     dump --json``."""
     if not threads:
         return []
-    main = next((each for each in threads if each.get("thread_name") == "MainThread"), threads[0])
+    main = next((thread for thread in threads if thread.get("thread_name") == "MainThread"), threads[0])
     # Newer versions of Python include the class, as in Popen.wait.
     return [f"{frame['filename']}:{frame['name'].rpartition('.')[2]}:{frame['line']}" for frame in main["frames"]]
 
 
 def _outputs(pid: int) -> list[Path]:
-    found = []
+    paths = []
     for descriptor in (1, 2):
         try:
-            found.append(Path(f"/proc/{pid}/fd/{descriptor}").readlink())
+            paths.append(Path(f"/proc/{pid}/fd/{descriptor}").readlink())
         except OSError:  # it belongs to another user, or has ended
             continue
-    return found
+    return paths
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

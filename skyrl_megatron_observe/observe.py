@@ -9,12 +9,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +25,12 @@ from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.progress import Span
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder, Score, remove_later_steps, sample_interval
 from skyrl_megatron.trainer.step_batch import trajectories_of, trajectory_rewards
 from skyrl_megatron.trainer.tracking import ShownSample
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_observe.exporters import SpanSender
-from skyrl_megatron_observe.run_report import EXPERTS, SAMPLE_FORMAT, SAMPLES, SPANS, TRAJECTORIES
+from skyrl_megatron_observe.run_report import EXPERTS, SAMPLE_FORMAT, SAMPLES, SPANS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 RANKS = 64
 """Number of ranks of a role that get lanes in the timeline."""
 SHORTEST_S = 0.0005
+"""Duration of the shortest span in the timeline."""
 OUTER = ("step", "train_critic_and_policy")
 """Phases that contain other phases."""
 
@@ -54,24 +55,25 @@ class LaneLog:
     def write(self, step: int, roles: Mapping[str, WorkerGroup], *, record: bool = True) -> list[Span]:
         """Return the spans of trainer, ranks and engines since the last call, and write them unless ``record`` is
         false."""
-        found = [span for span in spans.take() if span[1] not in OUTER]
+        taken = [span for span in spans.take() if span[1] not in OUTER]
         for name, role in roles.items():
             if role.group.actors:
-                for rank, theirs in enumerate(role.take_spans()[:RANKS]):
-                    found += [(f"{name} rank {rank}", what, begin, end) for _, what, begin, end in theirs]
-        found = [span for span in found if span[3] - span[2] >= SHORTEST_S]
-        if found and record:
+                for rank, of_rank in enumerate(role.take_spans()[:RANKS]):
+                    taken += [(f"{name} rank {rank}", what, begin, end) for _, what, begin, end in of_rank]
+        # Thousands of short spans would make the page slow, and none of them is wide enough to be seen.
+        visible = [span for span in taken if span[3] - span[2] >= SHORTEST_S]
+        if visible and record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write(json.dumps(lanes(step, found)) + "\n")
-        return found
+                file.write(json.dumps(lanes(step, visible)) + "\n")
+        return visible
 
 
-def lanes(step: int, found: Sequence[Span]) -> dict[str, object]:
+def lanes(step: int, spans_of_step: Sequence[Span]) -> dict[str, object]:
     """Return a line of the timeline: lane → spans in seconds since ``began``; the trainer is first, then by name."""
-    began = min(begin for _, _, begin, _ in found)
+    began = min(begin for _, _, begin, _ in spans_of_step)
     by_lane: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
-    for lane, name, begin, end in found:
+    for lane, name, begin, end in spans_of_step:
         by_lane[lane].append((name, round(begin - began, 4), round(end - began, 4)))
     order = sorted(by_lane, key=lambda lane: (lane != "trainer", [_as_number(part) for part in lane.split()]))
     outer_first = {lane: sorted(by_lane[lane], key=lambda span: (span[1], -span[2])) for lane in order}
@@ -88,12 +90,6 @@ MOST_TOKENS = 65_536
 """Maximum tokens of the samples of a step."""
 MOST_GROUPS = 512
 """Maximum number of groups whose rewards are written."""
-
-
-def sample_interval(cfg: SkyRLTrainConfig, total_steps: int) -> int:
-    """Return the interval of steps with samples, so that the run keeps ``samples_per_run``; 0: no samples."""
-    rows, most = cfg.trainer.samples_per_step, cfg.trainer.samples_per_run
-    return 0 if rows == 0 else max(1, -(-total_steps * rows // max(most, rows)))
 
 
 class SampleLog:
@@ -129,7 +125,7 @@ class SampleLog:
         flat = {uid: len({totals[row] for row in group if ends[row]}) < 2 for uid, group in groups.items()}
         for uid in sorted(groups, key=flat.__getitem__):
             best_first = sorted(groups[uid], key=lambda row: -totals[row])
-            order = [best_first[place // 2 if place % 2 == 0 else -1 - place // 2] for place in range(len(best_first))]
+            order = [best_first[n // 2 if n % 2 == 0 else -1 - n // 2] for n in range(len(best_first))]
             for row in (groups[uid] if flat[uid] else order)[: max(self.rows // 2, 1)]:
                 if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
                     return rows
@@ -182,7 +178,7 @@ class SampleLog:
         response = int(batch.response_mask[row].sum())
         whole = int(batch.attention_mask[row].sum())
         tokens = batch.sequences[row, -whole:].numpy()
-        facts = {name: None if known is None else known[row] for name, known in self._facts.items()}
+        facts = {name: None if rows is None else rows[row] for name, rows in self._facts.items()}
         sampled = facts.get("loss_masks")
         support = batch.rollout_support[row].last(response).counts if batch.rollout_support else None
 
@@ -221,18 +217,18 @@ def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
     trajectories, names = trajectories_of(batch), dict[str, int]()
     uids = trajectories.of_last(batch.uids)
     groups = np.asarray([names.setdefault(uid, len(names)) for uid in uids], dtype=np.int64)
-    totals, known = np.zeros(len(uids)), len(names)
+    totals, count = np.zeros(len(uids)), len(names)
     if batch.rewards is not None:
         totals = trajectories.rewards(batch.rewards).numpy().astype(np.float64)
-    rows = np.maximum(np.bincount(groups, minlength=known), 1)
-    means = np.bincount(groups, totals, known) / rows
-    deviations = np.sqrt(np.bincount(groups, (totals - means[groups]) ** 2, known) / rows)
-    low, high = np.full(known, np.inf), np.full(known, -np.inf)
+    rows = np.maximum(np.bincount(groups, minlength=count), 1)
+    means = np.bincount(groups, totals, count) / rows
+    deviations = np.sqrt(np.bincount(groups, (totals - means[groups]) ** 2, count) / rows)
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(low, groups, totals)
     np.maximum.at(high, groups, totals)
     flat = low == high
-    groups_found = zip(names, means.tolist(), np.where(flat, 0.0, deviations).tolist(), rows.tolist(), strict=True)
-    return {"groups": list(groups_found)[:MOST_GROUPS], "group_count": known, "flat_groups": int(flat.sum())}
+    measured = zip(names, means.tolist(), np.where(flat, 0.0, deviations).tolist(), rows.tolist(), strict=True)
+    return {"groups": list(measured)[:MOST_GROUPS], "group_count": count, "flat_groups": int(flat.sum())}
 
 
 def _packed(values: Any, kind: str) -> str:
@@ -244,78 +240,61 @@ LAST_PAGE_S = 60.0
 """How long the end of a run waits for its last page."""
 
 
-class RunRecorder:
-    """Writes samples, timeline, expert loads and the report into the run's folder. Call :meth:`open` first."""
+class ReportRecorder(RunRecorder):
+    """Writes samples, timeline, expert loads and the report into the run's folder."""
 
-    def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
+    ends_run = True
+
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        cfg = run.cfg
         self.folder = run_folder(cfg)
-        self.samples = SampleLog(cfg, tokenizer, total_steps)
+        self.samples = SampleLog(cfg, run.tokenizer, run.total_steps)
         self.lanes = LaneLog(self.folder / SPANS)
         self.page = PageWriter(self.folder)
-        endpoint, run = cfg.trainer.opentelemetry_endpoint, f"{cfg.trainer.project_name}/{cfg.trainer.run_name}"
-        self.collector = None if endpoint is None else SpanSender(endpoint, run)
+        endpoint, name = cfg.trainer.opentelemetry_endpoint, f"{cfg.trainer.project_name}/{cfg.trainer.run_name}"
+        self.collector = None if endpoint is None else SpanSender(endpoint, name)
 
-    def open(self, resumed_from: int | None) -> None:
-        """Remove the records of an earlier run of steps after ``resumed_from``; None: all records."""
+    def on_load(self, resumed_from: int | None) -> None:
         after = -1 if resumed_from is None else resumed_from
         for path in (self.folder / SPANS, self.folder / EXPERTS):
             if path.is_file():
                 lines = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
                 path.write_text("".join(f"{line}\n" for line in lines))
-        for name in (SAMPLES, TRAJECTORIES):
-            if resumed_from is None:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-            for path in (self.folder / name).glob("step_*.json*"):
-                if int(path.stem[5:]) > after:
-                    path.unlink()
+        remove_later_steps(self.folder / SAMPLES, resumed_from)
 
-    def follow(self, generator: Any) -> None:
-        """Let a generator whose trajectories agents make write some of them, in the steps of the samples."""
-        if hasattr(generator, "records"):
-            from skyrl_megatron_agents.trajectory_records import TrajectoryRecords
-
-            samples = self.samples
-            folder = self.folder / TRAJECTORIES
-            generator.records = TrajectoryRecords(folder, samples.tokenizer, samples.rows, samples.interval)
-
-    def begin_steps(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
-        """End the timeline of the run's start, so that the next line begins with the first step. It is written only at
-        step 0: a resumed run has a line for ``step`` already."""
+    def on_start(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
+        # The timeline of the start ends here, so that the next line begins with the first step. It is written only at
+        # step 0: a resumed run has a line for ``step`` already.
         self.lanes.write(step, roles, record=step == 0)
 
-    def keep_samples(
-        self, step: int, batch: TrainingBatch, score: Callable[[TrainingBatch], np.ndarray] | None
-    ) -> list[int]:
-        """Write samples if they are due at this step, and return their rows. ``score``: returns the trainer's
-        log-probs, [rows, T], of a batch without them."""
-        rows: list[int] = []
-        if self.samples.due(step):
-            rows = self.samples.chosen(batch)
-            logprobs: np.ndarray | None = None
-            if batch.old_logprobs is not None:
-                logprobs = batch.old_logprobs[rows].numpy()
-            elif rows and score is not None:
-                logprobs = score(batch.select(rows))
-            self.samples.write(step, batch, rows, logprobs)
-        return rows
-
-    def note(self, output: GeneratorOutput) -> None:
-        """Take the fields of the generator's output that the batch does not have."""
+    def on_rollouts(self, output: GeneratorOutput) -> None:
         self.samples.note(output)
 
-    def end_step(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
-        """Write the timeline and, if due, the expert loads. Start a new page if the last one is old."""
-        done = self.lanes.write(step, roles)
+    def before_update(self, step: int, batch: TrainingBatch, score: Score | None) -> None:
+        if not self.samples.due(step):
+            return
+        rows = self.samples.chosen(batch)
+        logprobs: np.ndarray | None = None
+        if batch.old_logprobs is not None:
+            logprobs = batch.old_logprobs[rows].numpy()
+        elif rows and score is not None:
+            logprobs = score(batch.select(rows))
+        self.samples.write(step, batch, rows, logprobs)
+        if rows and self.run.tracker.takes_samples:
+            self.run.tracker.samples(self.samples.texts(batch, rows), step)
+
+    def on_step_end(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
+        step_spans = self.lanes.write(step, roles)
         if self.collector is not None:
-            self.collector.send(step, done)
+            self.collector.send(step, step_spans)
         if self.samples.due(step) and (load := roles["policy"].expert_load()):
             line = {"step": step, "layers": sorted(load), "load": [load[layer] for layer in sorted(load)]}
             with (self.folder / EXPERTS).open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self.page.begin()
 
-    def close(self) -> None:
-        """Send the remaining spans, and write the last page."""
+    def on_end(self) -> None:
         if self.collector is not None:
             self.collector.finish()
         self.page.finish()

@@ -25,6 +25,8 @@ import numpy as np
 
 from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, SkyRLMegatronWarning
+from skyrl_megatron.trainer.recorders import TRAJECTORIES
+from skyrl_megatron.trainer.tracking import METRICS_FILE
 
 LARGEST = 1_200_000
 """Maximum number of values of a run in a page. Longer runs are downsampled, and extremes are kept."""
@@ -56,11 +58,11 @@ class Columns:
 
     def values(self, after: int = 0) -> np.ndarray:
         """Return the lines from number ``after`` on, [names, rows − after] float32."""
-        found = np.full((len(self._columns), max(self.rows - after, 0)), np.nan, np.float32)
+        table = np.full((len(self._columns), max(self.rows - after, 0)), np.nan, np.float32)
         for row, name in enumerate(self.names()):
             column = np.asarray(self._columns[name], np.float32)[after:]
-            found[row, : len(column)] = column
-        return found
+            table[row, : len(column)] = column
+        return table
 
 
 def thinned(values: np.ndarray, largest: int = LARGEST) -> np.ndarray:
@@ -78,15 +80,13 @@ def thinned(values: np.ndarray, largest: int = LARGEST) -> np.ndarray:
     low = np.where(empty, np.inf, parts).argmin(axis=2)
     high = np.where(empty, -np.inf, parts).argmax(axis=2)
     order = np.stack([np.minimum(low, high), np.maximum(low, high)], axis=2)
-    found: np.ndarray = np.take_along_axis(parts, order, axis=2).reshape(names, 2 * buckets)
-    return found
+    kept: np.ndarray = np.take_along_axis(parts, order, axis=2).reshape(names, 2 * buckets)
+    return kept
 
 
-METRICS = "metrics.jsonl"
 SPANS = "spans.jsonl"
 EXPERTS = "expert_load.jsonl"
 SAMPLES = "samples"
-TRAJECTORIES = "trajectories"
 SAMPLE_FORMAT = 1
 LOG_BYTES = 16_384
 
@@ -98,11 +98,11 @@ class RunReader:
         self.folder = folder.expanduser()
         if not self.folder.is_dir():
             raise LaunchError(f"RUN={folder}: no such folder. Pass log_path/project_name/run_name of a run")
-        if not any((self.folder / name).is_file() for name in (METRICS, "config.yaml")):
-            inside = sorted(path.parent.relative_to(self.folder) for path in self.folder.glob(f"*/{METRICS}"))
-            inside += sorted(path.parent.relative_to(self.folder) for path in self.folder.glob(f"*/*/{METRICS}"))
+        if not any((self.folder / name).is_file() for name in (METRICS_FILE, "config.yaml")):
+            inside = sorted(path.parent.relative_to(self.folder) for path in self.folder.glob(f"*/{METRICS_FILE}"))
+            inside += sorted(path.parent.relative_to(self.folder) for path in self.folder.glob(f"*/*/{METRICS_FILE}"))
             hint = f". It contains runs: {', '.join(map(str, inside[:5]))}" if inside else ""
-            raise LaunchError(f"RUN={folder}: not a run, it has neither {METRICS} nor config.yaml{hint}")
+            raise LaunchError(f"RUN={folder}: not a run, it has neither {METRICS_FILE} nor config.yaml{hint}")
         self.name = "/".join(self.folder.resolve().parts[-2:])
         self.life = 0
         """How often the file was replaced, which makes the lines read before void."""
@@ -111,7 +111,7 @@ class RunReader:
 
     def refresh(self) -> bool:
         """Read the complete lines that were added, and return whether there were any."""
-        path = self.folder / METRICS
+        path = self.folder / METRICS_FILE
         size = path.stat().st_size if path.is_file() else 0
         if size < self._offset:
             self._reset()
@@ -138,7 +138,7 @@ class RunReader:
 
     def age_s(self) -> float | None:
         """Return the seconds since the run last wrote to a file, None if it never did."""
-        paths = (self.folder / name for name in (METRICS, "console.log"))
+        paths = (self.folder / name for name in (METRICS_FILE, "console.log"))
         times = [path.stat().st_mtime for path in paths if path.is_file()]
         return time.time() - max(times) if times else None
 
@@ -196,11 +196,14 @@ class RunReader:
         path = self.folder / SAMPLES / f"step_{step}.json"
         try:
             text = path.read_text()
-            found = json.loads(text).get("format")
+            version = json.loads(text).get("format")
         except (OSError, ValueError, AttributeError) as error:
             raise LaunchError(f"samples of step {step}: {path} cannot be read ({error})") from error
-        if found != SAMPLE_FORMAT:
-            raise LaunchError(f"samples of step {step}: {path} has format {found}, this version reads {SAMPLE_FORMAT}")
+        if version != SAMPLE_FORMAT:
+            raise LaunchError(
+                f"samples of step {step}: {path} has format {version}, this version reads {SAMPLE_FORMAT}; open the "
+                "run with the version that wrote it"
+            )
         return text
 
 
@@ -322,8 +325,8 @@ def _frame() -> str:
 
 def _descriptions(names: Sequence[str]) -> dict[str, list[str]]:
     """Return metric → [unit, meaning, what a bad value points to, "higher" or "lower" if that is better]."""
-    found = {name: describe(name) for name in names}
-    return {name: [row.unit, row.meaning, row.bad, row.better] for name, row in found.items() if row is not None}
+    rows = {name: describe(name) for name in names}
+    return {name: [row.unit, row.meaning, row.bad, row.better] for name, row in rows.items() if row is not None}
 
 
 def _some(steps: Sequence[int], text_of: Callable[[int], str], most_bytes: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
 from bridges.conversions import Blocks
@@ -30,7 +31,7 @@ from bridges.errors import BridgeError
 from bridges.rows import Split
 from bridges.rules import Entry, matrix_blocks, shard, unshard
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.muon_rules import BLOCKWISE, WINDOW, MuonSettings
+from skyrl_megatron.config.rules.muon_rules import BLOCKWISE, WINDOW, MuonSettings, muon_settings
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.rank_state import (
     MOMENTUM,
@@ -43,8 +44,10 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
 from skyrl_megatron.runtime.lora.attach import adapter_modules
 from skyrl_megatron.runtime.lora.folder import entry_of
 from skyrl_megatron.runtime.model.local_weights import weight_locations
+from skyrl_megatron.runtime.optimizer import RATIO, PartialOptimizer
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config import OptimizerConfig
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -377,14 +380,34 @@ class Muon(torch.optim.Optimizer):
             job.shard = torch.empty(0)
 
 
-def install(optimizer: Any, matrices: Sequence[Matrix], settings: MuonSettings, groups: ProcessGroups) -> None:
-    """Replace Adam inside of each of Megatron's optimizers of this rank by :class:`Muon`."""
-    for part in inner_optimizers(optimizer):
-        ranges = list(held_ranges(part))
-        group = getattr(part, "data_parallel_group", None) if is_distributed(part) else None
-        own = {id(parameter) for parameter in parameters_of(part)}
-        mine = [each for each in matrices if id(each.parameter) in own]
-        part.optimizer = Muon(part.optimizer, settings, mine, ranges, groups, group)
+class MuonInAdam(PartialOptimizer):
+    """Muon for the matrices of a model, or of its adapters."""
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str) -> None:
+        self.matrices = matrices_of(model, groups, key) if adapters is None else factors_of(adapters)
+        self.groups = groups
+
+    def overrides(self, settings: OptimizerConfig) -> dict[ParamKey, Any]:
+        """Give matrices groups of their own, and the other parameters their rate as a ratio of the schedule's."""
+        ids = {id(matrix.parameter) for matrix in self.matrices}
+        rest: dict[str, float] = {}
+        if settings.adam_lr is not None:
+            rest[RATIO] = settings.adam_lr / settings.lr if settings.lr else 1.0
+        chosen = {
+            ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in ids): {GROUP: 1.0},
+            ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in ids): rest,
+        }
+        return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
+
+    def install(self, optimizer: Any, options: Mapping[str, Any]) -> None:
+        """Replace Adam inside of each of Megatron's optimizers of this rank by :class:`Muon`."""
+        settings = muon_settings(options)
+        for part in inner_optimizers(optimizer):
+            ranges = list(held_ranges(part))
+            group = getattr(part, "data_parallel_group", None) if is_distributed(part) else None
+            ids = {id(parameter) for parameter in parameters_of(part)}
+            matrices = [matrix for matrix in self.matrices if id(matrix.parameter) in ids]
+            part.optimizer = Muon(part.optimizer, settings, matrices, ranges, self.groups, group)
 
 
 def _windows(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:

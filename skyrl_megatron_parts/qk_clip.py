@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_megatron.config.roles import is_frozen
 from skyrl_megatron.runtime.checkpoint.rank_state import (
     HeldRange,
     held_ranges,
@@ -29,6 +30,10 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
     parameters_of,
 )
 from skyrl_megatron.runtime.model.attention import PackedAttention
+from skyrl_megatron.runtime.parts import PartSetup, RankPart
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.optimizer import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +46,37 @@ class MaxLogits:
     """The largest of the model."""
 
 
-@torch.no_grad()
-def take_max_logits(chunks: Sequence[torch.nn.Module]) -> MaxLogits | None:
-    """Return the largest logits since the last call; None without ``qk_clip`` and ``log_max_attention_logit``.
+class QkClip(RankPart):
+    """Measures the largest attention logit of each step for ``log_max_attention_logit``, and clips for ``qk_clip``."""
 
-    Collective over all ranks.
-    """
-    config: Any = chunks[0].config
-    if not (config.qk_clip or config.log_max_attention_logit):
-        return None
+    name = "qk_clip"
+
+    @classmethod
+    def acts(cls, setup: PartSetup) -> bool:
+        """Return whether either field of ``transformer_config_kwargs`` is set for a role that is trained."""
+        config: Any = setup.model.config
+        return not is_frozen(setup.role) and bool(config.qk_clip or config.log_max_attention_logit)
+
+    def __init__(self, setup: PartSetup) -> None:
+        super().__init__(setup)
+        self._logits: MaxLogits | None = None
+
+    def begin_step(self, trained: TrainingState) -> None:
+        """Take the logits before it is known whether the step is skipped: they never count for the next one."""
+        self._logits = take_max_logits(self.setup.model.chunks)
+
+    def updated(self, trained: TrainingState) -> dict[str, float]:
+        """Clip; return ``attention_logit_max``, the largest logit since the last step, before clipping."""
+        assert self._logits is not None
+        config: Any = self.setup.model.config
+        if config.qk_clip:
+            clip_qk(self._logits, trained.optimizer)
+        return {"attention_logit_max": self._logits.largest}
+
+
+@torch.no_grad()
+def take_max_logits(chunks: Sequence[torch.nn.Module]) -> MaxLogits:
+    """Return the largest logits since the last call. Collective over all ranks."""
     layers: list[tuple[Any, PackedAttention]] = []
     for chunk in chunks:
         for module in chunk.modules():

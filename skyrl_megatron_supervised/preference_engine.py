@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.trained_model import RoleName
+    from skyrl_megatron.types import TrainingBatch
 
 
 class PreferenceEngine(MegatronEngine):
@@ -35,9 +37,19 @@ class PreferenceEngine(MegatronEngine):
         assert settings is not None
         return PreferenceObjective(settings)
 
+    def find_problem(self, batch: TrainingBatch, objective: Objective) -> Exception | None:
+        """Return an error if ``preferences`` are missing or not finite, else None."""
+        return _without_preferences(batch)
+
     def _training_step(self, objective: Objective, totals: StepTotals) -> TrainingStep:
         assert isinstance(objective, PreferenceObjective)
         return PreferenceStep(self.head(), objective, totals)
+
+
+def _without_preferences(batch: TrainingBatch) -> Exception | None:
+    if batch.preferences is None or not bool(torch.isfinite(batch.preferences).all()):
+        return ValueError("the batch has no preferences, or log-probs of the reference that are not finite")
+    return None
 
 
 class PreferenceStep(TrainingStep):
@@ -62,11 +74,15 @@ class RewardEngine(CriticEngine):
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "policy", *, total_steps: int | None = None) -> None:
-        MegatronEngine.__init__(self, cfg, role, total_steps=total_steps)
+        super().__init__(cfg, role, total_steps=total_steps)
 
     def objective(self, changes: Mapping[str, Any] | None = None) -> RewardObjective:  # type: ignore[override]
         """Return the loss of pairs."""
         return RewardObjective()
+
+    def find_problem(self, batch: TrainingBatch, objective: Objective) -> Exception | None:
+        """Return an error if ``preferences`` are missing or not finite, else None."""
+        return _without_preferences(batch)
 
     def _training_step(self, objective: Objective, totals: StepTotals) -> TrainingStep:
         assert isinstance(objective, RewardObjective)

@@ -19,7 +19,7 @@ from bridges.staging import write_file
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.trainer.identity import reference_identity
+from skyrl_megatron.identity import reference_identity
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

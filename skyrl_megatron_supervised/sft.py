@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.checks import load_config
+from skyrl_megatron.command import run_command, with_strict_rows
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.config.schema.sft import SFTTrainConfig
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
+from skyrl_megatron.entrypoints import check
+from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.preflight import check, load_config
 from skyrl_megatron_supervised import show_row
 
 if TYPE_CHECKING:

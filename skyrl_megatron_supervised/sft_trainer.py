@@ -34,11 +34,9 @@ class SFTTrainer(RayPPOTrainer):
         return batch
 
     def keep_samples(self, batch: TrainingBatch) -> None:
-        """Store some sequences with what is trained of them for the report, in the steps that are due for it."""
+        """Let the recorders see the sequences and what is trained of them."""
         with self.phases("keep_samples"):
-            rows = self.watch.keep_samples(self.global_step + 1, batch, None)
-            if rows and self.tracker.takes_samples:
-                self.tracker.samples(self.watch.samples.texts(batch, rows), self.global_step + 1)
+            self.recorders.before_update(self.global_step + 1, batch, None)
 
     def update_on(self, batch: TrainingBatch) -> None:
         """Take the optimizer steps of a training step."""
@@ -87,7 +85,7 @@ class SFTTrainer(RayPPOTrainer):
     # ------------------------------------------------------------------ no engines
     def make_rollouts(self) -> PromptRollouts:
         """Return the source whose ``prompts`` are the rows of each step."""
-        return PromptRollouts(self)
+        return PromptRollouts(self.run_state, self)
 
     @property
     def needs_engines(self) -> bool:

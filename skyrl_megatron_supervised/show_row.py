@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import hub
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:

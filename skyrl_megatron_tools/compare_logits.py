@@ -89,8 +89,8 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, 
     store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout)
     dist.init_process_group(device.collective_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
     groups = parallel_state.initialize(ParallelConfig(count, **cast(dict[str, Any], layout)), timeout_s=TIMEOUT_S)
-    found = _compare(args, groups, torch.load(Path(work) / "reference.pt", mmap=True))
-    (Path(work) / f"{rank}.json").write_text(json.dumps(found))
+    differences = _compare(args, groups, torch.load(Path(work) / "reference.pt", mmap=True))
+    (Path(work) / f"{rank}.json").write_text(json.dumps(differences))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,8 +143,8 @@ def _compare(args: argparse.Namespace, groups: Any, expected: Any) -> dict[str, 
         wanted = expected[starts[row] + positions[real], columns]
 
         def difference(logits: Any) -> tuple[Any, Any, float]:
-            mine = logits.flatten(0, 1)[:, : columns.stop - columns.start].float().cpu()[real]
-            error = float((mine - wanted).abs().max()) if mine.numel() else 0.0
+            ours = logits.flatten(0, 1)[:, : columns.stop - columns.start].float().cpu()[real]
+            error = float((ours - wanted).abs().max()) if ours.numel() else 0.0
             return torch.zeros(()), torch.ones((), dtype=torch.int), error
 
         return chunk(**packed.model_arguments()), difference

@@ -15,9 +15,14 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.entrypoints.command import require_memory, run_command
+from skyrl_megatron.command import require_memory, run_command
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skyrl_megatron.types import TrainingBatch
 
 RANKS, PROMPTS, SAMPLES = 2, 8, 4
 AGREE = 1e-4
@@ -61,6 +66,7 @@ def run(folder: Path, seed: int = 0) -> LogprobDifferences:
             phases.done(f"started: 1 vLLM engine, {RANKS} Megatron ranks (ep={RANKS})")
             batch = step.rollout()
             phases.done(f"rollout: {len(batch)} samples, {int(batch.response_mask.sum())} tokens")
+            assert batch.rollout_logprobs is not None
             before = step.difference(batch, batch.rollout_logprobs)
             phases.done(f"log-probs before the step: largest difference {before:.1e}")
             metrics = step.train(batch)
@@ -124,7 +130,7 @@ class _Step:
         self._run(self.pool.start(), START_TIMEOUT_S)
         self.policy.finish_building()
 
-    def rollout(self) -> Any:
+    def rollout(self) -> TrainingBatch:
         """Sample answers to additions. The reward is the share of digits in a response."""
         from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
         from skyrl_megatron.data.batch import collate
@@ -159,7 +165,7 @@ class _Step:
         )
         return batch
 
-    def engine_logprobs(self, batch: Any) -> Any:
+    def engine_logprobs(self, batch: TrainingBatch) -> Tensor:
         """Return log-probs [B, T] under the engine's weights."""
         import torch
 
@@ -174,12 +180,12 @@ class _Step:
             out[row, -tokens:] = torch.tensor(scores[-tokens:])
         return out
 
-    def difference(self, batch: Any, engine: Any) -> float:
+    def difference(self, batch: TrainingBatch, engine: Tensor) -> float:
         """Return the largest |trainer − engine| over the response tokens, nats."""
         difference = (self.policy.compute_logprobs(batch) - engine).abs() * batch.response_mask
         return float(difference.max())
 
-    def train(self, batch: Any) -> dict[str, float]:
+    def train(self, batch: TrainingBatch) -> dict[str, float]:
         """Take an optimizer step with the trainer's own log-probs as the old ones."""
         batch.old_logprobs = self.policy.compute_logprobs(batch)
         return self.policy.train_mini_batch(self.policy.dispatch(batch))
@@ -208,7 +214,8 @@ class _Step:
             return self.runner.run(within())
         except TimeoutError as error:
             raise DistributedError(
-                f"no answer within {timeout_s:.0f} s: a worker hangs or the machine is overloaded"
+                f"no answer within {timeout_s:.0f} s: a worker hangs or the machine is overloaded: end other "
+                "programs, and try again"
             ) from error
 
 
@@ -221,10 +228,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def one_step() -> int:
         with tempfile.TemporaryDirectory(prefix="skyrl-megatron-") as temporary:
-            found = run(args.dir or Path(temporary), args.seed)
+            result = run(args.dir or Path(temporary), args.seed)
         ok = "OK: log-probs agree with equal weights, and differ without the sync"
-        print(ok if found.as_expected else f"FAILED: {found}")
-        return 0 if found.as_expected else 1
+        print(ok if result.as_expected else f"FAILED: {result}")
+        return 0 if result.as_expected else 1
 
     return run_command(one_step)
 

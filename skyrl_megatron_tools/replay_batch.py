@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
 
 def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
     """Return the run's configuration with ``keys`` changed, for a replay without engines. Raises ConfigError."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron_observe.preflight import load_config
 
     path = run / "config.yaml"
     if not path.is_file():
@@ -79,10 +79,11 @@ def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
     whole = run.resolve()
     names = [f"log_path={whole.parent.parent}", f"project_name={whole.parent.name}"]
     names.append(f"run_name={whole.name}-step-{step}")
-    own = [f"trainer.{each}" for each in (*names, *QUIET)] + ["generator.unaccounted_sampling=warn"]  # is sampled
+    overrides = [f"trainer.{name}" for name in (*names, *QUIET)]
+    overrides.append("generator.unaccounted_sampling=warn")  # the rows are sampled already
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkyRLMegatronWarning)  # printed when the run started
-        cfg, _ = load_config(SkyRLTrainConfig, ["--config", str(path), *keys, *own], scripted=True)
+        cfg, _ = load_config(SkyRLTrainConfig, ["--config", str(path), *keys, *overrides], scripted=True)
     cfg.trainer.opentelemetry_endpoint = None
     engine = cfg.generator.inference_engine
     engine.run_engines_locally = engine.enable_registry = engine.enable_http_endpoint = False
@@ -126,12 +127,12 @@ def _states_differ(path: Path, plan: ReplayPlan) -> bool:
     if plan.expected is None:
         print(f"the run has no checkpoint of step {plan.last} to compare the weights with")
         return False
-    found = json.loads(path.read_text())
-    if found["differ"]:
-        shown = ", ".join(found["differ"][:3])
-        print(f"{len(found['differ'])} tensors differ from {plan.expected}, such as {shown}")
+    comparison = json.loads(path.read_text())
+    if comparison["differ"]:
+        shown = ", ".join(comparison["differ"][:3])
+        print(f"{len(comparison['differ'])} tensors differ from {plan.expected}, such as {shown}")
         return True
-    print(f"weights, moments and random states ({found['compared']}) are bitwise equal to {plan.expected}")
+    print(f"weights, moments and random states ({comparison['compared']}) are bitwise equal to {plan.expected}")
     return False
 
 

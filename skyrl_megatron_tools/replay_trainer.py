@@ -72,7 +72,7 @@ def _check_dump(cfg: SkyRLTrainConfig, step: int, first: int, begins: int) -> No
     try:
         read_dump(path)
     except (OSError, ValueError) as error:
-        there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
+        there = sorted(int(file.stem.rpartition("_")[2]) for file in path.parent.glob("global_step_*.safetensors"))
         reason = f"its batch cannot be read ({error})" if path.is_file() else f"its batch is not in {path.parent}"
         others = f"steps {', '.join(map(str, there))} are there" if there else "no step is there"
         start = f"checkpoint {begins}" if begins else "the initial model"
@@ -104,7 +104,7 @@ class BatchReplay(RayPPOTrainer):
             self.load_trainer_state(loaded.trainer_state)
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.tracker.open(total_steps=self.plan.last, resumed_from=self.global_step)
-        self.watch.open(self.global_step)
+        self.recorders.on_load(self.global_step)
         self.logged_step = self.global_step
 
     def collect_experience(self) -> TrainingBatch:
@@ -118,13 +118,15 @@ class BatchReplay(RayPPOTrainer):
         super().train_steps()
         if self.plan.expected is not None:
             assert self.checkpoints is not None
-            own = self._hashes()
+            hashes = self._hashes()
             self.checkpoints.load("from_path", self.plan.expected)
             expected = self._hashes()
             differ = sorted(
-                {name for one, two in zip(own, expected, strict=True) for name in one if one[name] != two[name]}
+                {name for one, two in zip(hashes, expected, strict=True) for name in one if one[name] != two[name]}
             )
-            (run_folder(self.cfg) / STATES).write_text(json.dumps({"compared": sum(map(len, own)), "differ": differ}))
+            (run_folder(self.cfg) / STATES).write_text(
+                json.dumps({"compared": sum(map(len, hashes)), "differ": differ})
+            )
 
     def _hashes(self) -> list[dict[str, str]]:
         return [
@@ -171,13 +173,13 @@ def compared_numbers(recorded: Sequence[dict[str, Any]], replayed: Sequence[dict
     """Return (step, metric, recorded, replayed) for each training metric that both runs logged, except speed and
     memory."""
     by_step = {line["step"]: line for line in recorded}
-    found = []
+    differing = []
     for line in replayed:
         before = by_step.get(line["step"], {})
         for name in sorted(line.keys() & before.keys()):
             if name.startswith(KINDS) and not any(part in name for part in NOT_REPEATED):
-                found.append((line["step"], name, before[name], line[name]))
-    return found
+                differing.append((line["step"], name, before[name], line[name]))
+    return differing
 
 
 KINDS = ("policy/", "critic/", "loss/", "teacher/", "adapter/")

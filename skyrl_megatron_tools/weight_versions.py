@@ -33,7 +33,7 @@ from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder, HfWriter
 from bridges.source import copy_assets
 from bridges.staging import staged
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError, WeightSyncError
 from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
 from skyrl_megatron.weight_sync.tensors import dtype_name
@@ -164,7 +164,9 @@ class VersionReader:
                 f"{path}/{MANIFEST} is damaged ({error}): remove {path} and all later versions"
             ) from error
         if not base and (manifest["previous"], manifest["number"]) != (self.chain, self.number + 1):
-            raise WeightSyncError(f"{path} does not follow version {self.number}: another writer published it")
+            raise WeightSyncError(
+                f"{path} does not follow version {self.number}: another writer published it; use one writer per store"
+            )
         tensors = {} if base else self.tensors
         changed = set()
         with self.storage.open(self.storage.path(name, DATA)) as file:
@@ -185,10 +187,10 @@ class VersionReader:
         if key not in tensors or change.count < 0:
             tensors[key] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         apply_change(change, tensors[key], f"{path}: {key}")
-        if (found := hash_of(tensors[key])) != entry["hash"]:
+        if (actual_hash := hash_of(tensors[key])) != entry["hash"]:
             raise WeightSyncError(
-                f"{path}: {key} is damaged (hash {found[:12]}…, published {entry['hash'][:12]}…): remove this version "
-                "and all later ones, and publish again"
+                f"{path}: {key} is damaged (hash {actual_hash[:12]}…, published {entry['hash'][:12]}…): remove this "
+                "version and all later ones, and publish again"
             )
         return True
 
@@ -216,7 +218,9 @@ class VersionWriter:
             raise WeightSyncError(
                 f"{self.storage.root}: another writer published {names[-1]}; use one writer per store"
             )
-        since = next((place for place, name in enumerate(reversed(names)) if name.endswith("-base")), self.base_every)
+        since = next(
+            (distance for distance, name in enumerate(reversed(names)) if name.endswith("-base")), self.base_every
+        )
         base = since + 1 >= self.base_every or not last.number
         name = f"{number:08d}-{'base' if base else 'delta'}"
         self.storage.remove(self.storage.path(name))  # left by a failed attempt

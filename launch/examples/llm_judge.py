@@ -69,10 +69,10 @@ def served(folder: str) -> Iterator[None]:
     """Serve a model to this process for the time of ``with``: an engine, and the package's own HTTP endpoint."""
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.engine_pool import EnginePool
-    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app, endpoint_token
     from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
     from skyrl_megatron.trainer.event_loop import LoopThread
+    from skyrl_megatron_agents.http_endpoint import HttpServer, build_app, endpoint_token
 
     settings = EngineSettings(model=folder, served_model_name="judge", max_model_len=512, kv_cache_bytes=64 << 20)
     pool = EnginePool([lambda: VLLMEngine(settings)])

@@ -15,7 +15,7 @@ output. ``distillation``, ``gdpo`` and ``rae`` are in ``algorithms/{distillation
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,9 @@ from skyrl_megatron.algorithms.masked import (
 )
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 from skyrl_megatron.algorithms.role_baselines import rae
-from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, GAEConfig
+from skyrl_megatron.config.load import BaseConfig
+from skyrl_megatron.config.table import ESTIMATORS, STEP_WISE, AdvantageEstimator, GAEConfig
+from skyrl_megatron.config.table import Estimator as EstimatorRow
 from skyrl_megatron.errors import AlgorithmError
 
 EPSILON = 1e-6
@@ -124,8 +126,6 @@ class RightAlignedTokens:
 
 type Estimator = Callable[..., tuple[Tensor, Tensor]]
 
-NEEDS_WHOLE_TRAJECTORY = ("gae", "reinforce++", "rae")
-
 
 @torch.no_grad()
 def run_estimator(
@@ -156,10 +156,8 @@ def run_estimator(
         raise AlgorithmError(f"index names {len(uids)} sequences, token_level_rewards has {rows} rows")
     parts: dict[str, Tensor | None] = {} if reward_parts is None else {"reward_parts": reward_parts}
     if is_last_step is not None:
-        if str(name) in NEEDS_WHOLE_TRAJECTORY:
-            raise AlgorithmError(
-                f"{name} propagates reward through time or counts trajectories: it cannot use step-wise trajectories"
-            )
+        if (row := ESTIMATORS.get(name)) is not None and STEP_WISE in row.refuses:
+            raise AlgorithmError(f"the advantage estimator {name} {row.refuses[STEP_WISE]}")
         options |= {"loss_mask": loss_mask, "truncated": truncated, "nonfinite": nonfinite}
         return _of_trajectories(name, estimator, tensors | parts, uids, is_last_step, options)
     # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
@@ -430,6 +428,7 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
     """Advantage estimators by name (``algorithm.advantage_estimator``)."""
 
     _function_type = "advantage estimator"
+    _rows = ESTIMATORS
 
 
 BUILT_IN: dict[AdvantageEstimator, Estimator] = {
@@ -442,14 +441,27 @@ BUILT_IN: dict[AdvantageEstimator, Estimator] = {
     AdvantageEstimator.RAE: rae,
     AdvantageEstimator.DISTILLATION: distillation,
 }
-AdvantageEstimatorRegistry.add_builtins(AdvantageEstimator, BUILT_IN)
+AdvantageEstimatorRegistry.add_builtins(ESTIMATORS.rows, BUILT_IN)
 
 
-def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Return a decorator that registers a function as the estimator ``name``."""
+def register_advantage_estimator(
+    name: str,
+    *,
+    settings: type[BaseConfig] | None = None,
+    reads: Iterable[str] | None = None,
+    refuses: Mapping[str, str] | None = None,
+) -> Callable[[Estimator], Estimator]:
+    """Return a decorator that registers a function as the estimator ``name``.
+
+    The rest is for the checks of a configuration, and may be left out. ``settings``: dataclass of its section
+    ``trainer.algorithm.<name>``. ``reads``: which of the settings that not every estimator reads it uses, such as
+    ``gamma``; others are then reported as without effect. ``refuses``: keys that must not be set → what to do.
+    """
 
     def decorate(function: Estimator) -> Estimator:
         AdvantageEstimatorRegistry.register(name, function)
+        known = None if reads is None else frozenset(reads)
+        ESTIMATORS.add(name, EstimatorRow(settings=settings, reads=known, critic=None, refuses=refuses or {}))
         return function
 
     return decorate

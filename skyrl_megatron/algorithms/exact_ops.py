@@ -146,8 +146,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int 
     rows = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
     products = [product(a, b.contiguous()) for a, b in zip(rows, weight.chunk(parts, 1), strict=True)]
     out = products[0]
-    for each in products[1:]:
-        out = out + each
+    for part in products[1:]:
+        out = out + part
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], len(weight))
@@ -263,15 +263,15 @@ def _attend_alike(
         shape = (s, group, repeats, count, seen)
         q = query[rows[:, part]].view(s, count, TILE, group, repeats, size).permute(0, 3, 4, 1, 2, 5)
         scores = _bmm(q[:, :, :, :, None], k[:, :, None, None, :seen], shape) * scale
-        place = places[: seen * KEYS].view(1, 1, seen, 1, KEYS)
-        hidden = place > position[:, part, None, :, None]  # [s, tiles, blocks, TILE, KEYS]
+        key_position = places[: seen * KEYS].view(1, 1, seen, 1, KEYS)
+        hidden = key_position > position[:, part, None, :, None]  # [s, tiles, blocks, TILE, KEYS]
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         peak = scores.amax(-1, keepdim=True).amax(4, keepdim=True)
         weights = torch.exp(scores - peak)
         total = growing_sum(fixed_sum(weights).movedim(4, 0))
         summed = growing_sum(_bmm(weights, v[:, :, None, None, :seen], shape).movedim(4, 0)) / total[..., None]
-        found = summed.permute(0, 3, 4, 1, 2, 5).flatten(3, 4)  # [s, tiles, TILE, H, d]
-        out[rows[:, part][real[:, part]]] = found[real[:, part]]
+        attended = summed.permute(0, 3, 4, 1, 2, 5).flatten(3, 4)  # [s, tiles, TILE, H, d]
+        out[rows[:, part][real[:, part]]] = attended[real[:, part]]
 
 
 def _bmm(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -5,13 +5,25 @@ GRPO normalises the sum of the rewards, so different combinations of rewards can
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from skyrl_megatron.algorithms.estimator_state import EstimatorState
 from skyrl_megatron.algorithms.groups import Groups, Index
 from skyrl_megatron.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import AlgorithmConfig
+
+
+class SeparateRewards(EstimatorState):
+    """Lets a batch have the rewards of ``algorithm.gdpo_weights`` as columns."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        super().__init__(algorithm)
+        self.reward_names = tuple(algorithm.gdpo_weights)
 
 
 @torch.no_grad()
@@ -26,11 +38,14 @@ def gdpo_scores(
     """
     groups = Groups(index, len(parts), parts.device)
     total = torch.zeros(len(parts), dtype=torch.float64, device=parts.device)
+    # Sums of float32 rewards are exact in float64. A reward that is constant in a group then deviates by
+    # exactly 0; a rounding error of 1e-8 would become an advantage, as it is divided by ε.
     for column, weight in zip(parts.double().unbind(1), weights.tolist(), strict=True):
         deviations = column - groups.mean(column)[groups.ids]
         total += weight * deviations / (groups.std(deviations) + epsilon)[groups.ids]
     counted = torch.ones(len(parts), dtype=torch.bool, device=parts.device) if trained is None else trained
     kept = total[counted]
+    # the unbiased deviation of one number is NaN
     if len(kept) < 2:
         return torch.zeros_like(total)
     return torch.where(counted, (total - kept.mean()) / (kept.std() + epsilon), 0.0)
@@ -55,6 +70,7 @@ def gdpo(
             "the estimator gdpo needs reward_parts [B, R] with one column for each of trainer.algorithm.gdpo_weights, "
             f"which has {len(weights)}; got {'none' if reward_parts is None else list(reward_parts.shape)}"
         )
+    # samples that train nothing must not shift the statistics of the batch
     trained = None if loss_mask is None else (loss_mask > 0).any(dim=1)
     scores = gdpo_scores(reward_parts, reward_parts.new_tensor(weights, dtype=torch.float64), index, trained)
     advantages = scores[:, None].to(token_level_rewards.dtype) * response_mask.to(token_level_rewards.dtype)

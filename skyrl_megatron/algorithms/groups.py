@@ -33,10 +33,12 @@ class Trajectories:
             self.ids = self.last = torch.arange(rows, device=device)
             return
         ends = is_last_step.to(device, torch.bool)
+        # [-1:] and not [-1]: an empty batch is valid
         if ends.shape != (rows,) or not bool(ends[-1:].all()):
             raise AlgorithmError(
                 f"is_last_step must be [B] = [{rows}] and end with a last step, got shape {tuple(ends.shape)}"
             )
+        # the last row still belongs to its trajectory: the number grows after it
         self.ids = ends.cumsum(0) - ends.long()
         self.last = ends.nonzero().flatten()
 
@@ -53,6 +55,7 @@ class Trajectories:
 
     def largest(self, of_rows: Tensor) -> Tensor:
         """Return the largest of ``of_rows`` [B] in each trajectory, [N]."""
+        # without the zeros of the target, or negative values would never be the largest
         return of_rows.new_zeros(len(self)).scatter_reduce(0, self.ids, of_rows, "amax", include_self=False)
 
     def any(self, of_rows: Tensor) -> Tensor:
@@ -77,6 +80,7 @@ class Groups:
     __slots__ = ("ids", "sizes")
 
     def __init__(self, index: Index, rows: int, device: torch.device) -> None:
+        # as Python values: elements of a tensor hash by identity, so equal ids would be different groups
         uids = index if isinstance(index, list | tuple) else index.tolist()  # type: ignore[union-attr]
         if len(uids) != rows:
             raise AlgorithmError(f"index names {len(uids)} sequences, the rewards hold {rows}")
@@ -91,7 +95,9 @@ class Groups:
 
     def std(self, deviations: Tensor) -> Tensor:
         """Return each group's unbiased standard deviation [G] float64, given the deviations [B] from its mean."""
+        # from deviations, not as Σx² − n·mean²: for rewards with a large common part that difference cancels
         squares = torch.bincount(self.ids, weights=deviations.double() ** 2, minlength=len(self.sizes))
+        # a group of one has a deviation of 0, not of 0/0
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def spread(self, scores: Tensor, considered: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ def compute_approx_kl(
     clamped to ±20 and the result to at most 10 (joschu.net/blog/kl-approx.html). Differentiable in ``log_probs``.
     Raises AlgorithmError for any other ``kl_estimator_type``.
     """
+    # masked first: log-probs of padding may be NaN, and NaN · 0 is NaN
     difference = keep_masked(log_probs - log_probs_base, loss_mask)
     match kl_estimator_type:
         case "k1":
@@ -31,6 +32,8 @@ def compute_approx_kl(
         case "k2":
             return 0.5 * difference.square()
         case "k3":
+            # fp32's exp overflows at 89: one token with a wrong log-prob would make the loss infinite. The
+            # bounds are verl's. Beyond them the gradient is 0.
             opposite = (-difference).clamp(-20, 20)
             return (opposite.exp() - opposite - 1).clamp(max=10)
     raise AlgorithmError(f"kl_estimator_type={kl_estimator_type!r}: choose k1, k2, k3 or abs")
@@ -89,12 +92,14 @@ def penalize_rewards(
     leave out trajectories without a trained token.
     """
     kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
-    whole = trajectories or Trajectories(None, len(kl), kl.device)
-    trained = whole.trained(loss_mask).double()
-    means = (whole.sum((kl * loss_mask).sum(1)) / whole.sum(loss_mask.sum(1)).clamp(min=1)).double()
-    largest = whole.largest(kl.abs().amax(dim=1)).double()
+    samples = trajectories or Trajectories(None, len(kl), kl.device)
+    trained = samples.trained(loss_mask).double()
+    # tokens of all rows of a trajectory count alike: the mean of its rows' means would favour short turns
+    means = (samples.sum((kl * loss_mask).sum(1)) / samples.sum(loss_mask.sum(1)).clamp(min=1)).double()
+    largest = samples.largest(kl.abs().amax(dim=1)).double()
     metrics: ReducibleMetrics = {
         "avg_kl": Mean((means * trained).sum(), trained.sum()),
         "avg_kl_max": Mean((largest * trained).sum(), trained.sum()),
     }
+    # an adaptive coefficient turns negative if n_steps exceeds 5 · horizon, and would then reward distance
     return rewards - max(0.0, kl_coef) * kl, metrics

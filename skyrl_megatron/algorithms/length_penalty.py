@@ -39,12 +39,15 @@ class LengthPenalty(BaseConfig):
         try:
             made = cls.from_dict_config(dict(given))
         except ConfigError as error:
-            problems = [Problem(f"{KEY}.{each.key}", each.value, each.fix) for each in error.problems]
+            # the keys of the section alone, here as a user writes them
+            problems = [Problem(f"{KEY}.{problem.key}", problem.value, problem.fix) for problem in error.problems]
             raise ConfigError(problems) from error
         overlong = made.type == "overlong"
         fix = "overlong needs it: set a number of tokens" if overlong else "only overlong has it: remove it"
-        own = {"max_length": made.max_length, "buffer": made.buffer}
-        wrong = [Problem(f"{KEY}.{name}", each, fix) for name, each in own.items() if (each is None) == overlong]
+        of_overlong = {"max_length": made.max_length, "buffer": made.buffer}
+        wrong = [
+            Problem(f"{KEY}.{name}", value, fix) for name, value in of_overlong.items() if (value is None) == overlong
+        ]
         if made.max_length and made.buffer and made.buffer > made.max_length:
             wrong.append(Problem(f"{KEY}.buffer", made.buffer, f"must be at most max_length={made.max_length}"))
         if wrong:
@@ -68,6 +71,7 @@ class LengthPenalty(BaseConfig):
         infinity = torch.full_like(groups.sizes, float("inf"))
         longest = (-infinity).scatter_reduce(0, groups.ids, lengths, "amax")[groups.ids]
         shortest = infinity.scatter_reduce(0, groups.ids, lengths, "amin")[groups.ids]
+        # a group of equal lengths would be 0/0; its bonus is replaced below
         share = 0.5 - (lengths - shortest) / (longest - shortest).clamp(min=1.0)
         bonus = torch.where(scores > 0, share, share.clamp(max=0.0))
         return -self.coef * torch.where(longest > shortest, bonus, 0.0)

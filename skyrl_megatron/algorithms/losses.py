@@ -10,7 +10,11 @@ the loss mask, ``rollout`` the engine's log-probs or None, and every tensor is 0
 :func:`builtin_loss` turns the formula into a registered function, which
 
 * accepts any value in padding, also NaN: loss and gradient are exactly 0 there,
-* if ``corrected``, applies the off-policy correction: dropped tokens get loss 0, the others are weighted.
+* if its row says ``corrected``, applies the off-policy correction: dropped tokens get loss 0, the others are weighted,
+* if its row has an ``anchor`` that is set to ``rollout``, gets the engine's log-probs as ``old_log_probs``.
+
+The rows of these losses are in :mod:`skyrl_megatron.config.table`, as a configuration is checked without torch. A new
+loss gives its row to the decorator, with the class of its settings beside the formula: nothing else has to be changed.
 
 In all formulas r = exp(log_probs - old_log_probs), A is the advantage, and clip(r) is r limited to [1 - eps_clip_low,
 1 + eps_clip_high]. The metric ``clip_ratio`` is the share of tokens whose loss the limit changed.
@@ -26,7 +30,7 @@ with means over the micro-batch. They therefore depend on how a batch is split i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,7 +40,9 @@ from skyrl_megatron.algorithms.masked import check_token_tensors, keep_masked, m
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, moments, token_mean
 from skyrl_megatron.algorithms.off_policy import clamped_ratio, correct
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import PolicyLossType, correction_enabled
+from skyrl_megatron.config.table import LOSSES, Loss
 from skyrl_megatron.errors import AlgorithmError
 
 type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, ReducibleMetrics]]
@@ -45,12 +51,8 @@ type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tu
 class BuiltinLoss(Protocol):
     """A registered built-in loss with its properties."""
 
-    corrected: bool
-    """Whether it applies ``off_policy_correction``."""
-    uses_old: Callable[[Any], bool]
-    """Whether its formula reads ``old_log_probs`` with this config. (The off-policy correction always reads them.)"""
-    depends_on_cut: bool
-    """Whether it uses statistics of its micro-batch."""
+    row: Loss
+    """What it reads, and whether the off-policy correction is applied to it."""
     __name__: str
 
     def __call__(
@@ -64,21 +66,6 @@ class BuiltinLoss(Protocol):
     ) -> tuple[Tensor, ReducibleMetrics]:
         """Return the loss of each token [B, T], unscaled and 0 where masked, and metrics."""
         ...
-
-
-def always(config: Any) -> bool:
-    """Return True, for losses that read the old log-probs."""
-    return True
-
-
-def never(config: Any) -> bool:
-    """Return False, for losses that do not read the old log-probs."""
-    return False
-
-
-def old_unless_anchored(config: Any) -> bool:
-    """Return whether the ratio of a loss with ``ratio_anchor`` is relative to the old log-probs."""
-    return bool(getattr(config, "ratio_anchor", "old") == "old")
 
 
 def nothing_clipped(mask: Tensor) -> ReducibleMetrics:
@@ -102,12 +89,22 @@ def require_one_weight(setting: str, correction: Any) -> None:
         )
 
 
-def builtin_loss(
-    *, corrected: bool = True, uses_old: Callable[[Any], bool] = always, depends_on_cut: bool = False
-) -> Callable[[Formula], BuiltinLoss]:
-    """Return a decorator that turns a formula into a policy loss with the signature of the registry."""
+BUILT_IN: dict[str, BuiltinLoss] = {}
+"""Every loss of this file by its name."""
+
+
+def builtin_loss(row: Loss | None = None) -> Callable[[Formula], BuiltinLoss]:
+    """Return a decorator that turns a formula into the built-in loss of its name, with the registry's signature.
+
+    ``row``: that of a loss without one in :mod:`skyrl_megatron.config.table`.
+    """
 
     def decorate(formula: Formula) -> BuiltinLoss:
+        name = formula.__name__
+        if row is not None:
+            LOSSES.add(name, row)
+        facts = LOSSES[name]
+
         def loss(
             log_probs: Tensor,
             old_log_probs: Tensor | None,
@@ -125,17 +122,17 @@ def builtin_loss(
                 loss_mask=mask,
                 rollout_log_probs=rollout_log_probs,
             )
-            cfg = getattr(config, "off_policy_correction", None) if corrected else None
+            cfg = getattr(config, "off_policy_correction", None) if facts.corrected else None
             if old_log_probs is None:
-                if uses_old(config) or correction_enabled(cfg):
-                    raise AlgorithmError(f"the policy loss {formula.__name__} needs old_log_probs with this config")
+                if facts.uses_old(config) or correction_enabled(cfg):
+                    raise AlgorithmError(f"the policy loss {name} needs old_log_probs with this config")
                 old_log_probs = torch.zeros_like(log_probs)  # not read
             old = keep_masked(old_log_probs, mask)
             base = old
             rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
-            if uses_old is old_unless_anchored and not uses_old(config):
-                base = require_rollout(f"{formula.__name__} with ratio_anchor=rollout", rollout)
-                require_one_weight("ratio_anchor=rollout", cfg)
+            if facts.is_anchored(config):
+                base = require_rollout(f"{name} with {facts.anchor}=rollout", rollout)
+                require_one_weight(f"{facts.anchor}=rollout", cfg)
             values, metrics = formula(
                 keep_masked(log_probs, mask), base, keep_masked(advantages, mask), config, mask, rollout
             )
@@ -144,10 +141,11 @@ def builtin_loss(
                 values = values * correction.weight
             return keep_masked(values, correction.mask), metrics | correction.metrics
 
-        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-            setattr(loss, name, getattr(formula, name))
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(loss, attribute, getattr(formula, attribute))
         registered = cast(BuiltinLoss, loss)
-        registered.corrected, registered.uses_old, registered.depends_on_cut = corrected, uses_old, depends_on_cut
+        registered.row = facts
+        BUILT_IN[name] = registered
         return registered
 
     return decorate
@@ -160,7 +158,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: Any, mask: Tens
     return torch.maximum(free, clipped), {"clip_ratio": token_mean(clipped > free, mask)}
 
 
-@builtin_loss(uses_old=old_unless_anchored)
+@builtin_loss()
 def regular(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -168,7 +166,7 @@ def regular(
     return clipped_surrogate(clamped_ratio(log_probs - old_log_probs), advantages, config, mask)
 
 
-@builtin_loss(uses_old=old_unless_anchored)
+@builtin_loss()
 def dual_clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -178,7 +176,7 @@ def dual_clip(
     return torch.where(advantages < 0, limited, loss), metrics
 
 
-@builtin_loss(uses_old=old_unless_anchored)
+@builtin_loss()
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -192,7 +190,7 @@ def gspo(
     return clipped_surrogate(ratio, advantages, config, mask)
 
 
-@builtin_loss(uses_old=old_unless_anchored)
+@builtin_loss()
 def sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -206,12 +204,7 @@ def sapo(
     return -gate * advantages, nothing_clipped(mask)
 
 
-def anchored_to_rollout(config: Any) -> bool:
-    """Return whether the ratio is relative to the engine's log-probs."""
-    return bool(getattr(config.cispo, "anchor", "old") == "rollout")
-
-
-@builtin_loss(uses_old=lambda config: not anchored_to_rollout(config))
+@builtin_loss()
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -220,11 +213,7 @@ def cispo(
     With ``cispo.anchor=rollout`` r is relative to the engine's log-probs, which already is an off-policy correction.
     Truncated importance sampling in addition would correct twice and raises AlgorithmError.
     """
-    anchor = old_log_probs
-    if anchored_to_rollout(config):
-        anchor = require_rollout("cispo with cispo.anchor=rollout", rollout)
-        require_one_weight("cispo.anchor=rollout", getattr(config, "off_policy_correction", None))
-    ratio = clamped_ratio(log_probs - anchor)
+    ratio = clamped_ratio(log_probs - old_log_probs)
     weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high).detach()
     metrics: ReducibleMetrics = {
         "clip_ratio": token_mean(ratio != weight, mask),
@@ -234,7 +223,7 @@ def cispo(
     return -weight * advantages * log_probs, metrics
 
 
-@builtin_loss(uses_old=never)
+@builtin_loss()
 def dppo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -264,7 +253,7 @@ def dppo(
     return torch.where(dropped, 0.0, -ratio * advantages), {"clip_ratio": token_mean(dropped, mask)}
 
 
-@builtin_loss(corrected=False, uses_old=never, depends_on_cut=True)
+@builtin_loss()
 def m2po(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -314,7 +303,7 @@ def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
 
 
-@builtin_loss(corrected=False, depends_on_cut=True)
+@builtin_loss()
 def clip_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -336,7 +325,7 @@ def clip_cov(
     return torch.where(chosen, 0.0, loss), {"clip_ratio": token_mean(chosen, mask)}
 
 
-@builtin_loss(corrected=False, depends_on_cut=True)
+@builtin_loss()
 def kl_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -355,7 +344,7 @@ def kl_cov(
     return torch.where(chosen, loss + penalty, loss), nothing_clipped(mask)
 
 
-@builtin_loss(corrected=False)
+@builtin_loss()
 def importance_sampling(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -367,7 +356,7 @@ def importance_sampling(
     return -ratio * advantages, {"importance_ratio": token_mean(ratio, mask)}
 
 
-@builtin_loss(uses_old=never)
+@builtin_loss()
 def rollout_is(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -378,7 +367,7 @@ def rollout_is(
     return -weight * advantages * log_probs, {"clip_ratio": token_mean(~inside, mask)}
 
 
-@builtin_loss(corrected=False, uses_old=never)
+@builtin_loss()
 def cross_entropy(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
 ) -> tuple[Tensor, ReducibleMetrics]:
@@ -411,30 +400,44 @@ class PolicyLossRegistry(BaseFunctionRegistry):
     """Policy losses by name (``algorithm.policy_loss_type``)."""
 
     _function_type = "policy loss"
+    _rows = LOSSES
 
 
-BUILT_IN = {
-    PolicyLossType.REGULAR: regular,
-    PolicyLossType.DUAL_CLIP: dual_clip,
-    PolicyLossType.GSPO: gspo,
-    PolicyLossType.CISPO: cispo,
-    PolicyLossType.SAPO: sapo,
-    PolicyLossType.CLIP_COV: clip_cov,
-    PolicyLossType.KL_COV: kl_cov,
-    PolicyLossType.CROSS_ENTROPY: cross_entropy,
-    PolicyLossType.IMPORTANCE_SAMPLING: importance_sampling,
-    PolicyLossType.ROLLOUT_IS: rollout_is,
-    PolicyLossType.DPPO: dppo,
-    PolicyLossType.M2PO: m2po,
-}
-PolicyLossRegistry.add_builtins(PolicyLossType, BUILT_IN)
+PolicyLossRegistry.add_builtins(LOSSES.rows, BUILT_IN)
 
 
-def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as the policy loss ``name``."""
+def register_policy_loss(
+    name: str,
+    *,
+    settings: type[BaseConfig] | None = None,
+    reads: Iterable[str] | None = None,
+    reads_rollout: bool = False,
+    corrected: bool | None = None,
+    refuses: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a function as the policy loss ``name``.
+
+    The rest is for the checks of a configuration, and may be left out (:class:`skyrl_megatron.config.table.Loss`).
+    ``settings``: dataclass of its section ``trainer.algorithm.<name>``. ``reads``: those of the settings that not
+    every loss reads, such as ``eps_clip_low``; the others are then reported as without effect. ``reads_rollout``: it
+    needs the engine's log-probs. ``corrected``: False if it is only right for samples of the current policy; stale
+    samples are then an error, and ``off_policy_correction`` is reported as without effect. ``refuses``: other keys
+    that must not be set → what to do.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         PolicyLossRegistry.register(name, function)
+        known = None if reads is None else frozenset(reads)
+        LOSSES.add(
+            name,
+            Loss(
+                settings=settings,
+                reads=known,
+                reads_rollout=reads_rollout,
+                corrected=corrected,
+                refuses=refuses or {},
+            ),
+        )
         return function
 
     return decorate

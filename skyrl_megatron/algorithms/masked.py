@@ -20,7 +20,7 @@ SUM_BLOCK = 1 << 18
 
 
 def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Set ``values`` to exactly 0 where ``mask`` is 0, also where they are NaN (a product would keep NaN)."""
+    """Set ``values`` […] to exactly 0 where ``mask`` […] is 0, also where they are NaN (a product would keep NaN)."""
     return values if mask is None else torch.where(mask > 0, values, 0.0)
 
 
@@ -31,7 +31,8 @@ def masked_sum(values: Tensor, mask: Tensor, map: Callable[[Tensor], Tensor] = l
 
 
 def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Return the mean over all valid entries, or over those along ``dim``; 0 where no entry is valid."""
+    """Return the mean of ``values`` […] over all entries that are valid in ``mask`` […], a scalar, or over those along
+    ``dim``, […] without it; 0 where no entry is valid."""
     if mask is None:
         return values.mean() if dim is None else values.mean(dim)
     if dim is None:
@@ -48,20 +49,26 @@ def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance over the valid entries; ``unbiased`` divides by their number minus one.
+    """Return the variance of ``values`` […] over the entries that are valid in ``mask`` […], a scalar; ``unbiased``
+    divides by their number minus one.
 
     Raises AlgorithmError (a ValueError) for an unbiased variance of fewer than two valid entries.
     """
     count = mask.sum()
     if unbiased and count < 2:
-        raise AlgorithmError(f"the variance needs at least 2 valid tokens, the mask has {int(count)}")
+        raise AlgorithmError(
+            f"the variance needs at least 2 valid tokens, the mask has {int(count)}: take a larger batch, or "
+            "unbiased=False"
+        )
     mean = masked_mean(values, mask)
+    # about the mean, in a second pass: Σx² − n·mean² would cancel for values far from 0
     squares = masked_sum(values, mask, lambda part: (part - mean).square())
     return squares / (count - 1 if unbiased else count.clamp(min=1))
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale ``values`` to variance 1 over the valid entries, and to mean 0 when ``shift_mean``.
+    """Scale ``values`` […] to variance 1 over the entries that are valid in ``mask`` […], and to mean 0 when
+    ``shift_mean``.
 
     Entries outside the mask are scaled too: ignore them. Raises the errors of :func:`masked_var`.
     """
@@ -91,13 +98,14 @@ def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
                 f"{name} has shape {tuple(tensor.shape)}, {shape_of} has {tuple(reference.shape)}: they must be equal"
             )
         if not name.endswith("mask") and not tensor.is_floating_point():
-            raise AlgorithmError(f"{name} has dtype {tensor.dtype}: a floating dtype is needed")
+            raise AlgorithmError(f"{name} has dtype {tensor.dtype}: convert it to a floating dtype")
         if tensor.device != reference.device:
             raise AlgorithmError(f"{name} is on {tensor.device}, {shape_of} on {reference.device}: move one of them")
 
 
 def check_mask(name: str, mask: Tensor) -> None:
-    """Check that a mask holds only 0 and 1. Raises AlgorithmError with the first other value and its position."""
+    """Check that a mask [B, T] holds only 0 and 1. Raises AlgorithmError with the first other value and its
+    position."""
     if mask.dtype == torch.bool or not mask.numel():
         return
     # Only 0, 1 and infinity are their own squares. Blocks avoid a second mask in memory.
@@ -105,7 +113,8 @@ def check_mask(name: str, mask: Tensor) -> None:
         return
     row, token = ((mask != 0) & (mask != 1)).nonzero()[0].tolist()
     raise AlgorithmError(
-        f"{name} must hold 0 and 1 only, found {mask[row, token].item():g} in row {row}, token {token}"
+        f"{name} must hold 0 and 1 only, found {mask[row, token].item():g} in row {row}, token {token}: weights of "
+        "tokens belong into the advantages"
     )
 
 
@@ -122,6 +131,7 @@ def finite_rows(
     ``nonfinite`` is ``algorithm.nonfinite``. With ``error`` a non-finite row raises AlgorithmError with its number,
     uid, token and value. With ``skip`` the caller masks the other rows and counts them (``(~rows).sum()``).
     """
+    # outside of the mask anything is allowed: padding of log-probs may be infinite
     considered = keep_masked(values.detach(), mask)
     rows = values.shape[0]
     # A finite sum proves that every entry is finite, in one pass over memory instead of three.
@@ -129,13 +139,14 @@ def finite_rows(
         return torch.ones(rows, dtype=torch.bool, device=values.device)
     finite = considered.isfinite()
     keep = finite.reshape(rows, -1).all(dim=1)
+    # the sum alone may overflow while every entry is finite
     if nonfinite == "skip" or bool(keep.all()):
         return keep
-    place = (~finite).nonzero()[0].tolist()
-    row, token = place[0], place[1] if len(place) > 1 else None
+    position = (~finite).nonzero()[0].tolist()
+    row, token = position[0], position[1] if len(position) > 1 else None
     whose = "" if uids is None else f" (uid {str(uids[row])!r})"
     raise AlgorithmError(
-        f"{name} of row {row}{whose} is {considered[tuple(place)].item()}"
+        f"{name} of row {row}{whose} is {considered[tuple(position)].item()}"
         + ("" if token is None else f" at token {token}")
         + f"; {int((~keep).sum())} of {rows} rows are not finite. Fix what computes them, or set"
         " trainer.algorithm.nonfinite=skip to leave such samples out and count them"
@@ -152,6 +163,7 @@ def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
     for name in ("rewards", "values", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
         values = getattr(batch, name)
         if values is not None:
+            # rewards and values at every position: rewards are summed over all of them
             mask = batch.loss_mask if name.endswith("logprobs") else None
             keep &= finite_rows(name, values, mask, nonfinite=nonfinite, uids=batch.uids or None)
     return keep
@@ -171,16 +183,21 @@ def discounted_suffix_sum(x: Tensor, factor: float | Tensor) -> Tensor:
     size = min(SCANNED_TOKENS, length)
     if isinstance(factor, Tensor):
         factor = factor.view(-1, 1, 1)
+    # in float64 and rounded once: the powers of a factor near 1 would otherwise collect 32 rounding errors
     steps = torch.arange(size, device=x.device, dtype=torch.float64)
     distance = steps[:, None] - steps[None, :]  # from the token of the column to the later token of the row
     powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(x.dtype)
+    # on the left, so that every block ends where the sums of the next begin
     padding = -length % size
     padded = torch.nn.functional.pad(x, (padding, 0)) if padding else x
     blocks = padded.view(rows, -1, size)
+    # with one factor the blocks of all rows are one matrix, and one product
     within = blocks @ powers if powers.dim() == 3 else (blocks.reshape(-1, size) @ powers).view(blocks.shape)
     if within.shape[1] > 1:
-        whole = factor**size
-        totals = discounted_suffix_sum(within[:, :, 0], whole.flatten() if isinstance(whole, Tensor) else whole)
+        block_factor = factor**size
+        totals = discounted_suffix_sum(
+            within[:, :, 0], block_factor.flatten() if isinstance(block_factor, Tensor) else block_factor
+        )
         reach = (factor ** (size - steps)).to(x.dtype)  # from the first token of the next block
         within[:, :-1].addcmul_(totals[:, 1:, None], reach)
     return within.reshape(rows, -1)[:, padding:]

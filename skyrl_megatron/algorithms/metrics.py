@@ -35,17 +35,20 @@ type ReducibleMetrics = dict[str, Mean | Tensor]
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Return the mean of ``values`` (bool or floating, shaped as ``mask``) over the entries where ``mask`` is 1."""
+    """Return the mean of ``values`` […] (bool or floating) over the entries where ``mask`` […], of the same shape, is
+    1."""
+    # float64: float32 counts tokens exactly only up to 2²⁴
     kept = keep_masked(values.detach().double(), mask)
     return Mean(kept.sum(), (mask > 0).sum().double())
 
 
 def moments(name: str, values: Tensor, mask: Tensor) -> ReducibleMetrics:
-    """Return ``{name}_{mean,square_mean,min,max}`` of ``values`` over the entries where ``mask`` is 1."""
+    """Return ``{name}_{mean,square_mean,min,max}`` of ``values`` […] over the entries where ``mask`` […] is 1."""
     values, valid = values.detach().double(), mask > 0
     return {
         f"{name}_mean": token_mean(values, mask),
         f"{name}_square_mean": token_mean(values * values, mask),
+        # without a valid entry it stays infinite, and metric_values leaves it out
         f"{name}_min": torch.where(valid, values, math.inf).amin(),
         f"{name}_max": torch.where(valid, values, -math.inf).amax(),
     }
@@ -55,12 +58,13 @@ MISMATCH = "rollout_train_logprobs_abs_diff"
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ReducibleMetrics:
-    """Return moments of the log-prob mismatch |trainer − engine| in nats, over the entries where ``mask`` is 1."""
+    """Return moments of the log-prob mismatch |trainer − engine| in nats, over the entries where ``mask`` is 1; all
+    tensors [B, T]."""
     return moments(MISMATCH, (logprobs.detach() - rollout_logprobs).abs(), mask)
 
 
 def merge_metrics(*parts: Mapping[str, Mean | Tensor]) -> ReducibleMetrics:
-    """Merge the metrics of several micro-batches: add the pairs, reduce ``_min`` and ``_max``."""
+    """Merge the metrics of several micro-batches, scalar tensors: add the pairs, reduce ``_min`` and ``_max``."""
     merged: ReducibleMetrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -100,10 +104,12 @@ class PackedMetrics:
 
 
 def pack_metrics(metrics: Mapping[str, Mean | Tensor], device: torch.device | None = None) -> PackedMetrics:
-    """Pack ``metrics`` into two tensors on ``device``, sorted by name so that all ranks use the same order."""
+    """Pack ``metrics``, scalar tensors, into two tensors on ``device``, sorted by name so that all ranks use the same
+    order."""
     means = {name: metric for name, metric in sorted(metrics.items()) if isinstance(metric, Mean)}
     extremes = {name: metric for name, metric in sorted(metrics.items()) if not isinstance(metric, Mean)}
     sums = [torch.stack([metric.sum, metric.weight]).double() for metric in means.values()]
+    # negated, so that one all-reduce with MAX serves both
     maxima = [(-value if name.endswith("_min") else value).double() for name, value in extremes.items()]
     return PackedMetrics(
         tuple(means),
@@ -114,7 +120,8 @@ def pack_metrics(metrics: Mapping[str, Mean | Tensor], device: torch.device | No
 
 
 def metric_values(metrics: Mapping[str, Mean | Tensor]) -> dict[str, float]:
-    """Return means, extremes and standard deviations as floats, without metrics that have no valid entry."""
+    """Return means, extremes and standard deviations of scalar tensors as floats, without metrics that have no valid
+    entry."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Mean):
@@ -125,6 +132,7 @@ def metric_values(metrics: Mapping[str, Mean | Tensor]) -> dict[str, float]:
             values[name] = float(metric.sum) / weight
             squares = metrics.get(f"{name.removesuffix('_mean')}_square_mean")
             if isinstance(squares, Mean) and name.endswith("_mean"):
+                # rounding may make the spread of equal values slightly negative
                 spread = float(squares.sum) - float(metric.sum) ** 2 / weight
                 values[f"{name.removesuffix('_mean')}_std"] = math.sqrt(max(spread, 0.0) / max(weight - 1, 1))
     return values

@@ -79,6 +79,7 @@ def call_policy_loss(
     result = function(log_probs, old_log_probs, advantages, config, **keywords)
     loss, metrics = _checked_pair(name, result, log_probs)
     if loss.ndim == 2:
+        # a custom loss may divide by a masked value: NaN must not reach the sum
         loss = keep_masked(loss, loss_mask)
     else:
         warn_once(
@@ -127,13 +128,15 @@ def _checked_pair(name: str, result: object, log_probs: Tensor) -> tuple[Tensor,
         raise AlgorithmError(f"{wanted}; the loss is {type(loss).__name__} {loss!r}")
     if not loss.is_floating_point() or (loss.ndim != 0 and list(loss.shape) != shape):
         raise AlgorithmError(f"{wanted}; the loss is {loss.dtype} {list(loss.shape)}")
+    # checked here, because a loss that was computed from detached values trains nothing, without an error
     if torch.is_grad_enabled() and log_probs.requires_grad and not loss.requires_grad:
         raise AlgorithmError(f"{wanted}; the loss has no gradient: it must be computed from log_probs")
     return loss, metrics
 
 
 def reducible(name: str, metrics: object, loss_mask: Tensor) -> ReducibleMetrics:
-    """Return the metrics of a custom loss as reducible metrics. A number is weighted by its valid tokens."""
+    """Return the metrics of a custom loss as reducible metrics, scalar tensors. A number is weighted by the valid
+    tokens in ``loss_mask`` [B, T]."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -150,7 +153,8 @@ def reducible(name: str, metrics: object, loss_mask: Tensor) -> ReducibleMetrics
             reduced[str(key)] = number if extreme else Mean(number * tokens, tokens)
         else:
             raise AlgorithmError(
-                f"the policy loss {name!r} returned the metric {key!r} = {type(value).__name__}: a number is needed"
+                f"the policy loss {name!r} returned the metric {key!r} = {type(value).__name__}: return a number, a "
+                "scalar tensor or a pair (sum, count)"
             )
     return reduced
 
@@ -167,7 +171,7 @@ class Objective(Protocol):
         observation_mask: Tensor | None = None,
         uids: Sequence[str] | None = None,
     ) -> StepTotals:
-        """Count a shard of the mini-batch."""
+        """Count a shard of the mini-batch, [B, T] each; ``uids`` [B]."""
         ...
 
     def weight(self, totals: StepTotals) -> float:
@@ -188,9 +192,10 @@ class PolicyObjective:
         self.function = PolicyLossRegistry.get(self.name)
         self.builtin = cast(BuiltinLoss, self.function) if self.function in BUILT_IN.values() else None
         self.reduction = str(config.loss_reduction)
-        corrected = self.builtin is not None and self.builtin.corrected
+        # a custom loss gets the engine's log-probs and corrects by itself
+        corrected = self.builtin is not None and self.builtin.row.corrected
         self.correction = getattr(config, "off_policy_correction", None) if corrected else None
-        if self.builtin is not None and self.builtin.depends_on_cut:
+        if self.builtin is not None and self.builtin.row.depends_on_cut:
             warn_once(
                 f"the policy loss {self.name!r} uses statistics of its micro-batch: loss and gradient depend on how a"
                 " batch is split into micro-batches and data-parallel ranks"
@@ -199,7 +204,7 @@ class PolicyObjective:
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the loss reads the trainer's log-probs before the update. If not, their forward pass is skipped."""
-        return correction_enabled(self.correction) or self.builtin is None or self.builtin.uses_old(self.config)
+        return correction_enabled(self.correction) or self.builtin is None or self.builtin.row.uses_old(self.config)
 
     @property
     def compares_top(self) -> bool:
@@ -228,6 +233,8 @@ class PolicyObjective:
         uids: Sequence[str] | None = None,
     ) -> StepTotals:
         """Count a shard of the mini-batch, [B, T] each; add the counts up over shards before the step."""
+        # the tokens that the correction will drop must not be in the denominator: they are known before the
+        # step
         mask = self.effective_mask(loss_mask, old_log_probs, rollout_log_probs)
         totals = step_totals(mask, self.reduction, uids)
         if observation_mask is None or not self.observes:
@@ -266,10 +273,11 @@ class PolicyObjective:
         ``loss_metrics/…`` of the policy loss. Raises AlgorithmError if a required tensor is missing.
         """
         config = self.config
-        given = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
+        recorded = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
         others = {"ref_log_probs": ref_log_probs, "entropy": entropy, "loss_mask": loss_mask, "advantages": advantages}
-        check_token_tensors("log_probs", log_probs=log_probs, **given, **others)
-        mask = self.effective_mask(loss_mask, **given)
+        # broadcasting would accept [B, 1] and [1, T], and give wrong sums
+        check_token_tensors("log_probs", log_probs=log_probs, **recorded, **others)
+        mask = self.effective_mask(loss_mask, **recorded)
         share = micro_batch_share(mask, totals, self.reduction)
         weights = row_weights(
             mask, totals, self.reduction, max_seq_len=getattr(config, "max_seq_len", None), uids=uids
@@ -279,6 +287,7 @@ class PolicyObjective:
         )
         policy = weighted_sum(values, mask, weights) if values.ndim else values * share.to(values.dtype)
         terms: dict[str, Tensor] = {"policy_loss": policy}
+        # the policy loss is still computed, for its metrics
         loss = 0.0 * policy if self.compares_top and config.distillation.divergence_alone else policy
         if ref_log_probs is not None:
             kl = compute_approx_kl(log_probs, ref_log_probs, mask, config.kl_estimator_type)
@@ -291,7 +300,8 @@ class PolicyObjective:
         if self.compares_top:
             if top_log_probs is None:
                 raise AlgorithmError(
-                    "trainer.algorithm.distillation.loss_coef needs top_log_probs, but they are missing"
+                    "trainer.algorithm.distillation.loss_coef needs top_log_probs, but they are missing: configure "
+                    "trainer.teacher, or set it to 0"
                 )
             wanted = config.distillation
             distance, measured = divergence(*top_log_probs, mask, beta=wanted.beta, renormalize=wanted.renormalize)
@@ -301,6 +311,8 @@ class PolicyObjective:
             loss = loss - config.entropy_loss_coef * _required(terms, "policy_entropy", "use_entropy_loss", "entropy")
         if self.observes and observation_mask is not None:
             observed = keep_masked(log_probs, observation_mask).sum(dtype=torch.float64)
+            # a denominator of its own: observations are not in the loss mask, and would dilute the policy's
+            # mean
             terms["observation_loss"] = (-observed / max(totals.observed, 1)).to(policy.dtype)
             loss = loss + config.observation_loss_coef * terms["observation_loss"]
         metrics = _totals_as_metrics({"final_loss": loss, **terms}, share) | measured
@@ -309,7 +321,9 @@ class PolicyObjective:
 
 def _required(terms: dict[str, Tensor], term: str, option: str, argument: str) -> Tensor:
     if term not in terms:
-        raise AlgorithmError(f"trainer.algorithm.{option}=true needs {argument}, which is missing")
+        raise AlgorithmError(
+            f"trainer.algorithm.{option}=true needs {argument}, which is missing: pass it, or set the option to false"
+        )
     return terms[term]
 
 

@@ -28,7 +28,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def clamped_ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp of a log-ratio clamped to ±20: at most 485 million, so it cannot overflow."""
+    """Return exp of a log-ratio […] (nats) clamped to ±20: at most 485 million, so it cannot overflow."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -56,12 +56,14 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: 
             "trainer.algorithm.off_policy_correction needs the engine's log-probs: set"
             " generator.sampling_params.logprobs=1, or switch the correction off"
         )
+    # masked first: the two sides may have anything where nothing was sampled
     log_ratio = keep_masked(old_log_probs - rollout_log_probs, loss_mask)
     ratio, mask, weight = clamped_ratio(log_ratio), loss_mask, None
     metrics = moments("is_ratio", ratio, mask)
     low, high = cfg.outlier_token_is_threshold_low, cfg.outlier_token_is_threshold_high
     if low is not None or high is not None:
         under, over = _out_of_bounds(ratio, low, high)
+        # a token that an earlier stage dropped must not drop its sequence too
         under, over = (under & (mask > 0)).any(1, keepdim=True), (over & (mask > 0)).any(1, keepdim=True)
         mask = _drop_sequences("outlier_seq", under, over, mask, metrics)
     if (limit := cfg.sequence_error_high) is not None:
@@ -72,9 +74,11 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: 
     if low is not None or high is not None:
         under, over = _out_of_bounds(ratio, low, high)
         metrics["token_mask_ratio"] = token_mean(under | over, mask)
+        # a product, not torch.where: it keeps the dtype of the mask, as Correction promises
         mask = mask * ~(under | over)
     if cfg.tis_ratio_type is not None:
         weight = _truncated_weight(log_ratio, mask, cfg, metrics)
+    # after the weight, which is therefore computed on sequences that this stage then drops
     if cfg.sequence_mask_metric is not None:
         mask = _sequence_mask(log_ratio, mask, cfg, metrics)
     return Correction(mask, weight, metrics)
@@ -90,7 +94,9 @@ def effective_mask(
     if not masks_enabled(cfg):
         return loss_mask
     if old_log_probs is None:
-        raise AlgorithmError("the masks of trainer.algorithm.off_policy_correction need old_log_probs")
+        raise AlgorithmError(
+            "the masks of trainer.algorithm.off_policy_correction need old_log_probs: compute them before the update"
+        )
     return correct(old_log_probs, rollout_log_probs, loss_mask, cfg).mask
 
 
@@ -100,6 +106,7 @@ def _truncated_weight(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: Reduci
         ratio, cap = clamped_ratio(log_ratio), cfg.token_tis_ratio_clip_high
         metrics["tis_token_clip_high_ratio"] = token_mean(ratio > cap, mask)
     elif cfg.tis_ratio_type == "sequence":
+        # the product as a sum of logarithms: it would leave fp32's range for long sequences
         ratio = clamped_ratio(keep_masked(log_ratio, mask).sum(1, keepdim=True))
         cap = cfg.sequence_tis_ratio_clip_high
         metrics["tis_seq_clip_high_ratio"] = _share_of_sequences(ratio > cap, mask)

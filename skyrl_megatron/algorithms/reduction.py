@@ -65,6 +65,7 @@ def step_totals(mask: Tensor, loss_reduction: str = "token_mean", uids: Sequence
     """
     check_loss_reduction(loss_reduction)
     check_mask("loss_mask", mask)
+    # one copy to the host: reading the rows one by one would wait for the device each time
     per_row: list[int] = (mask > 0).sum(dim=1).tolist()
     prompts: dict[str, int] = {}
     if loss_reduction == "prompt_mean":
@@ -89,6 +90,7 @@ def row_weights(
     """
     check_loss_reduction(loss_reduction)
     lengths = (mask > 0).sum(dim=1).double()
+    # a step without a valid token has loss 0, not 0/0
     rows = max(totals.rows, 1)
     match loss_reduction:
         case "token_mean":
@@ -100,6 +102,7 @@ def row_weights(
                 raise AlgorithmError("loss_reduction=seq_mean_token_sum_norm needs trainer.algorithm.max_seq_len")
             per_token = torch.full_like(lengths, 1 / (rows * max_seq_len))
         case _:
+            # a prompt without a valid token is not in the totals; its rows get weight 0 below
             tokens = [totals.prompt_tokens.get(uid, 1) for uid in _uids_of(uids, len(lengths))]
             per_token = 1 / (max(len(totals.prompt_tokens), 1) * lengths.new_tensor(tokens))
     return torch.where(lengths > 0, per_token, 0.0)
@@ -112,7 +115,9 @@ def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     and gradient. The sum over rows is taken in float64. The result is float64 for float64 ``values``, else float32.
     """
     dtype = values.dtype if values.dtype == torch.float64 else torch.float32
+    # rows in fp32 even for bfloat16 losses, whose sums would be rounded to 8 bits
     per_row = keep_masked(values, mask).sum(dim=1, dtype=dtype)
+    # weights are 1 / tokens: summed in float64, the loss is the same however rows are split over micro-batches
     return (per_row.double() * weights).sum().to(dtype)
 
 

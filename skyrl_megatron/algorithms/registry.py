@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 
+from skyrl_megatron.config.table import Table
 from skyrl_megatron.errors import AlgorithmError, DistributedError
 
 ANSWER_TIMEOUT_S = 60.0
@@ -310,6 +311,8 @@ class BaseFunctionRegistry:
 
     _function_type: ClassVar[str] = "function"
     _actor_name: ClassVar[str] = ""
+    _rows: ClassVar[Table[Any]] = Table("", "", {})
+    """The facts of the functions, of which those of a removed function go too."""
     _client: ClassVar[RegistryClient]
     _builtin: ClassVar[dict[str, Callable[..., Any]]]
     _functions: ClassVar[dict[str, Callable[..., Any]]]
@@ -375,6 +378,7 @@ class BaseFunctionRegistry:
             raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
         cls._functions.pop(name, None)
         cls._unloadable.pop(name, None)
+        cls._rows.remove(name)
         cls._client.note(Change(name, None, GONE))
 
     @classmethod
@@ -384,6 +388,8 @@ class BaseFunctionRegistry:
             cls._client.sync()
         for name in cls._client.changed():
             cls._client.note(Change(name, None, BUILT_IN if name in cls._builtin else GONE))
+        for name in cls._functions:
+            cls._rows.remove(name)
         cls._functions.clear()
         cls._unloadable.clear()
 
@@ -412,13 +418,13 @@ class BaseFunctionRegistry:
     def add_builtins(cls, names: Iterable[str], functions: Mapping[Any, Callable[..., Any]]) -> None:
         """Add the built-in functions. Every process has them by importing this package, so they are never sent.
 
-        Raises AlgorithmError if their names differ from ``names``, which the configuration schema defines.
+        Raises AlgorithmError if their names differ from ``names``, those of the rows in ``config/table.py``.
         """
         differing = {str(name) for name in names} ^ {str(name) for name in functions}
         if differing:
             raise AlgorithmError(
-                f"{cls._function_type}: {', '.join(sorted(differing))}: every built-in function must be named in"
-                " skyrl_megatron/config/schema/algorithm.py, and every name there must have one"
+                f"{cls._function_type}: {', '.join(sorted(differing))}: every built-in function must have a row in"
+                " skyrl_megatron/config/table.py, and every row there must have one"
             )
         cls._builtin = {str(name): function for name, function in functions.items()}
         changed = cls._client.changed()

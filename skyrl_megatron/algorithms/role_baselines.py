@@ -7,13 +7,38 @@ this role.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from skyrl_megatron.algorithms.estimator_state import EstimatorState
 from skyrl_megatron.errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import AlgorithmConfig
+
+
+class RoleBaselines(EstimatorState):
+    """The running mean reward of each role, which the estimator ``rae`` subtracts and updates."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        super().__init__(algorithm)
+        self.means: dict[str, float] = {}
+        """Role → mean reward."""
+
+    def arguments(self, roles: Callable[[], list[str]]) -> dict[str, Any]:
+        """See :class:`EstimatorState`."""
+        return {"roles": roles(), "baselines": self.means}
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`EstimatorState`."""
+        return {"role_baselines": dict(self.means)} if self.means else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`EstimatorState`."""
+        self.means = dict(state.get("role_baselines") or {})
 
 
 @torch.no_grad()
@@ -24,7 +49,8 @@ def rae_scores(
     decay: float,
     trained: Tensor | None = None,
 ) -> Tensor:
-    """Return [B]: score − baseline of the role, and update ``baselines`` (role → mean, 0 before its first score).
+    """Return [B], dtype of ``scores`` [B]: score − baseline of the role, and update ``baselines`` (role → mean, 0
+    before its first score).
 
     Rows are taken in order: A = R − b, then b ← decay·b + (1 − decay)·R. The baseline does not contain the score that
     it is compared with. Rows that are not ``trained`` [B] bool get 0 and do not count.
@@ -35,7 +61,7 @@ def rae_scores(
         if counts:
             baseline = baselines.get(role, 0.0)
             advantages[row] = score - baseline
-            baselines[role] = decay * baseline + (1 - decay) * score
+            baselines[role] = decay * baseline + (1 - decay) * score  # after its use: a score is no part of its mean
     return advantages.to(scores.device, scores.dtype)
 
 
@@ -48,7 +74,7 @@ def rae(
     loss_mask: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Spread :func:`rae_scores` of the summed rewards over the response: [B, T], one tensor for both.
+    """Spread :func:`rae_scores` of the summed rewards [B, T] over the response: [B, T], one tensor for both.
 
     ``roles`` [B]: role of each row. ``baselines``: state of the run, which is updated. Raises AlgorithmError without
     them.

@@ -14,6 +14,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     It is the unbiased estimator of arXiv:2107.03374, section 2.1. Raises ValueError unless 1 ≤ k ≤ samples.
     """
     _require(samples, k)
+    # integers of any size: a product of ratios would round, and overflow for thousands of samples
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
@@ -31,6 +32,7 @@ def majority_at_k(answers: Sequence[Hashable], credits: Sequence[float], k: int)
         sums[answer] += credit
     total = 0.0
     for answer, count in counts.items():
+        # what earns nothing adds nothing, and counting its wins is the expensive part
         if sums[answer]:
             others = [number for other, number in counts.items() if other != answer]
             total += sums[answer] / count * _wins(count, others, k)

@@ -6,16 +6,10 @@
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import (
     AlgorithmConfig,
-    CISPOConfig,
-    ClipCovConfig,
     DistillationConfig,
-    DPPOConfig,
     DynamicSamplingConfig,
-    GAEConfig,
-    KLCovConfig,
     KLCtrlConfig,
     OffPolicyCorrectionConfig,
-    SAPOConfig,
 )
 from skyrl_megatron.config.schema.generator import (
     ChatTemplateConfig,
@@ -50,6 +44,14 @@ from skyrl_megatron.config.schema.models import (
 )
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
 from skyrl_megatron.config.schema.training import FullyAsyncConfig, HealingConfig, TrainerConfig
+from skyrl_megatron.config.table import (
+    CISPOConfig,
+    ClipCovConfig,
+    DPPOConfig,
+    GAEConfig,
+    KLCovConfig,
+    SAPOConfig,
+)
 
 __all__ = [
     "DEFAULT_MEGATRON_OPTIMIZER_KWARGS",

@@ -26,6 +26,7 @@ from skyrl_megatron.config.schema.generator import (
 )
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.config.schema.training import TrainerConfig
+from skyrl_megatron.config.table import ESTIMATORS, OTHER_ROLES, ROLES
 from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name
 
 
@@ -71,12 +72,11 @@ def _data(name: str) -> str:
     return absolute(name) if is_data_file(name) or os.path.exists(name) else name
 
 
-_ROLES = ("policy", "ref", "critic", "teacher")
 _PATHS: dict[str, Callable[[str], str]] = {
     "data.train_data": _data,
     "data.val_data": _data,
-    **{f"trainer.{role}.model.path": _model for role in _ROLES},
-    **{f"trainer.{role}.megatron_config.torch_profiler_config.save_path": absolute for role in _ROLES},
+    **{f"trainer.{role}.model.path": _model for role in ROLES},
+    **{f"trainer.{role}.megatron_config.torch_profiler_config.save_path": absolute for role in ROLES},
     "trainer.ckpt_path": absolute,
     "trainer.export_path": absolute,
     "trainer.fully_async.rollouts_path": absolute,
@@ -142,7 +142,7 @@ def derive(cfg: Section) -> None:
     if trainer.ref.model.path == trainer.policy.model.path:
         fill(cfg, "trainer.ref.model.revision", trainer.policy.model.revision)
     for name in ("num_nodes", "num_gpus_per_node"):
-        for role in ("ref", "critic", "teacher"):
+        for role in OTHER_ROLES:
             fill(cfg, f"trainer.placement.{role}_{name}", getattr(trainer.placement, f"policy_{name}"))
     lora = trainer.policy.model.lora
     if lora.sync_mode == "memory" and "trainer.policy.model.lora.sync_mode" not in _filled(cfg):
@@ -150,14 +150,15 @@ def derive(cfg: Section) -> None:
     merged = trainer.policy.megatron_config.lora_config.merge_lora
     fill(cfg, "trainer.policy.model.lora.sync_mode", "merged" if merged else "memory")
     fill(cfg, "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable", True)
-    for section in (trainer.policy, trainer.ref, trainer.critic, trainer.teacher):
-        _fit_recompute(section.megatron_config.transformer_config_kwargs)
-    for name in ("ref", "critic", "teacher"):
-        fill(cfg, f"trainer.{name}.megatron_config", trainer.policy.megatron_config)
+    for role in ROLES:
+        _fit_recompute(getattr(trainer, role).megatron_config.transformer_config_kwargs)
+    for role in OTHER_ROLES:
+        fill(cfg, f"trainer.{role}.megatron_config", trainer.policy.megatron_config)
     on_ranks = [model for model in trainer.teacher.models.values() if not is_address(model)]
     if on_ranks:
         fill(cfg, "trainer.teacher.model.path", on_ranks[0])
-    fill(cfg, "trainer.algorithm.distillation.reward_coef", float(algorithm.advantage_estimator == "distillation"))
+    row = ESTIMATORS.get(algorithm.advantage_estimator)
+    fill(cfg, "trainer.algorithm.distillation.reward_coef", float(row is not None and row.teacher))
 
 
 def fill(cfg: Section, key: str, value: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_args, get_origin
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, leaves, sections_of
 from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
+from skyrl_megatron.config.table import STEP_WISE, AdvantageEstimator, PolicyLossType, Row
 
 _HEAD = """\
 # Configuration
@@ -54,7 +55,7 @@ def document(root: type[Section] = SkyRLTrainConfig, *, whole: bool = False) -> 
     parts = [_HEAD if whole else _HEAD + _SHORT]
     for name, section in sections_of(root).items():
         parts += _section(section, default_of(root, name), name, 2, whole)
-    parts.append(_other_spellings())
+    parts += [objectives(), _other_spellings()]
     return "\n".join(parts)
 
 
@@ -162,6 +163,40 @@ def _other_spellings() -> str:
     lines.append(f"- `generator.X` is now `generator.inference_engine.X`, with a DeprecationWarning, for {names}.")
     lines += [f"- `{old}` is now `{new}`." for old, new in DEPRECATED.items() if old not in moved]
     return "\n".join(lines) + "\n"
+
+
+def objectives() -> str:
+    """Return the tables of the built-in losses and estimators."""
+    lines = [
+        "## Losses and estimators\n",
+        *_head("loss", "what it is", "section", "also reads", "ratio to", "off-policy correction"),
+    ]
+    for loss in PolicyLossType:
+        row = loss.row
+        ratio_to = "engine" if row.reads_rollout else "old" if row.reads_old else "none"
+        if row.anchor:
+            ratio_to += f", or engine with `{row.anchor}=rollout`"
+        correction = "yes" if row.corrected else "refused" if row.refuses else "no"
+        lines.append(f"| {_common(loss, row)} | {ratio_to} | {correction} |")
+    lines += ["", *_head("estimator", "what it is", "section", "also reads", "needs", "step-wise trajectories")]
+    for estimator in AdvantageEstimator:
+        facts = estimator.row
+        needs = {"a critic": facts.critic, "groups": facts.groups, "a teacher": facts.teacher}
+        parts = [name for name, needed in needs.items() if needed] + [f"`{key}`" for key in facts.needs]
+        step_wise = "no" if STEP_WISE in facts.refuses else "yes"
+        lines.append(f"| {_common(estimator, facts)} | {', '.join(parts)} | {step_wise} |")
+    return "\n".join(lines) + "\n"
+
+
+def _head(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+
+
+def _common(name: str, row: Row) -> str:
+    """Return the first columns of a row: name, meaning, section, other settings."""
+    section = "" if row.settings is None else f"`{name}.*`"
+    others = ", ".join(f"`{setting}`" for setting in sorted(row.reads or ()))
+    return f"`{name}` | {row.meaning} | {section} | {others}"
 
 
 def base_config() -> str:

@@ -95,6 +95,14 @@ class Section:
         return False
 
     @classmethod
+    def with_named_sections(cls, given: Mapping[str, Any]) -> type[Self]:
+        """Return this class, or a subclass with the sections that plugins add for what ``given`` names.
+
+        ``given``: dotted key → value of everything that is assigned, before it is checked.
+        """
+        return cls
+
+    @classmethod
     def from_dict_config(cls, cfg: Mapping[str, Any]) -> Self:
         """Build this class from a nested mapping: a plain dict or an OmegaConf ``DictConfig``.
 

@@ -51,7 +51,7 @@ class Hardware:
 
 
 def local_hardware() -> Hardware:
-    """Return this machine as one node. A run in a cluster uses ``cluster_hardware`` of ``entrypoints/command.py``."""
+    """Return this machine as one node. A run in a cluster uses ``cluster_hardware`` of ``checks.py``."""
     gpus = device.driver_gpu_count()
     if not gpus:
         return Hardware(0, 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -79,6 +79,7 @@ class _Builder[C: Section]:
     tree: Tree = field(default_factory=dict)
 
     def build(self, assignments: Sequence[Assignment], interpolate: bool = True) -> tuple[C, list[Problem]]:
+        self.cls = self.cls.with_named_sections(dict(_values_below(assignments)))
         for assignment in assignments:
             self._place(assignment)
         if interpolate:
@@ -223,6 +224,14 @@ class _Builder[C: Section]:
             if isinstance(typed, str):
                 raise
             return convert(annotation, typed)
+
+
+def _values_below(assignments: Iterable[Assignment]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each assignment, and of each entry of its mappings."""
+    for item in assignments:
+        yield item.key, item.typed() if item.text is not None and isinstance(item.value, str) else item.value
+        if isinstance(item.value, Mapping):
+            yield from _values_below(item.below(str(name), value) for name, value in item.value.items())
 
 
 def _differs(base: Section, name: str) -> bool:

@@ -20,10 +20,12 @@ from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.parse import Mismatch, convert
 from skyrl_megatron.config.rules.layout import ParallelConfig
+from skyrl_megatron.config.table import ESTIMATORS, ROLES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.plugins import TRANSPORTS
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
     from skyrl_megatron.config.schema.models import MegatronConfig, PlacementConfig
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
@@ -68,7 +70,7 @@ def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
 
 def is_frozen(role: str) -> bool:
     """Return whether a role only computes log-probs and is never trained."""
-    return role in ("ref", "teacher")
+    return not ROLES[role].trained
 
 
 def has_value_head(cfg: SkyRLTrainConfig, role: str) -> bool:
@@ -252,6 +254,11 @@ def role_configs(cfg: SkyRLTrainConfig) -> dict[str, tuple[str, SkyRLTrainConfig
     return found
 
 
+def _rewards_by_teacher(algorithm: AlgorithmConfig) -> bool:
+    row = ESTIMATORS.get(algorithm.advantage_estimator)
+    return row is not None and row.teacher
+
+
 def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield every problem of teachers and distillation settings."""
     algorithm, teacher = cfg.trainer.algorithm, cfg.trainer.teacher
@@ -259,7 +266,7 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if wanted.demonstration is not None:
         yield from _own_teacher_problems(cfg)
     elif not has_teacher(cfg):
-        if algorithm.advantage_estimator == "distillation" or wanted.reward_coef or wanted.loss_coef:
+        if _rewards_by_teacher(algorithm) or wanted.reward_coef or wanted.loss_coef:
             fix = "distillation needs a teacher: set it, or set trainer.teacher.models"
             yield Problem("trainer.teacher.model.path", None, fix)
         return
@@ -282,7 +289,7 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         fix = "is for log-probs, but the teacher is a reward model: remove this key, and set distillation.reward_coef"
         for option, given, unwanted in (
             (f"{_A}distillation.loss_coef", wanted.loss_coef, wanted.loss_coef > 0),
-            (f"{_A}advantage_estimator", "distillation", algorithm.advantage_estimator == "distillation"),
+            (f"{_A}advantage_estimator", algorithm.advantage_estimator, _rewards_by_teacher(algorithm)),
             (KEY, ", ".join(teacher.models), bool(teacher.models)),
         ):
             if unwanted:
@@ -292,9 +299,6 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(f"{_A}distillation.divergence_alone", True, fix)
     if wanted.loss_coef and cfg.trainer.fused_lm_head_logprob:
         yield Problem("trainer.fused_lm_head_logprob", True, "distillation.loss_coef needs logits: set it to false")
-    if cfg.generator.step_wise_trajectories and algorithm.advantage_estimator == "distillation":
-        fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
-        yield Problem(f"{_A}advantage_estimator", "distillation", fix)
     for name, address in teacher_addresses(cfg).items():
         if algorithm.temperature not in (None, 1.0):
             fix = f"the engine at {address} returns log-probs at temperature 1: set it to 1, or run {name} on ranks"

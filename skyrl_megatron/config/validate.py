@@ -22,7 +22,6 @@ from skyrl_megatron.config.rules.supervised_rules import supervised_problems
 from skyrl_megatron.config.rules.training_rules import (
     fully_async_problems,
     oversampling_problems,
-    stale_loss,
     training_problems,
 )
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
@@ -146,8 +145,6 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
     if "wandb" in loggers and "wandb" not in trackers(cfg):
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
-    if said := stale_loss(cfg):
-        yield said
     if supervised(cfg) is None and generator.unaccounted_sampling == "warn" and (problem := unaccounted_sampling(cfg)):
         yield str(problem)
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:

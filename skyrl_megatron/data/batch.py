@@ -154,7 +154,7 @@ PREFIX = "routes."
 
 
 def recorded_name(layer: int) -> str:
-    """Return the name under which the routes of a layer are recorded (``skyrl_megatron_parts/profiling.py``)."""
+    """Return the name under which the routes of a layer are recorded (``runtime/recording.py``)."""
     return f"{PREFIX}{layer}"
 
 

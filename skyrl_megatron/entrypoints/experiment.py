@@ -15,6 +15,7 @@ import ray
 
 from skyrl_megatron import hub
 from skyrl_megatron import progress as start_times
+from skyrl_megatron.command import redirect_stderr, terminal
 from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.rules.training_rules import is_reproducible
@@ -23,11 +24,13 @@ from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.data.vocabulary import configured_stops, require_vocabulary
-from skyrl_megatron.entrypoints.command import redirect_stderr, report_if_finished, terminal
 from skyrl_megatron.entrypoints.crash_report import crash_reporter
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
+from skyrl_megatron.entrypoints.quick_check import report_if_finished
 from skyrl_megatron.envs import base_text_env as registry
+from skyrl_megatron.envs.answers import warn_of_missing_answers
 from skyrl_megatron.errors import ConfigError, LaunchError
+from skyrl_megatron.identity import claim, run_identity
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.progress import current_task, heartbeat
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
@@ -35,15 +38,12 @@ from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits, resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink, StartUp
 from skyrl_megatron.trainer.evaluate import require_metrics
-from skyrl_megatron.trainer.identity import claim, run_identity
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.estimate.step_report import StepComparison
-from skyrl_megatron_observe.preflight.data_checks import warn_of_missing_answers
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -132,8 +132,6 @@ class BasePPOExp:
         for dataset in filter(None, (self.train_dataset, self.eval_dataset, *self.eval_sets.values())):
             registry.require(dataset.env_classes(cfg.environment.env_class), cfg.environment.skyrl_gym)
         generator: Any = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
-        if cfg.generator.name == "agent":
-            from skyrl_megatron_agents.sandbox_agent import SandboxAgentGenerator as generator  # with vLLM's server
         adapters = tuple(cfg.trainer.policy.model.lora.adapters)
         several = {"adapters": adapters} if len(adapters) > 1 else {}
         made = generator(
@@ -188,7 +186,7 @@ class BasePPOExp:
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
-        trainer = self.get_trainer(
+        return self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,
             tokenizer=self.tokenizer,
@@ -199,8 +197,6 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
-        trainer.on_paper = StepComparison(self.cfg, tracker.say)
-        return trainer
 
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the run's placement group, and create the engines in it."""

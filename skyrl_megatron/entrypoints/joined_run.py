@@ -19,8 +19,8 @@ from ray.exceptions import OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import progress as start_times
+from skyrl_megatron.command import readable_warnings, redirect_stderr
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.entrypoints.command import readable_warnings, redirect_stderr
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.progress import heartbeat, note_output
 from skyrl_megatron.trainer.console import ConsoleSink

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.checks import load_config
+from skyrl_megatron.command import run_command, with_strict_rows
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, run_command, with_strict_rows
+from skyrl_megatron.entrypoints import check
+from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
+from skyrl_megatron.plugins import option_lines, requested_option
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.preflight import check, load_config
-from skyrl_megatron_supervised import show_row
 
 if TYPE_CHECKING:
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, skyrl_entrypoint
@@ -40,11 +42,8 @@ usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--ch
   --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or a size such as 80GB)
   --host-memory 2TB
                   with --check: memory of a node
-  --show-row N    print row N of data.train_data as it is rendered; sft, dpo and reward mark what is trained; --json
   --strict-rows   data.strict_rows=true: refuse prompts whose messages have a key that nothing reads
-  --help          print this text
-
-All keys with their meaning: CONFIG.md"""
+  --help          print this text"""
 
 
 def main(
@@ -60,19 +59,23 @@ def main(
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(args):
-        print("\n".join([HELP, *_own_help(config)]))
+        print("\n".join([HELP, *_further_help(config)]))
         return 0
     args = with_strict_rows(args, "data")
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=config, scripted=_brings_data(experiment))
-    if show_row.is_asked(args):
-        return show_row.run(args, config)
-    return run_command(lambda: _train(args, experiment, config), beats=True)
+    return run_command(lambda: _run(args, experiment, config), beats=True)
 
 
 def check_only(argv: Sequence[str]) -> int:
     """Check a configuration like ``--check``. Returns the exit code."""
     return main(argv if any(arg.partition("=")[0] == "--check" for arg in argv) else ["--check", *argv])
+
+
+def _run(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:
+    if (option := requested_option(args)) is not None:
+        return option(args, config)
+    return _train(args, experiment, config)
 
 
 def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:
@@ -89,12 +92,14 @@ def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: typ
     return 0
 
 
-def _own_help(config: type[SkyRLTrainConfig]) -> list[str]:
+def _further_help(config: type[SkyRLTrainConfig]) -> list[str]:
+    """Return the options that plugins registered, and the keys that a script added to its configuration."""
+    lines = [*option_lines(), "", "All keys with their meaning: CONFIG.md"]
     if config is SkyRLTrainConfig:
-        return []
+        return lines
     from skyrl_megatron.config.document import own_keys
 
-    return ["Keys of this script:", *own_keys(config)]
+    return [*lines, "Keys of this script:", *own_keys(config)]
 
 
 def _brings_data(experiment: type[BasePPOExp] | None) -> bool:

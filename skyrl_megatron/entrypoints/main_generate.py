@@ -19,12 +19,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from skyrl_megatron.checks import load_config
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.resolve import private_folder, run_folder
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints import check
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron_observe.preflight import check, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,8 +92,8 @@ def score_model(args: Sequence[str], step: int = 0, began: float | None = None) 
     of the rows."""
     cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.identity import evaluation_identity
     from skyrl_megatron.trainer.evaluate import evaluate, rows_folder
-    from skyrl_megatron.trainer.identity import evaluation_identity
     from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
     identity = evaluation_identity(cfg)

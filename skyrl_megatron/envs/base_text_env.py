@@ -1,7 +1,7 @@
 """The interface of environments and tools, and the registry of environments by id.
 
-An environment gets the policy's text and returns messages and a reward. Ids that are not registered here are looked up
-in ``skyrl_gym`` if it is installed.
+An environment gets the policy's text and returns messages and a reward. An id that is not registered yet is looked up
+in the plugins (:mod:`skyrl_megatron.plugins`), then in ``skyrl_gym`` if it is installed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 from skyrl_megatron.errors import DataError
+from skyrl_megatron.plugins import load_plugins
 
 
 class tool:
@@ -163,7 +164,10 @@ class BaseTextEnv:
 def require_ground_truth(env: BaseTextEnv) -> Any:
     """Return the row's ground truth. Raises ValueError if the row has none."""
     if env.ground_truth is None:
-        raise ValueError(f"{type(env).__name__} needs a reference answer, but the row has no reward_spec.ground_truth")
+        raise ValueError(
+            f"{type(env).__name__} needs a reference answer, but the row has no reward_spec.ground_truth: add it to"
+            " the data, or choose another environment"
+        )
     return env.ground_truth
 
 
@@ -173,7 +177,10 @@ def answer_text(env: BaseTextEnv, answer: Any) -> str:
     The ``str`` of any other value, such as "True", would match no response.
     """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
-        raise ValueError(f"{type(env).__name__} needs text or a number as answer, the row has {answer!r:.80}")
+        raise ValueError(
+            f"{type(env).__name__} needs text or a number as answer, the row has {answer!r:.80}: write"
+            " reward_spec.ground_truth as text"
+        )
     return str(answer)
 
 
@@ -188,6 +195,8 @@ class EnvSpec:
     """Further arguments of the class, in addition to ``env_config`` and ``extras``."""
     config: str = ""
     """Its section of ``environment.skyrl_gym``. Empty: the section with the name of the id, if there is one."""
+    override: bool = field(default=False, compare=False)
+    """Whether it replaces a built-in environment, also one that is registered later."""
 
     def load(self) -> Callable[..., Any]:
         """Import the class. Raises DataError if the entry point cannot be loaded."""
@@ -224,15 +233,17 @@ def register(
     Register in the process that runs the rollouts: in a plugin (:mod:`skyrl_megatron.plugins`), or in the script that
     starts the run.
     """
-    spec_ = EnvSpec(id, entry_point, dict(kwargs or {}), config)
-    taken = _registry.get(id)
-    if taken is not None and taken != spec_ and not override:
-        whose = "is built in" if _is_ours(taken) else "is registered already"
+    new, existing = EnvSpec(id, entry_point, dict(kwargs or {}), config, override), _registry.get(id)
+    if existing is not None and existing.override and not override and _is_built_in(new):
+        return  # a script registers before plugins are loaded: what it replaces may come after it
+    if existing is not None and existing != new and not override:
+        built_in = next(filter(_is_built_in, (existing, new)), None)
+        whose = "is registered already" if built_in is None else "is built in"
         raise DataError(
-            f"environment {id!r} {whose} ({taken.entry_point}): choose another id, or replace it with"
+            f"environment {id!r} {whose} ({(built_in or existing).entry_point}): choose another id, or replace it with"
             f" register({id!r}, ..., override=True)"
         )
-    _registry[id] = spec_
+    _registry[id] = new
 
 
 def deregister(id: str) -> None:
@@ -240,30 +251,38 @@ def deregister(id: str) -> None:
     del _registry[spec(id).id]
 
 
-def _is_ours(spec_: EnvSpec) -> bool:
-    return isinstance(spec_.entry_point, str) and spec_.entry_point.startswith("skyrl_megatron.envs.")
+def _is_built_in(spec_: EnvSpec) -> bool:
+    """Return whether an environment comes with this package or with one around it, such as skyrl_megatron_agents."""
+    return isinstance(spec_.entry_point, str) and spec_.entry_point.startswith("skyrl_megatron")
 
 
 def spec(id: str) -> EnvSpec:
-    """Return the registration of an id, from this registry or that of ``skyrl_gym``. Raises DataError if unknown."""
+    """Return the registration of an id, from this registry or that of ``skyrl_gym``. Raises DataError if unknown.
+
+    Loads all plugins first if the id is not in this registry.
+    """
+    if id not in _registry and _of_package(id) is None:
+        load_plugins()
     if id.endswith(":") and id in _registry:
         raise DataError(f"environment {id!r} needs a name: write {id}NAME")
-    found = _registry.get(id) or _of_package(id) or _gym_specs().get(id)
-    if found is None:
-        known = sorted({*_registry, *_gym_specs()})
-        raise DataError(f"no environment {id!r}: register it with skyrl_megatron.envs.register, or use one of {known}")
-    return found
+    registration = _registry.get(id) or _of_package(id) or _gym_specs().get(id)
+    if registration is None:
+        raise DataError(
+            f"no environment {id!r}: register it with skyrl_megatron.envs.register, or use one of {registered()}"
+        )
+    return registration
 
 
 def _of_package(id: str) -> EnvSpec | None:
     """Return the registration of ``PACKAGE:NAME`` where ``PACKAGE:`` is registered: its class gets ``name``."""
     package, colon, name = id.partition(":")
-    found = _registry.get(package + colon) if name else None
-    return found and EnvSpec(id, found.entry_point, {**found.kwargs, "name": name}, found.config)
+    of_all = _registry.get(package + colon) if name else None
+    return of_all and EnvSpec(id, of_all.entry_point, {**of_all.kwargs, "name": name}, of_all.config)
 
 
 def registered() -> list[str]:
-    """Return all ids."""
+    """Return all ids. Loads all plugins first."""
+    load_plugins()
     return sorted({*_registry, *_gym_specs()})
 
 
@@ -296,7 +315,7 @@ def config_of(id: str, gym_config: Any) -> Any:
     Raises DataError for ``PACKAGE:NAME`` that its ``packages`` does not list: the name in a row decides which server
     the run asks for rewards, or which module it imports.
     """
-    found = spec(id)
+    registration = spec(id)
     allowed = getattr(gym_config, "packages", None)
     is_of_package = id not in _registry and _of_package(id) is not None
     if is_of_package and allowed is not None and not any(fnmatch.fnmatchcase(id, pattern) for pattern in allowed):
@@ -304,7 +323,7 @@ def config_of(id: str, gym_config: Any) -> Any:
             f"environment {id!r:.300} is not in environment.skyrl_gym.packages={list(allowed)}: list it there if rows"
             " may name it"
         )
-    return getattr(gym_config, found.config or id, {})
+    return getattr(gym_config, registration.config or id, {})
 
 
 def aggregate_metrics(id: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -63,9 +63,9 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        found = extract_answer(action)
-        right = found == self.answer
-        reward = 1.0 if right else self.FORMAT_REWARD / self.max_turns if found is not None else 0.0
+        answer = extract_answer(action)
+        right = answer == self.answer
+        reward = 1.0 if right else self.FORMAT_REWARD / self.max_turns if answer is not None else 0.0
         left = self.max_turns - self.turns
         done = right or left <= 0
         request = self.THINK if left > 1 else self.ANSWER
@@ -73,7 +73,7 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
             "observations": [] if done else [{"role": "user", "content": request}],
             "reward": reward,
             "done": done,
-            "metadata": {"parsed_answer": found},
+            "metadata": {"parsed_answer": answer},
         }
 
     def get_metrics(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class GSM8kLLMJudgeEnv(BaseTextEnv):
         reply = self._ask([{"role": "user", "content": content}]).strip()
         found = _SCORE.findall(reply)
         if not found and reply not in {"0", "1"}:
-            raise RuntimeError(f"the judge at {self.url} returned no score: {reply[-200:]!r}")
+            raise RuntimeError(f"the judge at {self.url} returned no score: {reply[-200:]!r}; use another model")
         score = float(found[-1] if found else reply)
         return {"observations": [], "reward": score, "done": True, "metadata": {"judge": reply}}
 
@@ -132,4 +132,7 @@ class GSM8kLLMJudgeEnv(BaseTextEnv):
                 response.raise_for_status()
                 return str(response.json()["choices"][0]["message"]["content"])
             except (httpx.HTTPError, LookupError, ValueError) as error:
-                raise RuntimeError(f"the judge at {self.url} (model {self.env_config.model}): {error}") from error
+                raise RuntimeError(
+                    f"the judge at {self.url} (model {self.env_config.model}): {error}; check OPENAI_API_KEY and"
+                    " environment.skyrl_gym.llm_as_a_judge"
+                ) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.engine_pool import (
+    LOGS,
     EnginePool,
     EngineSlot,
     EngineState,
@@ -183,11 +184,11 @@ class InferenceClient:
         EngineError if no engine is left.
         """
         count = len(prompt_token_ids)
-        each = [sampling_params] * count if isinstance(sampling_params, Mapping) else list(sampling_params)
-        given = [len(each), *(len(some) for some in (session_ids, adapters) if some is not None)]
+        samplings = [sampling_params] * count if isinstance(sampling_params, Mapping) else list(sampling_params)
+        given = [len(samplings), *(len(some) for some in (session_ids, adapters) if some is not None)]
         if given != [count] * len(given):
             raise ValueError(f"{count} prompts, but sampling_params, session_ids, adapters have lengths {given}")
-        requests = list(zip(prompt_token_ids, each, adapters or [""] * count, strict=True))
+        requests = list(zip(prompt_token_ids, samplings, adapters or [""] * count, strict=True))
         if self.deterministic and count > 1:
             return await self._dealt(requests)
         sessions: Sequence[str | None] = session_ids or [None] * count
@@ -303,7 +304,7 @@ class InferenceClient:
             if not any([self.pool.suspects.suspects(content) for content in contents]):
                 with contextlib.suppress(_LostTogether):
                     return await self._retried(attempt, session, first, contents, load)
-            return [one for [one] in await _all_or_none([self._attempts([each], session) for each in share])]
+            return [one for [one] in await _all_or_none([self._attempts([request], session) for request in share])]
         return await self._retried(attempt, session, first, contents, load)
 
     def _predicted_tokens(self, request: Request) -> int:
@@ -358,7 +359,7 @@ class InferenceClient:
                     number += 1
                     if self._lost(slot, life, error, contents) and len(contents) > 1:
                         raise _LostTogether(str(error)) from error
-        raise EngineError(f"a request was lost {number} times; the last error: {lost}") from lost
+        raise EngineError(f"a request was lost {number} times; the last error: {lost}; {LOGS}") from lost
 
     def _run_suspect[T](
         self, slot: EngineSlot, work: Callable[[], Awaitable[T]], contents: Sequence[Content]

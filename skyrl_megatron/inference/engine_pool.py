@@ -26,6 +26,8 @@ PROBE_S = 60.0
 """Deadline of each probe. An engine answers between two of its steps."""
 MAX_SERIAL = 8
 """Up to this many suspects run one at a time."""
+LOGS = "see workers/engine_N.log in the folder of the run"
+"""Where the causes of a lost engine are, for messages."""
 type Life = tuple[str, int]
 """One lifetime of an engine: (name, number of restarts)."""
 
@@ -280,13 +282,15 @@ class EnginePool:
 
     def __init__(self, make: Sequence[Callable[[], InferenceEngine]], *, wait_s: float = 600.0) -> None:
         self._numbers = itertools.count()
-        self.slots = [EngineSlot(f"engine {next(self._numbers)}", each) for each in make]
+        self.slots = [EngineSlot(f"engine {next(self._numbers)}", factory) for factory in make]
         self.wait_s = wait_s
         self.published = INITIAL_VERSION
         self.published_before: set[str] = {INITIAL_VERSION}
         """All versions ever published. A frozen request may have tokens from several of them."""
         self.newcomers = False
         """Engines may join at any time. Requests then wait for one even if the pool is empty."""
+        self.sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None
+        """Sends the published weights to one engine; None until there is a trainer."""
         self.asleep = False
         """The trainer uses the engines' GPUs until the next version is published."""
         self.changing = asyncio.Lock()
@@ -458,12 +462,15 @@ class EnginePool:
         deadline = asyncio.get_running_loop().time() + self.wait_s
         while not (candidates := [slot for slot in self.slots if slot.state is EngineState.SERVING]):
             if not self.newcomers and all(slot.state is EngineState.DROPPED for slot in self.slots):
-                raise EngineError(f"all engines are dropped: {self.describe()}")
+                raise EngineError(f"all engines are dropped: {self.describe()}; {LOGS}, and start again")
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                raise EngineError(f"no engine served within {self.wait_s:g} s: {self.describe()}") from None
+                raise EngineError(
+                    f"no engine served within {self.wait_s:g} s: {self.describe()}; {LOGS}, or raise"
+                    " trainer.phase_timeout_s"
+                ) from None
         if session is None:
             return min(candidates, key=_load_of)
         slot = self._sessions.get(session)

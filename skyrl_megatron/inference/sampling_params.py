@@ -114,11 +114,11 @@ def typed_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     types = sampling_types()
     if types is None:
         return dict(sampling)
-    known = sampling_keys()
+    keys = sampling_keys()
     typed = {}
     for key, value in sampling.items():
-        if key not in known:
-            raise WrongType(str(key), value, unknown_key(str(key), known))
+        if key not in keys:
+            raise WrongType(str(key), value, unknown_key(str(key), keys))
         typed[key] = typed_field(key, value)
     return typed
 
@@ -171,11 +171,11 @@ def check_body(path: str, body: bytes) -> None:
         if not isinstance(fields, dict):
             return
     elif isinstance(prompt := fields.get("prompt"), list):
-        for at, each in enumerate(prompt):
-            if isinstance(each, list):
-                _typed(_Listed(int), each, f"prompt[{at}]")
-            elif not isinstance(each, str):
-                _typed(int, each, f"prompt[{at}]")
+        for at, element in enumerate(prompt):
+            if isinstance(element, list):
+                _typed(_Listed(int), element, f"prompt[{at}]")
+            elif not isinstance(element, str):
+                _typed(int, element, f"prompt[{at}]")
     types = sampling_types() or {}
     for name, value in fields.items():
         is_chat_logprobs = name == "logprobs" and path == "/v1/chat/completions"  # a bool in this API
@@ -211,11 +211,13 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             value = value.tolist()
         if not isinstance(value, list | tuple):
             raise WrongType(path, value, f"must be {_named(kind)}")
-        return [_typed(kind.each, each, f"{path}[{at}]") for at, each in enumerate(value)]
+        return [_typed(kind.each, element, f"{path}[{at}]") for at, element in enumerate(value)]
     if isinstance(kind, _Mapped):
         if not isinstance(value, Mapping):
             raise WrongType(path, value, f"must be {_named(kind)}")
-        return {_key(kind.key, key, path): _typed(kind.value, each, f"{path}.{key}") for key, each in value.items()}
+        return {
+            _key(kind.key, key, path): _typed(kind.value, element, f"{path}.{key}") for key, element in value.items()
+        }
     if isinstance(kind, _Fields):
         return _typed_fields(kind, value, path)
     if kind is Any:
@@ -285,13 +287,13 @@ def _typed_fields(kind: _Fields, value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if name not in kind.fields:
-                known = ", ".join(kind.fields)
-                raise WrongType(f"{path}.{name}", value[name], f"is not a field of {kind.name}, which has {known}")
-        return {name: _typed(kind.fields[name], each, f"{path}.{name}") for name, each in value.items()}
+                fields = ", ".join(kind.fields)
+                raise WrongType(f"{path}.{name}", value[name], f"is not a field of {kind.name}, which has {fields}")
+        return {name: _typed(kind.fields[name], element, f"{path}.{name}") for name, element in value.items()}
     if type(value).__name__ != kind.name:
         raise WrongType(path, value, f"must be {_named(kind)}")
-    for name, each in kind.fields.items():
-        typed = _typed(each, getattr(value, name), f"{path}.{name}")
+    for name, field_kind in kind.fields.items():
+        typed = _typed(field_kind, getattr(value, name), f"{path}.{name}")
         if typed is not getattr(value, name):
             setattr(value, name, typed)
     return value
@@ -302,12 +304,12 @@ def _plain(value: Any, path: str) -> Any:
     cannot be sent."""
     level = [value]
     for _ in range(DEEPEST):
-        for each in level:
-            if isinstance(each, str):
-                _text(each, path)
-            elif isinstance(each, int) and not _INT64[0] <= each < 2**64:
-                raise WrongType(path, value, f"{each} has more than 64 bits")
-        level = [inner for each in level for inner in _inside(each)]
+        for element in level:
+            if isinstance(element, str):
+                _text(element, path)
+            elif isinstance(element, int) and not _INT64[0] <= element < 2**64:
+                raise WrongType(path, value, f"{element} has more than 64 bits")
+        level = [inner for element in level for inner in _inside(element)]
         if not level:
             return value
     raise WrongType(path, value, f"is nested deeper than {DEEPEST} levels")
@@ -323,7 +325,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 def _named(kind: Any) -> str:
     if isinstance(kind, _OneOf):
-        return " or ".join(_named(each) for each in kind.kinds)
+        return " or ".join(_named(option) for option in kind.kinds)
     if isinstance(kind, _Listed):
         return f"a list, each {_named(kind.each)}"
     if isinstance(kind, _Mapped):
@@ -354,20 +356,27 @@ def _kind(classes: Mapping[str, ast.ClassDef], node: ast.expr) -> Any:
         return None
     if isinstance(node, ast.BinOp):
         left, right = _kind(classes, node.left), _kind(classes, node.right)
-        both = [each.kinds if isinstance(each, _OneOf) else (each,) for each in (left, right)]
+        both = [side.kinds if isinstance(side, _OneOf) else (side,) for side in (left, right)]
         return _OneOf((*both[0], *both[1]))
     if isinstance(node, ast.Name):
         if node.id in classes:
             has_fields = any(isinstance(item, ast.AnnAssign) for item in classes[node.id].body)
             return _fields_of(classes, node.id) if has_fields else Any
-        own = {"int": int, "float": float, "bool": bool, "str": str, "list": _Listed(Any), "dict": _Mapped(str, Any)}
-        return own.get(node.id, Any)
+        built_in = {
+            "int": int,
+            "float": float,
+            "bool": bool,
+            "str": str,
+            "list": _Listed(Any),
+            "dict": _Mapped(str, Any),
+        }
+        return built_in.get(node.id, Any)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         of = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if node.value.id == "list":
             return _Listed(_kind(classes, of[0]))
         if node.value.id == "dict":
-            return _Mapped(*(_kind(classes, each) for each in of))
+            return _Mapped(*(_kind(classes, side) for side in of))
         if node.value.id == "Annotated" and "ndarray" in ast.unparse(of[0]):
             return _Listed(_Listed(int))
         if node.value.id == "Annotated":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.trained_model import RoleName
     from skyrl_megatron.types import TrainingBatch
 
 
@@ -31,8 +32,8 @@ class CriticEngine(MegatronEngine):
     ``trainer.critic``.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, *, total_steps: int | None = None) -> None:
-        super().__init__(cfg, "critic", total_steps=total_steps)
+    def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "critic", *, total_steps: int | None = None) -> None:
+        super().__init__(cfg, role, total_steps=total_steps)
 
     @torch.no_grad()
     def compute_values(self, batch: TrainingBatch) -> Tensor:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
@@ -46,14 +45,13 @@ from skyrl_megatron.runtime.forward_step import (
     share_from_last_stage,
 )
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
-from skyrl_megatron.runtime.model.family_attention import indexer_metrics
 from skyrl_megatron.runtime.model.moe import forget_pass_inputs, router_metrics
 from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
 from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
+from skyrl_megatron.runtime.parts import around, call_parts, metrics_of, planned
 from skyrl_megatron.runtime.trained_model import TrainedModel
-from skyrl_megatron_parts.profiling import Recorder, RecordingStep, profiled
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import AlgorithmConfig
@@ -90,12 +88,11 @@ class MegatronEngine(TrainedModel):
         self.onload("weights", "gradients")
         self._memory.onload(("optimizer",))  # is copied while the model computes
         objective = objective or self.objective()
-        if self._expert_balance is not None:
-            self._expert_balance.forget()
+        call_parts(self.parts, "begin_pass")
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
-            problem = too_long(batch, positions) or find_problem(batch, objective)
+            problem = too_long(batch, positions) or self.find_problem(batch, objective)
             if self._replayed:
                 problem = problem or find_route_problem(batch, self.model, self._missing_routes)
             raise_on_all_ranks(problem)
@@ -110,15 +107,9 @@ class MegatronEngine(TrainedModel):
         metrics = self._reduce(merge_metrics(*(each for results in measured.values() for each in results)))
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
-        metrics |= routing
-        if self._expert_balance is not None:
-            metrics |= self._expert_balance.take_metrics()
-        if self.model.config.dsa_indexer_loss_coeff:
-            metrics |= indexer_metrics(self.chunks)
+        metrics |= routing | metrics_of(self.parts, "end_pass", loads)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
-        if self.moves is not None:
-            self.moves.count(loads)
         for name, results in measured.items() if self.adapter_names != ("",) else ():
             own = self._reduce(merge_metrics(*results))
             metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
@@ -145,7 +136,7 @@ class MegatronEngine(TrainedModel):
         step = self._training_step(objective, combined)
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
         self._set_training(True)
-        with self._local_gradients(accumulate), self._profile("forward_backward"):
+        with self._local_gradients(accumulate), self._parts_around("forward_backward"):
             results = run_schedule(step, micro_batches, now.chunks, self.groups, forward_only=False)
         raise_on_all_ranks(step.failure)
         now.accumulated = combined
@@ -196,17 +187,20 @@ class MegatronEngine(TrainedModel):
             self.set_adapter(name)
             results[name] = self._step(more_follow and len(self._trained) == 1)
         result = combine_results(results)
-        if self.moves is not None and not more_follow:
-            optimizers = [trained.optimizer for trained in self._trained.values()]
-            result = dataclasses.replace(result, expert_moves=self.moves.after_batch(optimizers, self.steps))
+        if not more_follow:
+            metrics = metrics_of(self.parts, "end_batch", self._trained, self.steps)
+            result = dataclasses.replace(result, metrics={**result.metrics, **metrics})
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
         return result
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
-        with self._profile("optim_step"):
+        with self._parts_around("optim_step"):
+            call_parts(self.parts, "begin_step", now)
             result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, with_draft=self._has_draft)
+            if not result.skipped:
+                result = dataclasses.replace(result, metrics=metrics_of(self.parts, "updated", now))
         self._clear(now)
         if self.overlaps_param_gather and not more_follow:
             for chunk in now.chunks:
@@ -218,7 +212,7 @@ class MegatronEngine(TrainedModel):
             if result.offender:
                 why = f"the gradient of {result.offender} is not finite"
             logger.warning("%s: the step is skipped", why)
-        self.memory.snapshot(self._numbered("step"), dist.get_rank())
+        call_parts(self.parts, "end_step", self._numbered("step"))
         return result
 
     def reduce_gradients(self) -> None:
@@ -265,13 +259,14 @@ class MegatronEngine(TrainedModel):
         *,
         temperature: float | None = None,
         adapters: bool = True,
-        recorder: Recorder | None = None,
+        make_step: Callable[[LogprobHead, np.ndarray], LogprobStep] | None = None,
     ) -> Tensor:
         """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
 
         ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters=False``
-        computes them with the base model, which is the reference of a policy with adapters. ``recorder`` records the
-        forward passes. Every rank gets the result of its replica.
+        computes them with the base model, which is the reference of a policy with adapters. ``make_step`` makes the
+        step of some rows, [b] int64 indices of the batch, for example to record their pass (``recording.py``). Every
+        rank gets the result of its replica.
         """
         self.onload("weights")
         out = torch.zeros(batch.response_mask.shape)
@@ -280,7 +275,7 @@ class MegatronEngine(TrainedModel):
             base = self.adapters is not None and not adapters
             with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
                 head = self.head(temperature)
-                step = LogprobStep(head) if recorder is None else RecordingStep(head, recorder, rows)
+                step = LogprobStep(head) if make_step is None else make_step(head, rows)
                 out[torch.from_numpy(rows)] = self.forward_only(step, _picked(batch, rows))
         return out
 
@@ -303,6 +298,10 @@ class MegatronEngine(TrainedModel):
     def objective(self, changes: Mapping[str, Any] | None = None) -> Objective:
         """Return the loss of ``trainer.algorithm``. ``changes`` replaces some of its fields."""
         return PolicyObjective(self._algorithm(changes))
+
+    def find_problem(self, batch: TrainingBatch, objective: Objective) -> Exception | None:
+        """Return an error if the batch lacks a field that ``objective`` reads, or has it not finite; else None."""
+        return find_problem(batch, objective)
 
     def _algorithm(self, changes: Mapping[str, Any] | None) -> AlgorithmConfig:
         config = self.cfg.trainer.algorithm
@@ -366,8 +365,7 @@ class MegatronEngine(TrainedModel):
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
-        if self._expert_balance is not None:
-            plan = self._expert_balance.plan(batch, parts, plan, rows)
+        plan = planned(self.parts, batch, parts, plan, rows)
         target = device.device()
         micro_batches = []
         for own in (joined(parts, share) for share in plan):
@@ -432,9 +430,8 @@ class MegatronEngine(TrainedModel):
             forget_pass_inputs(self.model.chunks)
             raise
 
-    def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:
-        settings = self.megatron.torch_profiler_config
-        return profiled(settings, run_folder(self.cfg), self._numbered(name), dist.get_rank())
+    def _parts_around(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return around(self.parts, phase, self._numbered(phase))
 
     def _numbered(self, name: str) -> str:
         """Return ``name`` with the active adapter and the number of its step."""

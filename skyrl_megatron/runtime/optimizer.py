@@ -26,22 +26,21 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.rules.muon_rules import muon_problems, muon_settings
+from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.hub import adapter_folder
+from skyrl_megatron.plugins import OPTIMIZERS
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.mtp import draft_of
-from skyrl_megatron_parts import muon
-from skyrl_megatron_parts.qk_clip import clip_qk, take_max_logits
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
-    from skyrl_megatron_parts.muon import Matrix
 
 
 # scheduler name in the configuration → decay style of Megatron's scheduler
@@ -75,13 +73,10 @@ class StepResult:
     schedule are unchanged."""
     offender: str | None = None
     """If the gradient was not finite: the first parameter with such a gradient, with its rank."""
-    expert_moves: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the experts' moves after the step (``expert_moves.py``)."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the parts of the rank (``parts.py``)."""
     adapters: Mapping[str, StepResult] = field(default_factory=dict)
     """With several adapters: the result of each, by name."""
-    max_logit: float | None = None
-    """With ``qk_clip`` or ``log_max_attention_logit``, the largest attention logit since the last step, before
-    clipping."""
     zeros_in_grad: float | None = None
     """With ``log_num_zeros_in_grad``, the number of gradient entries that are 0."""
 
@@ -97,6 +92,40 @@ def combine_results(results: Mapping[str, StepResult]) -> StepResult:
     return StepResult(norm, rate, any(part.skipped for part in parts), offender, adapters=dict(results))
 
 
+class PartialOptimizer:
+    """An optimizer that takes the place of Adam, inside of Megatron's optimizers, for some parameters.
+
+    ``OPTIMIZERS`` of ``plugins.py`` has its subclasses by the values of ``optimizer_config.optimizer``. It is made
+    before the gradient buffers. The tensors of torch optimizers in ``scale_invariant`` (ids) are not clipped.
+    """
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str) -> None:
+        """``adapters``: trained in place of the weights. Raises ConfigError, which names ``key``, for a model that
+        it cannot train."""
+        raise NotImplementedError
+
+    def overrides(self, settings: TrainOptimizerConfig) -> dict[ParamKey, Any]:
+        """Return Megatron's overrides of parameter groups."""
+        raise NotImplementedError
+
+    def install(self, optimizer: MegatronOptimizer, options: Mapping[str, Any]) -> None:
+        """Take Adam's place. ``options``: ``optimizer_config_kwargs``."""
+        raise NotImplementedError
+
+
+def partial_optimizer(
+    name: str, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str
+) -> PartialOptimizer | None:
+    """Return the registered optimizer ``name``; None for Adam alone. Raises ConfigError if there is none."""
+    if name == "adam":
+        return None
+    cls = OPTIMIZERS.find(name)
+    if cls is None:
+        raise ConfigError([Problem(key, name, "no installed package registers this optimizer: use adam")])
+    optimizer: PartialOptimizer = cls(model, groups, adapters, key)
+    return optimizer
+
+
 def build_optimizer(
     chunks: list[DistributedDataParallel],
     settings: TrainOptimizerConfig,
@@ -106,9 +135,9 @@ def build_optimizer(
     params_dtype: torch.dtype,
     use_distributed_optimizer: bool,
     overlap_param_gather: bool,
-    matrices: Sequence[Matrix] = (),
+    partial: PartialOptimizer | None = None,
 ) -> MegatronOptimizer:
-    """Build Megatron's Adam over all chunks of this rank, with Muon in it for ``matrices``.
+    """Build Megatron's Adam over all chunks of this rank, with ``partial`` in it for the parameters that it takes.
 
     ``extra`` (``optimizer_config_kwargs``): fields of Megatron's ``OptimizerConfig``, applied last (precision-aware
     moments, CPU offload, ``adam_eps``, …). Raises ConfigError for a field that Megatron does not have or rejects.
@@ -145,8 +174,8 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)
     if settings.decay_norms_and_biases:
         overrides = {which: change for which, change in overrides.items() if "wd_mult" not in change}
-    if settings.optimizer == "muon":
-        overrides |= _muon_overrides(matrices, settings)
+    if partial is not None:
+        overrides |= partial.overrides(settings)
     optimizer = get_megatron_optimizer(
         config,
         chunks,
@@ -154,27 +183,14 @@ def build_optimizer(
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
-    if settings.optimizer == "muon":
-        muon.install(optimizer, matrices, muon_settings(extra), groups)
+    if partial is not None:
+        partial.install(optimizer, extra)
     if not chunks[0].ddp_config.grad_reduce_in_fp32:
         _wait_for_gradients(optimizer)
     return optimizer
 
 
-def _muon_overrides(matrices: Sequence[Matrix], settings: TrainOptimizerConfig) -> dict[ParamKey, Any]:
-    """Give matrices groups of their own, and the other parameters their rate as a ratio of the schedule's."""
-    own = {id(each.parameter) for each in matrices}
-    rest: dict[str, float] = {}
-    if settings.adam_lr is not None:
-        rest[_RATIO] = settings.adam_lr / settings.lr if settings.lr else 1.0
-    chosen = {
-        ParamPredicate(name="matrix", fn=lambda parameter: id(parameter) in own): {muon.GROUP: 1.0},
-        ParamPredicate(name="no matrix", fn=lambda parameter: id(parameter) not in own): rest,
-    }
-    return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
-
-
-_RATIO = "ratio"
+RATIO = "ratio"
 """Key of parameter groups: their rate as a multiple of the schedule's."""
 
 
@@ -183,7 +199,7 @@ class _Schedule(OptimizerParamScheduler):
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Return the rate of a group at the current step."""
-        return float(super().get_lr(param_group)) * float(param_group.get(_RATIO, 1.0))
+        return float(super().get_lr(param_group)) * float(param_group.get(RATIO, 1.0))
 
 
 def _wait_for_gradients(optimizer: MegatronOptimizer) -> None:
@@ -265,7 +281,7 @@ def build_lr_schedule(
 
 def current_lr(optimizer: MegatronOptimizer) -> float:
     """Return the learning rate of the parameter groups that follow the schedule."""
-    return max((float(group["lr"]) for group in optimizer.param_groups if _RATIO not in group), default=0.0)
+    return max((float(group["lr"]) for group in optimizer.param_groups if RATIO not in group), default=0.0)
 
 
 @torch.no_grad()
@@ -279,13 +295,14 @@ def step_if_finite(
     """Clip gradients and step, unless a gradient on any rank is not finite, or the norm is above
     ``grad_norm_skip_threshold``. Gradients must be reduced over dp before.
 
-    Muon's matrices are not clipped: a factor on one step's gradient would only change its share in the momentum.
+    Scale-invariant tensors, such as Muon's matrices, are not clipped: a factor on one step's gradient would only
+    change its share in the momentum.
 
     This follows ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py, but checks the norm first: without
     a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
     parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
     """
-    learning_rate, logits = current_lr(optimizer), take_max_logits(chunks)
+    learning_rate = current_lr(optimizer)
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     healthy = torch.tensor([float(math.isfinite(grad_norm) and not found_inf)], device=device.device())
@@ -299,11 +316,11 @@ def step_if_finite(
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        matrices = getattr(getattr(part, "optimizer", None), "scale_invariant", ())
+        scale_invariant = getattr(getattr(part, "optimizer", None), "scale_invariant", ())
         for group, norm in norms.items():
             own = [each for each in parameters if getattr(each, GRAD_NORM_GROUP_ATTR, None) == group]
             if math.isfinite(norm):
-                own = [each for each in own if id(each) not in matrices]
+                own = [each for each in own if id(each) not in scale_invariant]
             if not math.isfinite(norm):
                 _zero(own, decoupled)
             elif own and part.config.clip_grad > 0.0:
@@ -313,11 +330,7 @@ def step_if_finite(
     zeros = float(optimizer.count_zeros()) if options.log_num_zeros_in_grad else None
     optimizer.step_with_ready_grads()
     schedule.step(1)
-    model: Any = chunks[0].config
-    if logits is not None and model.qk_clip:
-        clip_qk(logits, optimizer)
-    largest = None if logits is None else logits.largest
-    return StepResult(grad_norm, learning_rate, False, max_logit=largest, zeros_in_grad=zeros)
+    return StepResult(grad_norm, learning_rate, False, zeros_in_grad=zeros)
 
 
 _DRAFT = "mtp"
@@ -422,9 +435,7 @@ def prepare_training(
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".router." not in name)
     key = f"trainer.{role}.optimizer_config.optimizer"
-    matrices: list[Matrix] = []
-    if settings.optimizer_config.optimizer == "muon":
-        matrices = muon.matrices_of(model, groups, key) if adapters is None else muon.factors_of(adapters)
+    partial = partial_optimizer(settings.optimizer_config.optimizer, model, groups, adapters, key)
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:
         del last.draft  # keeps the draft head out of the chunk's gradient buffers; restored below
@@ -451,7 +462,7 @@ def prepare_training(
         params_dtype=parameter_dtype(cfg),
         use_distributed_optimizer=buffers.use_distributed_optimizer,
         overlap_param_gather=buffers.overlap_param_gather,
-        matrices=matrices,
+        partial=partial,
     )
     if head is not None:
         last.draft = head

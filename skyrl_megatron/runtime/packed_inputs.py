@@ -23,7 +23,6 @@ from skyrl_megatron.runtime.model.pass_inputs import SequenceNumbers
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.softmax import Support
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
-from skyrl_megatron_supervised.preference_losses import PreferenceObjective
 
 if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
@@ -46,11 +45,6 @@ def too_long(batch: TrainingBatch, max_positions: int | None) -> Exception | Non
 
 def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None:
     """Return an error if a field that ``objective`` reads is missing or not finite, else None."""
-    if isinstance(objective, PreferenceObjective):
-        wanted = batch.preferences
-        if wanted is None or not bool(torch.isfinite(wanted).all()):
-            return ValueError("the batch has no preferences, or log-probs of the reference that are not finite")
-        return None
     read = CRITIC_READS
     if isinstance(objective, PolicyObjective):
         read = POLICY_READS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.roles import (
     adapter_configs,
     adapter_names,
-    balances_experts,
     has_value_head,
     is_frozen,
     parallel_config,
@@ -35,10 +33,8 @@ from skyrl_megatron.runtime.model.routing_replay import replay_routes
 from skyrl_megatron.runtime.offload import Offload
 from skyrl_megatron.runtime.optimizer import TrainingState, build_lr_schedule, prepare_training
 from skyrl_megatron.runtime.parallel_state import from_rank_0
+from skyrl_megatron.runtime.parts import PartSetup, RankPart, acting_parts, call_parts
 from skyrl_megatron.types import PARTS, Part
-from skyrl_megatron_parts.experts.balance import ExpertBalance
-from skyrl_megatron_parts.experts.moves import ExpertMoves
-from skyrl_megatron_parts.profiling import MemoryRecorder
 
 if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -104,10 +100,8 @@ class TrainedModel:
         for chunk in self.model.chunks if self._by_sequence else ():
             number_sequences(chunk)
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
-        self._expert_balance = self._balance_experts()
-        self.memory = MemoryRecorder(
-            getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
-        )
+        # Before gradient buffers and optimizers, whose memory a part may watch.
+        self.parts: list[RankPart] = acting_parts(PartSetup(cfg, role, self.model, self.groups, self.flops))
         self.base = self._fingerprint() if self.is_adapted else None
         """Fingerprint of the weights that the adapters are added to."""
         self.adapter_names = adapter_names(cfg) if role == "policy" else ("",)
@@ -118,28 +112,13 @@ class TrainedModel:
         chunks = [chunk for trained in self._trained.values() for chunk in trained.buffered]
         self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
         self._expert_load: dict[int, Tensor] = {}
-        self.moves = self._expert_moves()
-
-    def _expert_moves(self) -> ExpertMoves | None:
-        """Return what moves experts between steps; None if they stay."""
-        setting = self.megatron.moe_expert_moves
-        if setting == "none" or is_frozen(self.role) or self.groups.ep.size() == 1:
-            return None
-        if not self.model.config.num_moe_experts:
-            return None
-        peak, adapters = self.cfg.trainer.peak_flops_per_rank, list(self.every_adapter().values())
-        return ExpertMoves(self.model, self.groups, adapters, shuffle=setting == "shuffle", peak=peak)
+        call_parts(self.parts, "prepared", self._trained)
 
     def _replay_routes(self) -> tuple[int, ...]:
         """Make the routers replay the experts of the batch; return the layer numbers of this rank's routers."""
         for chunk in self.model.chunks:
             replay_routes(chunk, routers_of([chunk]))
         return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
-
-    def _balance_experts(self) -> ExpertBalance | None:
-        if not balances_experts(self.cfg, self.role) or not self.model.config.num_moe_experts:
-            return None
-        return ExpertBalance(self.model, self.groups, self.flops, self.cfg.trainer.max_tokens_per_microbatch)
 
     @property
     def is_adapted(self) -> bool:

@@ -109,7 +109,7 @@ class OversampledGroups:
         trained since then, and lengths over the whole run."""
         ages, counts = self._ages, self.counts
         self._ages, self.counts = [], Counter()
-        found = {
+        metrics = {
             "open_groups": float(len(self.open)),
             "dropped_groups": float(counts["dropped"]),
             "resumed_trajectories": float(counts["resumed"]),
@@ -117,7 +117,7 @@ class OversampledGroups:
             "staleness_mean": float(np.mean(ages)) if ages else 0.0,
             "staleness_max": float(max(ages, default=0)),
         } | self.lengths.metrics((group.samples.values() for group in self.open.values()), self.samples)
-        return {f"oversampling/{name}": value for name, value in found.items()}
+        return {f"oversampling/{name}": value for name, value in metrics.items()}
 
     # ------------------------------------------------------------------ state
     @property
@@ -179,7 +179,7 @@ class SampledLengths:
 
     def add(self, groups: _Samples) -> None:
         """Add the samples of trained groups."""
-        self.trained += Counter(_tokens(each) for group in groups for each in group)
+        self.trained += Counter(_tokens(sample) for group in groups for sample in group)
 
     def drop(self, groups: _Samples, samples: int) -> None:
         """Add those of dropped groups, which have ``samples`` each."""
@@ -201,32 +201,33 @@ class SampledLengths:
 
     def state(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        return {name: sorted(getattr(self, name).items()) for name in ("trained", "finished", "cut")}
+        counts = {"trained": self.trained, "finished": self.finished, "cut": self.cut}
+        return {name: sorted(lengths.items()) for name, lengths in counts.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        for name, pairs in state.items():
-            setattr(self, name, Counter({int(length): int(count) for length, count in pairs}))
+        counts = {name: Counter({int(length): int(count) for length, count in state[name]}) for name in state}
+        self.trained, self.finished, self.cut = counts["trained"], counts["finished"], counts["cut"]
 
 
 def _counted(groups: _Samples, samples: int) -> tuple[Counter[int], Counter[int]]:
     """Return (lengths of finished samples, lengths so far of the others), including those without tokens."""
     finished, cut = Counter[int](), Counter[int]()
     for group in groups:
-        own = list(group)
-        finished += Counter(_tokens(each) for each in own if each.trajectory is not None)
-        cut += Counter(_tokens(each) for each in own if each.trajectory is None)
-        cut[0] += max(samples - len(own), 0)
+        begun = list(group)
+        finished += Counter(_tokens(sample) for sample in begun if sample.trajectory is not None)
+        cut += Counter(_tokens(sample) for sample in begun if sample.trajectory is None)
+        cut[0] += max(samples - len(begun), 0)
     return finished, cut
 
 
-def _mean(known: Counter[int], cut: Counter[int]) -> float:
+def _mean(finished: Counter[int], cut: Counter[int]) -> float:
     """Return the mean by the product limit; ``cut``: lengths that are exceeded."""
-    left, share, mean, before = known.total() + cut.total(), 1.0, 0.0, 0
-    for length in sorted(known | cut):
+    left, share, mean, before = finished.total() + cut.total(), 1.0, 0.0, 0
+    for length in sorted(finished | cut):
         mean += share * (length - before)
-        share *= 1 - known[length] / left
-        left, before = left - known[length] - cut[length], length
+        share *= 1 - finished[length] / left
+        left, before = left - finished[length] - cut[length], length
     return mean
 
 

@@ -3,13 +3,8 @@
 After a crash, the schedule decides which groups are trained already. A replay trains the same batches in the same
 order.
 
-:class:`Codec` encodes records without loss. Layout: uint32 length of a JSON text, the text, then the arrays. The text
-is ``[arrays, tree]``. ``arrays`` has ``[dtype, shape, packed]`` of each array; ``packed``: eight values of 0 and 1
-share a byte. In the tree, None, bool, int, float and str are JSON values, a dict with string keys is an object, and
-everything else is a list that begins with a tag: ``l`` list, ``t`` tuple, ``d`` dict as pairs, ``a`` array, ``c``
-concatenated arrays and their lengths, ``s`` numpy scalar, ``i`` and ``f`` lists of integers and of floats in an array,
-``z`` list of floats that are mostly 0, and a dataclass by its name. Names of dataclasses and of their fields are
-therefore part of the format.
+``data/codec.py`` encodes them by the names of the dataclasses and of their fields, which are therefore part of the
+format: journals of earlier versions must still be read.
 
 A response token takes 4 bytes of id, 4 of log-prob, 1/8 of mask, and L · K routed experts of one or two bytes. A
 reward of 0 takes nothing.
@@ -195,8 +190,8 @@ class Schedule:
 
     def later(self, step: int) -> list[int]:
         """Return the sampled groups that later steps took, in order."""
-        steps = [self.steps[each] for each in sorted(self.steps) if each > step]
-        return [group.number for each in steps for group in each.groups if group.versions is not None]
+        taken = (self.steps[later].groups for later in sorted(self.steps) if later > step)
+        return [group.number for groups in taken for group in groups if group.versions is not None]
 
     async def begin(self, step: int) -> None:
         """Let an empty schedule begin after a step."""
@@ -237,5 +232,5 @@ class Schedule:
                 self.planned = [number for number in self.planned if number not in taken]
         else:
             self.planned = [*self.later(entry.step), *self.planned]
-            self.steps = {step: each for step, each in self.steps.items() if step <= entry.step}
+            self.steps = {step: groups for step, groups in self.steps.items() if step <= entry.step}
             self.taken_at = {number: step for number, step in self.taken_at.items() if step <= entry.step}

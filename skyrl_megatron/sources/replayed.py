@@ -12,32 +12,28 @@ from typing import Any
 from skyrl_megatron.config.rules.training_rules import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.errors import ConfigError, JournalError, Problem
+from skyrl_megatron.identity import changes_numbers, read_identity, refuse_other, sampled_identity
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.sources.staleness import DoneGroups
 from skyrl_megatron.sources.store import GroupStore
-from skyrl_megatron.sources.streamed import Group, GroupLog
-from skyrl_megatron.trainer.identity import read_identity, refuse_other, sampled_identity
+from skyrl_megatron.sources.streamed import Group, GroupStream
 
 KEY = "trainer.fully_async.replay_from"
 _BATCH = ("trainer.train_batch_size", "generator.n_samples_per_prompt")
 """Settings that must be the same as in the recording."""
-_WITHOUT_NUMBERS = (
-    *(f"trainer.{name}" for name in ("fully_async.", "ckpt", "eval_", "hf_", "resume_", "log", "project_", "run_")),
-    *(f"trainer.{name}" for name in ("export_path", "max_ckpts", "dump_", "phase_", "plugins", "hub_commits")),
-    *(f"trainer.placement.{name}" for name in ("colocate_", "teacher_", "ref_")),
+_LOST = (
+    "they were freed after a checkpoint. Replay from a later checkpoint (trainer.resume_mode=from_path), or record"
+    " with trainer.fully_async.keep_rollouts=true"
 )
-"""Prefixes of the trainer settings that do not change the numbers of a step."""
 
 
-class ReplayedRollouts:
-    """Replaces a ``RolloutStream``: its batches are the recorded batches of another run.
+class ReplayedRollouts(GroupStream):
+    """A stream whose batches are the recorded batches of another run.
 
     ``recall``: number and recorded uid → dataset entry; ``observe``: as of a ``RolloutStream``. Raises ConfigError for
     ``trainer.fully_async.replay_from`` if the folder has no rollouts or belongs to this run, JournalError for damage,
     CheckpointError while another process writes there.
     """
-
-    group_log: GroupLog | None = None
 
     def __init__(
         self,
@@ -53,7 +49,7 @@ class ReplayedRollouts:
             raise self._refused("is where this run stores its own groups: set another trainer.ckpt_path")
         self.store = GroupStore(self.folder, keep_consumed=True, setting=KEY)
         self.steps = self.store.schedule.steps
-        self.version, self.place = 0, DoneGroups()
+        self.version, self.done = 0, DoneGroups()
         self._left: deque[int] = deque()
 
     @property
@@ -79,9 +75,9 @@ class ReplayedRollouts:
                 raise ConfigError([Problem(key, here, fix)])
         if self.last_step <= step:
             raise self._refused(f"ends with step {self.last_step}, but this run continues after step {step}")
-        for each in range(step + 1, self.last_step + 1):
-            if lost := [number for number in self._taken(each) if not self.store.holds(number)]:
-                raise self._refused(f"no longer has {len(lost)} groups of step {each}: {_LOST}")
+        for later in range(step + 1, self.last_step + 1):
+            if lost := [number for number in self._taken(later) if not self.store.holds(number)]:
+                raise self._refused(f"no longer has {len(lost)} groups of step {later}: {_LOST}")
 
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield (key, recorded value, value here) of the settings that differ and change the numbers of a step."""
@@ -93,18 +89,9 @@ class ReplayedRollouts:
                     yield key, recorded[key], here[key]
 
     # ------------------------------------------------------------------ as a stream
-    def start(
-        self,
-        version: int,
-        *,
-        oldest: int = 0,
-        ahead: Iterable[int] = (),
-        finished: Iterable[Group] = (),
-        planned: Iterable[int] = (),
-        begun: Mapping[int, int] | None = None,
-    ) -> None:
-        """Begin at ``version``. ``oldest``, ``ahead``: the values of :meth:`state`. The rest is ignored."""
-        self.place = DoneGroups(oldest, ahead)
+    def start(self, version: int, *, oldest: int = 0, ahead: Iterable[int] = ()) -> None:
+        """See :class:`GroupStream`."""
+        self.done = DoneGroups(oldest, ahead)
         self.advance(version)
 
     async def take(self) -> list[Group]:
@@ -123,9 +110,9 @@ class ReplayedRollouts:
 
     def trained(self, groups: Sequence[Group]) -> list[int]:
         """Mark the groups of the step as done."""
-        for each in self.steps[self.version + 1].groups:
-            self.place.add(each.number)
-            self.observe(each.number, None)  # without effect for those with rows
+        for group in self.steps[self.version + 1].groups:
+            self.done.add(group.number)
+            self.observe(group.number, None)  # without effect for those with rows
         return []
 
     def advance(self, version: int) -> None:
@@ -142,7 +129,7 @@ class ReplayedRollouts:
 
     def state(self) -> dict[str, Any]:
         """Return the :class:`DoneGroups` as plain values."""
-        return self.place.state()
+        return self.done.state()
 
     async def close(self) -> None:
         """Release the folder."""
@@ -172,14 +159,9 @@ class ReplayedRollouts:
         return ConfigError([Problem(KEY, self.folder, why)])
 
 
-_LOST = (
-    "they were freed after a checkpoint. Replay from a later checkpoint (trainer.resume_mode=from_path), or record"
-    " with trainer.fully_async.keep_rollouts=true"
-)
-
-
 def _decides(key: str) -> bool:
-    return key.startswith("trainer.") and not key.startswith(_WITHOUT_NUMBERS)
+    """Return whether a setting changes what a step computes from given rollouts."""
+    return key.startswith("trainer.") and not key.startswith("trainer.fully_async.") and changes_numbers(key)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,8 @@
 :class:`StreamedRollouts` takes finished groups from a ``RolloutStream``, which samples on the event loop while the
 ranks train. A group may then contain tokens of several policy versions.
 
-The trainer calls a source at fixed points of the run: :meth:`~PromptRollouts.open` after the checkpoint is loaded,
+A source gets the state of the run and the parts of a step (``run_state.py``). The trainer calls it at fixed points of
+the run: :meth:`~PromptRollouts.open` after the checkpoint is loaded,
 :meth:`~PromptRollouts.start` before the first step, :meth:`~PromptRollouts.next_batch` and
 :meth:`~PromptRollouts.end_step` in each step, :meth:`~PromptRollouts.advance` after each weight sync,
 :meth:`~PromptRollouts.checkpoint_saved` after each checkpoint, and :meth:`~PromptRollouts.close` at the end.
@@ -14,16 +15,18 @@ The trainer calls a source at fixed points of the run: :meth:`~PromptRollouts.op
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups, measured_rewards
+from skyrl_megatron.rollout.dynamic_sampling import Batch, distinct_uids, groups, measured_rewards
 from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids, select_rows
 from skyrl_megatron.sources.oversampled import OversampledGroups
 from skyrl_megatron.sources.replayed import ReplayedRollouts
+from skyrl_megatron.sources.run_state import RunState, StepParts, StreamParts
 from skyrl_megatron.sources.staleness import Concurrency, token_staleness, token_staleness_metrics
 from skyrl_megatron.sources.store import DurableGroups, ResumedGroups
 from skyrl_megatron.sources.streamed import Group, RolloutStream, StalePolicy, StreamLimits
@@ -36,58 +39,72 @@ if TYPE_CHECKING:
 
 
 class PromptRollouts:
-    """Samples the prompts of a step when the step begins, with the methods of ``trainer``, a ``RayPPOTrainer``."""
+    """Samples the prompts of a step when the step begins."""
 
     can_rewind = True
     """Whether the run can go back to an earlier step in the same process."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.loader: PromptLoader = trainer.train_dataloader
+    def __init__(self, run: RunState, parts: StepParts) -> None:
+        self.run, self.parts = run, parts
+        self.loader: PromptLoader = parts.train_dataloader
         self.prompts = _all_epochs(self.loader)
         """Batches of prompts from the loader's position on."""
+        self._warned_of_filtering = False
 
     # ------------------------------------------------------------------ a step
     def next_batch(self) -> TrainingBatch:
         """Sample until dynamic sampling has a full batch, and return its tensors with a reward for each token."""
-        trainer, selected = self.trainer, None
+        run, parts, selected = self.run, self.parts, None
         while selected is None:
-            output, uids = trainer.sample_batch()
-            trainer.sampler.refused = self.observe(output, uids)
-            with trainer.phases("postprocess_generator_output"):
-                output = trainer.postprocess_generator_output(output, uids)
-            selected = trainer.handle_dynamic_sampling(output, uids)
+            output, uids = parts.sample_batch()
+            parts.sampler.refused = self.observe(output, uids)
+            with run.phases("postprocess_generator_output"):
+                output = parts.postprocess_generator_output(output, uids)
+            selected = parts.handle_dynamic_sampling(output, uids)
             self.filtered(whole_batch=selected is None)
             if selected is None:
-                trainer.learning_signal.filtered(trainer.global_step + 1, trainer.sampler.sampled_batches)
-        trainer.watch.note(selected[0])
-        with trainer.phases("convert_to_training_input"):
+                self._warn_of_filtering(parts.sampler.sampled_batches)
+        parts.note_rows(selected[0])
+        with run.phases("convert_to_training_input"):
             return self.to_batch(*selected)
 
-    def sample(self) -> tuple[GeneratorOutput, list[str]]:
+    def sample(self) -> Batch:
         """Return the rows of the next batch of prompts and the uid of each row."""
-        generator_input, uids = self.trainer.prepare_generator_input(next(self.prompts), "train")
-        with self.trainer.phases("generate"):
-            output = self.trainer.generate(generator_input)
+        generator_input, uids = self.parts.prepare_generator_input(next(self.prompts), "train")
+        with self.run.phases("generate"):
+            output = self.parts.generate(generator_input)
         return output, row_uids(output, uids)
+
+    def _warn_of_filtering(self, batches: int) -> None:
+        """Warn once if ``batches`` of prompts did not fill a step."""
+        if batches < 3 or self._warned_of_filtering:
+            return
+        self._warned_of_filtering = True
+        warnings.warn(
+            f"step {self.run.step + 1}: {batches} batches of prompts did not fill one step, because dynamic sampling "
+            "removes prompts whose samples all got the same reward. Use other prompts, or raise "
+            "generator.n_samples_per_prompt; trainer.algorithm.dynamic_sampling.max_sample_batches is the limit",
+            SkyRLMegatronWarning,
+            stacklevel=3,
+        )
 
     def observe(self, output: GeneratorOutput, uids: list[str]) -> set[str]:
         """Give the sampler of the prompts the rewards of the batch that was sampled last, and return the uids that a
         gate refused."""
-        trainer, gates = self.trainer, self.trainer.gates
+        gates, metrics = self.parts.gates, self.run.metrics
         rewards, refused = measured_rewards(output, uids), set[str]()
         if gates.gates:
             names = row_uids(output, uids)
             counted = dict.fromkeys((f"generate/refused_by_{name}" for name in gates.gates), 0.0)
             for uid in rewards:
                 rows = [row for row, name in enumerate(names) if name == uid]
-                if (gate := gates.refusal(select_rows(output, rows), trainer.global_step)) is not None:
+                if (gate := gates.refusal(select_rows(output, rows), self.run.step)) is not None:
                     counted[f"generate/refused_by_{gate}"] += 1
                     refused.add(uid)
                     if not gates.observed(gate):
                         rewards[uid] = []
             for name, count in counted.items():
-                trainer.metrics[name] = trainer.metrics.get(name, 0.0) + count
+                metrics[name] = metrics.get(name, 0.0) + count
         self.observe_rewards(rewards)
         return refused
 
@@ -100,8 +117,7 @@ class PromptRollouts:
 
     def to_batch(self, output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Return the tensors of the selected rows."""
-        batch: TrainingBatch = self.trainer.convert_to_training_input(output, uids)
-        return batch
+        return self.parts.convert_to_training_input(output, uids)
 
     def staleness_metrics(self, batch: TrainingBatch) -> dict[str, float]:
         """Return metrics by the age of the tokens of the last batch, once its log-probs are known."""
@@ -121,8 +137,9 @@ class PromptRollouts:
     def start(self) -> None:
         """Begin to sample ahead."""
 
-    def checkpoint_saved(self) -> None:
-        """Free what only earlier checkpoints needed."""
+    def checkpoint_saved(self, complete_steps: Callable[[], list[int]]) -> None:
+        """Free what only earlier checkpoints needed. ``complete_steps``: lists the steps of the complete checkpoints,
+        some of which another run may have left."""
 
     def close(self) -> None:
         """Stop sampling."""
@@ -157,7 +174,7 @@ class AgedRollouts(PromptRollouts):
         self._token_ages = None
         if spans := output.get("rollout_versions"):
             lengths = [len(row) for row in output["response_ids"]]
-            self._token_ages = token_staleness(spans, lengths, self.trainer.global_step, batch.loss_mask.shape[1])
+            self._token_ages = token_staleness(spans, lengths, self.run.step, batch.loss_mask.shape[1])
         return batch
 
     def staleness_metrics(self, batch: TrainingBatch) -> dict[str, float]:
@@ -174,9 +191,9 @@ class OversampledRollouts(AgedRollouts):
     can_rewind = False
     prefix = "oversampling"
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
-        cfg = trainer.cfg
+    def __init__(self, run: RunState, parts: StepParts) -> None:
+        super().__init__(run, parts)
+        cfg, generator = parts.cfg, parts.generator
         given, keeps = cfg.trainer.oversampling, cfg.trainer.oversampling.unfinished == "keep"
         self.bound = given.max_staleness_steps if keeps else 0
         self.groups = OversampledGroups(
@@ -189,7 +206,6 @@ class OversampledRollouts(AgedRollouts):
         )
         self._taken: dict[int, str] = {}
         self._dropped: list[int] = []
-        generator = trainer.generator
         if generator is not None and not isinstance(generator, SkyRLGymGenerator):
             warnings.warn(
                 f"trainer.oversampling.ratio={given.ratio}: {type(generator).__name__} finishes all trajectories that"
@@ -198,16 +214,16 @@ class OversampledRollouts(AgedRollouts):
                 stacklevel=2,
             )
 
-    def sample(self) -> tuple[GeneratorOutput, list[str]]:
+    def sample(self) -> Batch:
         """Return the rows of the first complete groups and the uid of each row."""
-        trainer, version = self.trainer, self.trainer.global_step
-        generator_input, uids = trainer.prepare_generator_input(self.groups.begin(version), "train")
+        version = self.run.step
+        generator_input, uids = self.parts.prepare_generator_input(self.groups.begin(version), "train")
         generator_input["trajectory_log"] = log = self.groups.log(version)
-        with trainer.phases("generate"):
-            output = trainer.generate(generator_input)
+        with self.run.phases("generate"):
+            output = self.parts.generate(generator_input)
         if not log.complete:
-            fix = f"{type(trainer.generator).__name__} does not record its trajectories: set it to 0"
-            raise ConfigError([Problem("trainer.oversampling.ratio", trainer.cfg.trainer.oversampling.ratio, fix)])
+            fix = f"{type(self.parts.generator).__name__} does not record its trajectories: set it to 0"
+            raise ConfigError([Problem("trainer.oversampling.ratio", self.parts.cfg.trainer.oversampling.ratio, fix)])
         self._taken, self._dropped = self.groups.end(log, version)
         names = [id.instance_id for id in output.get("trajectory_ids") or []] or uids
         taken = set(self._taken.values())
@@ -223,7 +239,7 @@ class OversampledRollouts(AgedRollouts):
 
     def end_step(self) -> None:
         """Move the loader to the oldest prompt that is not trained or dropped."""
-        self.trainer.metrics |= self.groups.metrics()
+        self.run.metrics |= self.groups.metrics()
         self.groups.complete_step()
         self.loader.seek(self.groups.oldest)
 
@@ -233,8 +249,8 @@ class OversampledRollouts(AgedRollouts):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the position; after a run without oversampling, that of the loader."""
-        if (own := state.get("oversampling")) is not None:
-            self.groups.load_state(own)
+        if (position := state.get("oversampling")) is not None:
+            self.groups.load_state(position)
         else:
             self.groups.next = self.loader.number
             self.groups.complete_step()
@@ -258,13 +274,13 @@ class StreamedRollouts(AgedRollouts):
     can_rewind = False
     prefix = "async"
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
-        self.bound = trainer.cfg.trainer.fully_async.max_staleness_steps
-        replays = trainer.cfg.trainer.fully_async.replay_from
+    def __init__(self, run: RunState, parts: StreamParts) -> None:
+        super().__init__(run, parts)
+        self.ahead = parts
+        self.bound = parts.cfg.trainer.fully_async.max_staleness_steps
         self.stream: RolloutStream | ReplayedRollouts = (
-            ReplayedRollouts(trainer.cfg, self.loader.recall, observe=self.observe_group)
-            if replays
+            ReplayedRollouts(parts.cfg, self.loader.recall, observe=self.observe_group)
+            if parts.cfg.trainer.fully_async.replay_from
             else self.make_stream()
         )
         self.groups: DurableGroups | None = None
@@ -277,27 +293,26 @@ class StreamedRollouts(AgedRollouts):
 
     def make_stream(self) -> RolloutStream:
         """Make the stream of the run."""
-        trainer, cfg = self.trainer, self.trainer.cfg
+        cfg, gates = self.parts.cfg, self.parts.gates
         sampling, ahead = cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.fully_async
         filters = sampling.type == "filter"
         limits = StreamLimits(
             batch=cfg.trainer.train_batch_size,
-            steps=trainer.total_steps,
+            steps=self.run.total_steps,
             bound=ahead.max_staleness_steps,
             workers=ahead.num_parallel_generation_workers,
             stale_policy=cast("StalePolicy", ahead.stale_policy),
             timeout_s=cfg.trainer.phase_timeout_s,
             sample_batches=sampling.max_sample_batches if filters or sampling.gates else -1,
-            oldest=trainer.gates.oldest,
+            oldest=gates.oldest,
             ahead=ahead.batches_ahead,
         )
         concurrency = Concurrency(
             ahead.num_parallel_generation_workers,
-            self._free_slots if ahead.adaptive_concurrency else None,
+            self.ahead.free_slots if ahead.adaptive_concurrency else None,
             cfg.generator.n_samples_per_prompt,
         )
         useful = has_variance if filters else lambda output: True
-        gates = trainer.gates
         return RolloutStream(
             self.sample_group,
             self.loader.prompt,
@@ -307,7 +322,7 @@ class StreamedRollouts(AgedRollouts):
             refused_is_observed=gates.observed,
             ready=self.loader.ready,
             observe=self.observe_group,
-            say=trainer.tracker.say,
+            say=self.run.say,
             concurrency=concurrency,
         )
 
@@ -318,61 +333,56 @@ class StreamedRollouts(AgedRollouts):
     def observe_group(self, number: int, output: GeneratorOutput | None) -> None:
         """Give the sampler of the prompts the rewards of a group; None: it was given up."""
         rewards = None if output is None else measured_rewards(output, [""] * len(output["response_ids"]))
-        self.loader.observe(number, None if rewards is None else [each for own in rewards.values() for each in own])
-
-    def _free_slots(self) -> int:
-        """Return how many more sequences the engines could decode at the same time; negative if requests wait."""
-        engine = self.trainer.cfg.generator.inference_engine
-        slots = engine.max_num_seqs * engine.data_parallel_size
-        return sum(slots - len(slot.in_flight) for slot in self.trainer.inference_engine_client.pool.alive())
+        values = None if rewards is None else [reward for of_uid in rewards.values() for reward in of_uid]
+        self.loader.observe(number, values)
 
     async def sample_group(self, group: Group) -> GeneratorOutput:
         """Sample the rows of a group."""
-        generator_input, uids = self.trainer.prepare_generator_input([group.prompt], "train")
+        generator_input, uids = self.parts.prepare_generator_input([group.prompt], "train")
         if self.groups is not None:
             generator_input["trajectory_log"] = await self.groups.trajectories(group, len(uids))
-        output: GeneratorOutput = await self.trainer.generator.generate(generator_input, disable_tqdm=True)
+        output: GeneratorOutput = await self.parts.generator.generate(generator_input, disable_tqdm=True)
         return output
 
     # ------------------------------------------------------------------ a step
-    def sample(self) -> tuple[GeneratorOutput, list[str]]:
+    def sample(self) -> Batch:
         """Take the groups of a batch from the stream. The phase ``generate`` is the wait for them."""
-        trainer = self.trainer
-        with trainer.phases("generate"):
-            found = trainer.loop.run(self.stream.take(), stop=trainer.stop)
-        self.taken += found
-        if ages := self.stream.staleness(found):
-            trainer.metrics |= {
+        with self.run.phases("generate"):
+            groups = self.ahead.wait_for(self.stream.take(), stoppable=True)
+        self.taken += groups
+        if ages := self.stream.staleness(groups):
+            self.run.metrics |= {
                 "async/staleness_mean": sum(ages) / len(ages),
                 "async/staleness_max": float(max(ages)),
                 "async/staleness_min": float(min(ages)),
             }
-        outputs = [group.output for group in found if group.output is not None]
+        outputs = [group.output for group in groups if group.output is not None]
         uids = [
-            row_uids(each, [group.uid] * len(each["response_ids"])) for group, each in zip(found, outputs, strict=True)
+            row_uids(output, [group.uid] * len(output["response_ids"]))
+            for group, output in zip(groups, outputs, strict=True)
         ]
         return concatenate_generator_outputs(outputs), distinct_uids(uids)
 
     def filtered(self, *, whole_batch: bool) -> None:
         """Record which groups of the last sample are not trained on. The stream replaces a whole batch."""
-        batch = self.taken[-self.trainer.cfg.trainer.train_batch_size :]
+        batch = self.taken[-self.parts.cfg.trainer.train_batch_size :]
         if whole_batch:
-            self.trainer.loop.call(self.stream.give_back, batch)
+            self.ahead.on_loop(self.stream.give_back, batch)
         self._unused |= {group.number for group in batch if whole_batch or self._is_replaced(group)}
 
     def _is_replaced(self, group: Group) -> bool:
-        replaces = self.trainer.cfg.trainer.algorithm.dynamic_sampling.type == "replace"
+        replaces = self.parts.cfg.trainer.algorithm.dynamic_sampling.type == "replace"
         return replaces and group.output is not None and not has_variance(group.output)
 
     def end_step(self) -> None:
         """Mark the groups of the step as trained, in the stream and on disk, and move the loader after them."""
-        trainer, call = self.trainer, self.trainer.loop.call
-        trainer.metrics |= call(self.stream.metrics)
+        run, call = self.run, self.ahead.on_loop
+        run.metrics |= call(self.stream.metrics)
         given_up = call(self._end_step_in_stream)
         if self.groups is not None:
-            trainer.metrics |= call(self.groups.metrics)
+            run.metrics |= call(self.groups.metrics)
             numbers = [group.number for group in self.taken]
-            trainer.loop.run(self.groups.trained(trainer.global_step + 1, numbers, self._unused, given_up))
+            self.ahead.wait_for(self.groups.trained(run.step + 1, numbers, self._unused, given_up))
         self.taken, self._unused = [], set()
         self.loader.seek(self._position["oldest"])
 
@@ -385,61 +395,50 @@ class StreamedRollouts(AgedRollouts):
 
     def advance(self, version: int, pause_seconds: float) -> None:
         """Let the stream start groups of ``version``."""
-        self.trainer.loop.call(self.stream.advance, version)
-        self.trainer.metrics["async/pause_seconds"] = pause_seconds
+        self.ahead.on_loop(self.stream.advance, version)
+        self.run.metrics["async/pause_seconds"] = pause_seconds
 
     # ------------------------------------------------------------------ a run
     def open(self) -> None:
         """Recover the groups that were sampled after the checkpoint, or check the recorded ones that are replayed."""
         super().open()
-        trainer, loader = self.trainer, self.loader
+        run, loader, cfg = self.run, self.loader, self.parts.cfg
         if isinstance(self.stream, ReplayedRollouts):
-            self.stream.check(trainer.global_step)
+            self.stream.check(run.step)
             last, folder = self.stream.last_step, self.stream.folder
-            trainer.tracker.say(f"replay: steps {trainer.global_step + 1} to {last} of {folder}")
+            run.say(f"replay: steps {run.step + 1} to {last} of {folder}")
             for key, recorded, here in self.stream.differences():
-                trainer.tracker.say(f"replay: {key}={here} was recorded with {recorded}: the numbers will differ")
+                run.say(f"replay: {key}={here} was recorded with {recorded}: the numbers will differ")
             return
         per_epoch = len(loader) * loader.batch_size
-        fresh = trainer.cfg.trainer.resume_mode in (None, "none")
-        groups = DurableGroups(trainer.cfg, lambda number: number // per_epoch, fresh=fresh, identity=trainer.identity)
+        fresh, identity = cfg.trainer.resume_mode in (None, "none"), self.ahead.identity
+        groups = DurableGroups(cfg, lambda number: number // per_epoch, fresh=fresh, identity=identity)
         self.groups = self.stream.group_log = groups
-        self._recovered = trainer.loop.run(groups.recover(trainer.global_step, loader.recall))
+        self._recovered = self.ahead.wait_for(groups.recover(run.step, loader.recall))
         if count := len(self._recovered.finished):
-            trainer.tracker.say(
-                f"rollouts: {count} sampled groups that are not trained on are in {groups.store.folder}"
-            )
+            run.say(f"rollouts: {count} sampled groups that are not trained on are in {groups.store.folder}")
 
     def start(self) -> None:
         """Start the stream from the position of the last step."""
-        trainer, stream = self.trainer, self.stream
+        run, stream = self.run, self.stream
         if isinstance(stream, ReplayedRollouts):
-            trainer.total_steps = min(trainer.total_steps, stream.last_step)
-        kept, self._recovered = self._recovered, ResumedGroups()
+            run.total_steps = min(run.total_steps, stream.last_step)
+        else:
+            recovered, self._recovered = self._recovered, ResumedGroups()
+            stream.restore(recovered.finished, recovered.planned, recovered.begun)
+        self.ahead.on_loop(partial(stream.start, run.step, **self._position))
 
-        def start() -> None:
-            stream.start(
-                trainer.global_step,
-                **self._position,
-                finished=kept.finished,
-                planned=kept.planned,
-                begun=kept.begun,
-            )
-
-        trainer.loop.call(start)
-
-    def checkpoint_saved(self) -> None:
+    def checkpoint_saved(self, complete_steps: Callable[[], list[int]]) -> None:
         """Free the groups that no complete checkpoint needs any more."""
-        trainer = self.trainer
-        if self.groups is not None and trainer.checkpoints is not None:
-            complete = [step for step in trainer.checkpoints.store.complete_steps() if step <= trainer.global_step]
-            trainer.loop.run(self.groups.checkpoints(complete))
+        if self.groups is not None:
+            steps = [step for step in complete_steps() if step <= self.run.step]
+            self.ahead.wait_for(self.groups.checkpoints(steps))
 
     def close(self) -> None:
         """Stop the stream and close the groups on disk."""
-        self.trainer.loop.run(self.stream.close())
+        self.ahead.wait_for(self.stream.close())
         if self.groups is not None:
-            self.trainer.loop.run(self.groups.close())
+            self.ahead.wait_for(self.groups.close())
 
     def state(self) -> dict[str, Any]:
         """Return the stream's position. Groups may finish training out of order."""

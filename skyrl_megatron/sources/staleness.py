@@ -57,8 +57,9 @@ def can_step(*, batch: int, bound: int, version: int, running: Mapping[int, int]
     waiting, done = 0, 0
     for left, oldest in enumerate(range(version - bound, version)):
         if left == 0:
-            waiting = sum(count for each, count in running.items() if each <= oldest)
-            done = sum(count for each, count in finished.items() if each <= oldest)
+            # Groups of older versions than the bound allows are due now as well.
+            waiting = sum(count for started, count in running.items() if started <= oldest)
+            done = sum(count for started, count in finished.items() if started <= oldest)
         else:
             waiting += running.get(oldest, 0)
             done += finished.get(oldest, 0)
@@ -74,8 +75,8 @@ def token_staleness(spans: Spans, lengths: Sequence[int], version: int, width: i
     row; ``width``: T.
     """
     lags = torch.full((len(lengths), width), -1, dtype=torch.int32)
-    for row, (found, length) in enumerate(zip(spans, lengths, strict=True)):
-        for name, first, end in found:
+    for row, (spans_of_row, length) in enumerate(zip(spans, lengths, strict=True)):
+        for name, first, end in spans_of_row:
             if name.isdecimal():
                 start = width - length
                 lags[row, start + first : start + end] = version - int(name)
@@ -83,7 +84,7 @@ def token_staleness(spans: Spans, lengths: Sequence[int], version: int, width: i
 
 
 def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int, prefix: str = "async") -> dict[str, float]:
-    """Return ``<prefix>/…`` metrics over the trained tokens; ``lags``: of :func:`token_staleness`.
+    """Return ``<prefix>/…`` metrics over the trained tokens; ``lags`` [B, T]: of :func:`token_staleness`.
 
     ``token_lag_mean``; ``token_lag_<k>``: share of the tokens that are k steps old; ``logprob_diff_lag_<k>``: their
     mean |trainer − engine| log-prob before the update, in nats, if both are known; ``mixed_rows``: share of the rows
@@ -95,7 +96,7 @@ def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int, pref
     least = torch.where(trained, lags, lags.max() + 1).amin(dim=1)
     most = torch.where(trained, lags, -1).amax(dim=1)
     rows = most >= 0
-    found = {
+    metrics = {
         f"{prefix}/token_lag_mean": lags[trained].double().mean().item(),
         f"{prefix}/mixed_rows": (least < most)[rows].double().mean().item(),
     }
@@ -104,10 +105,10 @@ def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int, pref
         mismatch = (batch.old_logprobs - batch.rollout_logprobs).abs().double()
     for lag in range(bound + 1):
         here = trained & (lags == lag)
-        found[f"{prefix}/token_lag_{lag}"] = (here.sum() / trained.sum()).item()
+        metrics[f"{prefix}/token_lag_{lag}"] = (here.sum() / trained.sum()).item()
         if mismatch is not None and here.any():
-            found[f"{prefix}/logprob_diff_lag_{lag}"] = mismatch[here].mean().item()
-    return found
+            metrics[f"{prefix}/logprob_diff_lag_{lag}"] = mismatch[here].mean().item()
+    return metrics
 
 
 class Concurrency:

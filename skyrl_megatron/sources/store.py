@@ -1,7 +1,7 @@
 """The rollouts of an asynchronous run on disk: finished groups, unfinished ones, and which step trained which groups.
 
 A store has two journals in a folder: ``groups`` has the samples, ``schedule`` the groups that each step consumed
-(``rollout_records.py``). A group is kept until no checkpoint can need it, that is, until a step consumed it at or
+(``records.py``). A group is kept until no checkpoint can need it, that is, until a step consumed it at or
 before the oldest checkpoint. A record is on disk when the method that records it returns.
 """
 
@@ -23,6 +23,7 @@ from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dic
 from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.errors import JournalError
+from skyrl_megatron.identity import Identity, claim
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
 from skyrl_megatron.sources.records import (
@@ -38,7 +39,6 @@ from skyrl_megatron.sources.records import (
     Spans,
 )
 from skyrl_megatron.sources.streamed import Group
-from skyrl_megatron.trainer.identity import Identity, claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +200,9 @@ class GroupStore:
     def _partial(self, number: int) -> PartialGroup:
         sequences = sorted(self._unfinished[number])
         records = [cast(PartialRecord, CODEC.decode(self.journal.read(sequence))) for sequence in sequences]
-        found = PartialGroup(records[0].uid, min(record.started for record in records), {})
+        group = PartialGroup(records[0].uid, min(record.started for record in records), {})
         for record in records:
-            sample = found.samples.setdefault(record.repetition, PartialTrajectory())
+            sample = group.samples.setdefault(record.repetition, PartialTrajectory())
             if isinstance(record, FinishedTrajectory):
                 sample.trajectory = record.trajectory
                 continue
@@ -210,7 +210,7 @@ class GroupStore:
                 sample.turns, sample.trajectory = [], None
             if record.place == len(sample.turns):  # otherwise it belongs to an aborted attempt, and is void
                 sample.turns.append(record.turn)
-        return found
+        return group
 
 
 class GroupTrajectories:
@@ -228,12 +228,12 @@ class GroupTrajectories:
         begun: Mapping[int, PartialTrajectory],
         counts: Counter[str],
     ) -> None:
-        self.store, self.group, self.known, self.counts = store, group, begun, counts
-        self.left = samples - sum(each.trajectory is not None for each in begun.values())
+        self.store, self.group, self.begun, self.counts = store, group, begun, counts
+        self.left = samples - sum(sample.trajectory is not None for sample in begun.values())
 
     def stored(self, id: TrajectoryID) -> PartialTrajectory:
         """See ``TrajectoryLog``."""
-        return self.known.get(id.repetition_id) or PartialTrajectory()
+        return self.begun.get(id.repetition_id) or PartialTrajectory()
 
     def resumed(self, id: TrajectoryID, restarted: str | None) -> None:
         """See ``TrajectoryLog``."""

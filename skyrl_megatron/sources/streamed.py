@@ -58,6 +58,38 @@ class GroupLog(Protocol):
         """Record a group, and return once it is durable. Called on the event loop, concurrently for several groups."""
 
 
+class GroupStream(Protocol):
+    """Hands out the groups of each step: sampled ahead (:class:`RolloutStream`), or recorded (``replayed.py``)."""
+
+    def start(self, version: int, *, oldest: int = 0, ahead: Iterable[int] = ()) -> None:
+        """Begin at ``version``. ``oldest``, ``ahead``: the values of :meth:`state`."""
+
+    async def take(self) -> list[Group]:
+        """Return the groups of a step, in the order of their prompts."""
+
+    def give_back(self, groups: Sequence[Group]) -> None:
+        """Record that a batch is not trained. Its groups are not handed out again."""
+
+    def trained(self, groups: Sequence[Group]) -> list[int]:
+        """Mark the groups of a step as trained. Returns the numbers of the groups that were given up since the
+        previous step."""
+
+    def advance(self, version: int) -> None:
+        """Record that engines serve ``version`` now."""
+
+    def staleness(self, groups: Iterable[Group]) -> list[int]:
+        """Return the staleness in steps of each row, if it were trained now."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``async/…``: counts of the groups since the last call."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers of the groups that are done, as plain values."""
+
+    async def close(self) -> None:
+        """Stop, and release what the stream holds."""
+
+
 def _oldest_trained(output: GeneratorOutput, unknown: int) -> Iterator[int]:
     """Yield the oldest version among the trained tokens of each row that has some. ``unknown``: used for rows without
     versions."""
@@ -106,7 +138,7 @@ class StreamLimits:
     beyond. Groups that take longer do not count. None: as many as ``bound`` allows."""
 
 
-class RolloutStream:
+class RolloutStream(GroupStream):
     """Samples prompts in order and hands out batches of finished groups, oldest first.
 
     ``sample``: samples a group; if it raises, the group has failed. ``prompt``: number → dataset entry. ``useful``:
@@ -144,7 +176,7 @@ class RolloutStream:
         """The published version. The next step trains it."""
         self.taken = 0
         """Groups that were handed out since version 0."""
-        self.place = DoneGroups()
+        self.done = DoneGroups()
         """The groups that were trained or given up."""
         self.counts: Counter[str] = Counter()
         """``dropped``, ``retried``, ``failed`` and ``filtered`` groups since the last :meth:`metrics`."""
@@ -156,37 +188,36 @@ class RolloutStream:
         self._begun: dict[int, int] = {}
         self._order: dict[int, int] = {}  # planned group → its position; planned groups are taken first
         self._given_up: list[int] = []
+        self._recorded: list[Group] = []  # finished groups of an earlier process, until the start
         self._failed_in_a_row, self._useless = 0, 0
         self._broken: BaseException | None = None
         self._changed = asyncio.Event()
         self._open = False
 
     # ------------------------------------------------------------------ start and end
-    def start(
-        self,
-        version: int,
-        *,
-        oldest: int = 0,
-        ahead: Iterable[int] = (),
-        finished: Iterable[Group] = (),
-        planned: Iterable[int] = (),
-        begun: Mapping[int, int] | None = None,
+    def restore(
+        self, finished: Iterable[Group] = (), planned: Iterable[int] = (), begun: Mapping[int, int] | None = None
     ) -> None:
-        """Begin at ``version``.
+        """Let the stream start with the groups of a log; call it before :meth:`start`.
 
-        ``oldest``, ``ahead``: the values of :meth:`state`; ``finished``: groups from a log, which are not sampled
-        again; ``planned``: numbers of the finished groups that are taken first, in this order, to repeat lost steps;
-        ``begun``: number → version of the oldest recorded token, for partially sampled groups.
+        ``finished``: groups that are not sampled again; ``planned``: numbers of the finished groups that are taken
+        first, in this order, to repeat lost steps; ``begun``: number → version of the oldest recorded token, for
+        partially sampled groups.
         """
+        self._recorded = list(finished)
+        self._order = {number: position for position, number in enumerate(planned)}
+        self._begun = dict(begun or {})
+
+    def start(self, version: int, *, oldest: int = 0, ahead: Iterable[int] = ()) -> None:
+        """See :class:`GroupStream`."""
         self.version, self.taken = version, version * self.limits.batch
-        self.place, self._next = DoneGroups(oldest, ahead), oldest
-        self._skipped = set(self.place.ahead)
-        for group in finished:
-            if group.number not in self.place:
+        self.done, self._next = DoneGroups(oldest, ahead), oldest
+        self._skipped = set(self.done.ahead)
+        for group in self._recorded:
+            if group.number not in self.done:
                 self._skipped.add(group.number)
                 self._put(group)
-        self._begun = dict(begun or {})
-        self._order = {number: position for position, number in enumerate(planned)}
+        self._recorded = []
         self._expire(version - 1)
         self._open = True
         self.concurrency.start()
@@ -203,7 +234,7 @@ class RolloutStream:
 
     def state(self) -> dict[str, Any]:
         """Return the :class:`DoneGroups` as plain values."""
-        return self.place.state()
+        return self.done.state()
 
     # ------------------------------------------------------------------ for the trainer
     async def take(self) -> list[Group]:
@@ -223,14 +254,14 @@ class RolloutStream:
                     f"phase generate: no group finished within {self.limits.timeout_s:g} s (trainer.phase_timeout_s). "
                     "Raise it, or look for engines or environments that hang"
                 ) from error
-        found = sorted(self._finished.values(), key=self._priority)[: self.limits.batch]
-        for group in found:
+        groups = sorted(self._finished.values(), key=self._priority)[: self.limits.batch]
+        for group in groups:
             self._remove_finished(group)
-        self.taken += len(found)
+        self.taken += len(groups)
         self._useless = 0
         self._expire(self.version)
         self._fill()
-        return sorted(found, key=lambda group: group.number)
+        return sorted(groups, key=lambda group: group.number)
 
     def give_back(self, groups: Sequence[Group]) -> None:
         """Record that a batch is not trained. Its groups are not handed out again."""
@@ -241,7 +272,7 @@ class RolloutStream:
         """Mark the groups of a step as trained. Returns the numbers of the groups that were given up since the
         previous step."""
         for group in groups:
-            self.place.add(group.number)
+            self.done.add(group.number)
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -394,7 +425,7 @@ class RolloutStream:
 
     def _give_up_number(self, number: int) -> None:
         self._given_up.append(number)
-        self.place.add(number)
+        self.done.add(number)
         self._observe(number, None)  # without effect if it finished
 
     def _expire(self, taken: int) -> None:

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bridges.source import HF_SUBFOLDER, FolderChanges
 from skyrl_megatron.errors import CheckpointError, ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
-from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
-from skyrl_megatron.runtime.checkpoint.store import (
-    TRAINER_STATE,
-    CheckpointStore,
-    SavedCheckpoint,
-    resume_candidates,
-)
-from skyrl_megatron.trainer.identity import (
+from skyrl_megatron.identity import (
     Identity,
     as_json,
     changed_settings,
@@ -33,6 +26,13 @@ from skyrl_megatron.trainer.identity import (
     settings_of,
     short,
     write_identity,
+)
+from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
+from skyrl_megatron.runtime.checkpoint.store import (
+    TRAINER_STATE,
+    CheckpointStore,
+    SavedCheckpoint,
+    resume_candidates,
 )
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from skyrl_megatron.config.rules.evaluation_rules import (
 )
 from skyrl_megatron.config.schema.evaluation import DATASET_KEY, UNKNOWN, EvalSetConfig, eval_sets
 from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.identity import Identity, other_parts, read_identity, short, write_identity
 from skyrl_megatron.inference.sampling_params import engine_sampling
 from skyrl_megatron.rollout.interface import (
     GeneratorInterface,
@@ -40,7 +41,6 @@ from skyrl_megatron.rollout.outputs import (
     select_rows,
 )
 from skyrl_megatron.trainer.event_loop import with_timeout
-from skyrl_megatron.trainer.identity import Identity, other_parts, read_identity, short, write_identity
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

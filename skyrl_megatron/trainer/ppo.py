@@ -7,7 +7,7 @@ changes. Scripts written for SkyRL override these by their names there: ``train`
 ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``, ``train_critic_and_policy``, ``eval``,
 ``save_checkpoints`` and ``save_models``.
 
-What surrounds the loop is in ``training_run.py``, where rollouts come from in ``rollout_source.py``, and what happens
+What surrounds the loop is in ``training_run.py``, where rollouts come from in ``sources/source.py``, and what happens
 when a rank is lost in ``recovery.py``. :class:`FullyAsyncRayPPOTrainer` differs only in the source of its rollouts.
 """
 
@@ -25,7 +25,7 @@ from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.config.roles import adapter_names, distils_in_reward, needs_reference, policy_is_reference
+from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_is_reference
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.rules.training_rules import generates_ahead
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
@@ -37,16 +37,16 @@ from skyrl_megatron.rollout.outputs import (
     reward_parts,
     to_training_batch,
 )
-from skyrl_megatron.sources.source import PromptRollouts, StreamedRollouts
+from skyrl_megatron.sources.source import OversampledRollouts, PromptRollouts, StreamedRollouts
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
-from skyrl_megatron.trainer.identity import sampled_part
 from skyrl_megatron.trainer.step_batch import (
     advantage_metrics,
     check_rollout_gap,
     for_each_adapter,
     logprob_diff_metrics,
     mask_zero_variance_groups,
+    mini_batch_size,
     optimizer_metrics,
     reward_metrics,
     route_bytes,
@@ -58,19 +58,14 @@ from skyrl_megatron.trainer.step_batch import (
     with_token_rewards,
 )
 from skyrl_megatron.trainer.stopping import StopRequested
-from skyrl_megatron.trainer.teachers import with_teacher_rewards
 from skyrl_megatron.trainer.training_run import TrainingRun
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
-from skyrl_megatron_observe.dump import dump_batch, dump_path
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
+    from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.workers.worker_group import WorkerGroup
-
-SCORES = {"ref": "ref_logprobs", "critic": "values"}
-"""Role → the field of the batch that it computes."""
 
 
 class RayPPOTrainer(TrainingRun):
@@ -113,7 +108,7 @@ class RayPPOTrainer(TrainingRun):
         notify(self.callbacks, "on_step_start", self)
 
     def collect_experience(self) -> TrainingBatch:
-        """Return responses and rewards for a step: sampled now, or taken from the stream (``rollout_source.py``)."""
+        """Return responses and rewards for a step: sampled now, or taken from the stream (``sources/``)."""
         return self.rollouts.next_batch()
 
     def update_on(self, batch: TrainingBatch) -> None:
@@ -122,8 +117,8 @@ class RayPPOTrainer(TrainingRun):
         with self.phases("fwd_logprobs_values_reward"):
             batch = self.fwd_logprobs_values_reward(batch)
             self.metrics |= self.rollouts.staleness_metrics(batch)
-        if distils_in_reward(self.cfg):
-            self.metrics |= with_teacher_rewards(batch, self.cfg.trainer.algorithm)
+        for scorer in self.scorers:
+            self.metrics |= scorer.reward(batch)
         self.apply_length_penalty(batch)
         if self.kl_controller is not None:
             batch = self.apply_reward_kl_penalty(batch)
@@ -140,7 +135,7 @@ class RayPPOTrainer(TrainingRun):
         self.rollouts.end_step()
         self.metrics |= self.train_dataloader.metrics()
         self.global_step += 1
-        self.position = self.train_dataloader.state_dict()
+        self.run_state.position = self.train_dataloader.state_dict()
 
     def publish(self) -> None:
         """Copy the new weights to where they are due: the reference, a checkpoint, an export, the engines."""
@@ -153,6 +148,11 @@ class RayPPOTrainer(TrainingRun):
         self.sync_weights()
 
     # ------------------------------------------------------------------ rollouts
+    def make_rollouts(self) -> PromptRollouts:
+        """Return the source of the rollouts."""
+        source = OversampledRollouts if self.cfg.trainer.oversampling.ratio else PromptRollouts
+        return source(self.run_state, self)
+
     def sample_batch(self) -> tuple[GeneratorOutput, list[str]]:
         """Return the rows of one batch of prompts and the uid of each row."""
         return self.rollouts.sample()
@@ -183,12 +183,16 @@ class RayPPOTrainer(TrainingRun):
         self.metrics["generate/sampled_batches"] = float(self.sampler.sampled_batches + 1)
         return self.sampler.add(generator_output, uids)
 
+    def note_rows(self, output: GeneratorOutput) -> None:
+        """Show the rows that the step trains on to what records the run."""
+        self.recorders.on_rollouts(output)
+
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Return right-aligned tensors. With ``algorithm.nonfinite=skip`` samples that are not finite are masked."""
         batch = to_training_batch(generator_output, uids)
         batch.metadata[PROMPT_UIDS] = uids
-        if (weights := self.cfg.trainer.algorithm.gdpo_weights) and self._estimates_with("gdpo"):
-            batch.reward_parts = reward_parts(generator_output, list(weights))
+        if names := self.estimator.reward_names:
+            batch.reward_parts = reward_parts(generator_output, names)
         if self.cfg.trainer.algorithm.observation_loss_coef:
             batch.observation_mask = observation_mask(generator_output, batch)
         batch.adapters = self._adapters_of(uids)
@@ -201,10 +205,7 @@ class RayPPOTrainer(TrainingRun):
         if batch.observation_mask is not None:
             batch.observation_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
-        if self.cfg.trainer.dump_data_batch:
-            path = dump_path(self.cfg, self.global_step + 1)
-            versions = generator_output.get("rollout_versions") or ()
-            dump_batch(batch, path, versions, sampled_part(self.identity))
+        self.recorders.on_batch(self.global_step + 1, batch, generator_output)
         return batch
 
     # ------------------------------------------------------------------ scores
@@ -212,44 +213,57 @@ class RayPPOTrainer(TrainingRun):
         """Add the reference's log-probs, the critic's values, and the policy's log-probs before the update where they
         are read and the training pass does not compute them itself. Roles with GPUs of their own compute at the same
         time, others one after another."""
-        apart = {
-            name: self._start_scores(name, batch)
-            for name in SCORES
+        apart = [
+            self._start_scores(name, batch)
+            for name in ("ref", "critic")
             if name in self.roles and not self._shares_policy_gpus(name)
-        }
+        ]
         if policy_is_reference(self.cfg) and needs_reference(self.cfg):
             batch.ref_logprobs = self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
         if self._shares_policy_gpus("ref"):
-            batch.ref_logprobs = self._start_scores("ref", batch)()
+            self._start_scores("ref", batch)()
             self.offload_others("policy")
-        if self.teachers.give_rewards:
-            with self.phases("teacher"):
-                self.metrics |= self.teachers.add_rewards(batch)
-        elif self.teachers.names:
-            with self.phases("teacher"):
-                self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
-        algorithm = self.cfg.trainer.algorithm
-        if (column := algorithm.distillation.demonstration) is not None:
-            hints = self.train_dataset.hints_of(batch.metadata[PROMPT_UIDS], column)
-            tokens = {hint: self.train_dataset.hint_tokens(hint) for hint in dict.fromkeys(hints)}
-            with self.phases("teacher"):
-                self.teachers.score_by_policy(batch, [tokens[hint] for hint in hints])
-        in_reward = algorithm.use_kl_in_reward or distils_in_reward(self.cfg)
-        read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
-        if self._replays_own_routes:
-            batch.rollout_routes = []
+        for scorer in self.scorers:
+            with self.phases(scorer.phase):
+                self.metrics |= scorer.score(batch)
+        self._add_old_logprobs(batch)
+        if self._shares_policy_gpus("critic"):  # last: it trains next, and need not be loaded again
+            self.offload_others("critic")
+            self._start_scores("critic", batch)()
+        for finish in apart:
+            finish()
+        return batch
+
+    def _start_scores(self, name: str, batch: TrainingBatch) -> Callable[[], None]:
+        """Start the forward pass of reference or critic. Call the result to wait for it and add it to the batch."""
+        role, critic = self.roles[name], name == "critic"
+        scores = role.start_values(batch) if critic else role.start_logprobs(batch, "reference log-probs")
+
+        def finish() -> None:
+            if critic:
+                batch.values = scores()
+            else:
+                batch.ref_logprobs = scores()
+
+        return finish
+
+    def _add_old_logprobs(self, batch: TrainingBatch) -> None:
+        """Add the policy's log-probs before the update if something reads them, and compare them with the engine's.
+        Where one optimizer step takes the whole batch, the training pass computes them itself, which saves a pass."""
+        algorithm, replays = self.cfg.trainer.algorithm, self._replays_own_routes
+        read = (
+            algorithm.use_kl_in_reward
+            or any(scorer.reads_logprobs for scorer in self.scorers)
+            or PolicyObjective(algorithm).needs_old_log_probs
+        )
+        if replays:
+            batch.rollout_routes = []  # those of this pass take the place of the engine's
         if read and self._policy_learns and training_logprobs_suffice(self.cfg, batch):
             batch.metadata[OWN_LOGPROBS] = True
-        elif read or rollout_gap_limit(self.cfg) is not None or (self._replays_own_routes and self._policy_learns):
+        elif read or rollout_gap_limit(self.cfg) is not None or (replays and self._policy_learns):
             batch.old_logprobs = self._old_logprobs(batch)
             self.metrics |= logprob_diff_metrics(batch)
             check_rollout_gap(self.metrics, self.cfg, self.global_step + 1)
-        if self._shares_policy_gpus("critic"):  # it trains next
-            self.offload_others("critic")
-            batch.values = self._start_scores("critic", batch)()
-        for name, scores in apart.items():
-            setattr(batch, SCORES[name], scores())
-        return batch
 
     def _old_logprobs(self, batch: TrainingBatch) -> Tensor:
         """Return the policy's log-probs before the update. With ``moe_routing_replay_source=trainer`` the update
@@ -258,11 +272,6 @@ class RayPPOTrainer(TrainingRun):
             return self.policy.compute_logprobs(batch, "policy log-probs")
         logprobs, batch.rollout_routes = self.policy.logprobs_and_routes(batch, "policy log-probs")
         return logprobs
-
-    def _start_scores(self, name: str, batch: TrainingBatch) -> Callable[[], Tensor]:
-        """Start the forward pass of reference or critic; the result is called to wait for it."""
-        role = self.roles[name]
-        return role.start_values(batch) if name == "critic" else role.start_logprobs(batch, "reference log-probs")
 
     # ------------------------------------------------------------------ advantages
     def apply_length_penalty(self, batch: TrainingBatch) -> None:
@@ -295,7 +304,7 @@ class RayPPOTrainer(TrainingRun):
         """Add advantages and returns by the configured estimator, for the rows of each adapter separately."""
         self.metrics |= for_each_adapter(batch, adapter_names(self.cfg), self._add_advantages)
         self.metrics |= advantage_metrics(batch)
-        if not self.teachers.names:
+        if not any(scorer.gives_signal for scorer in self.scorers):
             self.learning_signal.look(self.global_step + 1, batch)
         return batch
 
@@ -317,7 +326,7 @@ class RayPPOTrainer(TrainingRun):
             loss_mask=batch.loss_mask,
             truncated=batch.truncated,
             reward_parts=batch.reward_parts,
-            **self._roles(batch),
+            **self.estimator.arguments(lambda: self.train_dataset.roles_of(batch.metadata[PROMPT_UIDS])),
             **({} if batch.is_last_step is None else {"is_last_step": batch.is_last_step}),
         )
         if algorithm.advantage_batch_normalize:
@@ -326,18 +335,16 @@ class RayPPOTrainer(TrainingRun):
 
     # ------------------------------------------------------------------ the update
     def keep_samples(self, batch: TrainingBatch) -> None:
-        """Store some rows for the report, in the steps that are due for it. Their log-probs are computed here if only
-        the training pass would compute them, unless the policy is offloaded for the critic."""
+        """Let the recorders see the batch before the update. They may have log-probs computed here that only the
+        training pass would compute, unless the policy is offloaded for the critic."""
         loaded = not self._shares_policy_gpus("critic")
         score = (lambda rows: self.policy.compute_logprobs(rows, "samples").numpy()) if loaded else None
         with self.phases("keep_samples"):
-            rows = self.watch.keep_samples(self.global_step + 1, batch, score)
-            if rows and self.tracker.takes_samples:
-                self.tracker.samples(self.watch.samples.texts(batch, rows), self.global_step + 1)
+            self.recorders.before_update(self.global_step + 1, batch, score)
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """Train the critic, if there is one, and then the policy, which waits for ``critic_warmup_steps``."""
-        self.finite = True
+        self.run_state.finite = True
         if self.critic is not None:
             self.offload_others("critic")
             with self.phases("critic_train"):
@@ -353,28 +360,28 @@ class RayPPOTrainer(TrainingRun):
     def _train(self, role: WorkerGroup, batch: TrainingBatch) -> list[dict[str, float]]:
         """Take an optimizer step on each mini-batch of a role, in ``update_epochs_per_batch`` passes."""
         trainer = self.cfg.trainer
-        whole = mini_batches(batch, getattr(trainer, f"{role.name}_mini_batch_size"))
+        whole = mini_batches(batch, mini_batch_size(trainer, role.name))
         parts = parts_with_trained_tokens(whole)
         self.metrics[f"trainer/{role.name}_mini_batches_left_out"] = float(len(whole) - len(parts))
-        megatron: MegatronConfig = getattr(trainer, role.name).megatron_config
-        if not megatron.moe_aux_loss_coeff:  # the auxiliary loss counts every routed token
+        model = trainer.critic if role.name == "critic" else trainer.policy
+        if not model.megatron_config.moe_aux_loss_coeff:  # the auxiliary loss counts every routed token
             parts = [rows_with_trained_tokens(part) for part in parts]
         sharded = [role.dispatch(part) for part in parts] * trainer.update_epochs_per_batch
         left = range(len(sharded) - 1, -1, -1)
         results = [role.train_mini_batch(part, more_follow=more > 0) for part, more in zip(sharded, left, strict=True)]
-        self.finite = self.finite and not any(result["skipped"] for result in results)
+        self.run_state.finite &= not any(result["skipped"] for result in results)
         return results
 
     def update_reference(self) -> None:
         """Copy the policy's weights to the reference at the end of an epoch, with ``update_ref_every_epoch``."""
         finished = self.train_dataloader.finished_epochs
-        if finished > self.epochs and self.cfg.trainer.update_ref_every_epoch and self.ref is not None:
+        if finished > self.run_state.epochs and self.cfg.trainer.update_ref_every_epoch and self.ref is not None:
             with self.phases("update_ref"):
                 if self._shares_policy_gpus("ref"):
                     self.policy.offload("gradients", "optimizer")
                 self.ref.copy_weights(self.policy)
                 self.offload_others("policy")
-        self.epochs = finished
+        self.run_state.epochs = finished
 
     # ------------------------------------------------------------------ facts
     @property
@@ -387,16 +394,6 @@ class RayPPOTrainer(TrainingRun):
         """Whether the update replays the experts of the trainer's own forward pass."""
         megatron = self.cfg.trainer.policy.megatron_config
         return megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "trainer"
-
-    def _estimates_with(self, name: str) -> bool:
-        return bool(self.cfg.trainer.algorithm.advantage_estimator == name)
-
-    def _roles(self, batch: TrainingBatch) -> dict[str, Any]:
-        """Return what the estimator ``rae`` needs: the role of each row, and the baselines of the run."""
-        if not self._estimates_with("rae"):
-            return {}
-        roles = self.train_dataset.roles_of(batch.metadata[PROMPT_UIDS])
-        return {"roles": roles, "baselines": self.role_baselines}
 
     def _adapters_of(self, uids: Sequence[str]) -> list[str]:
         """Return the adapter of each row; [] if adapters have no names."""
@@ -417,4 +414,4 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     def make_rollouts(self) -> PromptRollouts:
         """Return the stream, or the synchronous source if nothing may run ahead."""
-        return StreamedRollouts(self) if generates_ahead(self.cfg) else super().make_rollouts()
+        return StreamedRollouts(self.run_state, self) if generates_ahead(self.cfg) else super().make_rollouts()

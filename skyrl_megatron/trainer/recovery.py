@@ -1,4 +1,5 @@
-"""Recovery of lost ranks, detection of slow ranks, and a saved stop before the host runs out of memory.
+"""Recovery of lost ranks in the same run (``trainer.healing``; the key and the metric have the name of earlier
+versions).
 
 After the optimizer steps of each training step, every rank copies its training state for itself and for a peer
 (``runtime/peer_checkpoint.py``). When the process of a rank is lost, all ranks of its role leave their process groups,
@@ -18,31 +19,86 @@ The loop uses :class:`Recovery` as one context manager::
 from __future__ import annotations
 
 import copy
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-import psutil
-
-from skyrl_megatron.config.hardware import own_memory
 from skyrl_megatron.config.roles import is_frozen
-from skyrl_megatron.errors import HostMemoryError, RankLostError
+from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.trainer.stopping import StopRequested
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
+    from skyrl_megatron.sources.run_state import RunState
+    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
 class Rewound(Exception):
     """The run went back to an earlier step. The loop continues from there."""
 
 
-class Recovery:
-    """Replaces lost ranks of ``trainer``, a ``RayPPOTrainer``, as its ``trainer.healing`` configures."""
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """Where a run begins, to rewind to it if no checkpoint is complete."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.settings = trainer, trainer.cfg.trainer.healing
+    step: int
+    position: dict[str, Any]
+    """The position in the data."""
+    trainer_state: dict[str, Any]
+    """What a checkpoint would store of the trainer itself."""
+
+
+class RecoverableRun(Protocol):
+    """What recovery needs of the run around the ranks. The trainer is one."""
+
+    checkpoints: Checkpointer | None
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the run can go back to an earlier step in the same process."""
+
+    def run_start(self) -> RunStart:
+        """Return where the run is now."""
+
+    def algorithm_state(self) -> dict[str, Any]:
+        """Return what the algorithm remembers over the steps."""
+
+    def load_algorithm_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`algorithm_state` returned."""
+
+    def offload_others(self, name: str) -> None:
+        """Offload the roles that share GPUs with ``name``."""
+
+    def renew_weight_sync(self) -> None:
+        """Give the weight sync the current ranks of the policy."""
+
+    def rewind(self, start: RunStart) -> None:
+        """Load the last checkpoint, or go to the start of the run if there is none, and give the engines its
+        weights."""
+
+    def discard_step(self) -> None:
+        """Discard the metrics of the current step."""
+
+
+class Recovery:
+    """Replaces lost ranks of ``roles``, and repeats with ``surroundings`` what they were doing.
+
+    ``run``: the state of the run, of which a part that is repeated undoes what it did.
+    """
+
+    def __init__(
+        self,
+        cfg: SkyRLTrainConfig,
+        run: RunState,
+        roles: Mapping[str, WorkerGroup],
+        surroundings: RecoverableRun,
+    ) -> None:
+        self.settings, self.follows_policy = cfg.trainer.healing, cfg.trainer.update_ref_every_epoch
+        self.state, self.roles, self.surroundings = run, roles, surroundings
         self._steps: list[int] = []
         """The step of each recovery of the run."""
         self._reported = 0
@@ -52,7 +108,7 @@ class Recovery:
         self._bytes = 0
         self._new: dict[str, set[int]] = {}
         """Role → ranks that were started after the last peer checkpoint and have none."""
-        self._start: dict[str, Any] = {}
+        self._start: RunStart | None = None
 
     # ------------------------------------------------------------------ the parts of a step
     @contextmanager
@@ -62,9 +118,9 @@ class Recovery:
         try:
             yield self
         except Rewound:
-            self.trainer.discard_step()
+            self.surroundings.discard_step()
 
-    def train(self, update: Callable[[Any], None], batch: Any) -> None:
+    def train(self, update: Callable[[TrainingBatch], None], batch: TrainingBatch) -> None:
         """Run ``update`` on ``batch`` and save peer checkpoints. Recovers as :meth:`run` does. Each attempt gets its
         own copy of the batch, which an update changes."""
 
@@ -75,11 +131,12 @@ class Recovery:
         self.run(attempt)
 
     def run[T](self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return what ``work`` returns. After ranks were lost and replaced, restore the trainer's own state and repeat
-        it. Raises the error of ``work`` if no rank was lost or ranks were lost too often, and :class:`Rewound`."""
+        """Return what ``work`` returns. After ranks were lost and replaced, undo what it did to the state of the run
+        and repeat it. Raises the error of ``work`` if no rank was lost or ranks were lost too often, and
+        :class:`Rewound`."""
         if not self.settings.enabled:
             return work(*arguments)
-        before = {name: copy.copy(getattr(self.trainer, name)) for name in self.trainer.REPEATED}
+        before, algorithm = self.state.snapshot(), self.surroundings.algorithm_state()
         while True:
             try:
                 return work(*arguments)
@@ -87,15 +144,14 @@ class Recovery:
                 raise
             except Exception as error:
                 self._recover(error)
-            for name, value in before.items():
-                setattr(self.trainer, name, copy.copy(value))
+            self.state.restore(before)
+            self.surroundings.load_algorithm_state(algorithm)
 
     # ------------------------------------------------------------------ peer checkpoints
     def begin(self) -> None:
         """Record where the run starts, and save peer checkpoints of that state."""
         if self.settings.enabled:
-            trainer = self.trainer
-            self._start = {"position": trainer.position, "state": trainer.trainer_state(), "step": trainer.global_step}
+            self._start = self.surroundings.run_start()
             self.save_peer_checkpoints()
 
     def save_peer_checkpoints(self) -> None:
@@ -103,12 +159,12 @@ class Recovery:
         if not self.settings.enabled or self.settings.copies == "none":
             return
         self._complete = False
-        with self.trainer.phases("keep_state"):
+        with self.state.phases("keep_state"):
             self._bytes = 0
             for name in self._trained_roles():
-                self.trainer.offload_others(name)
-                self._bytes += self.trainer.roles[name].keep_state()
-            self.trainer.offload_others("policy")
+                self.surroundings.offload_others(name)
+                self._bytes += self.roles[name].keep_state()
+            self.surroundings.offload_others("policy")
         self._complete, self._new = True, {}
 
     def metrics(self) -> dict[str, float]:
@@ -136,19 +192,20 @@ class Recovery:
 
     def _lost(self, error: Exception) -> dict[str, list[int]]:
         """Return the lost ranks of each role."""
-        found = {}
-        for name, role in self.trainer.roles.items():
+        lost = {}
+        for name, role in self.roles.items():
+            # A rank that only hangs, with its process stopped, is lost if nothing else explains the error.
             silent = not isinstance(error, RankLostError) or error.role == role.group.role
             if ranks := role.group.lost(stopped=silent):
-                found[name] = ranks
-        return found
+                lost[name] = ranks
+        return lost
 
     def _is_allowed(self) -> bool:
         """Count one more recovery, unless there were too many in the last steps."""
-        now = self.trainer.global_step
+        now = self.state.step
         recent = [step for step in self._steps if step > now - self.settings.within_steps]
         if len(recent) >= self.settings.max_times:
-            self.trainer.tracker.say(
+            self.state.say(
                 f"not recovered: {len(recent)} times within {self.settings.within_steps} steps is the limit "
                 "(trainer.healing.max_times and within_steps)"
             )
@@ -158,165 +215,58 @@ class Recovery:
 
     def _replace(self, lost: dict[str, list[int]], error: Exception) -> None:
         """Replace the lost ranks, and restore the peer checkpoints of all roles or rewind the run."""
-        trainer, began = self.trainer, time.monotonic()
-        who = "; ".join(f"{trainer.roles[name].group.names[rank]}" for name, ranks in lost.items() for rank in ranks)
-        with trainer.phases("heal"):
+        around, roles, began = self.surroundings, self.roles, time.monotonic()
+        who = "; ".join(f"{roles[name].group.names[rank]}" for name, ranks in lost.items() for rank in ranks)
+        with self.state.phases("heal"):
             for name, ranks in lost.items():
-                self._new.setdefault(name, set()).update(trainer.roles[name].replace(ranks))
+                self._new.setdefault(name, set()).update(roles[name].replace(ranks))
             for name in lost:
-                trainer.roles[name].rebuild()
+                roles[name].rebuild()
             new = self._new
-            if trainer.checkpoints is not None:
-                parts = {part: new[name] for name in lost for part in trainer.roles[name].checkpointed()}
-                trainer.checkpoints.drop_lost_ranks(parts)
+            if around.checkpoints is not None:
+                parts = {part: new[name] for name in lost for part in roles[name].checkpointed()}
+                around.checkpoints.drop_lost_ranks(parts)
             if "policy" in new:
-                trainer.renew_weight_sync()
-            holders = {
-                name: trainer.roles[name].peer_holders(sorted(new.get(name, ()))) for name in self._trained_roles()
-            }
+                around.renew_weight_sync()
+            holders = {name: roles[name].peer_holders(sorted(new.get(name, ()))) for name in self._trained_roles()}
             if self._complete and None not in holders.values():
                 for name, of_role in holders.items():
-                    trainer.offload_others(name)
-                    trainer.roles[name].roll_back(of_role)
+                    assert of_role is not None
+                    around.offload_others(name)
+                    roles[name].roll_back(of_role)
                 if new.keys() & holders.keys():
                     self.save_peer_checkpoints()
             elif new.keys() & holders.keys() or not isinstance(error, RankLostError):
                 self._rewind(who, began, error)
-            trainer.offload_others("policy")
+            around.offload_others("policy")
         cause = str(error).splitlines()[0] if isinstance(error, RankLostError) else f"{who}: the process ended"
-        trainer.tracker.say(f"recovered: {cause}; replaced in {time.monotonic() - began:.1f} s")
+        self.state.say(f"recovered: {cause}; replaced in {time.monotonic() - began:.1f} s")
 
     def _rewind(self, who: str, began: float, error: Exception) -> None:
         """Go back to the last checkpoint on disk, or to the start of the run, with all roles. Raises Rewound, or
         ``error`` if the run cannot rewind."""
-        trainer = self.trainer
-        if not trainer.can_rewind:
+        around = self.surroundings
+        if not around.can_rewind or self._start is None:
             raise error
-        if trainer.checkpoints is None or trainer.checkpoints.saved_step is None:
+        if around.checkpoints is None or around.checkpoints.saved_step is None:
+            # No checkpoint resets the roles: the others start again from their initial weights as well.
             for name in self._trained_roles():
                 if name not in self._new:
-                    trainer.roles[name].replace(())
-                    trainer.roles[name].rebuild()
-        trainer.train_dataloader.load_state_dict(self._start["position"])
-        trainer.load_trainer_state(self._start["state"])
-        trainer.global_step, trainer.epochs = self._start["step"], trainer.train_dataloader.finished_epochs
-        trainer.load_checkpoints()
-        trainer.offload_others("policy")
-        trainer.sync_weights()
-        trainer.before_training()
+                    self.roles[name].replace(())
+                    self.roles[name].rebuild()
+        around.rewind(self._start)
         self._new = {}
         self.save_peer_checkpoints()
-        trainer.tracker.say(
+        self.state.say(
             f"recovered: {who} left no copy of its state on another rank; the run continues after step "
-            f"{trainer.global_step}, restarted in {time.monotonic() - began:.1f} s"
+            f"{self.state.step}, restarted in {time.monotonic() - began:.1f} s"
         )
         raise Rewound
 
     def _trained_roles(self) -> Sequence[str]:
         """Return the roles whose state changes during the run."""
-        follows = self.trainer.cfg.trainer.update_ref_every_epoch
         return [
             name
-            for name, role in self.trainer.roles.items()
-            if not is_frozen(role.name) or (name == "ref" and follows)
+            for name, role in self.roles.items()
+            if not is_frozen(role.name) or (name == "ref" and self.follows_policy)
         ]
-
-
-RATIO = 2.0
-"""How many times the median of the other ranks a slow rank needs."""
-STEPS = 3
-"""Consecutive steps after which a slow rank is reported."""
-SHORTEST_S = 0.02
-"""A shorter time of a rank in a step is not reported: others do not wait long for it."""
-
-
-class Stragglers:
-    """Finds the slow ranks of each role: their own time in training exceeds :data:`RATIO` times the median of the
-    others in :data:`STEPS` consecutive steps. ``say`` gets one line for each slow rank, and a second one only if the
-    rank was fast in between."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self._slow: dict[tuple[str, int], int] = {}
-        """(role, rank) → consecutive slow steps."""
-
-    def look(self, role: str, seconds: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-        """Record the seconds of each rank in a step ([]: unknown) and return ``trainer/<role>_slowest_rank_ratio`` and
-        ``trainer/<role>_stragglers``. ``names``: the display name of each rank."""
-        if len(seconds) < 2:
-            return {}
-        ratios = [_ratio(seconds, rank) for rank in range(len(seconds))]
-        for rank, ratio in enumerate(ratios):
-            slow = ratio > RATIO and seconds[rank] >= SHORTEST_S
-            count = self._slow[role, rank] = self._slow.get((role, rank), 0) + 1 if slow else 0
-            if count == STEPS:
-                self.say(
-                    f"straggler: {names[rank]} worked {seconds[rank]:.2g} s in this step, {ratio:.1f} times as long "
-                    f"as the others, for {STEPS} steps in a row: check the other load of its host, and its device"
-                )
-        found = sum(self._slow[role, rank] >= STEPS for rank in range(len(seconds)))
-        return {f"trainer/{role}_slowest_rank_ratio": max(ratios), f"trainer/{role}_stragglers": float(found)}
-
-
-def _ratio(seconds: Sequence[float], rank: int) -> float:
-    others = statistics.median([each for number, each in enumerate(seconds) if number != rank])
-    return seconds[rank] / max(others, 1e-9)
-
-
-FORECAST_STEPS = 8
-"""Steps over which growth is measured."""
-AHEAD = 2
-"""Further steps that must fit."""
-RESERVE_BYTES = 256 << 20
-_CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
-
-
-def available_bytes() -> int:
-    """Return the memory that processes of this host can still allocate without swapping: the smaller of the kernel's
-    number and what the container's limit leaves."""
-    return min(int(psutil.virtual_memory().available), own_memory() - _used_bytes())
-
-
-def _used_bytes() -> int:
-    """Return the memory that counts against the container's limit, without the inactive page cache."""
-    for folder, name, inactive in zip(
-        _CGROUPS, ("memory.current", "memory.usage_in_bytes"), ("inactive_file", "total_inactive_file"), strict=True
-    ):
-        if (folder / name).is_file():
-            fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            return int((folder / name).read_text()) - int(fields.get(inactive, 0))
-    return 0
-
-
-class MemoryForecast:
-    """Predicts from the last steps whether the host runs out of memory. ``available``: returns the free bytes."""
-
-    def __init__(self, available: Callable[[], int] = available_bytes) -> None:
-        self.available = available
-        self._seen: deque[int] = deque(maxlen=FORECAST_STEPS)
-
-    def check(self) -> None:
-        """Raise HostMemoryError if free memory shrinks from step to step and :data:`AHEAD` more steps would use it
-        up. Called once a step."""
-        left = self.available()
-        self._seen.append(left)
-        if len(self._seen) < FORECAST_STEPS:
-            return
-        seen, half = list(self._seen), FORECAST_STEPS // 2
-        growth = (min(seen[:half]) - min(seen[half:])) / half  # minima: memory that is freed again is no growth
-        if growth > 0 and left - AHEAD * growth < RESERVE_BYTES:
-            raise HostMemoryError(
-                f"memory of this host: {left / 2**30:.2f} GiB are left, and each step takes {growth / 2**30:.2f} GiB "
-                f"more: the run stops before the kernel kills a process. {_largest()}. Give the host more memory, "
-                "sample fewer requests at a time, or find what grows; the same command continues the run"
-            )
-
-
-def _largest() -> str:
-    """Name the processes that use most memory."""
-    found = []
-    for process in psutil.process_iter(["pid", "name", "memory_info"]):
-        if memory := process.info["memory_info"]:
-            found.append((memory.rss, f"{process.info['name']} ({process.info['pid']})"))
-    most = ", ".join(f"{name} {nbytes / 2**30:.1f} GiB" for nbytes, name in sorted(found, reverse=True)[:3])
-    return f"Largest processes: {most}"

@@ -15,7 +15,7 @@ from skyrl_megatron.algorithms.groups import Trajectories
 from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.roles import distils_in_reward
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.schema.algorithm import correction_enabled
@@ -148,16 +148,6 @@ class LearningSignal:
             kind, why = found
             self._warn(kind, f"step {step} learns nothing from its rewards: {why}")
 
-    def filtered(self, step: int, batches: int) -> None:
-        """Warn if dynamic sampling needs another batch of prompts after ``batches`` of them."""
-        if batches >= 3:
-            self._warn(
-                "filtered",
-                f"step {step}: {batches} batches of prompts did not fill one step, because dynamic sampling removes "
-                "prompts whose samples all got the same reward. Use other prompts, or raise "
-                "generator.n_samples_per_prompt; trainer.algorithm.dynamic_sampling.max_sample_batches is the limit",
-            )
-
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
@@ -222,6 +212,11 @@ def mask_zero_variance_groups(batch: TrainingBatch) -> float:
     if (batch.loss_mask * varied[:, None]).any():
         batch.loss_mask *= varied[:, None]
     return float((~varied).sum())
+
+
+def mini_batch_size(trainer: TrainerConfig, role: str) -> int:
+    """Return the prompts of a mini-batch of ``policy`` or ``critic``."""
+    return trainer.critic_mini_batch_size if role == "critic" else trainer.policy_mini_batch_size
 
 
 def for_each_adapter(

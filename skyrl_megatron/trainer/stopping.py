@@ -17,10 +17,10 @@ from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.schema.evaluation import StopCondition
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+from skyrl_megatron.identity import is_of_other, run_identity
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
 from skyrl_megatron.runtime.checkpoint.store import DATA, CheckpointStore
 from skyrl_megatron.trainer.checkpoints import export_folder, is_same_run, resumed_checkpoint
-from skyrl_megatron.trainer.identity import is_of_other, run_identity
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:

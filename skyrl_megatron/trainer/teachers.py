@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ from skyrl_megatron.config.roles import (
 )
 from skyrl_megatron.data.batch import failed_uid
 from skyrl_megatron.errors import DataError
+from skyrl_megatron.plugins import TEACHERS
 from skyrl_megatron.trainer.step_batch import trajectories_of
 from skyrl_megatron.types import TrainingBatch
-from skyrl_megatron_tools.remote.remote_teacher import RemoteTeacher
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -32,12 +32,26 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
+class TeacherServer(Protocol):
+    """A teacher that runs elsewhere, made with its address: a class of ``plugins.TEACHERS``."""
+
+    async def score(self, rows: Sequence[Sequence[int]], starts: Sequence[int], k: int) -> list[np.ndarray]:
+        """Return for each row of token ids an array [tokens from its start, 1 + 2k] float32: the token's log-prob
+        (nats, temperature 1), the log-probs of the ``k`` likeliest tokens, and their ids. ``starts``: at least 1."""
+
+
 class Teachers:
-    """The teachers of a run. ``roles``: the run's roles, with the ranks of the teachers that have ranks."""
+    """The teachers of a run. ``roles``: the run's roles, with the ranks of the teachers that have ranks.
+
+    Raises ConfigError for the address of a teacher that no plugin serves.
+    """
 
     def __init__(self, cfg: SkyRLTrainConfig, roles: Mapping[str, WorkerGroup], loop: LoopThread) -> None:
         self.cfg, self.roles, self.loop, self.names = cfg, roles, loop, teacher_names(cfg)
-        self.remote = {name: RemoteTeacher(address) for name, address in teacher_addresses(cfg).items()}
+        self.remote: dict[str, TeacherServer] = {
+            name: TEACHERS.require(address.partition("://")[0])(address)
+            for name, address in teacher_addresses(cfg).items()
+        }
         self.on_ranks = tuple(teachers_on_ranks(cfg))
         settings = cfg.trainer.algorithm.distillation
         self.give_rewards = teacher_is_reward_model(cfg)
@@ -54,7 +68,8 @@ class Teachers:
         whose = np.asarray([name or self.names[0] for name in names or [""] * len(batch)])
         if unknown := set(whose.tolist()) - set(self.names):
             raise DataError(
-                f"the teacher {min(unknown)!r} of a row is unknown: trainer.teacher.models has {', '.join(self.names)}"
+                f"the teacher {min(unknown)!r} of a row is unknown: add it to trainer.teacher.models, or name one of "
+                f"{', '.join(self.names)}"
             )
         for name in self.names:
             rows = np.flatnonzero(whose == name)
@@ -80,8 +95,8 @@ class Teachers:
         limit = (read_hf_config(self.cfg, "teacher") or {}).get("max_position_embeddings")
         fits = torch.from_numpy(batch.lengths) + 1 <= (limit or math.inf)
         scores = torch.full((len(batch),), math.nan)
-        if len(asked := (rows & fits).nonzero().flatten()):
-            scores[asked] = role.start_values(with_end(batch.select(asked.numpy())))()[:, 0]
+        if len(scorable := (rows & fits).nonzero().flatten()):
+            scores[scorable] = role.start_values(with_end(batch.select(scorable.numpy())))()[:, 0]
         if self.cfg.trainer.placement.colocate_all:
             role.offload()
         scored, failed = rows & scores.isfinite(), rows & ~scores.isfinite()

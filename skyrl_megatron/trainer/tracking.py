@@ -1,7 +1,7 @@
-"""Log metrics to ``metrics.jsonl``, TensorBoard and the console, and to wandb, mlflow or swanlab.
+"""Log the metrics of a run to ``metrics.jsonl``, to the console, and to the registered sinks.
 
-Each external tracker has its own thread, so that a slow or unreachable one delays no step. A resumed run continues the
-same run of the tracker: its id is stored in ``tracker.json`` in the run's folder.
+Sinks are registered with ``register_sink``: TensorBoard, the trackers of ``trainer.logger`` and a Prometheus endpoint
+are in ``skyrl_megatron_observe``.
 """
 
 from __future__ import annotations
@@ -9,252 +9,49 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
-import threading
-import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from skyrl_megatron.config import get_config_as_dict, get_config_as_yaml_str
 from skyrl_megatron.config.resolve import run_folder, trackers
-from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.plugins import SINKS, TRACKERS
 from skyrl_megatron.trainer.console import ConsoleSink
-from skyrl_megatron_observe.exporters import PrometheusEndpoint
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 
-ID_FILE = "tracker.json"
-COLUMNS = ("uid", "reward", "stop", "prompt", "response")
-"""Columns of a sample, in the order of :data:`ShownSample`."""
-type ShownSample = tuple[str, float | None, str, str, str]
-WAITING = 1000
-"""Maximum number of steps and tables that wait for a tracker; with more, the tracker is given up."""
-FINISH_S = 60.0
-"""How long the end of a run waits for a tracker."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerClient:
-    """The functions of a tracker that are called, from one thread."""
-
-    run_id: str
-    log: Callable[[dict[str, float], int], Any]
-    """Takes the metrics of a step."""
-    samples: Callable[[Sequence[ShownSample], int], Any]
-    finish: Callable[[], Any]
-
-
-class ExternalTracker:
-    """Passes metrics and samples to an external tracker, in order. A tracker that fails or is too slow causes one
-    warning and gets no more."""
-
-    def __init__(self, name: str, client: TrackerClient) -> None:
-        self.name, self._client, self._failed = name, client, False
-        self._waiting: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        copied = dict(metrics)
-        self._enqueue(lambda: self._client.log(copied, step))
-
-    def samples(self, rows: Sequence[ShownSample], step: int) -> None:
-        """Log samples of a step, as a table."""
-        self._enqueue(lambda: self._client.samples(rows, step))
-
-    def finish(self) -> None:
-        """Wait for the queue, at most :data:`FINISH_S`, and finish the tracker's run in the calling thread, because
-        swanlab sets signal handlers."""
-        self._enqueue(None)
-        self._thread.join(FINISH_S)
-        if self._thread.is_alive():
-            self._fail(f"it did not finish within {FINISH_S:.0f} s after the run")
-        elif not self._failed:
-            self._try(self._client.finish)
-
-    def _enqueue(self, call: Callable[[], Any] | None) -> None:
-        if not self._failed:
-            try:
-                self._waiting.put_nowait(call)
-            except queue.Full:
-                self._fail(f"it is too slow, {WAITING} calls wait for it")
-
-    def _work(self) -> None:
-        while not self._failed and (call := self._waiting.get()) is not None:
-            self._try(call)
-
-    def _try(self, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self._fail(str(error))
-
-    def _fail(self, why: str) -> None:
-        if not self._failed:
-            self._failed = True
-            text = f"trainer.logger={self.name} failed and gets no more metrics: {why}; metrics.jsonl has all of them"
-            warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)
-
-
-def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[ExternalTracker]:
-    """Return the trackers of ``trainer.logger``. ``resumed``: the run continues from a checkpoint, and so do the runs
-    of its trackers.
-
-    Raises LaunchError if the package of a tracker is not installed or the tracker does not start.
-    """
-    path = run_folder(cfg) / ID_FILE
-    known, ids = _known_ids(path) if resumed else {}, dict[str, str]()
-    started = []
-    for name in trackers(cfg):
-        try:
-            client = CLIENTS[name](cfg, known.get(name))
-        except ImportError as error:
-            raise LaunchError(
-                f"trainer.logger={name}: its package is not installed ({error}): {install_command(name)}, or set "
-                "trainer.logger=tensorboard"
-            ) from error
-        except Exception as error:
-            raise LaunchError(
-                f"trainer.logger={name} did not start: {error}. Fix this, or set trainer.logger=tensorboard"
-            ) from error
-        ids[name] = client.run_id
-        started.append(ExternalTracker(name, client))
-    if ids:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (name, of_first), *others = ids.items()
-        path.write_text(json.dumps({"tracker": name, "id": of_first} | ({"others": dict(others)} if others else {})))
-    return started
-
-
-def _known_ids(path: Path) -> dict[str, str]:
-    """Return tracker → its id of the run; {} if the file is missing or cannot be read."""
-    try:
-        known = json.loads(path.read_text())
-        return {str(known["tracker"]): str(known["id"]), **known.get("others", {})}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> TrackerClient:
-    """Start wandb. Its own step only counts lines, because it cannot decrease. Charts use ``trainer/global_step``,
-    which repeats steps after a resume."""
-    import wandb
-
-    folder = os.environ.get("WANDB_DIR") or str(run_folder(cfg))
-    running = wandb.init(
-        project=cfg.trainer.project_name,
-        name=cfg.trainer.run_name,
-        config=get_config_as_dict(cfg),
-        id=known or uuid.uuid4().hex[:12],
-        resume="allow",
-        dir=folder,
-    )
-    running.define_metric("trainer/global_step")
-    running.define_metric("*", step_metric="trainer/global_step")
-
-    def log(metrics: dict[str, float], step: int) -> None:
-        running.log({**metrics, "trainer/global_step": step})
-
-    def samples(rows: Sequence[ShownSample], step: int) -> None:
-        table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
-        running.log({"samples": table, "trainer/global_step": step}, commit=False)
-
-    return TrackerClient(running.id, log, samples, running.finish)
-
-
-def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> TrackerClient:
-    """Start mlflow, with a client and an explicit run, because the active run of the module belongs to a thread."""
-    import time
-
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param
-    from mlflow.exceptions import MlflowException
-
-    client, project = MlflowClient(), cfg.trainer.project_name
-    run_id = known
-    if known is not None:
-        try:
-            client.update_run(known, status="RUNNING")
-        except MlflowException:  # the run is in another store, or was deleted
-            run_id = None
-    if run_id is None:
-        found = client.get_experiment_by_name(project)
-        experiment = client.create_experiment(project) if found is None else found.experiment_id
-        run_id = client.create_run(experiment, run_name=cfg.trainer.run_name).info.run_id
-        params = [Param(key, text[:500]) for key, text in _flat("", get_config_as_dict(cfg)) if text]
-        for first in range(0, len(params), 100):  # the limit of a call
-            client.log_batch(run_id, params=params[first : first + 100])
-    client.log_text(run_id, get_config_as_yaml_str(cfg), "config.yaml")
-
-    def log(metrics: dict[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
-        client.log_batch(run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
-
-    def samples(rows: Sequence[ShownSample], step: int) -> None:
-        columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-        client.log_table(run_id, columns, f"samples/step_{step}.json")
-
-    return TrackerClient(run_id, log, samples, lambda: client.set_terminated(run_id))
-
-
-def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> TrackerClient:
-    """Start swanlab. It has no tables, so samples are texts with captions."""
-    import swanlab
-
-    folder = None if "SWANLAB_LOGDIR" in os.environ or "SWANLAB_LOG_DIR" in os.environ else run_folder(cfg) / "swanlog"
-    running = swanlab.init(
-        project=cfg.trainer.project_name,
-        name=cfg.trainer.run_name,
-        config=get_config_as_dict(cfg),
-        id=known or uuid.uuid4().hex[:21],
-        resume="allow",
-        log_dir=None if folder is None else str(folder),
-        settings=swanlab.Settings(interactive=False),
-    )
-
-    def samples(rows: Sequence[ShownSample], step: int) -> None:
-        texts = [
-            swanlab.Text(f"{prompt}{response}", caption=f"{uid} · reward {reward} · {stop}")
-            for uid, reward, stop, prompt, response in rows
-        ]
-        running.log({"samples": texts}, step=step)
-
-    return TrackerClient(running.id, lambda metrics, step: running.log(metrics, step=step), samples, running.finish)
-
-
-CLIENTS: Mapping[str, Callable[[SkyRLTrainConfig, str | None], TrackerClient]] = {
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "swanlab": _swanlab,
-}
-"""``trainer.logger`` → the function that starts it; the second argument is the id of the run to continue."""
-
-
-def _flat(key: str, value: Any) -> list[tuple[str, str]]:
-    if isinstance(value, dict):
-        return [pair for name, inner in value.items() for pair in _flat(f"{key}.{name}" if key else name, inner)]
-    return [(key, str(value))]
-
-
 METRICS_FILE = "metrics.jsonl"
 
 
-class MetricSink(Protocol):
-    """A destination of metrics."""
+type ShownSample = tuple[str, float | None, str, str, str]
+"""A sample as trackers show it: uid, reward, reason of the stop, prompt, response."""
+
+
+class MetricSink:
+    """A destination of metrics. A factory registered with ``register_sink`` gets the configuration, and whether the
+    run continues from a checkpoint, and returns the sinks of the run."""
+
+    takes_samples: ClassVar[bool] = False
+    """Whether :meth:`samples` does anything, so that the texts of samples have to be decoded."""
+
+    def open(self, after: int | None) -> None:
+        """Begin, or begin again when the run returns to an earlier step. ``after``: the step from which the run
+        continues; metrics of later steps are void. None: all of them are."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of a step."""
+
+    def samples(self, rows: Sequence[ShownSample], step: int) -> None:
+        """Log samples of a step."""
 
     def finish(self) -> None:
         """Flush and close."""
 
 
-class JsonLines:
+class JsonLines(MetricSink):
     """Writes a JSON object per step, flushed at once. ``after``: the step from which the run continues; lines of later
     steps and damaged lines are dropped. Numbers that are not finite become null."""
 
@@ -305,82 +102,55 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-class TensorBoard:
-    """Writes TensorBoard event files, one event with all metrics per step. ``after``: as in :class:`JsonLines`; a
-    ``SessionLog`` event makes TensorBoard discard later steps."""
-
-    def __init__(self, folder: Path, after: int | None) -> None:
-        from torch.utils.tensorboard.writer import FileWriter
-
-        self._writer = FileWriter(str(folder), flush_secs=10)
-        if after is not None:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-            self._writer.add_event(Event(file_version="brain.Event:2"), after + 1)
-            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), after + 1)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_summary(Summary(value=values), step)
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-def _prometheus(cfg: SkyRLTrainConfig) -> PrometheusEndpoint | None:
-    if (port := cfg.trainer.prometheus_port) is None:
-        return None
-    from skyrl_megatron.inference.http_endpoint import endpoint_token
-
-    return PrometheusEndpoint(port, endpoint_token(run_folder(cfg) / "prometheus_token", "prometheus_token"))
-
-
 class Tracking:
     """All metric sinks of a run. Call :meth:`open` once the step from which the run continues is known.
 
-    With ``resumed``, experiment trackers continue the run that they recorded; otherwise they begin another.
+    With ``resumed``, experiment trackers continue the run that they recorded; otherwise they begin another. Raises
+    LaunchError for a tracker that is not registered, or that does not start.
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, *, resumed: bool = False) -> None:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
-        self._named = named_trackers(cfg, resumed=resumed)
-        self._endpoint = _prometheus(cfg)
+        for name in trackers(cfg):
+            if TRACKERS.find(name) is None:
+                raise LaunchError(
+                    f"trainer.logger={name}: no installed package registers it; install skyrl-megatron with all its "
+                    "packages, or set trainer.logger=console"
+                )
+        # Sinks start before the run does: a tracker that cannot be reached then costs no start of models.
+        self._registered: list[MetricSink] = [sink for make in SINKS.all() for sink in make(cfg, resumed)]
         self.sinks: list[MetricSink] = []
+        """The open sinks but the console; the first one is :class:`JsonLines`."""
 
     def open(self, *, total_steps: int, resumed_from: int | None = None) -> bool:
         """Open the sinks, and return whether step ``resumed_from`` is logged already. Metrics of later steps are
         discarded. Call it again when the run returns to an earlier step."""
-        after = resumed_from
-        for sink in self.sinks[:2]:
-            sink.finish()
-        lines = JsonLines(self.folder / METRICS_FILE, after)
-        self.sinks = [
-            lines,
-            TensorBoard(self.folder / "tensorboard", after),
-            *self._named,
-            *([self._endpoint] if self._endpoint is not None else []),
-        ]
+        for lines_before in self.sinks[:1]:
+            lines_before.finish()
+        lines = JsonLines(self.folder / METRICS_FILE, resumed_from)
+        for sink in self._registered:
+            sink.open(resumed_from)
+        self.sinks = [lines, *self._registered]
         self.console.start(total_steps, resumed_from or 0)
         return resumed_from in lines.steps
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Log the metrics of a step to every sink."""
         metrics = as_numbers(data)
-        for sink in (*self.sinks, self.console):
+        for sink in self.sinks:
             sink.log(metrics, step)
+        self.console.log(metrics, step)
 
     @property
     def takes_samples(self) -> bool:
         """Whether a sink takes samples, so that their texts have to be decoded."""
-        return bool(self._named)
+        return any(sink.takes_samples for sink in self._registered)
 
     def samples(self, rows: Sequence[ShownSample], step: int) -> None:
         """Log samples of a step to the sinks that take them."""
-        for tracker in self._named:
-            tracker.samples(rows, step)
+        for sink in self._registered:
+            sink.samples(rows, step)
 
     def say(self, text: str) -> None:
         """Write a line to the terminal and ``console.log``."""
@@ -389,5 +159,6 @@ class Tracking:
     def finish(self) -> None:
         """Close every sink. May be called twice."""
         sinks, self.sinks = self.sinks, []
-        for sink in (*sinks, self.console):
+        for sink in sinks:
             sink.finish()
+        self.console.finish()

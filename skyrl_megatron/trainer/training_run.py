@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridges.source import FolderChanges
+from skyrl_megatron.algorithms.estimator_state import estimator_state
 from skyrl_megatron.algorithms.kl import get_kl_controller
 from skyrl_megatron.config.metric_table import describe
 from skyrl_megatron.config.resolve import run_folder
@@ -29,28 +30,30 @@ from skyrl_megatron.config.roles import (
     weight_path,
 )
 from skyrl_megatron.data.loader import run_loader, warn_of_changes
+from skyrl_megatron.identity import Identity, run_identity, settings_of
 from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInterface
-from skyrl_megatron.sources.source import OversampledRollouts, PromptRollouts
+from skyrl_megatron.sources.run_state import RunState
+from skyrl_megatron.sources.source import PromptRollouts
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import SETTINGS, export_due, prepare_export, run_checkpointer, settings_line
 from skyrl_megatron.trainer.console import Phases, StartUp
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
-from skyrl_megatron.trainer.identity import Identity, run_identity, settings_of
-from skyrl_megatron.trainer.recovery import MemoryForecast, Recovery, Stragglers
-from skyrl_megatron.trainer.step_batch import LearningSignal
+from skyrl_megatron.trainer.memory_forecast import MemoryForecast
+from skyrl_megatron.trainer.recorders import RecordedRun, Recorders
+from skyrl_megatron.trainer.recovery import Recovery, RunStart
+from skyrl_megatron.trainer.scorers import run_scorers
+from skyrl_megatron.trainer.step_batch import LearningSignal, mini_batch_size
 from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
-from skyrl_megatron.trainer.teachers import Teachers
+from skyrl_megatron.trainer.stragglers import Stragglers
+from skyrl_megatron.trainer.summary import summary_lines
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
-from skyrl_megatron_observe.hang import write_stacks
-from skyrl_megatron_observe.observe import RunRecorder
-from skyrl_megatron_observe.summary import summary_lines, write_curves
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -60,8 +63,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.sync_calls import SyncReport
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-type OnPaper = Callable[[np.ndarray, Mapping[str, float], Callable[[], str | None]], dict[str, float]]
-"""Takes the tokens of the step's sequences [B], its metrics, and the type of the policy's devices."""
 MEASURED_PHASES = (
     "generate",
     "teacher",
@@ -82,18 +83,6 @@ class TrainingRun:
     :class:`Placement`.
     """
 
-    REPEATED: ClassVar[tuple[str, ...]] = (
-        "metrics",
-        "global_step",
-        "epochs",
-        "finite",
-        "kl_controller",
-        "role_baselines",
-    )
-    """Attributes that are restored before a part of a step is repeated after a lost rank."""
-    on_paper: OnPaper | None = None
-    """Adds to the metrics of a step what an estimate says of it (``estimate/step_report.py``)."""
-
     def __init__(
         self,
         cfg: SkyRLTrainConfig,
@@ -112,54 +101,50 @@ class TrainingRun:
         self.eval_sets = dict(eval_sets or {})
         self.inference_engine_client, self.generator = inference_engine_client, generator
         self.placement, self.callbacks = colocate_pg, list(callbacks)
-        self.global_step = 0
         self.train_dataloader = run_loader(cfg, train_dataset)
-        self.position = self.train_dataloader.state_dict()
-        """The position in the data after the last step, for a checkpoint."""
         self.limit = step_limit(cfg, len(self.train_dataloader))
         self.remaining_work = remaining_work(cfg)
         """What is left to do of a run that took its last step before; None while steps are left."""
-        self.total_steps = (self.remaining_work or self).limit.steps
         self.asked_steps = self.limit.steps
         """The last step by ``max_training_steps`` and ``epochs``, which ``stop_when`` may come before."""
         self.best: float | None = None
         """Value of ``trainer.best_metric`` of the best checkpoint."""
-        self.epochs = 0
-        """Completed passes over the training prompts."""
         in_reward = cfg.trainer.algorithm.use_kl_in_reward
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if in_reward else None
-        self.role_baselines: dict[str, float] = {}
-        """Role → mean reward, of the estimator ``rae``."""
+        self.estimator = estimator_state(cfg.trainer.algorithm)
+        """What the advantage estimator remembers."""
         sampling = cfg.trainer.algorithm.dynamic_sampling
         self.sampler = DynamicSampler(sampling, cfg.trainer.train_batch_size, cfg.trainer.seed)
         self.gates = Gates(sampling.gates)
         self.phases, self.start_up = Phases(self._role_bytes), StartUp(tracker.say)
+        steps, position = (self.remaining_work or self).limit.steps, self.train_dataloader.state_dict()
+        self.run_state = RunState(steps, position, self.phases, tracker.say)
+        """How far the run is: its steps, metrics and position, which sources and recovery share."""
         self.memory_forecast = MemoryForecast()
-        self.watch, self.stragglers = RunRecorder(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
-        self.watch.follow(generator)
+        self.stragglers = Stragglers(tracker.say)
+        self.recorders = Recorders(
+            RecordedRun(cfg, tokenizer, self.total_steps, generator, tracker, lambda: self.identity)
+        )
         self.learning_signal = LearningSignal()
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the current step."""
-        self.metrics: dict[str, float] = {}
-        """Metrics of the current step."""
         self.logged_step = 0
         """The last logged step. A step is logged after its evaluation."""
-        self.finite = True
-        """Whether every optimizer step of the last training step was applied."""
         self.stop, self.loop = StopSignal(), LoopThread()
         self.roles: dict[str, WorkerGroup] = {}
         """Ranks of policy, reference, critic and teachers, once they are built."""
-        self.teachers = Teachers(cfg, self.roles, self.loop)
+        self.scorers = run_scorers(cfg, self.roles, self.loop, train_dataset)
+        """What scores a batch in addition to policy, reference and critic: teachers."""
         self.checkpoints: Checkpointer | None = None
         self.resume_from = (cfg.trainer.resume_mode, cfg.trainer.resume_path)
         """What :meth:`load_checkpoints` loads: as configured, or the latest once the run has saved one."""
         self.weights: WeightSynchronizer | None = None
-        self.recovery = Recovery(self)
+        self.recovery = Recovery(cfg, self.run_state, self.roles, self)
         self.rollouts = self.make_rollouts()
 
     def make_rollouts(self) -> PromptRollouts:
-        """Return the source of the rollouts."""
-        return OversampledRollouts(self) if self.cfg.trainer.oversampling.ratio else PromptRollouts(self)
+        """Return the source of the rollouts, which the loop defines."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ start
     def start(self) -> bool:
@@ -174,7 +159,7 @@ class TrainingRun:
         with current_task("load the checkpoint"):
             self.load_checkpoints()
         if not self.needs_engines and self.is_last_step:
-            self.watch.begin_steps(self.global_step, self.roles)
+            self.recorders.on_start(self.global_step, self.roles)
             self.finish_last_step()
             return False
         if self.remaining_work is not None and not self.is_last_step:  # its last checkpoint is damaged
@@ -187,11 +172,11 @@ class TrainingRun:
         self.recovery.begin()
         self.stop.waits = True
         if self.is_last_step and self.remaining_work is None:  # the initial policy fulfils stop_when
-            self.watch.begin_steps(self.global_step, self.roles)
+            self.recorders.on_start(self.global_step, self.roles)
             return False
         gc.collect()
         gc.freeze()  # the collector no longer scans the objects of the start in each step
-        self.watch.begin_steps(self.global_step, self.roles)
+        self.recorders.on_start(self.global_step, self.roles)
         return True
 
     def build_models(self) -> None:
@@ -204,7 +189,7 @@ class TrainingRun:
                 self.start_engines()
             for key, (name, cfg) in role_configs(self.cfg).items():
                 self.roles[key] = WorkerGroup(cfg, name, self.placement[key])
-                self.roles[key].group.look = lambda: write_stacks(run_folder(self.cfg))
+                self.roles[key].group.look = self.recorders.on_hang
                 self.roles[key].start_building(self._updates_of(name), logs)
             if not shared_gpus:
                 self.start_engines()
@@ -274,6 +259,20 @@ class TrainingRun:
         assert self.weights is not None
         self.loop.run(self.weights.begin_training())
 
+    def free_slots(self) -> int:
+        """Return how many more sequences the engines could decode at the same time; negative if requests wait."""
+        engine = self.cfg.generator.inference_engine
+        slots = engine.max_num_seqs * engine.data_parallel_size
+        return sum(slots - len(slot.in_flight) for slot in self.inference_engine_client.pool.alive())
+
+    def on_loop[T](self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in the thread of the event loop, and return its result."""
+        return self.loop.call(function, *arguments)
+
+    def wait_for[T](self, work: Coroutine[Any, Any, T], *, stoppable: bool = False) -> T:
+        """Run ``work`` on the event loop and return its result. ``stoppable``: a stop signal cancels it."""
+        return self.loop.run(work, stop=self.stop if stoppable else None)
+
     def offload_others(self, name: str) -> None:
         """Offload the roles that share GPUs with ``name``, which is about to compute."""
         for other, role in self.roles.items():
@@ -290,7 +289,7 @@ class TrainingRun:
             self.train_dataloader.load_state_dict(loaded.data)
             self.load_trainer_state(loaded.trainer_state)
             self.rollouts.load_unfinished(loaded.rollouts)
-            self.epochs = self.train_dataloader.finished_epochs
+            self.run_state.epochs = self.train_dataloader.finished_epochs
             best = self.checkpoints.store.best() or {}
             if best.get("metric") == self.cfg.trainer.best_metric and best.get("step", 0) <= loaded.step:
                 self.best = best.get("value")
@@ -298,10 +297,10 @@ class TrainingRun:
             if line := settings_line(loaded.trainer_state, self.cfg):
                 self.tracker.say(line)
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
-        self.position = self.train_dataloader.state_dict()
+        self.run_state.position = self.train_dataloader.state_dict()
         resumed_from = self.global_step if loaded else None
         logged = self.tracker.open(total_steps=self.total_steps, resumed_from=resumed_from)
-        self.watch.open(resumed_from)
+        self.recorders.on_load(resumed_from)
         self.logged_step = self.global_step
         if loaded is not None and not logged and (unlogged := loaded.trainer_state.get("unlogged")):
             self.logged_step -= 1
@@ -313,14 +312,14 @@ class TrainingRun:
         assert self.checkpoints is not None
         state = self.trainer_state()
         with self.phases("save_checkpoints"):
-            rollouts, finite = self.rollouts.unfinished(), self.finite
+            rollouts, run = self.rollouts.unfinished(), self.run_state
             folder = self.checkpoints.save(
-                self.global_step, self.position, state, rollouts=rollouts, last_step_finite=finite
+                run.step, run.position, state, rollouts=rollouts, last_step_finite=run.finite
             )
         if folder is not None:
             self.resume_from = ("latest", None)
             notify(self.callbacks, "on_save", self, folder)
-        self.rollouts.checkpoint_saved()
+        self.rollouts.checkpoint_saved(self.checkpoints.store.complete_steps)
 
     def trainer_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores of the trainer itself, as plain values."""
@@ -328,10 +327,7 @@ class TrainingRun:
         state[SETTINGS] = settings_of(self.cfg)
         if (files := getattr(self.eval_dataset, "fingerprint", None)) is not None:
             state["eval_files"] = files
-        if self.kl_controller is not None:
-            state["kl_coef"] = self.kl_controller.value
-        if self.role_baselines:
-            state["role_baselines"] = dict(self.role_baselines)
+        state |= self.algorithm_state()
         if self.logged_step < self.global_step:
             state["unlogged"] = {"metrics": as_numbers(self.metrics), "timings": self.phases.so_far()}
         return state | self.rollouts.state()
@@ -341,10 +337,34 @@ class TrainingRun:
         self.sampler.rng.bit_generator.state = state["sampler_rng"]
         if self.eval_dataset is not None:
             warn_of_changes(state.get("eval_files"), getattr(self.eval_dataset, "fingerprint", []))
+        self.load_algorithm_state(state)
+        self.rollouts.load_state(state)
+
+    def algorithm_state(self) -> dict[str, Any]:
+        """Return what the algorithm remembers over the steps, as plain values."""
+        coefficient = {} if self.kl_controller is None else {"kl_coef": self.kl_controller.value}
+        return coefficient | self.estimator.state()
+
+    def load_algorithm_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`algorithm_state` returned."""
         if self.kl_controller is not None:
             self.kl_controller.value = state["kl_coef"]
-        self.role_baselines = dict(state.get("role_baselines") or {})
-        self.rollouts.load_state(state)
+        self.estimator.load_state(state)
+
+    def run_start(self) -> RunStart:
+        """Return where the run is now, to :meth:`rewind` to it."""
+        return RunStart(self.run_state.step, self.run_state.position, self.trainer_state())
+
+    def rewind(self, start: RunStart) -> None:
+        """Go back to the last checkpoint, or to the start of the run if there is none, and give engines its weights.
+        The roles have their initial weights if there is none."""
+        self.train_dataloader.load_state_dict(start.position)
+        self.load_trainer_state(start.trainer_state)
+        self.run_state.step, self.run_state.epochs = start.step, self.train_dataloader.finished_epochs
+        self.load_checkpoints()
+        self.offload_others("policy")
+        self.sync_weights()
+        self.before_training()
 
     def save_models(self) -> None:
         """Export policy and critic as Hugging Face folders, ``export_path/global_step_N/{policy,critic}``."""
@@ -456,13 +476,13 @@ class TrainingRun:
         }
         sampled = self.sampled
         self.metrics |= self.generation_speed(timings) | self.recovery.metrics()
-        if self.on_paper is not None and sampled:
-            self.metrics |= self.on_paper(np.concatenate(sampled), self.metrics, self.policy.device_type)
+        if sampled:
+            self.metrics |= self.recorders.step_metrics(np.concatenate(sampled), self.metrics, self.policy.device_type)
         self.tracker.log(self.metrics, self.global_step)
         self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}
-        self.recovery.run(self.watch.end_step, self.global_step, self.roles)
+        self.recovery.run(self.recorders.on_step_end, self.global_step, self.roles)
 
     def discard_step(self) -> None:
         """Discard the metrics of a step that the run rewound from."""
@@ -512,13 +532,39 @@ class TrainingRun:
             self.tracker.say(f"ended after step {self.global_step} of {self.asked_steps}: {setting}")
         saved_first = self.checkpoints is not None and self.checkpoints.saved_step == 0
         if self.global_step or saved_first:
-            write_curves(run_folder(self.cfg))
-            self.watch.close()
+            self.recorders.on_end()
             saved = None if self.checkpoints is None else self.checkpoints.saved_step
             for line in summary_lines(self.cfg, saved, self.global_step):
                 self.tracker.say(line)
 
     # ------------------------------------------------------------------ facts
+    @property
+    def global_step(self) -> int:
+        """Completed steps."""
+        return self.run_state.step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self.run_state.step = step
+
+    @property
+    def total_steps(self) -> int:
+        """The last step of the run."""
+        return self.run_state.total_steps
+
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        self.run_state.total_steps = steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the current step."""
+        return self.run_state.metrics
+
+    @metrics.setter
+    def metrics(self, metrics: dict[str, float]) -> None:
+        self.run_state.metrics = metrics
+
     @cached_property
     def identity(self) -> Identity:
         """What the run depends on: its checkpoints, recorded rollouts and exports carry it."""
@@ -551,8 +597,7 @@ class TrainingRun:
         trainer, steps = self.cfg.trainer, self.total_steps
         if name == "policy" and "critic" in active_roles(self.cfg):
             steps = max(steps - trainer.critic_warmup_steps, 0)
-        per_step: int = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
-        return per_step * trainer.update_epochs_per_batch * steps
+        return trainer.train_batch_size // mini_batch_size(trainer, name) * trainer.update_epochs_per_batch * steps
 
     @property
     def needs_engines(self) -> bool:

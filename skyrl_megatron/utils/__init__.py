@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron_observe.preflight import validate_cfg
+from skyrl_megatron.checks import validate_cfg
 
 if TYPE_CHECKING:
     from skyrl_megatron.workers.ray_setup import initialize_ray

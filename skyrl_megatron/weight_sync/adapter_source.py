@@ -66,24 +66,27 @@ class AdapterSource:
     def refresh(self) -> None:
         for name in self.chosen:
             for adapter, factor in self._factors(name):
+                # lora_A, and lora_B at scale 1, are sent from the optimizer's own memory: there is nothing to
+                # update
                 if (sent := self._sent(adapter, factor)) is not factor.tensor:
                     torch.mul(factor.tensor, adapter.scale, out=sent)
 
     def _all(self, adapters: Iterable[str]) -> Iterator[tuple[Factor, TensorShard]]:
         """Yield (factor, shard) of these adapters on this rank."""
-        place = 0  # of a tensor; the same on all ranks of the groups that gather it
+        position = 0  # of a tensor; the same on all ranks of the groups that gather it
         for name in adapters:
             for adapter, factor in self._factors(name):
-                for each in self._tensors(name, adapter, factor):
+                for sent_tensor in self._tensors(name, adapter, factor):
                     for part in _runs(factor.experts):
-                        yield factor, self._shard(adapter, factor, place, part, *each)
-                        place += 1
+                        yield factor, self._shard(adapter, factor, position, part, *sent_tensor)
+                        position += 1
 
     def _sent(self, adapter: Adapter, factor: Factor) -> Tensor:
         """Return the tensor that is sent of a factor: its own memory, or memory for the scaled copy."""
         if factor.name[-1] == "A" or adapter.scale == 1:
             return factor.tensor
         if factor.tensor not in self._scaled:
+            # Kept between syncs: the export plan holds views of it, so its memory must not move.
             self._scaled[factor.tensor] = torch.empty_like(factor.tensor, requires_grad=False)
         return self._scaled[factor.tensor]
 
@@ -99,11 +102,13 @@ class AdapterSource:
     def _takes_part(self, factor: Factor) -> bool:
         """Return whether this rank sends the factor, or holds a shard for the rank that sends it."""
         over, replicas = self._groups(factor)
+        # a factor that is not split is equal on all ranks of ``over``, so one of them is enough
         return replicas.rank() == 0 and (factor.split is not None or over.rank() == 0)
 
     def _groups(self, factor: Factor) -> tuple[Any, Any]:
         """Return the groups that a factor is split over and replicated over."""
         groups = self.groups
+        # Megatron has process groups of their own for the parameters of experts
         return (groups.tp, groups.dp_cp) if factor.experts is None else (groups.etp, groups.edp)
 
     def _tensors(
@@ -113,11 +118,14 @@ class AdapterSource:
         size = 1 if factor.split is None else self._groups(factor)[0].size()
         letter, matrix = factor.name[-1], next(factor.matrices())[1]
         held, width = matrix.shape
+        # One expert stands for all: their factors are alike, and _of_experts repeats the rows.
         entry = entry_of(self.adapters[name], adapter, None if adapter.experts is None else adapter.experts[0])
         modules = [stacked(piece.name.removesuffix(".weight")) for piece in entry.hf]
         if adapter.is_joined and letter == "B":
-            found = ranges_in_shards(entry, size, matrix)
-            for module, piece, rows_of_it in zip(modules, entry.hf, found, strict=True):
+            # One B serves several projections. Its rows are interleaved as those of the layer's weight, so each
+            # projection is a list of ranges, not one block.
+            ranges_of_pieces = ranges_in_shards(entry, size, matrix)
+            for module, piece, rows_of_it in zip(modules, entry.hf, ranges_of_pieces, strict=True):
                 yield FactorName((module,), letter, name), piece.shape[0], rows_of_it
             return
         if not adapter.is_joined:
@@ -133,7 +141,7 @@ class AdapterSource:
         self,
         adapter: Adapter,
         factor: Factor,
-        place: int,
+        position: int,
         part: range,
         name: FactorName,
         rows: int,
@@ -151,8 +159,10 @@ class AdapterSource:
             sent = factor.experts[part[0]], factor.experts[part[-1]] + 1
             ranges = _of_experts(ranges, part, rows, held)
         elif adapter.experts is not None:
+            # All experts share this factor. It travels once; the worker expands it
+            # (vllm_adapters._of_local_experts).
             shape = (1, *shape)
-        meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=place)
+        meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=position)
         local = as_rows(factor.name, self._sent(adapter, factor).detach())
         return TensorShard(meta, local, ranges, over if size > 1 else None)
 
@@ -173,6 +183,7 @@ def _runs(experts: Sequence[int] | None) -> Iterator[range]:
 def _of_experts(ranges: Sequence[RowRange], part: range, rows: int, held: int) -> list[RowRange]:
     """Repeat the ranges of one expert's factor, [rows, …], for those at ``part``; each owner holds ``held`` rows of an
     expert."""
+    # complete experts with consecutive numbers are one run of rows: one copy instead of one per expert
     if all(span.count == rows == held and span.step == 1 for span in ranges):
         return [replace(span, count=len(part) * rows, first=span.first + part[0] * held) for span in ranges]
     return [

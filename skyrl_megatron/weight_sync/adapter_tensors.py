@@ -60,7 +60,10 @@ class FactorName:
         path, _, letter = rest.rpartition(".lora_")
         parent, _, projections = path.rpartition(".")
         if letter not in ("A", "B") or not parent:
-            raise WeightSyncError(f"{text} is not a tensor of an adapter (….lora_A, ….lora_B)")
+            raise WeightSyncError(
+                f"{text} is not a tensor of an adapter (….lora_A, ….lora_B): start the engines with the trainer's "
+                "trainer.policy.model.lora.sync_mode"
+            )
         return cls(tuple(f"{parent}.{projection}" for projection in projections.split("+")), letter, adapter)
 
 
@@ -103,7 +106,7 @@ class PairShape:
 def check_adapters(metadata: Sequence[Sequence[TensorMeta]], expected: Pairs) -> None:
     """Raise WeightSyncError unless the senders send exactly the factors of ``expected``, each complete."""
     problems: list[str] = []
-    found: dict[str, str] = {}  # factor of a projection → tensor that has it
+    tensor_of: dict[str, str] = {}  # factor of a projection → tensor that has it
     for name, shape in whole_shapes(metadata, problems).items():
         factor = FactorName.parse(name)
         for module in factor.modules:
@@ -111,13 +114,14 @@ def check_adapters(metadata: Sequence[Sequence[TensorMeta]], expected: Pairs) ->
             key = f"{_of_adapter(factor.adapter, module)}.lora_{factor.letter}"
             if pair is None:
                 problems.append(f"{name} is for {module}, which this run does not adapt")
+            # a factor that all experts share has 1 in place of their number: both shapes are complete
             elif shape not in pair.of(factor.letter):
                 problems.append(f"{name} is {list(shape)}, {module} needs {list(pair.of(factor.letter)[0])}")
-            if key in found:
+            if key in tensor_of:
                 problems.append(f"{key} is sent twice")
-            found[key] = name
+            tensor_of[key] = name
     wanted = [f"{_of_adapter(name, module)}.lora_" for name, pairs in expected.items() for module in pairs]
-    missing = [f"{start}{letter}" for start in wanted for letter in "AB" if f"{start}{letter}" not in found]
+    missing = [f"{start}{letter}" for start in wanted for letter in "AB" if f"{start}{letter}" not in tensor_of]
     if missing:
         problems.append(f"{len(missing)} factors are missing: {named_some(missing)}")
     if problems:
@@ -132,6 +136,7 @@ def adapter_pairs(plan: Plan, selection: Selection, rank: int, expert_rank: int)
         if entry.expert is None:
             pairs[module] = PairShape(rank, rows, columns)
         else:
+            # the plan lists every expert; only their number differs, so they are counted
             before = pairs[module].experts or 0 if module in pairs else 0
             pairs[module] = PairShape(expert_rank, rows, columns, before + 1)
     return pairs
@@ -149,11 +154,13 @@ def configured_pairs(
     plan = Plan.of(hf)
     top_k = experts_per_token(plan.family.config(hf).to_dict())
 
-    def pairs(own: SkyRLTrainConfig) -> dict[str, PairShape]:
-        of_experts = expert_rank(own, top_k or None)
-        return adapter_pairs(plan, configured_selection(own, plan), own.trainer.policy.model.lora.rank, of_experts)
+    def pairs(adapter_cfg: SkyRLTrainConfig) -> dict[str, PairShape]:
+        of_experts = expert_rank(adapter_cfg, top_k or None)
+        return adapter_pairs(
+            plan, configured_selection(adapter_cfg, plan), adapter_cfg.trainer.policy.model.lora.rank, of_experts
+        )
 
-    return {name: pairs(own) for name, own in adapter_configs(cfg).items()}
+    return {name: pairs(adapter_cfg) for name, adapter_cfg in adapter_configs(cfg).items()}
 
 
 def target_modules(adapters: Pairs) -> tuple[str, ...]:

@@ -116,19 +116,26 @@ def plan_buckets(senders: Sequence[Sequence[TensorMeta]], bucket_bytes: int) -> 
     plan: list[Bucket] = []
     for sender, metadata in enumerate(senders):
         segments: list[Segment] = []
-        size, place = 0, -1
+        size, position = 0, -1
         for index, meta in enumerate(metadata):
-            if 0 <= meta.position < place:
-                raise WeightSyncError(f"sender {sender}: {meta.name} comes after a tensor that the model has later")
-            place = meta.position
+            # −1: the sender has no order of the model, so there is nothing to violate
+            if 0 <= meta.position < position:
+                raise WeightSyncError(
+                    f"sender {sender}: {meta.name} comes after a tensor that the model has later: list tensors in the "
+                    "order of the model"
+                )
+            position = meta.position
             for start, nbytes in cuts(meta, bucket_bytes):
                 if segments and size + nbytes > bucket_bytes:
                     plan.append(_bucket(sender, metadata, segments, size))
                     segments, size = [], 0
                 segments.append(Segment(index, start, nbytes, size))
+                # Tensor.view(dtype) requires an offset that is a multiple of the element size
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
         if segments:
             plan.append(_bucket(sender, metadata, segments, size))
+    # Every rank and worker follows this one order. If two ranks that gather rows from each other sent in
+    # different orders, each would wait for the other.
     return sorted(plan, key=lambda bucket: (bucket.position, bucket.sender))
 
 
@@ -144,6 +151,7 @@ def cuts(meta: TensorMeta, bucket_bytes: int) -> list[tuple[int, int]]:
         raise WeightSyncError(
             f"bucket_bytes={bucket_bytes} is less than a row of {meta.name} ({meta.row_nbytes} bytes): raise it"
         )
+    # cut between rows: shards end at rows too, so a segment needs no part of a row from two ranks
     most = bucket_bytes // meta.row_nbytes * meta.row_nbytes
     return [(start, min(most, meta.nbytes - start)) for start in range(0, meta.nbytes, most)]
 
@@ -162,6 +170,7 @@ def checksum(buffer: Tensor) -> Tensor:
     odd number that depends on the position, are added modulo 2⁶⁴. A flipped bit, a lost or stale part, and any two
     exchanged words change it. It costs two passes over the memory.
     """
+    # Integer sums wrap modulo 2⁶⁴ in any order of addition, so CPU and CUDA agree. Sums of floats would not.
     words = buffer.view(torch.int64).view(-1, PAGE // 8)
     by_row, by_column = words.sum(1), words.sum(0)
     return (by_row * _odd(by_row, 0x5851F42D4C957F2D)).sum() + (by_column * _odd(by_column, 0x2545F4914F6CDD1D)).sum()
@@ -169,6 +178,7 @@ def checksum(buffer: Tensor) -> Tensor:
 
 def _odd(like: Tensor, multiplier: int) -> Tensor:
     places = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
+    # odd, so it has an inverse modulo 2⁶⁴: the product of a difference with it is never 0
     return places * multiplier | 1
 
 
@@ -219,6 +229,7 @@ class BufferPool:
                 self._buffers.append(free)
             read, free.read = free.read, None
             view = free.memory[:nbytes]
+        # outside of the lock, because it may wait for the device, and retire() must not
         self._leave(free, read)
         free.content = number, nbytes
         return view
@@ -230,6 +241,7 @@ class BufferPool:
         The event is recorded after the references are counted, so it follows the copies of those who dropped them.
         """
         with self._changing:
+            # The storage is asked, not Python: views that a loader keeps are other tensors of the same storage.
             idle = [b for b in self._buffers if b.read is None and _references(b.memory) == b.idle]
             if idle:
                 reached = device.mark()
@@ -285,12 +297,16 @@ class WeightReceiver:
     def set_metadata(self, senders: Sequence[Sequence[TensorMeta]]) -> None:
         """Set what each sender will send, in the order of the transports."""
         if len(senders) != len(self.transports):
-            raise WeightSyncError(f"weight metadata of {len(senders)} ranks, {len(self.transports)} are connected")
+            raise WeightSyncError(
+                f"weight metadata of {len(senders)} ranks, {len(self.transports)} are connected: connect all senders "
+                "before an update"
+            )
         self.senders = senders
         self._buckets = plan_buckets(senders, self.bucket_bytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Receive all tensors of the metadata; yield (name, whole tensor), each as soon as it is complete.
+        """Receive all tensors of the metadata; yield (HF name, whole tensor [shape of its metadata], in the dtype of
+        its metadata), each as soon as it is complete.
 
         A tensor that is in one bucket is a view of it. Raises WeightSyncError if a sender is gone or silent, or memory
         for a bucket is lacking.
@@ -301,21 +317,25 @@ class WeightReceiver:
             for segment in bucket.segments:
                 meta = self.senders[bucket.sender][segment.index]
                 data = buffer[segment.offset : segment.offset + segment.nbytes]
+                # other buckets or other senders have the rest: the tensor is put together in memory of its own
                 if segment.nbytes != meta.whole_nbytes:
                     if meta.name not in unfinished:
                         unfinished[meta.name] = self._empty(meta), meta.whole_nbytes
-                    whole, missing = unfinished.pop(meta.name)
+                    assembled, missing = unfinished.pop(meta.name)
                     start = meta.first_byte + segment.start
-                    whole[start : start + segment.nbytes].copy_(data)
+                    assembled[start : start + segment.nbytes].copy_(data)
                     missing -= segment.nbytes
                     if missing:
-                        unfinished[meta.name] = whole, missing
+                        unfinished[meta.name] = assembled, missing
                         continue
-                    data = whole
+                    data = assembled
                 yield meta.name, data.view(meta.torch_dtype).view(meta.shape)
             del buffer, data  # the last references held here: the buffer may be reused
         if unfinished:
-            raise WeightSyncError(f"the trainer did not send all parts of {', '.join(sorted(unfinished))}")
+            raise WeightSyncError(
+                f"the trainer did not send all parts of {', '.join(sorted(unfinished))}: every rank that lists rows "
+                "of a tensor must send in the same update"
+            )
 
     def finish(self) -> None:
         """Collect the checksums after all tensors are loaded, and free the buffers that the next update does not need.
@@ -325,7 +345,10 @@ class WeightReceiver:
         """
         self._buffers.trim()
         if len(self._sums) < len(self._buckets):
-            raise WeightSyncError(f"the model loaded {len(self._sums)} of {len(self._buckets)} buckets of weights")
+            raise WeightSyncError(
+                f"the model loaded {len(self._sums)} of {len(self._buckets)} buckets of weights: its load_weights "
+                "must consume every tensor"
+            )
         self.checksums = [[] for _ in self.senders]
         for number, bucket in enumerate(self._buckets):
             self.checksums[bucket.sender].append(self._sums[number])
@@ -345,15 +368,18 @@ class WeightReceiver:
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield buckets with their bytes; the next is received while the consumer uses one."""
         ahead: queue.Queue[tuple[Bucket, Tensor] | BaseException | None] = queue.Queue()
+        # one bucket that the consumer loads from, and one that is received meanwhile
         slots = threading.Semaphore(2)
         stopped = threading.Event()
 
         def receive() -> None:
             try:
+                # the current device belongs to the thread: a new thread starts on device 0
                 if self.device.type != "cpu":
                     torch.accelerator.set_device_index(self.device)
                 for number, bucket in enumerate(self._buckets):
                     slots.acquire()
+                    # the consumer stopped; its ``finally`` released the slot that this thread waited for
                     if stopped.is_set():
                         return
                     buffer = self._buffers.take(number, bucket.nbytes)
@@ -362,6 +388,7 @@ class WeightReceiver:
                     ahead.put((bucket, buffer))
                     del buffer
                 ahead.put(None)
+            # BaseException: whatever ends this thread, the consumer waits for the queue without a deadline
             except BaseException as error:
                 ahead.put(error)
 
@@ -373,6 +400,7 @@ class WeightReceiver:
                 bucket, buffer = item
                 self.received_bytes += bucket.nbytes
                 yield bucket, buffer
+                # these names would keep the buffer from being free
                 del item, buffer
                 self._buffers.retire()
                 slots.release()

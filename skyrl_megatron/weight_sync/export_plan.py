@@ -30,7 +30,8 @@ class Copies:
     made: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
     def add(self, target: Tensor, source: Tensor | Callable[[], Tensor]) -> None:
-        """Add a copy."""
+        """Add a copy to ``target`` [rows, columns], or [ranges, rows, columns]; ``source`` has the same
+        shape and dtype."""
         if isinstance(source, Tensor):
             self.targets.append(target)
             self.sources.append(source)
@@ -39,6 +40,8 @@ class Copies:
 
     def __call__(self) -> None:
         if self.targets:
+            # on CUDA one launch for all: a bucket has thousands of small copies, and each launch takes
+            # microseconds
             torch._foreach_copy_(self.targets, self.sources)
         for target, make in self.made:
             target.copy_(make())
@@ -88,6 +91,7 @@ class ExportPlan:
         self.buckets: list[Bucket] = plan_buckets([[shard.meta for shard in shards if shard.rank == 0]], bucket_bytes)
         self._bucket_bytes, self._device = bucket_bytes, device
         largest = max((bucket.nbytes for bucket in self.buckets), default=0)
+        # two, because one is filled while the receivers read the other
         self._buffers = [self._empty(largest), self._empty(largest)]
         self._inbox = self._outbox = self._empty(0)
         self._taken = 0  # bytes of the inbox that the bucket being compiled uses
@@ -106,6 +110,8 @@ class ExportPlan:
 
     def finish(self) -> None:
         """Run the rest of the pass, because other ranks wait for rows from this rank."""
+        # Ranks that gather from this one are still inside their pass. Without these messages they would wait
+        # for their timeout.
         left, self._done = self._steps[self._done :], 0
         for step in left:
             step()
@@ -118,12 +124,16 @@ class ExportPlan:
         following = 0
         for shard in shards:
             for start, nbytes in cuts(shard.meta, self._bucket_bytes):
+                # an empty tensor may have rows of 0 bytes
                 first = start // shard.meta.row_nbytes if nbytes else 0
                 rows = range(first, first + (nbytes // shard.meta.row_nbytes if nbytes else 0))
+                # Rows for another rank go out before this rank's next bucket. That bucket is received only
+                # after the other rank's, so sending it first would make both ranks wait for each other.
                 number = ours[following][0] if following < len(ours) else len(self.buckets)
                 if shard.rank == 0:
                     segment = ours[following][1]
                     if following == 0 or ours[following - 1][0] != number:
+                        # the copies out of the inbox for the previous bucket are done by then
                         self._taken = 0
                     following += 1
                     stretch = self._buffers[number % 2][segment.offset : segment.offset + nbytes]
@@ -139,11 +149,11 @@ class ExportPlan:
         for owner, ranges in _by_owner(shard, rows):
             if owner == shard.rank:
                 for run in _runs(ranges, joined=shard.make is None):
-                    place, source = _place(target, run.span, width), _source(shard, run.span)
-                    place = run.of(place, run.starts * target.stride(0))
+                    rows_in_bucket, source = _place(target, run.span, width), _source(shard, run.span)
+                    rows_in_bucket = run.of(rows_in_bucket, run.starts * target.stride(0))
                     if isinstance(source, Tensor):
                         source = run.of(source, run.firsts * shard.local.stride(0))
-                    step.copies.add(place, source)
+                    step.copies.add(rows_in_bucket, source)
                 continue
             places = [_place(target, span, width) for span in ranges]
             if len(places) == 1 and places[0].is_contiguous():
@@ -151,10 +161,10 @@ class ExportPlan:
             else:
                 rows_of_owner = self._take_inbox(sum(span.count for span in ranges), shard.local)
                 step.messages.append(Message(rows_of_owner, shard.group, owner))
-                for place, source in zip(
+                for rows_in_bucket, source in zip(
                     places, torch.split(rows_of_owner, [span.count for span in ranges]), strict=True
                 ):
-                    step.copies.add(place, source)
+                    step.copies.add(rows_in_bucket, source)
 
     def _give(self, shard: TensorShard, rows: range, step: Step) -> None:
         """Send what this rank holds of ``rows`` to rank 0 of the shard's group."""
@@ -162,9 +172,12 @@ class ExportPlan:
             if owner != shard.rank:
                 continue
             sources = [_source(shard, span) for span in ranges]
+            # an empty packing marks the sending side of a message, see Message
             if len(sources) == 1 and isinstance(sources[0], Tensor) and sources[0].is_contiguous():
                 step.messages.append(Message(sources[0], shard.group, owner, Copies()))
                 continue
+            # One buffer for all messages: dist.send returns when it may be filled again (gloo has sent it, NCCL has
+            # ordered the send before later work on the stream).
             if not self._outbox.numel():
                 self._outbox = self._empty(self._bucket_bytes)
             packed = _view(self._outbox, sum(span.count for span in ranges), shard.local)
@@ -217,6 +230,7 @@ class _Run:
     def takes(self, span: RowRange) -> bool:
         """Add a range if it continues the run, and return whether it does."""
         starts, firsts = span.start - self.span.start, span.first - self.span.first
+        # torch has no negative strides, so positions have to increase
         if replace(span, start=self.span.start, first=self.span.first) != self.span or min(starts, firsts) <= 0:
             return False
         if self.count == 1:

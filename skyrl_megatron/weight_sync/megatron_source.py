@@ -95,23 +95,26 @@ class MegatronWeightSource:
 
     def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
         """Yield (weight, group that it is split over, group of its replicas, shard) of every weight of this rank."""
-        known: dict[tuple[BoundRow, int, int], tuple[RowRanges, ...]] = {}
-        place = 0  # of an HF tensor; the same on all ranks of the groups that gather it
+        ranges_of: dict[tuple[BoundRow, int, int], tuple[RowRanges, ...]] = {}
+        position = 0  # of an HF tensor; the same on all ranks of the groups that gather it
         for weight in local_weights(self.model, self.groups):
             entry, groups = weight.entry, self.groups
+            # a tied embedding exists on the first and on the last pipeline stage; the first sends it
             if weight.is_copy:
                 continue
             over, replicas = (groups.etp, groups.edp) if entry.is_expert else (groups.tp, groups.dp_cp)
             size = 1 if entry.split.dim is None else over.size()
             local = as_rows(weight.name, weight.tensor)
             key = (entry.bound, size, len(local))
-            if key not in known:
-                known[key] = ranges_in_shards(entry, size, local)
-            for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, known[key])):
-                meta = TensorMeta(name, dtype_name(local), shape, rows, place + number, conversion_name(entry))
+            # Equal for all layers and experts of one row of the family's table, of which a model
+            # has thousands.
+            if key not in ranges_of:
+                ranges_of[key] = ranges_in_shards(entry, size, local)
+            for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, ranges_of[key])):
+                meta = TensorMeta(name, dtype_name(local), shape, rows, position + number, conversion_name(entry))
                 shard = TensorShard(meta, local, ranges, over if size > 1 else None, make=weight.make)
                 yield weight, over, replicas, shard
-            place += len(entry.hf)
+            position += len(entry.hf)
 
     def _tensors(
         self, entry: Entry, pieces: tuple[RowRanges, ...]
@@ -154,19 +157,21 @@ def ranges_in_shards(entry: Entry, size: int, local: Tensor) -> tuple[RowRanges,
     """
     split_rows = size > 1 and entry.split.dim == 0
     held = len(local)
+    # Row numbers take the place of rows: what the conversion makes of them says where each row comes from.
     numbers = torch.arange(held * (size if split_rows else 1)).unsqueeze(1)
-    whole = unshard(list(torch.split(numbers, held)), entry)
+    row_numbers = unshard(list(torch.split(numbers, held)), entry)
     ranges: list[RowRanges] = []
-    for piece in entry.to_hf(whole) if entry.has_rows_of_hf else (whole,):
-        found = row_ranges(piece[:, 0].tolist(), held)
+    for piece in entry.to_hf(row_numbers) if entry.has_rows_of_hf else (row_numbers,):
+        spans = row_ranges(piece[:, 0].tolist(), held)
+        # split by columns: every owner has all rows, and its own columns of them
         if not split_rows and size > 1:
             width = local.shape[1]
-            found = [
+            spans = [
                 RowRange(owner, span.start, span.count, span.first, span.step, owner * width)
                 for owner in range(size)
-                for span in found
+                for span in spans
             ]
-        ranges.append(tuple(found))
+        ranges.append(tuple(spans))
     return tuple(ranges)
 
 
@@ -205,6 +210,8 @@ class _Factors:
         """Add rows and columns of B·A to those of the base. ``number``: index of the expert on this rank."""
         assert self.a is not None and self.b is not None, "refresh() comes first"
         a, b = (each if number is None or each.dim() == 2 else each[number] for each in (self.a, self.b))
+        # One rounding, at the end, as in bridges.peft.merge_adapter: engines then hold the bits that an export
+        # has.
         return (base.float() + b[rows] @ a[:, columns] * self.adapter.scale).to(base.dtype)
 
 
@@ -215,11 +222,12 @@ class MergedWeightSource(MegatronWeightSource):
         super().__init__(adapters.model, groups)
         self._factors: list[_Factors] = []
         self._of_weight: dict[str, tuple[_Factors, int | None]] = {}
-        for adapter in (each for chunk in adapters.by_chunk for each in adapter_modules(chunk)):
+        for adapter in (module for chunk in adapters.by_chunk for module in adapter_modules(chunk)):
             self._factors.append(_Factors(adapter))
             if adapter.experts is None:
                 self._of_weight[f"{adapter.name}.weight"] = self._factors[-1], None
                 continue
+            # one adapter module serves all experts of the rank, but weights are listed expert by expert
             for number, expert in enumerate(adapter.experts):
                 name = adapter.name.replace(".experts.", f".experts.{expert}.")
                 self._of_weight[f"{name}.weight"] = self._factors[-1], number
@@ -283,7 +291,7 @@ class QuantisedMatrix:
         return made.view(torch.uint8)
 
     def sent_scales(self, rows: slice, columns: slice) -> Tensor:
-        """Return a part of the scales in the form that engines load."""
+        """Return a part of the scales, [rows, columns] of the grid, in the form and dtype that engines load."""
         assert self.scales is not None, "refresh() comes first"
         return engine_scales(self.form, self.scales[rows, columns])
 
@@ -334,22 +342,26 @@ class QuantisedWeightSource(MegatronWeightSource):
         self._update_list()
         for matrices in _batches(self._matrices):
             group = matrices[0].group
-            each = [new_block_max(self.form, matrix.shape, matrix.local.device) for matrix in matrices]
-            for matrix, largest in zip(matrices, each, strict=True):
+            maxima = [new_block_max(self.form, matrix.shape, matrix.local.device) for matrix in matrices]
+            for matrix, largest in zip(matrices, maxima, strict=True):
                 matrix.update_block_max(largest)
             if group is not None:
-                together = torch.cat([largest.flatten() for largest in each])
+                # One all-reduce for many matrices: a layer has two or three small grids per expert. Maxima are the
+                # bits of |w| in fp32, which order like the numbers, with NaN above infinity: a NaN is not lost.
+                together = torch.cat([largest.flatten() for largest in maxima])
                 dist.all_reduce(together, dist.ReduceOp.MAX, group)
-                parts = together.split([largest.numel() for largest in each])
-                each = [part.view(largest.shape) for part, largest in zip(parts, each, strict=True)]
-            for matrix, largest in zip(matrices, each, strict=True):
+                parts = together.split([largest.numel() for largest in maxima])
+                maxima = [part.view(largest.shape) for part, largest in zip(parts, maxima, strict=True)]
+            for matrix, largest in zip(matrices, maxima, strict=True):
                 matrix.scales = block_scales(self.form, largest)
 
     def _update_list(self) -> None:
         """List shards and matrices, again if the weights have moved."""
         addresses = self.addresses()
+        # offloading and rebuilding move weights; shards and matrices are views of the old memory
         if self._addresses == addresses:
             return
+        # None until the list is complete, so that a list that failed half-way is not used
         self._shards, self._held, self._matrices, self._addresses = [], ([], []), [], None
         for weight, over, replicas, shard in self._all():
             # two positions per tensor, so that the scales of one come before the values of the next
@@ -367,6 +379,7 @@ class QuantisedWeightSource(MegatronWeightSource):
                 shard, scales = self._quantised(shard, rank)
             is_sent = self._is_sent(weight, over, replicas)
             self._list(shard, rank, is_sent)
+            # after the reduction every owner of shards has all scales: rank 0 alone sends them
             if scales is not None:
                 self._list(scales, 0, is_sent and rank == 0)
         self._addresses = addresses
@@ -380,10 +393,11 @@ class QuantisedWeightSource(MegatronWeightSource):
     def _quantised(self, shard: TensorShard, rank: int) -> tuple[TensorShard, TensorShard]:
         """Return the shards of the values and of the scales of a matrix. ``rank``: this rank among its owners."""
         rows, columns = shard.meta.shape
-        own = [span for span in shard.ranges if span.owner == rank]
-        numbers = self._numbers.setdefault((tuple(own), len(shard.local)), matrix_rows(own, shard.local))
-        matrix = QuantisedMatrix(self.form, (rows, columns), shard.local, own, shard.group, numbers)
+        spans = [span for span in shard.ranges if span.owner == rank]
+        numbers = self._numbers.setdefault((tuple(spans), len(shard.local)), matrix_rows(spans, shard.local))
+        matrix = QuantisedMatrix(self.form, (rows, columns), shard.local, spans, shard.group, numbers)
         self._matrices.append(matrix)
+        # without memory: values are computed when they are copied, and only shape and dtype are read here
         like = torch.empty(shard.local.shape, dtype=torch.uint8, device="meta")
         values = replace(shard, meta=replace(shard.meta, dtype=VALUES), local=like, make=matrix.values)
         grid = self.form.grid(matrix.shape)

@@ -61,21 +61,22 @@ class SliceSender:
         """The first tensor of each bucket."""
         self._contents: list[tuple[Tensor, Copies | None]] = []
         buckets = transfers.buckets.tolist()
-        runs = [[each for run in of_bucket for each in _made_alone(run, shards)] for of_bucket in transfers.runs()]
+        runs = [[single for run in of_bucket for single in _made_alone(run, shards)] for of_bucket in transfers.runs()]
         parts = [[_part(shards[run.copy[4]], run) for run in of_bucket] for of_bucket in runs]
         alone = [in_place and bool(bucket[2]) for bucket in buckets]
-        direct = [_in_place(each[0]) if is_alone else None for is_alone, each in zip(alone, parts, strict=True)]
+        direct = [_in_place(pieces[0]) if is_alone else None for is_alone, pieces in zip(alone, parts, strict=True)]
         sizes = zip(buckets, direct, strict=True)
+        # buckets that are sent from the shard's own memory need no staging buffer
         largest = max((nbytes for (_, nbytes, *_), content in sizes if content is None), default=0)
         self._buffers = [shareable_bytes(largest, device) for _ in range(STAGED)]
         free = itertools.cycle(self._buffers)
-        for (_, nbytes, *_), of_bucket, each, content in zip(buckets, runs, parts, direct, strict=True):
+        for (_, nbytes, *_), of_bucket, pieces, content in zip(buckets, runs, parts, direct, strict=True):
             self._firsts.append(shards[of_bucket[0].copy[4]].meta)
             if content is not None:
                 self._contents.append((content, None))
                 continue
             buffer, packing = next(free)[:nbytes], Copies()
-            for run, part in zip(of_bucket, each, strict=True):
+            for run, part in zip(of_bucket, pieces, strict=True):
                 packing.add(run.piece(buffer, shards[run.copy[4]].local.dtype), part)
             self._contents.append((buffer, packing))
 
@@ -94,8 +95,10 @@ class SliceSender:
         chosen = [number for number, meta in enumerate(self._firsts) if travels(meta.adapter)]
         for number in chosen:
             content, copies = self._contents[number]
+            # A staging buffer may be filled again once it was sent. Content in place is not written during a
+            # pass.
             while len(in_flight) >= AHEAD or (
-                copies is not None and any(_same_memory(each, content) for each, _ in in_flight)
+                copies is not None and any(_same_memory(memory, content) for memory, _ in in_flight)
             ):
                 in_flight.pop(0)[1]()
             if copies is not None:
@@ -104,6 +107,7 @@ class SliceSender:
             in_flight.append((content, transport.send(content, self.ranks_of[workers[number]])))
         for _, wait in in_flight:
             wait()
+        # read once, at the end: reading a sum waits for the device
         totals = torch.stack(sums).tolist() if sums else []
         return [[workers[number], total] for number, total in zip(chosen, totals, strict=True)]
 
@@ -125,10 +129,12 @@ def _made_alone(run: Run, shards: Sequence[TensorShard]) -> Iterator[Run]:
 def _part(shard: TensorShard, run: Run) -> Tensor | Callable[[], Tensor]:
     """View the copies of a run in their shard, or return a function that computes them."""
     _, _, rows, columns, _, first, step, column = run.copy
+    # checked here, because as_strided would read beyond the shard's rows without an error
     shape = shard.local.shape
     if first + (run.count - 1) * run.stride + (rows - 1) * step >= shape[0] or column + columns > shape[1]:
         raise WeightSyncError(
-            f"the plan sends rows from {first} of a shard of shape {list(shape)}, which does not have them"
+            f"the plan sends rows from {first} of a shard of shape {list(shape)}, which does not have them: make a "
+            "new plan after weights have moved"
         )
     part = shard.part(slice(first, first + (rows - 1) * step + 1, step), slice(column, column + columns))
     return run.of(part, run.stride * shard.local.stride(0)) if isinstance(part, Tensor) else part
@@ -155,26 +161,31 @@ class ExchangeSchedule:
 
 def plan_exchange(plan: ReshardPlan, tensors: Sequence[TensorMeta], local: Sequence[int]) -> list[ExchangeSchedule]:
     """Return the schedule of each rank. ``tensors``: in the plan's order; ``local``: worker → the rank on its GPU."""
-    found = [ExchangeSchedule() for _ in plan.ranks]
-    own: list[dict[int, list[int]]] = [defaultdict(list) for _ in plan.ranks]  # of a rank: worker → its buckets there
+    schedules = [ExchangeSchedule() for _ in plan.ranks]
+    buckets_for: list[dict[int, list[int]]] = [defaultdict(list) for _ in plan.ranks]  # by rank: worker → its buckets
     for rank, transfers in enumerate(plan.ranks):
         for number, worker in enumerate(transfers.buckets[:, 0].tolist()):
-            own[rank][worker].append(number)
+            buckets_for[rank][worker].append(number)
     queue: list[tuple[int, int, int, int, int]] = []
     for worker, transfers in enumerate(plan.workers):
+        # Both lists have one order, so the n-th bucket from a rank in the worker's list is the n-th for the
+        # worker in the rank's list.
         to = local[worker]
-        left = [iter(own[rank][worker]) for rank in range(len(plan.ranks))]
+        left = [iter(buckets_for[rank][worker]) for rank in range(len(plan.ranks))]
         incoming: list[tuple[int, int, str, str]] = []
         for rank, nbytes, *_, tensor in transfers.buckets.tolist():
             number = next(left[rank])
             if rank != to:
                 queue.append((tensor, len(incoming), number, rank, to))
             incoming.append((rank, nbytes, tensors[tensor].adapter, tensors[tensor].name))
-        found[to] = ExchangeSchedule(worker, incoming)
+        schedules[to] = ExchangeSchedule(worker, incoming)
     rounds: list[dict[int, list[int]]] = [defaultdict(lambda: [NONE, NONE, NONE]) for _ in plan.ranks]
     sends: list[set[int]] = [set() for _ in plan.ranks]
     next_free, next_receive = [0] * len(plan.ranks), [0] * len(plan.ranks)
+    # in the order of the worker's list, so that a receiver can process what arrives at once
     for _, position, number, rank, to in sorted(queue):
+        # A receiver takes its buckets in this order; a sender may use any round that is still free before the
+        # receiver's next one. ``next_free`` skips the rounds in use, which keeps the search short.
         turn = max(next_receive[to], next_free[rank])
         while turn in sends[rank]:
             turn += 1
@@ -186,8 +197,12 @@ def plan_exchange(plan: ReshardPlan, tensors: Sequence[TensorMeta], local: Seque
         rounds[rank][turn][:2] = number, to
         rounds[to][turn][2] = position
     return [
-        ExchangeSchedule(each.worker, each.incoming, [(own[0], own[1], own[2]) for _, own in sorted(turns.items())])
-        for each, turns in zip(found, rounds, strict=True)
+        ExchangeSchedule(
+            schedule.worker,
+            schedule.incoming,
+            [(send, to, arrives) for _, (send, to, arrives) in sorted(turns.items())],
+        )
+        for schedule, turns in zip(schedules, rounds, strict=True)
     ]
 
 
@@ -202,6 +217,7 @@ class ExchangeSender(SliceSender):
         ranks_of: dict[int, int],
         device: torch.device,
     ) -> None:
+        # the receiving process maps exported buffers, and only few can be exported (IpcTransport)
         super().__init__(transfers, shards, ranks_of, device, in_place=False)
         self.part = part
         largest = max((part.incoming[arrives][1] for *_, arrives in part.rounds if arrives != NONE), default=0)
@@ -218,7 +234,7 @@ class ExchangeSender(SliceSender):
         following = 0
 
         def wait_for(memory: Tensor) -> None:
-            while any(each.data_ptr() == memory.data_ptr() for each, _ in in_flight):
+            while any(memory_in_flight.data_ptr() == memory.data_ptr() for memory_in_flight, _ in in_flight):
                 in_flight.pop(0)[1]()
 
         def filled(number: int) -> Tensor:
@@ -244,10 +260,13 @@ class ExchangeSender(SliceSender):
             following = stop + 1
 
         turn = 0
+        # the worker's order mixes both kinds: its buckets from this rank that come before the arriving one go
+        # first
         for number, to, arrives in part.rounds:
             if arrives != NONE:
                 hand_over_own(arrives)
             operations, under_way = [], []
+            # both ends know which adapters travel, so both skip the same rounds
             if number != NONE and travels(self._firsts[number].adapter):
                 operations.append(dist.P2POp(dist.isend, filled(number), to))
                 under_way.append(f"{self._firsts[number].name} to trainer rank {to}")
@@ -261,6 +280,8 @@ class ExchangeSender(SliceSender):
                     operations.append(dist.P2POp(dist.irecv, buffer, rank))
                     under_way.append(f"{name} from trainer rank {rank}")
             with _named(under_way):
+                # One batch for both directions: NCCL's send waits for the receiver, so two ranks that each send
+                # first would wait for each other.
                 for work in dist.batch_isend_irecv(operations) if operations else ():
                     work.wait()
             if buffer is not None:
@@ -279,6 +300,7 @@ def _named(under_way: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # a lack of memory here is not the peer's fault, and is handled by the caller
         if is_out_of_memory(error):
             raise
         raise RuntimeError(f"exchange of {' and '.join(under_way)}: {error}") from error
@@ -288,7 +310,8 @@ class Targets(Protocol):
     """The parameters of a model that is being loaded, as numbered targets."""
 
     def memory(self, target: int) -> Tensor:
-        """Return the flat memory of a target, before it is packed for a kernel; allocate it if need be."""
+        """Return the memory of a target, [elements] in its dtype, before it is packed for a kernel; allocate it if
+        need be."""
 
     def complete(self, target: int) -> None:
         """Process a target once all copies into it are done."""
@@ -315,6 +338,7 @@ class _MemoryLimit:
         """Reserve ``nbytes`` and return whether that was possible. ``wait``: block until it is. Raises WeightSyncError
         once the limit is closed."""
         with self.changed:
+            # ``used``: one bucket is always allowed, or a bucket above the limit would never arrive
             while not self.closed and self.used and self.used + nbytes > self.limit:
                 if not wait:
                     return False
@@ -388,6 +412,7 @@ class SliceReceiver:
                     targets.complete(target)
                 in_flight.release(self._memory_bytes(number))
         finally:
+            # also after an error of a target: it wakes the thread that waits for memory
             in_flight.close()
         totals = torch.stack([total for _, total in self._sums]).tolist() if self._sums else []
         self.checksums = [[rank, total] for (rank, _), total in zip(self._sums, totals, strict=True)]
@@ -401,12 +426,15 @@ class SliceReceiver:
     ) -> None:
         """Receive these buckets in order; put a mark for each, or the error, into ``taken``."""
         try:
+            # the current device belongs to the thread: a new thread starts on device 0
             if self.device.type != "cpu":
                 torch.accelerator.set_device_index(self.device)
             ahead: deque[_Bucket] = deque()
             following = 0
             for number in numbers:
                 rank, nbytes, *_ = self._buckets[number]
+                # With nothing under way the thread may wait for memory. Otherwise it finishes the first bucket,
+                # which frees some.
                 while following < len(numbers) and in_flight.reserve(
                     self._memory_bytes(numbers[following]), wait=not ahead
                 ):
@@ -441,8 +469,8 @@ class SliceReceiver:
         runs = self._runs[number]
         places = [run.of(_place(targets.memory(run.copy[4]), run.copy), run.stride) for run in runs]
         if direct:
-            (place,) = places
-            bucket = _Bucket(number, place.as_strided((place.numel(),), (1,)).view(torch.uint8))
+            (target,) = places
+            bucket = _Bucket(number, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
         else:
             with self._raising(rank):
                 memory = self._free.pop() if self._free else self._new()
@@ -459,8 +487,11 @@ class SliceReceiver:
             for target, piece in zip(bucket.targets, bucket.pieces, strict=True):
                 _read_back(piece, target)
         rank = self._buckets[bucket.number][0]
+        # of the memory that was copied back from the targets: the sum covers what was loaded, not only what
+        # came
         self._sums.append((rank, checksum(bucket.buffer)))
         if bucket.pieces:
+            # the whole buffer again: bucket.buffer is cut to the bytes of this bucket
             self._free.append(bucket.buffer.as_strided((self._largest,), (1,)))
 
     @contextlib.contextmanager
@@ -472,7 +503,7 @@ class SliceReceiver:
 
 
 def copy_all(targets: list[Tensor], pieces: list[Tensor]) -> None:
-    """Copy the pieces of a bucket to their targets."""
+    """Copy the pieces of a bucket to their targets: pairs of one shape, [rows, columns] or [count, rows, columns]."""
     torch._foreach_copy_(targets, pieces)
 
 

@@ -45,6 +45,7 @@ def probe_tokens(vocab_size: int, seed: int | str = 0) -> list[int]:
 
     ``seed``: the version of the sync, so that a resumed run draws the same tokens as an uninterrupted run.
     """
+    # Random(str) hashes the text itself, so the draw is the same in every process; hash() would be salted
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(PROBE_TOKENS)]
 
@@ -54,6 +55,7 @@ def logprob_diff(trainer: Sequence[float], engine: Sequence[float]) -> LogprobDi
     if len(trainer) != len(engine) or not trainer:
         raise WeightSyncError(f"probe: the trainer scored {len(trainer)} tokens, the engine {len(engine)}")
     apart = [abs(a - b) for a, b in zip(trainer, engine, strict=True)]
+    # max() of numbers with a NaN depends on their order: a NaN must not pass as a small difference
     largest = max(apart) if all(a == a for a in apart) else float("nan")
     return LogprobDiff(largest, sum(apart) / len(apart))
 

@@ -44,29 +44,34 @@ class SourceSlices:
     def __init__(self, tensors: Sequence[TensorMeta], source_maps: Sequence[SourceMap]) -> None:
         numbers = {meta.name: number for number, meta in enumerate(tensors)}
         tables = []
-        for rank, each in enumerate(source_maps):
-            own = np.array([numbers[meta.name] for meta in each.tensors], np.int64)
-            columns = each.slices
-            tables.append(np.column_stack([own[columns[:, 0]], columns[:, 1:], np.full(len(columns), rank)]))
+        for rank, source_map in enumerate(source_maps):
+            tensor_numbers = np.array([numbers[meta.name] for meta in source_map.tensors], np.int64)
+            columns = source_map.slices
+            tables.append(
+                np.column_stack([tensor_numbers[columns[:, 0]], columns[:, 1:], np.full(len(columns), rank)])
+            )
         held = np.concatenate(tables)
+        # the position has 63 bits, so that it sorts as a positive int64
         if held[:, 0].max(initial=0) >> _TENSOR_BITS or held[:, 1].max(initial=0) >> _ROW_BITS:
             raise ReshardUnsupported(
                 f"{len(tensors)} tensors, or one of more than {1 << _ROW_BITS} rows, are too many"
             )
         if held[:, 3].max(initial=0) >> _COLUMN_BITS:
             raise ReshardUnsupported(f"a tensor of more than {1 << _COLUMN_BITS} columns is too wide")
-        place = _place(held[:, 0], held[:, 3], held[:, 1])
-        order = np.argsort(place, kind="stable")
+        position = _place(held[:, 0], held[:, 3], held[:, 1])
+        # stable: holders of one slice stay in the order of ranks, and the plan is the same every time
+        order = np.argsort(position, kind="stable")
         self.held = held[order]
         """[n, 9]: the columns of ``SourceMap.slices``, and the rank."""
-        place = place[order]
-        self.first: Table = _begins(place)
+        position = position[order]
+        self.first: Table = _begins(position)
         """Index of the first holder of each slice in :attr:`held`."""
-        self.copies: Table = np.diff(self.first, append=len(place))
+        self.copies: Table = np.diff(self.first, append=len(position))
         self.slices = self.held[self.first]
+        # in a C-ordered table the elements of a column are nine apart, and each read fetches a cache line
         self.columns = self.slices.T.copy()
         """:attr:`slices` transposed, because columns are read one by one."""
-        self.place = place[self.first]
+        self.place = position[self.first]
         self._check(tensors)
         self.bands = _begins(self.place >> _ROW_BITS)
         """Index of the first slice of each band. A band is all slices of the same columns of a tensor."""
@@ -74,6 +79,8 @@ class SourceSlices:
         """Number of slices of each band."""
         self.of_tensor: Table = np.searchsorted(self.columns[0][self.bands], np.arange(len(tensors) + 1))
         """Index of the first band of each tensor, then the number of bands."""
+        # A random number per rank: the sum over a slice's holders names their set, and two sets collide with a
+        # chance of 2⁻⁶². Comparing the sets themselves would take a loop in Python over all slices.
         weights = np.random.default_rng(0).integers(1, 1 << 62, len(source_maps))
         _, self.kind = np.unique(np.add.reduceat(weights[self.held[:, 8]], self.first), return_inverse=True)
         """Kind of each slice: slices that the same ranks hold have the same kind."""
@@ -91,6 +98,7 @@ class SourceSlices:
         if overlap.any():
             slice_index = int(overlap.argmax())
             raise self._overlap(tensors, slice_index, slice_index + 1)
+        # bincount sums in float64: exact up to 2⁵³ elements
         area = np.bincount(tensor, rows * columns, len(tensors)).astype(np.int64)
         sizes = np.array([rows_of(meta) * width_of(meta.shape) for meta in tensors], np.int64)
         for number in np.flatnonzero(area != sizes).tolist():
@@ -123,19 +131,22 @@ class SourceSlices:
         return ""
 
     def under(self, copies: Table) -> tuple[Table, Table]:
-        """Return the pairs (copy, slice) that have elements in common. ``copies``: ``TargetMap.copies`` transposed."""
+        """Return the pairs (copy, slice), [pairs] each, that have elements in common. ``copies`` [9, n]:
+        ``TargetMap.copies`` transposed."""
         tensor, row, rows = copies[TENSOR], copies[ROW], copies[ROWS]
         which, band = spread(self.of_tensor[tensor], self.of_tensor[tensor + 1])
         low = self.bands[band]
         high = low + self.size[band]
+        # most bands have one slice, which needs no search
         several = np.flatnonzero(self.size[band] > 1)
         if len(several):
             which_of, first_slice = which[several], low[several]
             column = self.columns[3][first_slice]
-            place = _place(tensor[which_of], column, row[which_of])
-            first = np.searchsorted(self.place, place, "right") - 1
+            position = _place(tensor[which_of], column, row[which_of])
+            first = np.searchsorted(self.place, position, "right") - 1
+            # the search may end in the band before, if the copy starts before the first slice of this one
             low[several] = np.maximum(first, first_slice)
-            high[several] = np.searchsorted(self.place, place + rows[which_of] - 1, "right")
+            high[several] = np.searchsorted(self.place, position + rows[which_of] - 1, "right")
         pair, slice_index = spread(low, high)
         return which[pair], slice_index
 
@@ -152,7 +163,8 @@ def _begins(values: Table) -> Table:
 
 
 def spread(low: Table, high: Table) -> tuple[Table, Table]:
-    """Return (index, value) for every value of every range low … high."""
+    """Return (index, value), [values] each, for every value of every range ``low`` … ``high`` [n]; high is not in
+    it."""
     count = np.maximum(high - low, 0)
     if (count == 1).all():
         return np.arange(len(count)), low
@@ -160,6 +172,7 @@ def spread(low: Table, high: Table) -> tuple[Table, Table]:
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + low[which]
 
 
+# 2 · rank + 1 has to fit into the uint16 that of_worker sorts by
 MOST_RANKS = 1 << 15
 DIRECT_FRACTION = 64
 """A contiguous copy of at least 1 / DIRECT_FRACTION of a bucket is sent as a separate bucket, without a buffer."""
@@ -186,17 +199,17 @@ class Colocation:
 
     def nearest(self, slices: SourceSlices, worker: int) -> tuple[Table, Table, Table]:
         """Find the holders of each kind of slice that are nearest to a worker: the rank on its device, else the ranks
-        of its node, else all. Return their number per kind, where each kind begins in the last table, and their
-        indices among the holders."""
-        own = self.ranks[worker]
+        of its node, else all. Return their number per kind [kinds], where each kind begins in the last table [kinds],
+        and their indices among the holders [holders]."""
+        local_rank = self.ranks[worker]
         _, examples = np.unique(slices.kind, return_index=True)
-        found = []
+        nearest = []
         for first, copies in zip(slices.first[examples].tolist(), slices.copies[examples].tolist(), strict=True):
             rank = slices.held[first : first + copies, 8]
-            far = np.where(rank == own, 0, np.where(rank // self.per_node == own // self.per_node, 1, 2))
-            found.append(np.flatnonzero(far == far.min()))
-        count = np.array([len(each) for each in found], np.int64)
-        return count, np.cumsum(count) - count, np.concatenate(found) if found else count
+            far = np.where(rank == local_rank, 0, np.where(rank // self.per_node == local_rank // self.per_node, 1, 2))
+            nearest.append(np.flatnonzero(far == far.min()))
+        count = np.array([len(holders) for holders in nearest], np.int64)
+        return count, np.cumsum(count) - count, np.concatenate(nearest) if nearest else count
 
 
 def plan_reshard(
@@ -223,10 +236,11 @@ def plan_reshard(
     adapters = np.array([names[meta.adapter] for meta in tensors], np.int64)
     alike: dict[bytes, list[tuple[TargetMap, list[int]]]] = {}  # workers with equal target maps need equal slices
     for worker, target_map in enumerate(target_maps):
-        known = alike.setdefault(target_map.copies.sum(0).tobytes(), [])
-        same = next((each for first, each in known if _equal(first, target_map)), None)
+        # The sum of the columns is a cheap key. Tables that share it by chance are told apart below.
+        candidates = alike.setdefault(target_map.copies.sum(0).tobytes(), [])
+        same = next((workers for first, workers in candidates if _equal(first, target_map)), None)
         if same is None:
-            known.append((target_map, [worker]))
+            candidates.append((target_map, [worker]))
         else:
             same.append(worker)
 
@@ -236,12 +250,13 @@ def plan_reshard(
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy releases the GIL while it computes
         distinct = list(itertools.chain.from_iterable(alike.values()))
         pieces = pool.map(pieces_of, [target_map for target_map, _ in distinct])
-        of = {worker: each for each, (_, own) in zip(pieces, distinct, strict=True) for worker in own}
-        found = list(pool.map(lambda worker: of.pop(worker).of_worker(worker, colocation), range(len(target_maps))))
+        of = {worker: needed for needed, (_, workers) in zip(pieces, distinct, strict=True) for worker in workers}
+        # popped: the tables of a target map are freed with the last worker that has it
+        lists = list(pool.map(lambda worker: of.pop(worker).of_worker(worker, colocation), range(len(target_maps))))
         begins = range(len(source_maps) + 1)
-        outgoing = [(own.buckets, copies, np.searchsorted(ranks, begins)) for own, copies, ranks in found]
+        outgoing = [(received.buckets, copies, np.searchsorted(ranks, begins)) for received, copies, ranks in lists]
         of_ranks = pool.map(lambda rank: _of_rank(rank, outgoing), range(len(source_maps)))
-        return ReshardPlan(list(of_ranks), [own for own, _, _ in found])
+        return ReshardPlan(list(of_ranks), [received for received, _, _ in lists])
 
 
 def _equal(one: TargetMap, other: TargetMap) -> bool:
@@ -273,7 +288,7 @@ class _NeededSlices:
         size = itemsize[copies[TENSOR]]
         pieces = [slice_index, row, rows, column, columns, columns * size, *copies]
         some = (rows > 0) & (columns > 0)
-        pieces = self._cut(pieces if some.all() else [each[some] for each in pieces])
+        pieces = self._cut(pieces if some.all() else [values[some] for values in pieces])
         self.slice_index, self.row, rows, self.column, columns, row_bytes, *of_route = pieces
         tensor, target, from_row, _, from_column, _, into, by_row, by_column = of_route
         size = itemsize[tensor]
@@ -289,6 +304,9 @@ class _NeededSlices:
             slices.copies[self.slice_index],
             self._shares(),
         )
+        # A copy travels without a buffer only if its bytes are alike on both sides: whole rows, contiguous in
+        # the target, of the target's dtype. The size is a multiple of a page and the offset of 8 bytes, because
+        # checksum() reads them.
         self.direct = self.nbytes >= bucket_bytes // DIRECT_FRACTION
         large = np.flatnonzero(self.direct)
         whole_rows = (columns == slices.columns[4, self.slice_index]) & (
@@ -309,7 +327,7 @@ class _NeededSlices:
         if (rows <= most).all():
             return pieces
         which, nth = spread(np.zeros(len(rows), np.int64), -(-rows // most))
-        cut, most = [each[which] for each in pieces], most[which]
+        cut, most = [values[which] for values in pieces], most[which]
         cut[1] += nth * most
         cut[2] = np.minimum(most, cut[2] - nth * most)
         return cut
@@ -330,6 +348,8 @@ class _NeededSlices:
         new = np.ones(len(rank), bool)
         adapter = self.adapters[tensor]  # a bucket is of one adapter: not all of them travel in every sync
         new[1:] = (rank[1:] != rank[:-1]) | (direct[1:] != direct[:-1]) | (adapter[1:] != adapter[:-1])
+        # A bucket ends where the running size passes a multiple of half a bucket. Pieces have at most half a
+        # bucket, so no bucket exceeds a whole one.
         filled = before - before[np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))]
         new[1:] |= direct[1:] | (filled[1:] // self.half != filled[:-1] // self.half)
         first = np.flatnonzero(new)
@@ -338,6 +358,7 @@ class _NeededSlices:
         size = (copies[:, 1] + padded)[stop - 1]
         size = np.where(direct[first], size, np.maximum(-(-size // PAGE) * PAGE, PAGE))
         buckets = np.column_stack([rank[first], size, direct[first], first, stop, tensor[stop - 1]])
+        # the global order: last tensor, then peer, then position
         turn = np.lexsort((first, rank[first], tensor[stop - 1]))
         source = copies.copy()
         source[:, 4], source[:, 6] = held[:, 5], held[:, 7]
@@ -349,6 +370,7 @@ class _NeededSlices:
         """Return the share that each piece belongs to. Replicas take turns with shares of at most half a bucket."""
         kind, copies = self.slices.kind[self.slice_index], self.slices.copies[self.slice_index]
         order = np.argsort(kind, kind="stable")
+        # in turns by bytes, not by pieces: pieces of one kind differ in size by orders of magnitude
         before = np.empty(len(order), np.int64)
         before[order] = np.cumsum(self.nbytes[order]) - self.nbytes[order]
         total = np.bincount(kind, self.nbytes).astype(np.int64)
@@ -362,10 +384,11 @@ def _of_rank(rank: int, outgoing: Sequence[_Outgoing]) -> TransferList:
     buckets, copies, size = [np.zeros((0, 6), np.int64)], [np.zeros((0, 8), np.int64)], 0
     for worker, (of_worker, source, begins) in enumerate(outgoing):
         low, high = begins[rank : rank + 2]
-        own = of_worker[of_worker[:, 0] == rank]
-        own[:, 0] = worker
-        own[:, 3:5] += size - low
-        buckets.append(own)
+        to_worker = of_worker[of_worker[:, 0] == rank]
+        to_worker[:, 0] = worker
+        # the copies of this rank start at ``size`` of its own table, not at ``low`` of the worker's
+        to_worker[:, 3:5] += size - low
+        buckets.append(to_worker)
         copies.append(source[low:high])
         size += high - low
     table = np.concatenate(buckets)

@@ -105,6 +105,7 @@ class WeightSender:
             return measure(transport, member, sizes)
         except RuntimeError as error:
             self.close()
+            # a lack of memory is not a member's fault: the caller reports it as such
             if device.is_out_of_memory(error):
                 raise
             raise EngineGoneError(f"connect: a member is gone or silent: {first_line(error)}") from error
@@ -146,11 +147,13 @@ class WeightSender:
         """
         try:
             return self._send(self._transport) if self._transfers is None else self._send_slices(self._transport)
+        # also for KeyboardInterrupt: receivers wait until the group is gone
         except BaseException:
             self.close()
             raise
 
     def _send(self, transport: Transport | None) -> list[int]:
+        # collective for some sources: a rank that sends nothing calls it too
         self.source.refresh()
         plan = self._current_plan()
         if transport is None and plan.buckets:
@@ -171,6 +174,7 @@ class WeightSender:
         with _raising(DistributedError, "a trainer rank with shards of the same weights is gone or silent", progress):
             try:
                 for number, bucket in enumerate(plan.buckets):
+                    # the plan has two buffers, so the third bucket overwrites the first
                     if len(in_flight) == 2:
                         arrived()
                     buffer = plan.fill(number)
@@ -184,6 +188,7 @@ class WeightSender:
             plan.finish()
         while in_flight:
             arrived()
+        # one read for all sums, because reading one waits for the device
         return torch.stack(sums).tolist() if sums else []
 
     def _send_slices(self, transport: Transport | None) -> list[list[int]]:

@@ -61,6 +61,7 @@ def strided_copies(
     row.
     """
     (from_strides, from_offset), (to_strides, to_offset) = source, target
+    # strides of dimensions of size 1 are arbitrary, and would break the joins below
     dims = [dim for dim in zip(shape, from_strides, to_strides, strict=True) if dim[0] != 1]
     if any(step == 0 for _, step, _ in dims) or 0 in shape:
         raise ValueError("the loader reads a region that is repeated or empty")
@@ -71,10 +72,10 @@ def strided_copies(
         raise ValueError("the loader reads a region that crosses the end of a row")
     inner_rows, outer_rows = _inner(rows, width)
     inner_columns, outer_columns = _inner(columns, 1)
-    found = []
+    copies = []
     for source_offset, target_offset in _offsets([*outer_rows, *outer_columns]):
         row, column = divmod(source_offset, width)
-        found.append(
+        copies.append(
             StridedCopy(
                 first_row + row,
                 inner_rows[0],
@@ -85,7 +86,7 @@ def strided_copies(
                 inner_columns[2],
             )
         )
-    return found
+    return copies
 
 
 def _joined(dims: Sequence[Dim]) -> list[Dim]:
@@ -140,6 +141,7 @@ def split_by_part(whole: StridedCopy, size: int) -> Iterator[tuple[int, StridedC
 
     Raises ValueError if a row crosses from one part to the next.
     """
+    # a copy of one row has stride 0
     step, reach = max(whole.row_stride, 1), (whole.columns - 1) * whole.column_stride
     row = 0
     while row < whole.rows:
@@ -197,7 +199,7 @@ class TargetMap:
         return cls(named, np.frombuffer(copies, np.int64).reshape(-1, 9))
 
     def covered(self) -> Table:
-        """Return the number of elements of each target that copies fill."""
+        """Return the number of elements of each target that copies fill, [targets] int64."""
         areas = self.copies[:, ROWS] * self.copies[:, COLUMNS]
         return np.bincount(self.copies[:, TARGET], areas, len(self.targets)).astype(np.int64)
 
@@ -215,6 +217,7 @@ class TargetMap:
         targets, starts = targets[order], starts[order]
         ends = starts + lengths[order]
         sizes = np.array([size for *_, size, _ in self.targets], np.int64)
+        # sorted by start, so that ranges which overlap are neighbours
         twice = np.flatnonzero((targets[1:] == targets[:-1]) & (starts[1:] < ends[:-1]))
         beyond = np.flatnonzero((ends > sizes[targets]) | (starts < 0))
         for wrong, what in ((twice, "is copied to twice"), (beyond, "is beyond its end")):
@@ -240,12 +243,14 @@ def _runs(copies: Table) -> tuple[Table, Table, Table]:
     """Return the contiguous ranges of memory that copies write: (target, first element, number of elements) each."""
     rows, columns = copies[:, ROWS], copies[:, COLUMNS]
     offset, by_row, by_column = copies[:, OFFSET], copies[:, ROW_STRIDE], copies[:, COLUMN_STRIDE]
+    # Copies into transposed memory are contiguous along columns. Read by rows, they would be as many ranges as
+    # elements.
     transposed = (by_column != 1) & (columns > 1) & ((by_row == 1) | (rows == 1))
     count, length = np.where(transposed, columns, rows), np.where(transposed, rows, columns)
     apart, along = np.where(transposed, by_column, by_row), np.where(transposed, by_row, by_column)
-    whole = ((along == 1) | (length == 1)) & ((apart == length) | (count == 1))
-    length, count = np.where(whole, length * count, length), np.where(whole, 1, count)
-    spread = ~whole & (along != 1) & (length > 1)  # element by element
+    contiguous = ((along == 1) | (length == 1)) & ((apart == length) | (count == 1))
+    length, count = np.where(contiguous, length * count, length), np.where(contiguous, 1, count)
+    spread = ~contiguous & (along != 1) & (length > 1)  # element by element
     inner = np.where(spread, length, 1)
     total = count * inner
     which = np.repeat(np.arange(len(copies)), total)
@@ -292,17 +297,22 @@ class SourceMap:
 def tensors_of(source_maps: Sequence[SourceMap]) -> list[TensorMeta]:
     """List the tensors of all ranks, each once, in the order in which they are sent: model order within a pipeline
     stage, with the stages interleaved. Raises WeightSyncError if ranks disagree about a shape or dtype."""
-    found: dict[str, tuple[TensorMeta, int]] = {}
-    for rank, each in enumerate(source_maps):
-        for number, meta in enumerate(each.tensors):
-            place = meta.position if meta.position >= 0 else number
-            own = TensorMeta(meta.name, meta.dtype, meta.shape, position=place)
-            known, first = found.setdefault(meta.name, (own, rank))
-            if (known.dtype, known.shape) != (meta.dtype, meta.shape):
-                kinds = " and ".join(f"{list(one.shape)} {one.dtype}" for one in (known, meta))
+    listed: dict[str, tuple[TensorMeta, int]] = {}
+    for rank, source_map in enumerate(source_maps):
+        for number, meta in enumerate(source_map.tensors):
+            position = meta.position if meta.position >= 0 else number
+            whole_tensor = TensorMeta(meta.name, meta.dtype, meta.shape, position=position)
+            first_meta, first = listed.setdefault(meta.name, (whole_tensor, rank))
+            if (first_meta.dtype, first_meta.shape) != (meta.dtype, meta.shape):
+                kinds = " and ".join(f"{list(one.shape)} {one.dtype}" for one in (first_meta, meta))
                 ranks = named_ranks([first, rank])
-                raise WeightSyncError(f"{meta.name} is listed with different shapes or dtypes: {kinds} on {ranks}")
-    return sorted((meta for meta, _ in found.values()), key=lambda meta: meta.position)
+                raise WeightSyncError(
+                    f"{meta.name} is listed with different shapes or dtypes: {kinds} on {ranks}; all ranks must load "
+                    "one model in one dtype"
+                )
+    # Positions repeat between pipeline stages, and sorting is stable: this interleaves the stages, so that all
+    # of them send at once.
+    return sorted((meta for meta, _ in listed.values()), key=lambda meta: meta.position)
 
 
 def rows_of(meta: TensorMeta) -> int:
@@ -336,7 +346,8 @@ class Run:
         return whole.as_strided((self.count, rows, columns), (self.bytes_stride // dtype.itemsize, columns, 1))
 
     def of(self, first: Tensor, stride: int) -> Tensor:
-        """Extend the view of the first copy to all copies. ``stride``: elements from one copy to the next."""
+        """Extend the view of the first copy, [rows, columns], to all copies, [count, rows, columns]; one copy stays as
+        it is. ``stride``: elements from one copy to the next."""
         if self.count == 1:
             return first
         return first.as_strided((self.count, *first.shape), (stride, *first.stride()))
@@ -371,6 +382,7 @@ class TransferList:
         steps = np.diff(self.copies, axis=0)
         alike = ~steps[:, [0, 2, 3, 4, 6, 7]].any(1)
         begins = np.ones(len(self.copies), bool)
+        # a run goes on while the distance stays the same: the second difference is 0
         begins[1:] = ~alike
         begins[2:] |= alike[:-1] & (steps[1:, [1, 5]] != steps[:-1, [1, 5]]).any(1)
         begins[self.buckets[:, 3][self.buckets[:, 3] < self.buckets[:, 4]]] = True
@@ -378,9 +390,9 @@ class TransferList:
         count = np.diff(first, append=len(begins))
         apart = np.zeros((len(first), 2), np.int64)
         apart[count > 1] = steps[first[count > 1]][:, [1, 5]]
-        found = list(map(Run, self.copies[first].tolist(), count.tolist(), *apart.T.tolist()))
+        runs = list(map(Run, self.copies[first].tolist(), count.tolist(), *apart.T.tolist()))
         bounds = np.searchsorted(first, self.buckets[:, 3:5]).tolist()
-        return [found[begin:end] for begin, end in bounds]
+        return [runs[begin:end] for begin, end in bounds]
 
     @property
     def peers(self) -> list[int]:
@@ -411,11 +423,11 @@ def check_transfers(transfers: TransferList, target_map: TargetMap) -> None:
         raise ReshardUnsupported(
             f"element {element} of {target_name(target_map.targets[number])} {what}, {_from(transfers, number)}"
         )
-    for number, (found, needed) in enumerate(zip(planned.covered(), target_map.covered(), strict=True)):
-        if found != needed:
+    for number, (filled, needed) in enumerate(zip(planned.covered(), target_map.covered(), strict=True)):
+        if filled != needed:
             name = target_name(target_map.targets[number])
             raise ReshardUnsupported(
-                f"the plan sends {found} of {needed} elements of {name}, {_from(transfers, number)}"
+                f"the plan sends {filled} of {needed} elements of {name}, {_from(transfers, number)}"
             )
 
 

@@ -58,7 +58,8 @@ class TensorShard:
     memory: for a weight that is stored in 8 bits, is quantised, or has an adapter merged."""
 
     def part(self, rows: slice, columns: slice) -> Tensor | Callable[[], Tensor]:
-        """View a part of the shard, or return a function that computes it."""
+        """View a part of the shard, [rows, columns] in the dtype of ``local``, or return a function that computes
+        it."""
         return self.local[rows, columns] if self.make is None else partial(self.make, rows, columns)
 
     @property
@@ -93,8 +94,8 @@ class WeightSource(Protocol):
 
 
 def memory_id(tensor: Tensor) -> tuple[int, int]:
-    """Return an identifier of a tensor's memory. It does not change if the storage is freed and allocated again,
-    because views of it remain valid."""
+    """Return an identifier of the memory of a tensor, […]. It does not change if the storage is freed and allocated
+    again, because views of it remain valid."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
@@ -114,7 +115,7 @@ def as_rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype: ``float32`` for torch.float32."""
+    """Return the name of the dtype of a tensor, […]: ``float32`` for torch.float32."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -143,7 +144,8 @@ def conversion_name(entry: Entry) -> str | None:
 def as_on_disk(
     tensors: Iterable[tuple[str, Tensor]], senders: Iterable[Iterable[TensorMeta]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert the tensors whose metadata name a conversion, and yield all tensors. Views where possible."""
+    """Convert the tensors whose metadata name a conversion, and yield all tensors: (HF name, [shape on disk], in the
+    dtype that came). Views where possible."""
     conversions = {meta.name: _BY_NAME[meta.conversion] for sender in senders for meta in sender if meta.conversion}
     for name, tensor in tensors:
         conversion = conversions.get(name)
@@ -188,26 +190,28 @@ def check_metadata(
     the trained layer of multi-token prediction.
     """
     problems: list[str] = []
-    found = _without_scales(whole_shapes(metadata, problems), metadata, hf_config, problems)
+    sent = _without_scales(whole_shapes(metadata, problems), metadata, hf_config, problems)
     plan = Plan.of(hf_config, draft=draft)
     expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in sent_tensors(entry))
     for copy in plan.copies:
-        found.pop(copy, None)
-    for name, shape in list(found.items()):
+        # a tied output layer: engines accept it and do not need it
+        sent.pop(copy, None)
+    for name, shape in list(sent.items()):
         if name not in expected and (fused := _FUSED.match(name)):
             for single, single_shape in _unfused(fused, shape).items():
-                found[single] = single_shape
-            del found[name]
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected]
+                sent[single] = single_shape
+            del sent[name]
+    missing = [name for name in expected if name not in sent]
+    extra = [name for name in sent if name not in expected]
     if missing:
         problems.append(f"{len(missing)} tensors are missing: {named_some(missing)}")
     for name in extra[:NAMED_IN_MESSAGES]:
         near = difflib.get_close_matches(name, missing or expected, n=1)
+        # difflib compares with every name, so only a few are looked up: a model has tens of thousands
         problems.append(f"{name} is not a tensor of the model" + (f" (nearest: {near[0]})" if near else ""))
     if len(extra) > NAMED_IN_MESSAGES:
         problems.append(f"{len(extra) - NAMED_IN_MESSAGES} more unknown tensors")
-    for name, shape in found.items():
+    for name, shape in sent.items():
         if name in expected and shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, the model has {list(expected[name])}")
     if problems:
@@ -224,6 +228,7 @@ def whole_shapes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) 
         if len({(meta.shape, meta.dtype) for meta in pieces}) > 1:
             problems.append(f"{name} is listed with different shapes or dtypes")
         end = 0
+        # the rows of all senders in order, so that gaps and overlaps show between neighbours
         for start, stop in sorted(meta.rows or (0, meta.shape[0] if meta.shape else 1) for meta in pieces):
             if start < end:
                 problems.append(f"rows {start} to {min(end, stop)} of {name} are sent twice")
@@ -236,38 +241,39 @@ def whole_shapes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) 
 
 
 def _without_scales(
-    found: dict[str, Shape],
+    shapes: dict[str, Shape],
     metadata: Sequence[Sequence[TensorMeta]],
     hf_config: Mapping[str, Any],
     problems: list[str],
 ) -> dict[str, Shape]:
-    """Return ``found`` without the scales of 8-bit values. Adds a problem for values without matching scales."""
+    """Return ``shapes`` without the scales of 8-bit values. Adds a problem for values without matching scales."""
     dtypes = {meta.name: meta.dtype for sender in metadata for meta in sender}
     values = [name for name, dtype in dtypes.items() if dtype == VALUES]
     if not values:
-        return found
+        return shapes
     try:
         form = EngineForm.of(hf_config, "config.json")
     except BridgeError as error:
         problems.append(str(error))
-        return found
+        return shapes
     if form is None:
         problems.append(f"{named_some(values)} are sent in 8 bits, but config.json has no quantization_config")
-        return found
+        return shapes
     for name in values:
-        scales, shape = name + form.suffix, found[name]
+        scales, shape = name + form.suffix, shapes[name]
         grid = form.grid((shape[0], shape[1])) if len(shape) == 2 else None
-        sent = f"{list(found[scales])} {dtypes[scales]}" if scales in found else "missing"
-        if grid is None or found.get(scales) != grid or dtypes[scales] != form.scale_dtype:
+        sent = f"{list(shapes[scales])} {dtypes[scales]}" if scales in shapes else "missing"
+        if grid is None or shapes.get(scales) != grid or dtypes[scales] != form.scale_dtype:
             problems.append(f"{scales} is {sent}, the model has {list(grid or ())} {form.scale_dtype}")
-    own = {name + form.suffix for name in values}
-    return {name: shape for name, shape in found.items() if name not in own}
+    names_of_scales = {name + form.suffix for name in values}
+    return {name: shape for name, shape in shapes.items() if name not in names_of_scales}
 
 
 def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:
     layer, experts = fused["layer"], range(shape[0])
     if fused["projection"] == "down_proj":
         return {f"{layer}.{expert}.down_proj.weight": shape[1:] for expert in experts}
+    # gate rows first, then up rows, as vLLM's fused loader splits them
     half = (shape[1] // 2, *shape[2:])
     return {f"{layer}.{expert}.{name}_proj.weight": half for expert in experts for name in ("gate", "up")}
 

@@ -104,6 +104,7 @@ class Transport(ABC):
             port if listener is None else listener.getsockname()[1],
             is_master=rank == 0,
             timeout=self.timeout,
+            # new_group waits for the members; the store would wait for a number of clients
             wait_for_workers=False,
             # torch takes ownership of the descriptor
             master_listen_fd=None if listener is None else listener.detach(),
@@ -115,9 +116,11 @@ class Transport(ABC):
         """Make the process group, and wait for its members."""
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Start to broadcast rank 0's ``buffer``. Return a function that waits for the end."""
+        """Start to broadcast rank 0's ``buffer``, [bytes] uint8 on every rank. Return a function that waits for the
+        end."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        # the group's own method: functions of torch.distributed need a registered group, and so a default group
         work = self.group.broadcast([buffer], options)
 
         def wait() -> None:
@@ -126,7 +129,8 @@ class Transport(ABC):
         return wait
 
     def send(self, buffer: Tensor, rank: int) -> Callable[[], None]:
-        """Start to send ``buffer`` to one member. Return a function that waits until it may be filled again."""
+        """Start to send ``buffer``, [bytes] uint8, to one member. Return a function that waits until it may be filled
+        again."""
         work = self.group.send([buffer], rank, 0)
 
         def wait() -> None:
@@ -135,7 +139,8 @@ class Transport(ABC):
         return wait
 
     def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
-        """Start to receive the next buffer that ``rank`` sends to this member. Return a function that waits."""
+        """Start to receive the next buffer that ``rank`` sends to this member, into ``buffer`` [bytes] uint8. Return a
+        function that waits."""
         work = self.group.recv([buffer], rank, 0)
 
         def wait() -> None:
@@ -186,6 +191,7 @@ def _no_wait() -> None:
 def own_address(peer: str) -> str:
     """Return the address of this machine's interface to ``peer``, which a group binds to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # connect() of a UDP socket sends nothing, it only chooses a route; the port does not matter
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
 
@@ -210,6 +216,7 @@ class GlooTransport(Transport):
     """Broadcast over TCP, bound to the interface that leads to the sender."""
 
     def new_group(self, store: Store, host: str, rank: int, world_size: int) -> Any:
+        # made directly: dist.new_group would need a default group that has all members
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=own_address(host))]
@@ -231,18 +238,20 @@ class IpcTransport(Transport):
     new_group = GlooTransport.new_group
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Copy rank 0's buffer from its memory, after the kernels that fill it are done."""
+        """Copy rank 0's buffer from its memory into ``buffer``, [bytes] uint8, after the kernels that fill it are
+        done."""
         header = self._header(buffer) if self.rank == 0 else _empty_header()
         super().broadcast(header)()
         if self.rank != 0:
             self._read(header, buffer, 0)
         options = dist.BarrierOptions()
+        # readers join the barrier once they have read: then the sender may fill the buffer again
         options.timeout = self.timeout
         barrier = self.group.barrier(options)
         return lambda: barrier.wait(self.timeout) and None
 
     def send(self, buffer: Tensor, rank: int) -> Callable[[], None]:
-        """Announce ``buffer`` to one member. Return a function that waits until it has read the buffer."""
+        """Announce ``buffer``, [bytes] uint8, to one member. Return a function that waits until it has read it."""
         header, read = self._header(buffer), _empty_header()
         sending, reading = super().send(header, rank), self.group.recv([read], rank, 0)
 
@@ -254,7 +263,8 @@ class IpcTransport(Transport):
         return wait
 
     def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
-        """Return a function that waits until a member announces a buffer for this one, and copies it."""
+        """Return a function that waits until a member announces a buffer for this one, and copies it to ``buffer``,
+        [bytes] uint8."""
         header = _empty_header()
         announced = super().receive(header, rank)
 
@@ -268,6 +278,8 @@ class IpcTransport(Transport):
     def _header(self, buffer: Tensor) -> Tensor:
         """Return the header (number, bytes) of a buffer, after the kernels that fill it are done."""
         device.synchronize()
+        # another process cannot wait for this one's stream, so the kernels must be done before it hears of the
+        # buffer
         return torch.tensor([self._export(buffer), buffer.numel()])
 
     def _read(self, header: Tensor, buffer: Tensor, rank: int) -> None:
@@ -275,6 +287,7 @@ class IpcTransport(Transport):
         if (rank, number) not in self._mapped:
             self._mapped[rank, number] = self._open(rank, number)
         buffer.copy_(self._mapped[rank, number][:size])
+        # the bytes are out of the buffer before it is acknowledged: the sender overwrites it next
         device.synchronize()
 
     def _export(self, buffer: Tensor) -> int:
@@ -287,6 +300,7 @@ class IpcTransport(Transport):
         return self._exported[place]
 
     def _open(self, rank: int, number: int) -> Tensor:
+        # literal_eval, not pickle: nothing that comes over a socket is executed
         handle = ast.literal_eval(self._store.get(f"buffer{rank}.{number}").decode())
         storage = _open_cuda(*handle) if device.has_cuda() else _open_cpu(*handle)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -361,6 +375,7 @@ class NcclTransport(Transport):
 
     def close(self) -> None:
         if self.group is not None:
+            # abort, because an orderly end would wait for operations that a dead member never joins
             self.group.abort()
         super().close()
 

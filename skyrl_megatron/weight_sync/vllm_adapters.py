@@ -46,7 +46,8 @@ type Modules = dict[str, LoRALayerWeights]
 
 
 def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Pair]]:
-    """Group factors by adapter and by the projections that they serve."""
+    """Group factors (:data:`Pair` has their shapes, [rank, in] and [out, rank]), by their names, by adapter and by the
+    projections that they serve."""
     adapters: dict[str, dict[str, Pair]] = {}
     for name, tensor in tensors.items():
         factor = FactorName.parse(name)
@@ -62,6 +63,7 @@ def fill_slot(modules: Mapping[str, Any], slot: int, factors: Modules) -> None:
         if name in factors:
             module.set_lora(slot, factors[name].lora_a, factors[name].lora_b)
         else:
+            # a free slot still has the factors of the adapter that was removed from it
             module.reset_lora(slot)
 
 
@@ -76,11 +78,11 @@ def modules_of(manager: Any, pairs: Mapping[str, Pair]) -> tuple[Modules, list[s
     most = manager.lora_config.max_lora_rank
     for module, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
-            raise WeightSyncError(f"{module} has only a lora_{next(iter(pair))}")
+            raise WeightSyncError(f"{module} has only a lora_{next(iter(pair))}: send both factors in one update")
         if (rank := pair["A"].shape[-2]) > most or rank != pair["B"].shape[-1]:
             raise WeightSyncError(
                 f"factors of {module} are {list(pair['A'].shape)} and {list(pair['B'].shape)}, the engine was started "
-                f"for a rank of at most {most}"
+                f"for a rank of at most {most}: start it with the trainer.policy.model.lora of this run"
             )
     modules: Modules = {}
     for name, wrapper in manager.modules.items():
@@ -88,24 +90,25 @@ def modules_of(manager: Any, pairs: Mapping[str, Pair]) -> tuple[Modules, list[s
         experts = isinstance(wrapper, FusedMoEWithLoRA)
         if experts:  # gate, down and up of expert 0, then of expert 1, …
             parts = [stacked(part) for part in parts[:3]]
-        found: list[Pair | None] = [left.pop(part)[1] if part in left else None for part in parts]
-        if not any(found):
+        factors: list[Pair | None] = [left.pop(part)[1] if part in left else None for part in parts]
+        if not any(factors):
             continue
         if experts:
-            found = _of_local_experts(wrapper, found)
-        a, b = ([None if pair is None else pair[letter] for pair in found] for letter in "AB")
+            factors = _of_local_experts(wrapper, factors)
+        a, b = ([None if pair is None else pair[letter] for pair in factors] for letter in "AB")
         if experts or name in manager.packed_modules:
+            # scaling 1: the adapter's scale is in lora_B already
             modules[name] = PackedLoRALayerWeights(name, 0, [None] * len(a), a, b, scaling=[1.0] * len(a))
         else:
             modules[name] = LoRALayerWeights(name, 0, 0, a[0], b[0], scaling=1.0)
     return modules, [module for module, _ in left.values()]
 
 
-def _of_local_experts(wrapper: Any, found: Sequence[Pair | None]) -> list[Pair | None]:
+def _of_local_experts(wrapper: Any, pairs: Sequence[Pair | None]) -> list[Pair | None]:
     """Return the factors of this rank's experts, [local experts, …]; zeros for a projection without an adapter."""
     count = wrapper.local_num_experts
     first = wrapper.ep_rank * count if wrapper.use_ep else 0
-    some = next(pair["A"] for pair in found if pair is not None)
+    some = next(pair["A"] for pair in pairs if pair is not None)
     width, inner = wrapper.hidden_size, wrapper.intermediate_size_per_partition * wrapper.tp_size
 
     def local(factor: Tensor) -> Tensor:
@@ -115,10 +118,11 @@ def _of_local_experts(wrapper: Any, found: Sequence[Pair | None]) -> list[Pair |
         rank = some.shape[-2]
         return {"A": some.new_zeros(count, rank, columns), "B": some.new_zeros(count, rows, rank)}
 
+    # in vLLM's order of an expert's matrices: gate, down, up
     missing = [nothing(inner, width), nothing(width, inner), nothing(inner, width)]
     return [
         zeros if pair is None else {letter: local(factor) for letter, factor in pair.items()}
-        for pair, zeros in zip(found, missing, strict=True)
+        for pair, zeros in zip(pairs, missing, strict=True)
     ]
 
 
@@ -155,6 +159,7 @@ class _CopyRecorder(TorchDispatchMode):
             if self.dry:
                 return args[0]
         made = func(*args, **(kwargs or {}))
+        # modules pad factors with zeros before they copy them; copies of these are no copies of a factor
         if func is torch.ops.aten.new_zeros.default:
             self.zeros.append(made)
         return made
@@ -234,7 +239,8 @@ class _TargetRecorder:
     def take(self, adapter: str, path: str, module: torch.nn.Module, copies: _CopyRecorder) -> None:
         """Record the copies that a module makes into its first slot."""
         stacks = _stacks(module)
-        zeros = {_storage(each) for each in copies.zeros}
+        # the slot is filled with zeros before anything is received, see SlotTargets
+        zeros = {_storage(tensor) for tensor in copies.zeros}
         for into, part in copies.found:
             if _storage(part) in zeros:
                 continue
@@ -244,25 +250,26 @@ class _TargetRecorder:
                 raise ReshardUnsupported(f"{path} copies a factor to memory outside of its slots")
             name, stack = stacks[_storage(into)]
             target = self._target(adapter, path, name, stack)
-            for region, place in self._parts(target, stack, into, part.broadcast_to(into.shape)):
-                first = self.places.setdefault(region, place)
-                if first is not place:
-                    self.duplicates.append((first, place))
+            for region, view in self._parts(target, stack, into, part.broadcast_to(into.shape)):
+                first = self.places.setdefault(region, view)
+                # the same part is needed twice, as one A is by q, k and v: received once, then copied
+                if first is not view:
+                    self.duplicates.append((first, view))
 
     def target_map(self) -> TargetMap:
         """Return what comes from trainer ranks."""
         rows: list[tuple[int, ...]] = []
-        found: dict[tuple[int, int], list[StridedCopy]] = {}  # by (tensor, target)
-        for (tensor, shape, strides, offset), place in self.places.items():
+        copies: dict[tuple[int, int], list[StridedCopy]] = {}  # by (tensor, target)
+        for (tensor, shape, strides, offset), view in self.places.items():
             width = width_of(self.tensors[tensor].shape)
             try:
-                each = strided_copies(shape, (strides, offset), (place.strides, place.offset), width)
+                of_part = strided_copies(shape, (strides, offset), (view.strides, view.offset), width)
             except ValueError as error:
                 raise ReshardUnsupported(f"{self.tensors[tensor].name}: {error}") from error
-            found.setdefault((tensor, place.target), []).extend(each)
-        for pair, several in found.items():
+            copies.setdefault((tensor, view.target), []).extend(of_part)
+        for pair, several in copies.items():
             rows += [
-                (*pair, *each) for each in merge_copies(sorted(several, key=lambda part: (part.column, part.row)))
+                (*pair, *copy) for copy in merge_copies(sorted(several, key=lambda part: (part.column, part.row)))
             ]
         return TargetMap.of(self.targets, rows)
 
@@ -280,6 +287,7 @@ class _TargetRecorder:
     def _parts(self, target: int, stack: Tensor, into: Tensor, part: Tensor) -> Iterator[tuple[Region, _SlotView]]:
         """Yield the parts of a factor that are copied, with their targets. A broadcast copy yields one part for each
         repetition."""
+        # dimensions of stride 0 are broadcasts: one part of the factor has several targets there
         repeated = [dim for dim, (size, step) in enumerate(zip(part.shape, part.stride(), strict=True)) if not step]
         for index in itertools.product(*(range(part.shape[dim]) for dim in repeated)):
             one, to = part, into
@@ -296,15 +304,15 @@ class _TargetRecorder:
 
 def _stacks(module: torch.nn.Module) -> dict[int, tuple[str, Tensor]]:
     """Return storage → (name, tensor) of the tensors of a module that hold all slots, [slots, …]."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    stacks: dict[int, tuple[str, Tensor]] = {}
     for name, value in vars(module).items():
         if not name.endswith("_stacked"):
             continue
-        for number, each in enumerate((value,) if isinstance(value, Tensor) else value):
-            known = found.get(_storage(each))  # views of one slot's experts are lists of that name too
-            if each.is_contiguous() and (known is None or known[1].numel() < each.numel()):
-                found[_storage(each)] = f"{name}.{number}", each
-    return found
+        for number, tensor in enumerate((value,) if isinstance(value, Tensor) else value):
+            largest = stacks.get(_storage(tensor))  # views of one slot's experts are lists of that name too
+            if tensor.is_contiguous() and (largest is None or largest[1].numel() < tensor.numel()):
+                stacks[_storage(tensor)] = f"{name}.{number}", tensor
+    return stacks
 
 
 class SlotTargets:
@@ -312,6 +320,7 @@ class SlotTargets:
 
     def __init__(self, manager: Any, target_map: AdapterTargetMap, slots: Mapping[str, int]) -> None:
         self.target_map, self.slots = target_map, slots
+        # skips the copies of factors, which have no memory, and lets zeros and flags through
         with torch.no_grad(), _CopyRecorder(dry=False):
             for adapter, slot in slots.items():
                 if target_map.filled.get(slot) != adapter:
@@ -319,6 +328,7 @@ class SlotTargets:
                     target_map.filled[slot] = adapter
 
     def memory(self, target: int) -> Tensor:
+        """View a target in its adapter's slot, [elements] in the engine's dtype."""
         adapter, stack = self.target_map.stacks[target]
         return stack[self.slots[adapter]].view(-1)
 
@@ -332,9 +342,10 @@ class SlotTargets:
             if self.target_map.stacks[other.target][0] in self.slots:
                 source, copy = first.of(self.memory(first.target)), other.of(self.memory(other.target))
                 copy.copy_(source)
+                # what is computed with is compared with what was verified by checksum
                 if not torch.equal(copy, source):
                     path, name, *_ = self.target_map.target_map.targets[other.target]
-                    raise WeightSyncError(f"{path}.{name} differs from what was copied to it")
+                    raise WeightSyncError(f"{path}.{name} differs from what was copied to it: restart this engine")
 
 
 class AdapterExtension:
@@ -371,6 +382,7 @@ class AdapterExtension:
             routed = isinstance(self.weight_transfer_engine.receiver, SliceReceiver)
             self.skyrl_slots, sums, left = self._by_plan(senders) if routed else self._by_buckets(senders)
         except BaseException:
+            # senders that wait for this worker get an error now instead of a timeout
             self.weight_transfer_engine.shutdown()
             raise
         device.mark()()
@@ -411,7 +423,8 @@ class AdapterExtension:
         free = [slot for slot, number in enumerate(held) if number is None]
         if len(free) < len(names):
             raise WeightSyncError(
-                f"{len(names)} adapters need free slots, but {len(free)} are free: slots hold {held}"
+                f"{len(names)} adapters need free slots, but {len(free)} are free: slots hold {held}; raise "
+                "generator.inference_engine.engine_init_kwargs.max_loras"
             )
         return dict(zip(names, free, strict=False))
 
@@ -420,7 +433,7 @@ class AdapterExtension:
         Adapters that requests use are kept."""
         slots, self.skyrl_slots = self.skyrl_slots, {}
         if missing := [name or "the adapter" for name in numbers if name not in slots]:
-            raise WeightSyncError(f"{', '.join(missing)} was not received")
+            raise WeightSyncError(f"{', '.join(missing)} was not received: send an adapter before it is activated")
         manager = self._manager()
         for name, number in numbers.items():  # as LoRAModelManager.activate_adapter does
             manager._registered_adapters[number] = LoRAModel(number, 0, {})

@@ -72,7 +72,7 @@ class DraftedModel(torch.nn.Module):
         return get_spec_layer_idx_from_weight_name(self.draft.config, name) is not None
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load (HF name, tensor) pairs, each with the loaders of the model that it belongs to."""
+        """Load (HF name, tensor [shape on disk]) pairs, each with the loaders of the model that it belongs to."""
         self.target.load_weights(self._of_target(tensors))
 
     def _of_target(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -82,6 +82,7 @@ class DraftedModel(torch.nn.Module):
         for name, tensor in tensors:
             of_draft = self.takes(name)
             if of_draft or (apart and name == _EMBEDDING):
+                # both models compute with this embedding on the last stage, so both need the new one
                 self.draft.load_weights([(name, tensor)])
             if not of_draft:
                 yield name, tensor
@@ -160,6 +161,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _connect(self, init_info: InitInfo) -> None:
         config = self.parallel_config
+        # workers are numbered through all data-parallel engines of this vLLM instance
         worker = config.data_parallel_index * config.world_size + config.rank
         if init_info.transfers is not None:
             self._join(init_info, *init_info.transfers[worker])
@@ -174,17 +176,23 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receiver = WeightReceiver(transports, init_info.bucket_bytes, torch.device(self.device))
 
     def _join(
-        self, info: InitInfo, buckets: bytes, copies: bytes, place: Sequence[Any], numbers: list[tuple[int, int]]
+        self,
+        info: InitInfo,
+        buckets: bytes,
+        copies: bytes,
+        member_fields: Sequence[Any],
+        numbers: list[tuple[int, int]],
     ) -> None:
         transfers, device = TransferList.from_wire(buckets, copies), torch.device(self.device)
         check_transfers(transfers, self.target_map)
-        (host, port), number, senders, size = place
+        (host, port), number, senders, size = member_fields
         member = GroupMember((host, port), number, senders, size)
         name = info.transport or default_transport()
         transport = open_transport(name, host, port, number, size, info.timeout_s)
         try:
             if info.sizes:
                 measure(transport, member, info.sizes)
+        # the trainer's ranks wait for this member until it has left the group
         except BaseException:
             transport.close()
             raise
@@ -240,12 +248,13 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def prepared(self, senders: list[list[list[Any]]] | None) -> WeightReceiver:
         """Return the receiver with its metadata set. ``senders``: as in :class:`UpdateInfo`."""
         if not isinstance(self.receiver, WeightReceiver):
-            raise WeightSyncError("no trainer is connected")
+            raise WeightSyncError("no trainer is connected: connect to its ranks (InitInfo) before an update")
         if senders is not None:
             self.receiver.set_metadata([[metadata_of(*item) for item in sender] for sender in senders])
         return self.receiver
 
     def finish_weight_update(self) -> None:
+        # modules that both models share are processed once if both are finalized as one
         finalize_layerwise_reload(self.drafted or self.model, self.model_config)
         if current_platform.is_cpu() and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             pack_output_layer(self.model)
@@ -284,6 +293,7 @@ class WeightExtension:
     def skyrl_abort_update(self) -> None:
         """End an update that was started and not finished. The weights are wrong until the next complete update."""
         if self._weight_update_active:
+            # vLLM refuses the next update while one is under way
             self.finish_weight_update()
 
 
@@ -308,6 +318,7 @@ def without_sinks(
         if not name.endswith(".sinks"):
             yield name, tensor
             continue
+        # vLLM's gpt-oss calls its attention ``attn``
         parameter: Any = parameters.get(name.replace(".self_attn.", ".attn."))
         if parameter is not None:  # else a layer of another pipeline stage
             heads = parameter.shape[0]

@@ -74,6 +74,7 @@ class ExpertPacking:
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(kernel, "fused_experts", None)
         kept = get_layerwise_info(layer).kernel_tensors
+        # not isinstance: a subclass, or the zentorch kernel, packs in another way
         if type(experts) is not CPUUnquantizedExperts or experts._use_zentorch or kept is None:
             return None
         loaded = {name: tensor for name, tensor in get_layer_tensors(layer).items() if name not in SKIP_TENSORS}
@@ -94,7 +95,8 @@ class ExpertPacking:
         prepack(expert.view(into.shape), into, self.isa)
         if not np.array_equal(unpacked(into[0], self.word), _in_words(expert.view(into.shape[1:]), self.word)):
             raise WeightSyncError(
-                f"{self.path}.{name}[{part}] is wrong in the memory of vLLM's kernel after it was packed"
+                f"{self.path}.{name}[{part}] is wrong in the memory of vLLM's kernel after it was packed: set "
+                "generator.inference_engine.weight_sync_routes=false if it happens again"
             )
 
 
@@ -125,6 +127,7 @@ def word_of(dtype: torch.dtype, isa: str) -> type[np.integer[Any]] | None:
     weight = numbers.view(dtype).view(1, 2 * ROWS, 64)
     packed = torch.empty_like(weight)
     prepack(weight, packed, isa)
+    # a word is at least one element: 4-byte dtypes have int32 alone
     for word in (np.int16, np.int32)[dtype.itemsize // 4 :]:
         if np.array_equal(unpacked(packed[0], word), _in_words(weight[0], word)):
             return word
@@ -141,7 +144,7 @@ class ModelTargets:
         self.own: defaultdict[torch.nn.Module, list[int]] = defaultdict(list)
         for number, layer in enumerate(self.layers):
             self.own[layer].append(number)
-        self.left = {layer: len(own) for layer, own in self.own.items()}
+        self.left = {layer: len(numbers) for layer, numbers in self.own.items()}
         covered = target_map.covered().tolist()
         self.padded = {n for n, target in enumerate(target_map.targets) if covered[n] < target[3]}
         """Targets with elements that no copy fills."""
@@ -154,11 +157,13 @@ class ModelTargets:
 
     @torch.no_grad()
     def memory(self, target: int) -> Tensor:
+        """Return the memory that a target is received into, [elements] in the parameter's dtype."""
         if target not in self.made:
             *_, dtype, size, part = self.target_map.targets[target]
             if part >= 0:
                 free = self.free[dtype, size]
                 tensor = free.pop() if free else torch.empty(size, dtype=getattr(torch, dtype))
+                # reused memory holds another expert's elements where this one has padding
                 self.made[target] = tensor.zero_() if target in self.padded else tensor
             elif self.packing[self.layers[target]] is not None:  # keeps its memory during a reload
                 self.made[target] = getattr(self.layers[target], self.target_map.targets[target][1]).data
@@ -168,10 +173,11 @@ class ModelTargets:
 
     def _make(self, layer: torch.nn.Module) -> None:
         """Allocate all parameters of a module."""
-        own = {n: self.target_map.targets[n][1] for n in self.own[layer]}
-        empty = [name for n, name in own.items() if n in self.padded and getattr(layer, name).is_meta]
+        names = {n: self.target_map.targets[n][1] for n in self.own[layer]}
+        # before the parameters have memory: those that keep theirs during a reload also keep their padding
+        empty = [name for n, name in names.items() if n in self.padded and getattr(layer, name).is_meta]
         materialize_layer(layer, get_layerwise_info(layer))
-        self.made |= {n: getattr(layer, name).data for n, name in own.items()}
+        self.made |= {n: getattr(layer, name).data for n, name in names.items()}
         for name in empty:
             getattr(layer, name).data.zero_()
 
@@ -186,6 +192,7 @@ class ModelTargets:
                 self.free[dtype, size].append(tensor)
             if not self.left[layer]:
                 info = get_layerwise_info(layer)
+                # what _layerwise_process does for a module that is packed already
                 _place_kernel_tensors(layer, info)
                 info.reset()
         elif not self.left[layer]:
@@ -244,11 +251,13 @@ def record_targets(model: torch.nn.Module, tensors: Sequence[TensorMeta], device
     ]
     with torch.device(device), torch.no_grad():
         initialize_layerwise_reload(model)
+        # vLLM's methods use no state of their engine, so there is none to make
         recorder._install_recording_stamps(None, model, sink)
         try:
             with watch:
                 loaded.load_weights(iter(fakes))
             return _target_map(model, sink, watch, {meta.name: meta for meta in tensors})
+        # vLLM's recorder raises it for every operation that is no slice
         except NotImplementedError as error:
             raise ReshardUnsupported(str(error).splitlines()[0]) from error
         finally:
@@ -265,39 +274,40 @@ def _target_map(
     paths = {module: path for path, module in model.named_modules()}
     numbers = {name: number for number, name in enumerate(tensors)}
     targets: list[TargetTensor] = []
-    found: dict[tuple[int, int], list[StridedCopy]] = {}  # by (tensor, target)
+    copies_of: dict[tuple[int, int], list[StridedCopy]] = {}  # by (tensor, target)
     for layer, copies in sink.copies_by_layer.items():
         path = paths[layer]
         if is_deferred_attention_layer(layer):
             raise ReshardUnsupported(f"{path} is an attention layer that vLLM processes after the load")
         packing = ExpertPacking.of(layer, path)
-        known: dict[tuple[str, int], int] = {}
+        target_of: dict[tuple[str, int], int] = {}
         for copy in copies:
             name, meta, parameter = copy.param_name, tensors[copy.src[0]], getattr(layer, copy.param_name)
             if name in layer._non_persistent_buffers_set:
                 raise ReshardUnsupported(f"{path}.{name} is a non-persistent buffer")
             one_by_one = packing is not None and name in packing.packed  # not the router's bias, which it also has
             size = parameter.numel() // (len(parameter) if one_by_one else 1)
-            for each in _strided_copies_of(copy, meta):
-                for part, inside in split_by_part(each, size) if one_by_one else [(-1, each)]:
-                    if (name, part) not in known:
-                        known[name, part] = len(targets)
+            for strided in _strided_copies_of(copy, meta):
+                for part, inside in split_by_part(strided, size) if one_by_one else [(-1, strided)]:
+                    if (name, part) not in target_of:
+                        target_of[name, part] = len(targets)
                         targets.append((path, name, dtype_name(parameter), size, part))
-                    found.setdefault((numbers[meta.name], known[name, part]), []).append(inside)
-        if packing and sum(part >= 0 for _, part in known) != sum(len(each) for each in packing.packed.values()):
+                    copies_of.setdefault((numbers[meta.name], target_of[name, part]), []).append(inside)
+        # the kernel would go on with an expert of the previous version
+        if packing and sum(part >= 0 for _, part in target_of) != sum(map(len, packing.packed.values())):
             raise ReshardUnsupported(f"no tensor is loaded into some experts of {path}")
     rows = [
-        (*pair, *each)
-        for pair, several in found.items()
-        for each in merge_copies(sorted(several, key=lambda part: (part.column, part.row)))
+        (*pair, *strided)
+        for pair, several in copies_of.items()
+        for strided in merge_copies(sorted(several, key=lambda part: (part.column, part.row)))
     ]
     return TargetMap.of(targets, rows)
 
 
 def _strided_copies_of(copy: Any, meta: TensorMeta) -> list[StridedCopy]:
     """Return a recorded copy as strided copies of its source tensor."""
-    whole = torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta")
-    part = whole
+    source = torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta")
+    part = source
     try:
         for operation, arguments, keywords in copy.src[1]:
             if operation != "contiguous":  # the same elements
@@ -305,7 +315,7 @@ def _strided_copies_of(copy: Any, meta: TensorMeta) -> list[StridedCopy]:
         part = part.broadcast_to(copy.shape)
     except RuntimeError as error:
         raise ReshardUnsupported(f"{meta.name}: {str(error).splitlines()[0]}") from error
-    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.dtype != whole.dtype:
+    if part.untyped_storage()._cdata != source.untyped_storage()._cdata or part.dtype != source.dtype:
         raise ReshardUnsupported(f"{meta.name} is changed before it is copied: {copy.src[1]}")
     try:
         return strided_copies(

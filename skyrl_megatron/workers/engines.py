@@ -14,31 +14,27 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.rules.training_rules import is_reproducible
-from skyrl_megatron.errors import EngineError, EngineGoneError, LaunchError, SkyRLMegatronError
+from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
-from skyrl_megatron.plugins import ENGINES
+from skyrl_megatron.plugins import ENGINE_SERVICES, ENGINES, REMOTE_ENGINES
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
 from skyrl_megatron.workers.placement import RAY
 from skyrl_megatron.workers.runtime_env import runtime_environment
-from skyrl_megatron_tools.remote.fleet import Fleet, engine_requirements
-from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.inference.http_endpoint import HttpServer
     from skyrl_megatron.workers.placement import BundleAllocation
 
 
@@ -203,24 +199,36 @@ STOP_TIMEOUT_S = 60.0
 log = logging.getLogger(__name__)
 
 
+class EngineService(Protocol):
+    """What a run serves next to its engines, made with their client: a class of ``plugins.ENGINE_SERVICES``."""
+
+    url: str | None
+    """``http://host:port``; None until it is started."""
+
+    async def start(self) -> None:
+        """Serve, on the event loop of the engines. Raises LaunchError if it cannot."""
+
+
 class InferenceEngineClient(InferenceClient):
     """The client of a run's engines, which it starts and stops.
 
     Its coroutines must run on one event loop; :meth:`stop` may run in any thread. ``allocation``: where engines run;
-    None if ``run_engines_locally`` is off.
+    None if ``run_engines_locally`` is off. Raises ConfigError for an address or a service that no plugin serves.
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, allocation: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
-        made = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
-        pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
+        engines = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
+        pool = EnginePool(engines, wait_s=cfg.trainer.phase_timeout_s)
         super().__init__(pool, deterministic=is_reproducible(cfg))
-        self._endpoint: HttpServer | None = None
-        self._registry: HttpServer | None = None
-        self.fleet: Fleet | None = None
-        """Engines that join during the run; None if none may."""
+        engine = cfg.generator.inference_engine
+        switches = {"enable_http_endpoint": engine.enable_http_endpoint, "enable_registry": engine.enable_registry}
+        self.services: dict[str, EngineService] = {
+            key: ENGINE_SERVICES.require(key)(self) for key, is_on in switches.items() if is_on
+        }
+        """The services that the configuration turns on, by the key that does."""
         self.say: Callable[[str], None] = log.warning
-        """Prints a line about engines that join or leave."""
+        """Prints a line about a service, or about engines that join or leave."""
 
     @property
     def dtype(self) -> str:
@@ -230,24 +238,22 @@ class InferenceEngineClient(InferenceClient):
     @property
     def endpoint_url(self) -> str | None:
         """``http://host:port`` of the HTTP endpoint; None if it is off."""
-        return None if self._endpoint is None else self._endpoint.url
+        endpoint = self.services.get("enable_http_endpoint")
+        return None if endpoint is None else endpoint.url
 
     async def start(self) -> None:
-        """Start all engines, and if configured, the HTTP endpoint and the registry. Wait for required joined engines.
+        """Start all engines, then the services.
 
         Raises EngineError with the error of an engine, and LaunchError if a port is in use or engines are missing.
         """
         await self.pool.start()
-        if self.cfg.generator.inference_engine.enable_http_endpoint:
-            await self._serve()
-        if self.cfg.generator.inference_engine.enable_registry:
-            await self._open_registry()
+        for service in self.services.values():
+            await service.start()
 
     async def watch(self, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
-        """Start the :class:`HealthMonitor`, and let the :class:`Fleet` send weights to engines that join."""
+        """Start the :class:`HealthMonitor`, and let engines that join get the published weights."""
+        self.pool.sync_engine = sync_engine
         health_monitor(self.cfg, self.pool, sync_engine).start()
-        if self.fleet is not None:
-            self.fleet.sync_engine = sync_engine
 
     def stop(self) -> None:
         """End the engines' processes and actors."""
@@ -262,50 +268,6 @@ class InferenceEngineClient(InferenceClient):
 
     async def _kill(self) -> None:
         await asyncio.gather(*(slot.engine.kill() for slot in self.pool.slots), return_exceptions=True)
-
-    async def _serve(self) -> None:
-        from skyrl_megatron.inference.http_endpoint import HttpServer, build_app, endpoint_token
-
-        engine = self.cfg.generator.inference_engine
-        path = Path(engine.http_token_path or run_folder(self.cfg) / "http_token").expanduser()
-        model, held = self.settings.served_model_name or self.settings.model, self.settings.adapters
-        names = tuple(filter(None, held.names)) if held else ()
-        app = build_app(self, model, endpoint_token(path), adapters=names)
-        self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
-        await self._endpoint.start()
-        self.say(f"endpoint: {self._endpoint.url}/v1 (OpenAI API), bearer token in {path}")
-
-    async def _open_registry(self) -> None:
-        from skyrl_megatron.inference.http_endpoint import HttpServer, endpoint_token
-        from skyrl_megatron_tools.remote.fleet import build_registry
-
-        engine, settings = self.cfg.generator.inference_engine, self.settings
-        path = Path(engine.registry_token_path or run_folder(self.cfg) / "registry_token").expanduser()
-        self.fleet = Fleet(
-            self.pool,
-            engine_requirements(settings),
-            silence_s=engine.registry_silence_s,
-            drain_s=engine.registry_drain_s,
-            timeout_s=self.cfg.trainer.phase_timeout_s,
-            weights_from=ray.util.get_node_ip_address() if ray.is_initialized() else None,
-            say=lambda line: self.say(line),
-        )
-        app = build_registry(self.fleet, endpoint_token(path, "registry_token_path"))
-        key = "generator.inference_engine.registry_port"
-        self._registry = HttpServer(app, engine.registry_host, engine.registry_port, key)
-        await self._registry.start()
-        self.fleet.start()
-        self.say(f"registry: {self._registry.url}, token in {path}")
-        try:
-            async with asyncio.timeout(self.cfg.trainer.phase_timeout_s):
-                await self.pool.until_joined(engine.registry_min_engines)
-        except TimeoutError:
-            joined = sum(slot.joined for slot in self.pool.slots)
-            raise LaunchError(
-                f"generator.inference_engine.registry_min_engines={engine.registry_min_engines}: {joined} joined at "
-                f"{self._registry.url} within {self.cfg.trainer.phase_timeout_s:g} s (trainer.phase_timeout_s): start "
-                "more (skyrl-megatron serve-engine), or lower it"
-            ) from None
 
 
 def health_monitor(
@@ -337,4 +299,10 @@ def _elsewhere(cfg: SkyRLTrainConfig) -> list[Callable[[], InferenceEngine]]:
     urls = engine.external_server_urls or engine.remote_urls or ([proxy] if proxy else [])
     timeout = cfg.trainer.phase_timeout_s
     key = os.environ.get(ENGINE_KEY)
-    return [partial(RemoteEngine, url, proxy_url=proxy, timeout_s=timeout, key=key) for url in urls]
+    return [partial(_remote_kind(url), url, proxy_url=proxy, timeout_s=timeout, key=key) for url in urls]
+
+
+def _remote_kind(url: str) -> Callable[..., InferenceEngine]:
+    """Return the class of the engine at an address. One without a scheme (``host:port``) is of HTTP."""
+    scheme, separator, _ = url.partition("://")
+    return REMOTE_ENGINES.require(scheme if separator else "http")

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,9 @@ import ray
 from skyrl_megatron import progress as spans
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.roles import has_value_head, role_part
-from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
-from skyrl_megatron.plugins import load_plugins
+from skyrl_megatron.plugins import RANK_ENGINES, load_plugins
 from skyrl_megatron.progress import timed
 from skyrl_megatron.workers.actor_group import WATCH
 from skyrl_megatron.workers.runtime_env import take_port
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.registry import RegistryVersions
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.progress import Span
+    from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.trained_model import RoleName
     from skyrl_megatron.types import Part
@@ -92,10 +93,7 @@ class RankProcess:
 
         from skyrl_megatron import device
         from skyrl_megatron.runtime import parallel_state as waits
-        from skyrl_megatron.runtime.critic import CriticEngine
-        from skyrl_megatron.runtime.engine import MegatronEngine
         from skyrl_megatron.workers.dispatch import RankInfo
-        from skyrl_megatron_supervised.preference_engine import PreferenceEngine, RewardEngine
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
@@ -108,13 +106,7 @@ class RankProcess:
         )
         waits.start_wait_timer()
         self.cfg, self.role = cfg, role
-        if role == "critic":
-            self.engine: MegatronEngine = CriticEngine(cfg, total_steps=total_steps)
-        elif has_value_head(cfg, role):
-            self.engine = RewardEngine(cfg, role, total_steps=total_steps)
-        else:
-            kind = PreferenceEngine if role == "policy" and preferences(cfg) is not None else MegatronEngine
-            self.engine = kind(cfg, role, total_steps=total_steps)
+        self.engine: MegatronEngine = engine_class(cfg, role)(cfg, role, total_steps=total_steps)
         return RankInfo(
             self.engine.dp_rank,
             self.engine.dp_size,
@@ -152,14 +144,14 @@ class RankProcess:
         if not more_follow:
             self.engine.start_offload()
         named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
-        return dict(result.expert_moves) | {
+        return {
             f"{prefix}{metric}": value
             for prefix, own in {"": result, **named}.items()
             for metric, value in (
+                *own.metrics.items(),
                 ("grad_norm", own.grad_norm),
                 ("lr", own.learning_rate),
                 ("skipped", own.skipped),
-                ("attention_logit_max", own.max_logit),
                 ("num_zeros_in_grad", own.zeros_in_grad),
             )
             if value is not None
@@ -213,17 +205,17 @@ class RankProcess:
         self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
         """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica the
-        experts and, with ``layers``, the outputs of its layers (``profiling.py``), by row of the chunk.
+        experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the chunk.
 
-        ``perturbation``: relative change of every embedding before the pass (``scoring_engine.py``)."""
+        ``perturbation``: relative change of every embedding before the pass (``runtime/scoring.py``)."""
+        from skyrl_megatron.runtime.recording import Recorder
+        from skyrl_megatron.runtime.scoring import perturbed_embeddings
         from skyrl_megatron.workers.dispatch import from_arrays
-        from skyrl_megatron_parts.profiling import Recorder
-        from skyrl_megatron_supervised.scoring_engine import perturbed_embeddings
 
         engine = self.engine
         perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
         with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
-            logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, recorder=recorder)
+            logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, make_step=recorder.step)
         first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
         return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None
 
@@ -302,8 +294,8 @@ class RankProcess:
 
     @timed
     def score(self, token_ids: Sequence[int], perturbation: float, adapter: str = "") -> list[float] | None:
-        """Score tokens for the probe, see ``skyrl_megatron_supervised/scoring_engine.py``."""
-        from skyrl_megatron_supervised.scoring_engine import score_tokens
+        """Score tokens for the probe, see ``runtime/scoring.py``."""
+        from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 
@@ -509,6 +501,25 @@ class RankProcess:
 MegatronWorker = ray.remote(RankProcess)
 ReplaceableWorker = ray.remote(concurrency_groups={WATCH: 1})(RankProcess)
 """A worker that answers :meth:`RankProcess.alive` while it is busy."""
+
+
+def engine_class(cfg: SkyRLTrainConfig, role: str) -> Callable[..., MegatronEngine]:
+    """Return the class of a role's engine: that of log-probs or of a critic's values, unless the run trains on other
+    data. Raises ConfigError if no installed package registers it."""
+    from skyrl_megatron.runtime.critic import CriticEngine
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    if role == "critic":
+        return CriticEngine
+    if has_value_head(cfg, role):
+        kind = "reward"
+    elif role == "policy" and preferences(cfg) is not None:
+        kind = "preferences"
+    else:
+        return MegatronEngine
+    if (cls := RANK_ENGINES.find(kind)) is None:
+        raise ConfigError([Problem(f"{RANK_ENGINES.key} ({role})", kind, "no installed package registers it")])
+    return cls
 
 
 def layer_of(name: str) -> int | None:

@@ -154,7 +154,7 @@ class WorkerGroup:
         phase: str = "",
     ) -> tuple[Tensor, list[dict[str, np.ndarray]]]:
         """Return log-probs as :meth:`compute_logprobs`, and the recorded values of each row
-        (``skyrl_megatron_parts/profiling.py``).
+        (``runtime/recording.py``).
 
         Recorded are routes, if routers can replay them, and with ``layers`` the outputs of layers. ``temperature``:
         ``algorithm.temperature`` by default. ``perturbation``: relative change of every embedding.

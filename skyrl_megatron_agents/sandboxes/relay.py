@@ -65,7 +65,7 @@ class Relay:
     def together() -> int:
         """Return the connections that all relays of this process may have: each takes two descriptors here and one of
         the server, which may be in this process."""
-        from skyrl_megatron.inference.http_endpoint import connections_allowed  # with the server's packages
+        from skyrl_megatron_agents.http_endpoint import connections_allowed  # with the server's packages
 
         return connections_allowed() // 3
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from skyrl_megatron.errors import ConfigError, Problem, SandboxError, SandboxStartError
 from skyrl_megatron.plugins import SANDBOXES
-from skyrl_megatron_agents.sandboxes.namespaces import NamespaceProvider
 from skyrl_megatron_agents.sandboxes.sandbox import Limits, Sandbox, SandboxProvider, SandboxSpec
 
 WAIT_S = 3600.0
@@ -182,17 +181,7 @@ def make_provider(name: str, **options: Any) -> SandboxProvider:
 
     Raises ConfigError for an unknown name, and SandboxError if the provider cannot run on this machine.
     """
-    provider: SandboxProvider
-    if name == "namespaces":
-        provider = NamespaceProvider(**options)
-    elif name == "docker":
-        from skyrl_megatron_agents.sandboxes.containers import ContainerProvider  # with an HTTP client
-
-        provider = ContainerProvider(**options)
-    elif (registered := SANDBOXES.find(name)) is not None:
-        provider = registered(**options)
-    else:
-        raise ConfigError(list(SANDBOXES.problems(name)))
+    provider: SandboxProvider = SANDBOXES.require(name)(**options)
     if reason := provider.problem():
         raise SandboxError(f"sandboxes of provider {name!r} cannot run here: {reason}")
     provider.reap()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.plan import Plan
+from skyrl_megatron.checks import GPU_MEMORY, HOST_MEMORY
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import get_path, owner_of
 from skyrl_megatron.config.hf_model import read_hf_config
@@ -36,7 +37,6 @@ from skyrl_megatron_observe.estimate.memory_phases import (
     node_phase,
     role_models,
 )
-from skyrl_megatron_observe.preflight.option_checks import GPU_MEMORY, HOST_MEMORY
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

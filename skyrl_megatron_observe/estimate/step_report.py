@@ -10,10 +10,12 @@ import numpy as np
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
 from skyrl_megatron.config.roles import active_roles
-from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.config.rules.training_rules import generates_ahead, longest_sequence
+from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
 from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
+from skyrl_megatron_observe.estimate.staleness import groups_in_flight, run_ahead, stream_limits
 from skyrl_megatron_observe.estimate.step_time import (
     GENERATE,
     PHASES,
@@ -23,6 +25,7 @@ from skyrl_megatron_observe.estimate.step_time import (
     StepEstimate,
     estimate_step,
     longest_work,
+    sampling_seconds,
 )
 
 if TYPE_CHECKING:
@@ -50,8 +53,25 @@ def report_lines(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], ha
     estimate = estimate_step(cfg, models, machine, *longest_work(cfg), hardware.gpu_bytes)
     yield f"if every {of} has {longest} tokens, on {machine.name}: seconds, and from the best to the worst case"
     yield from term_lines(estimate)
+    if generates_ahead(cfg) and cfg.generator.inference_engine.run_engines_locally:
+        yield _staleness(cfg, models["policy"], estimate, hardware.gpu_bytes)
     half = estimate_step(cfg, models, machine, *longest_work(cfg, 0.5), hardware.gpu_bytes)
     yield f"with half as long {of}s: {_bounds(half.step)}, {_speed(half)}"
+
+
+def _staleness(cfg: SkyRLTrainConfig, policy: RoleModel, estimate: StepEstimate, gpu_bytes: int | None) -> str:
+    """Return the line of how stale the batches of an asynchronous run are."""
+    rows = groups_in_flight(cfg) * cfg.generator.n_samples_per_prompt
+    prompts, responses = (np.resize(tokens, rows) for tokens in longest_work(cfg))
+    group_s = sampling_seconds(cfg, policy, estimate.machine, prompts, responses, gpu_bytes).likely
+    train_s = estimate.phase(SCORE).likely + estimate.phase(TRAIN).likely
+    queue = run_ahead(stream_limits(cfg), lambda number: group_s, train_s, estimate.phase(SYNC).likely)
+    bound, workers = "trainer.fully_async.max_staleness_steps", "num_parallel_generation_workers"
+    return (
+        f"  {'staleness':<14}{queue.mean:>8.2f} steps on average, at most {queue.most}"
+        f"   {bound}={cfg.trainer.fully_async.max_staleness_steps}, {workers}="
+        f"{cfg.trainer.fully_async.num_parallel_generation_workers}"
+    )
 
 
 def term_lines(estimate: StepEstimate) -> Iterator[str]:
@@ -77,6 +97,19 @@ def _number(seconds: float) -> str:
     if seconds >= 100:
         return f"{seconds:,.0f}"
     return f"{seconds:.3g}" if seconds >= 1e-3 else "0"
+
+
+class EstimateRecorder(RunRecorder):
+    """Adds the estimate of the second step to its metrics, next to what was measured."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        self._compare = StepComparison(run.cfg, run.tracker.say)
+
+    def step_metrics(
+        self, lengths: np.ndarray, metrics: Mapping[str, float], device_type: Callable[[], str | None]
+    ) -> dict[str, float]:
+        return self._compare(lengths, metrics, device_type)
 
 
 class StepComparison:

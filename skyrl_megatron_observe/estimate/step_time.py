@@ -133,6 +133,20 @@ def estimate_step(
     return found
 
 
+def sampling_seconds(
+    cfg: SkyRLTrainConfig,
+    policy: RoleModel,
+    machine: Machine,
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    gpu_bytes: int | None = None,
+) -> Seconds:
+    """Return the seconds that the engines take to sample ``responses`` [B] tokens after ``prompts`` [B] tokens."""
+    flops = _Role(policy, machine).flops
+    sampled = sampling_time(cfg, policy.table, flops, machine, prompts, responses, gpu_bytes)
+    return sampled.prefill + sampled.decode
+
+
 def _joined(terms: list[Term]) -> tuple[Term, ...]:
     """Join the terms of one name, in the order of their first."""
     found: dict[str, Term] = {}

@@ -1,5 +1,4 @@
-"""The report of ``--check``: the verdict, then layout, parameters, memory, batch sizes and the time of a step.
-Starts neither Ray nor CUDA.
+"""Lines of ``--check``: layout, parameters, memory, batch sizes and the time of a step. Starts neither Ray nor CUDA.
 
 Of a model it reads ``config.json`` only.
 """
@@ -11,50 +10,19 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from bridges.plan import Plan
-from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
+from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
-from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.config.rules.training_rules import longest_sequence
-from skyrl_megatron.plugins import GENERATORS
-from skyrl_megatron.trainer.checkpoints import resume_lines
-from skyrl_megatron_agents.sandboxes.sandbox import Limits
-from skyrl_megatron_agents.sandboxes.sandbox_queue import default_at_once
 from skyrl_megatron_observe.estimate import step_report
 from skyrl_megatron_observe.estimate.memory_budget import Budget, gigabytes, parameter_tables, report_lines
 from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
 from skyrl_megatron_observe.estimate.memory_recompute import recomputation
-from skyrl_megatron_observe.preflight.option_checks import NotChecked
 from skyrl_megatron_parts.experts.plan import HORIZON, MoveCosts
-
-
-def verdict(
-    cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked], *, training: bool = True
-) -> Iterator[str]:
-    """Yield the first lines of the report on a configuration without problems: that it can run, on which devices, what
-    it resumes from, and what was not checked."""
-    requested = gpus_requested(cfg)
-    unit = "rank processes" if hardware.is_cpu else "GPUs"
-    yield f"it can run on this machine: {hardware}" if not hardware.elsewhere else f"it can run on: {hardware}"
-    yield f"the run takes {sum(requested.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in requested.items())
-    if training:
-        yield from resume_lines(cfg)
-    yield ""
-    if not_checked:
-        yield "# not checked here"
-        yield from map(str, not_checked)
-        yield ""
-
-
-def resolved(cfg: SkyRLTrainConfig) -> Iterator[str]:
-    """Yield the resolved configuration as YAML, which ``--show-config`` prints."""
-    yield ""
-    yield "# resolved configuration"
-    yield get_config_as_yaml_str(cfg)
 
 
 def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
@@ -207,18 +175,6 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
     yield "# one step"
     rows = f"{train} rows" if supervised(cfg) else f"{train} prompts · {n} samples = {train * n} sequences"
     yield f"{rows} of at most {longest_sequence(cfg)} tokens"
-    if cfg.generator.name == "agent":
-        agent = cfg.generator.agent
-        at_once = agent.at_once or default_at_once(Limits())
-        yield f"agent: {' '.join(agent.command)}; in {agent.sandbox} sandboxes, {at_once} at once"
-    if cfg.generator.name == "agent" or hasattr(
-        GENERATORS.find(cfg.generator.name), "log_folder"
-    ):  # of an AgentGenerator
-        share = cfg.generator.min_token_in_rate
-        yield (
-            f"agents: the run stops if less than {share:.2%} of their calls have every earlier answer as the tokens"
-            " that were sampled (generator.min_token_in_rate; 0: never)"
-        )
     for role in active_roles(cfg):
         if is_frozen(role):
             continue

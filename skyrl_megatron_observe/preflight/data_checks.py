@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.files import read_json, text_config
+from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config.derive import is_data_file, supervised
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.rules.evaluation_rules import VAL_DATA, metric_problems, name_problems
 from skyrl_megatron.config.schema.evaluation import DATASET_KEY, SETS, UNKNOWN, read_eval_sets
+from skyrl_megatron.envs.answers import is_built_in, names_built_in, warn_of_missing_answers
 from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
-from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.generator import SFTConfig
@@ -164,7 +165,6 @@ def _embeddings(folder: Path) -> int | None:
 
 
 _ENV = "environment.env_class"
-BUILT_IN_ENVS = "skyrl_megatron.envs."
 
 
 def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
@@ -341,7 +341,7 @@ def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | Non
                 raise DataError(f"{rows.place(number)}: {fault}")
             env_class = row.get("env_class") or default
             if env_class not in ours:
-                ours[env_class] = _is_built_in(env_class)
+                ours[env_class] = names_built_in(env_class)
             if ours[env_class] and (problem := _unfit_for_environment(run, key, name, number, row)):
                 yield problem
                 return
@@ -351,32 +351,6 @@ def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | Non
         yield Problem(key, name, _about(name, error))
         return
     warn_of_missing_answers(name, without_answers, len(rows))
-
-
-def warn_of_missing_answers(name: str, counts: Mapping[str, int], rows: int) -> None:
-    """Warn of rows without ``reward_spec`` for custom environments. Built-in environments reject incomplete rows.
-
-    ``counts``: environment → number of rows without ``reward_spec``.
-    """
-    for env_class, count in counts.items():
-        if count and _is_built_in(env_class) is False:
-            warnings.warn(
-                f"{name}: {count} of {rows} rows have no reward_spec, so environment {env_class} cannot compute their "
-                "reward from an answer in the row",
-                SkyRLMegatronWarning,
-                stacklevel=1,
-            )
-
-
-def _is_built_in(env_class: str) -> bool | None:
-    """Return whether an environment is part of the package; None if it is unknown, which is reported once for all
-    rows."""
-    from skyrl_megatron.envs import base_text_env as registry
-
-    try:
-        return str(getattr(registry.spec(env_class).load(), "__module__", "")).startswith(BUILT_IN_ENVS)
-    except DataError:
-        return None
 
 
 def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, row: dict[str, Any]) -> Problem | None:
@@ -448,7 +422,7 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
             spec = registry.spec(env_class).load()
             if "://" in env_class:
                 yield NotChecked(f"environment {env_class}", "the run asks this server for rewards, and not before")
-            if not getattr(spec, "__module__", "").startswith(BUILT_IN_ENVS):
+            if not is_built_in(spec):
                 yield NotChecked(
                     f"environment {env_class}", "whether it accepts the rows shows when the run creates it"
                 )

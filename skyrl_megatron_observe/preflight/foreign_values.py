@@ -22,8 +22,8 @@ from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.inference.sampling_params import WrongType, engine_sampling, typed_sampling
 
 if TYPE_CHECKING:
+    from skyrl_megatron.checks import NotChecked, PlannedRun
     from skyrl_megatron.runtime.model.description import HfModel
-    from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
 _OF_TRANSFORMER_ENGINE = ("apply_rope_fusion", "moe_permute_fusion")
 """Fields of Megatron that it refuses where Transformer Engine is missing, as on a driver without GPUs."""

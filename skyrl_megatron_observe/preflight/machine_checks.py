@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bridges.errors import BridgeError
 from skyrl_megatron import device
+from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config.derive import is_address
 from skyrl_megatron.config.hardware import GPUS, UNLOCK
 from skyrl_megatron.config.hf_model import model_dimensions
@@ -20,7 +21,6 @@ from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
 from skyrl_megatron.config.rules.layout import layout_problems
 from skyrl_megatron.config.rules.training_rules import LONGEST_NAME, generates_ahead, longest_pack
 from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, SkyRLMegatronError, shown
-from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

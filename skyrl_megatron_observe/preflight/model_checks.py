@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
 from bridges.quantisation import FP8, EngineForm
-from skyrl_megatron import hub
+from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.derive import derive, reward_model, supervised
+from skyrl_megatron.config.derive import reward_model, supervised
 from skyrl_megatron.config.fields import source_of
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
 from skyrl_megatron.config.roles import (
@@ -28,11 +27,9 @@ from skyrl_megatron.config.roles import (
 from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.config.rules.passthrough import distribution_changes
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
-from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder
 from skyrl_megatron_observe.preflight.foreign_values import transformer_values
-from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.lora.targets import Selection
@@ -299,24 +296,6 @@ def _head_sizes(module: str) -> list[int]:
                 if isinstance(statement, ast.Return) and isinstance(statement.value, ast.List):
                     return [item.value for item in statement.value.elts if isinstance(item, ast.Constant)]  # type: ignore[misc]
     return []
-
-
-def pin_hub_names(run: PlannedRun) -> list[Problem]:
-    """Fill in ``trainer.hub_commits``, and return a problem for each name that is unknown or cannot be looked up.
-
-    Called before the rules, which read the models' ``config.json`` from the cache.
-    """
-    cfg = run.cfg
-    derive(cfg)  # sets the reference's model to the policy's by default
-    lists = {"data.train_data": cfg.data.train_data if run.training else [], "data.val_data": cfg.data.val_data}
-    lists |= {f"{SETS}.{name}.data": one.data for name, one in read_eval_sets(cfg.data.eval_sets)[0].items()}
-    asked = [*hub.models(cfg, active_roles(cfg))]
-    asked += [each for key, entries in lists.items() for each in hub.data_sets(key, entries)]
-    if not asked:
-        return []
-    from skyrl_megatron.trainer.checkpoints import recorded_hub_commits  # loads torch, and few runs need it
-
-    return hub.pin(cfg, asked, recorded_hub_commits(cfg), lambda line: print(line, file=sys.stderr, flush=True))
 
 
 PLAIN = f"{ENGINE_KWARGS}.load_format=dummy {ENGINE_KWARGS}.hf_overrides.quantization_config=null"

@@ -6,11 +6,11 @@ import ast
 import difflib
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bridges.errors import BridgeError
+from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config.fields import declared_fields, get_path, source_of
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import trackers
@@ -20,49 +20,7 @@ from skyrl_megatron.config.rules.passthrough_keys import SAMPLING
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
 from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, sampling_keys, sampling_types, typed_field
-from skyrl_megatron.plugins import GENERATORS, SANDBOXES
-from skyrl_megatron_agents.sandboxes.sandbox_queue import why_not_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.hardware import Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """A run that has not started. Its configuration may have problems."""
-
-    cfg: SkyRLTrainConfig
-    hardware: Hardware
-    """The hardware that the run will get."""
-    training: bool = True
-    """False for an evaluation, which reads no training data and trains nothing."""
-    scripted: bool = False
-    """True if a user's script starts the run. The script may supply its own data sets and tokenizer."""
-    check_only: bool = False
-    """True for ``--check``: weights and tokenizer of a model may still be missing."""
-
-    def awaits_files(self, folder: Path) -> bool:
-        """Return whether the weights of a model are allowed to be missing from its folder, and are."""
-        return self.check_only and not any(folder.glob("*.safetensors"))
-
-
-@dataclass(frozen=True, slots=True)
-class NotChecked:
-    """Something that can be checked only when the run has started."""
-
-    what: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.why}"
-
-
-GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
-MEMORY_KEYS = (GPU_MEMORY, HOST_MEMORY)
-"""Keys of the Problems of phases that do not fit into memory."""
+from skyrl_megatron.plugins import GENERATORS
 
 _TRANSFORMER = "megatron.core.transformer.transformer_config"
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"
@@ -202,16 +160,11 @@ def features(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             LengthPenalty.of(penalty)
         except ConfigError as error:
             yield from error.problems
-    if run.cfg.generator.name == "agent":
-        sandbox, key = run.cfg.generator.agent.sandbox, "generator.agent.sandbox"
-        if run.hardware.elsewhere:
-            yield NotChecked(key, f"whether the machine of the driver can start sandboxes of {sandbox}")
-        elif (sandbox in SANDBOXES.built_in or SANDBOXES.find(sandbox)) and (why := why_not_here(sandbox)):
-            yield Problem(key, sandbox, why)
-    generator, lora = GENERATORS.find(run.cfg.generator.name), run.cfg.trainer.policy.model.lora
-    if generator is not None and len(lora.adapters) > 1:
+    several_adapters = len(run.cfg.trainer.policy.model.lora.adapters) > 1
+    if several_adapters and (generator := GENERATORS.find(run.cfg.generator.name)) is not None:
         options = signature(generator).parameters
-        if "adapters" not in options and all(each.kind is not Parameter.VAR_KEYWORD for each in options.values()):
+        takes_any = any(option.kind is Parameter.VAR_KEYWORD for option in options.values())
+        if "adapters" not in options and not takes_any:
             fix = (
                 "this generator class has no parameter `adapters`, so its requests cannot name an adapter: add the "
                 "parameter, or train one adapter"

@@ -3,7 +3,8 @@ const state = { runs: [], metrics: {}, live: false, tab: "", zoom: null, cursor:
 const token = new URLSearchParams(location.search).get("token") || "";
 
 async function inflate(text) {
-  const raw = atob(text), bytes = new Uint8Array(raw.length);
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).arrayBuffer();
@@ -21,13 +22,17 @@ function take(buffer) {
     for (const name of run.names) {
       const added = new Float32Array(buffer, offset, run.rows);
       offset += 4 * run.rows;
-      if (!known) { columns.set(name, added); continue; }
+      if (!known) {
+        columns.set(name, added);
+        continue;
+      }
       const whole = new Float32Array(before + run.rows).fill(NaN);
       if (known.has(name)) whole.set(known.get(name));
       whole.set(added, before);
       columns.set(name, whole);
     }
-    if (known) for (const kind of ["samples", "trajectories"]) run[kind] = { ...state.runs[number][kind], ...run[kind] };
+    if (known)
+      for (const kind of ["samples", "trajectories"]) run[kind] = { ...state.runs[number][kind], ...run[kind] };
     return { ...run, columns, number };
   });
   Object.assign(state, { runs, live: header.live, metrics: header.metrics });
@@ -42,19 +47,24 @@ async function ask() {
 }
 
 async function served(path) {
-  const answer = await fetch(path, { headers: { Authorization: `Bearer ${token}` }, signal: AbortSignal.timeout(20000) });
+  const answer = await fetch(path, {
+    headers: { Authorization: `Bearer ${token}` },
+    signal: AbortSignal.timeout(20000),
+  });
   if (!answer.ok) throw new Error(await answer.text());
   return answer;
 }
 
 /** The `samples` or `trajectories` of a step, from the file or the server; null if neither has them. */
 async function keptOf(run, kind, step) {
-  if (!run[kind][step] && state.live) run[kind][step] = await (await served(`${kind}?run=${run.number}&step=${step}`)).json();
+  if (!run[kind][step] && state.live)
+    run[kind][step] = await (await served(`${kind}?run=${run.number}&step=${step}`)).json();
   return run[kind][step] || null;
 }
 
 function decoded(text, kind) {
-  const raw = atob(text || ""), bytes = new Uint8Array(raw.length);
+  const raw = atob(text || "");
+  const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   return new kind(bytes.buffer);
 }
@@ -63,16 +73,25 @@ const axisOf = (name) => (name.startsWith("warmup/") ? "warmup/step" : "step");
 
 /** Points of a metric within the zoom: x, y without NaN. */
 function points(run, name) {
-  const ys = run.columns.get(name), xs = run.columns.get(axisOf(name)), x = [], y = [];
+  const ys = run.columns.get(name);
+  const xs = run.columns.get(axisOf(name));
+  const x = [];
+  const y = [];
   if (!ys || !xs) return { x, y };
   const [from, to] = state.zoom && axisOf(name) === "step" ? state.zoom : [-Infinity, Infinity];
   for (let i = 0; i < ys.length; i++) {
-    if (ys[i] === ys[i] && xs[i] >= from && xs[i] <= to) { x.push(xs[i]); y.push(ys[i]); }
+    if (ys[i] === ys[i] && xs[i] >= from && xs[i] <= to) {
+      x.push(xs[i]);
+      y.push(ys[i]);
+    }
   }
   return { x, y };
 }
 
-const hasNumbers = (run, name) => { const column = run.columns.get(name); return !!column && column.some((v) => v === v); };
+const hasNumbers = (run, name) => {
+  const column = run.columns.get(name);
+  return !!column && column.some((v) => v === v);
+};
 
 /** All metrics of any run that match a pattern; `*` matches anything. */
 function matching(pattern) {
@@ -85,7 +104,12 @@ function format(value) {
   if (value === null || value === undefined || value !== value) return "–";
   const size = Math.abs(value);
   if (size >= 1e12 || (size > 0 && size < 1e-3)) return value.toExponential(2);
-  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (size >= unit) return `${+(value / (unit === 1e4 ? 1e3 : unit)).toPrecision(4)}${letter}`;
+  for (const [unit, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ])
+    if (size >= unit) return `${+(value / (unit === 1e4 ? 1e3 : unit)).toPrecision(4)}${letter}`;
   return String(+value.toPrecision(4));
 }
 

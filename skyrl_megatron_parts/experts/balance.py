@@ -9,53 +9,63 @@ then levels the sum over the groups of the replica.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from skyrl_megatron import device
+from skyrl_megatron.config.roles import balances_experts
 from skyrl_megatron.data.packing import aligned
-from skyrl_megatron.runtime.flops import ModelFlops, expert_flops
+from skyrl_megatron.runtime.flops import expert_flops
 from skyrl_megatron.runtime.packed_inputs import find_route_problem
-from skyrl_megatron.runtime.parallel_state import ProcessGroups, raise_on_all_ranks
+from skyrl_megatron.runtime.parallel_state import raise_on_all_ranks
+from skyrl_megatron.runtime.parts import PartSetup, RankPart
 from skyrl_megatron_parts.experts.levelling import ReplicaRows, balance_experts, planned_layers, rank_loads
 
 if TYPE_CHECKING:
-    from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.types import TrainingBatch
 
 
-class ExpertBalance:
-    """Regroups the rows of micro-batches for ``moe_balance_experts``. All ranks call the same methods."""
+class ExpertBalance(RankPart):
+    """Regroups the rows of micro-batches for ``moe_balance_experts``."""
 
-    def __init__(self, model: ModelChunks, groups: ProcessGroups, flops: ModelFlops, max_tokens: int) -> None:
-        """``flops``: of the whole model. ``max_tokens``: of a micro-batch; -1: its number of rows is fixed."""
-        self.model, self.groups, self.max_tokens = model, groups, max(max_tokens, 0)
-        config, parallel = model.config, groups.parallel
-        experts = [layer for layer, is_moe in enumerate(model.hf.plan.shape.moe) if is_moe]
+    name = "expert_balance"
+
+    @classmethod
+    def acts(cls, setup: PartSetup) -> bool:
+        """Return whether the role balances experts, and its model has some."""
+        return balances_experts(setup.cfg, setup.role) and bool(setup.model.config.num_moe_experts)
+
+    def __init__(self, setup: PartSetup) -> None:
+        super().__init__(setup)
+        self.model, self.groups, flops = setup.model, setup.groups, setup.flops
+        self.max_tokens = max(setup.cfg.trainer.max_tokens_per_microbatch, 0)
+        """Of a micro-batch; 0: its number of rows is fixed."""
+        config, parallel = self.model.config, self.groups.parallel
+        experts = [layer for layer, is_moe in enumerate(self.model.hf.plan.shape.moe) if is_moe]
         self.layers = planned_layers(experts, parallel.ep)
         self._flops, (self._unit, layers) = flops, expert_flops(config)
         self._routes = config.moe_router_topk * layers
         """Experts that a token visits."""
         shards, share = parallel.tp * parallel.cp, parallel.ep * parallel.etp
         self._scale = len(self.layers) / layers * parallel.etp * max(shards // share, 1) / shards
-        self._found: list[list[float]] = []
+        self._measured: list[list[float]] = []
 
     def plan(
-        self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: Sequence[np.ndarray], most: int
+        self, batch: TrainingBatch, units: Sequence[np.ndarray], plan: list[np.ndarray], rows: int
     ) -> list[np.ndarray]:
-        """Return the parts of each micro-batch of this replica, ``plain`` if no row of the EP group has routes.
+        """Return the units of each micro-batch of this replica, ``plan`` if no row of the EP group has routes.
 
-        ``parts``: ``packing.units``, which are not split. ``most``: of a micro-batch, if their number is fixed. Raises
-        the same ValueError on all ranks for routes that the model cannot replay.
+        Raises the same ValueError on all ranks for routes that the model cannot replay.
         """
         started = time.perf_counter()
         mine, problem = None, None
         try:
-            mine = self._rows(batch, parts, list(plain))
+            mine = self._rows(batch, units, plan)
         except (IndexError, ValueError) as error:
             problem = find_route_problem(batch, self.model, "natural") or ValueError(f"routes of the batch: {error}")
         raise_on_all_ranks(problem)
@@ -65,12 +75,12 @@ class ExpertBalance:
         order = sorted(by_replica)
         replicas = [by_replica[number] for number in order]
         if not any(each.loads.any() for each in replicas):
-            return list(plain)
+            return plan
         largest = max(int(each.tokens[own].sum()) for each in replicas for own in each.plan)
         plans, found = balance_experts(
-            replicas, max_tokens=self.max_tokens or largest, max_rows=None if self.max_tokens else most
+            replicas, max_tokens=self.max_tokens or largest, max_rows=None if self.max_tokens else rows
         )
-        self._found.append([1.0, found.plain, found.balanced, found.bound, time.perf_counter() - started])
+        self._measured.append([1.0, found.plain, found.balanced, found.bound, time.perf_counter() - started])
         return plans[order.index(self.groups.dp.rank())]
 
     def _rows(self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: list[np.ndarray]) -> ReplicaRows:
@@ -86,15 +96,14 @@ class ExpertBalance:
         order = np.concatenate([*parts, np.zeros(0, np.int64)])
         return ReplicaRows(plain, *(np.add.reduceat(each[order], starts, dtype=np.int64) for each in rows))
 
-    def forget(self) -> None:
-        """Drop what :meth:`take_metrics` would return."""
-        self._found.clear()
+    def begin_pass(self) -> None:
+        """Drop the measurements of passes without gradients."""
+        self._measured.clear()
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the plans since the last call, as means over them and over all replicas; {} without
-        a plan."""
-        sums = torch.tensor(self._found, dtype=torch.float64).reshape(-1, 5).sum(0).to(device.device())
-        self._found.clear()
+    def end_pass(self, loads: Mapping[int, Tensor]) -> dict[str, float]:
+        """Return the metrics of the plans of the pass, as means over them and over all replicas; {} without a plan."""
+        sums = torch.tensor(self._measured, dtype=torch.float64).reshape(-1, 5).sum(0).to(device.device())
+        self._measured.clear()
         dist.all_reduce(sums)
         count, *values = sums.tolist()
         names = (

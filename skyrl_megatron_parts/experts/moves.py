@@ -27,17 +27,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
+from skyrl_megatron.config.roles import is_frozen
 from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.runtime.checkpoint.rank_state import OwnedRange, owned_ranges
 from skyrl_megatron.runtime.flops import device_type
 from skyrl_megatron.runtime.hf_weights import load_again
 from skyrl_megatron.runtime.lora.folder import factors_of_experts
 from skyrl_megatron.runtime.model.local_weights import weight_locations
+from skyrl_megatron.runtime.parts import PartSetup, RankPart
 from skyrl_megatron_parts.experts.plan import Freedom, LayerPlan, MoveCosts, plan_moves
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
+    from skyrl_megatron.runtime.optimizer import TrainingState
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 WINDOW_BYTES = 64 * 2**20
@@ -73,27 +76,36 @@ class _Route:
     target_slot: int
 
 
-class ExpertMoves:
-    """Plans and makes the moves of a trained model's experts. ``shuffle``: moves at random after every batch, which
-    changes no result and is a test.
+class ExpertMoves(RankPart):
+    """Plans and makes the moves of a trained model's experts (``moe_expert_moves``).
 
-    ``adapters``: those that are trained in place of the weights. ``peak``: FLOP/s of a rank
-    (``trainer.peak_flops_per_rank``); None: that of the device.
+    ``shuffle`` moves at random after every batch, which changes no result and is a test.
     """
 
-    def __init__(
-        self,
-        model: ModelChunks,
-        groups: ProcessGroups,
-        adapters: Sequence[Adapters] = (),
-        *,
-        shuffle: bool = False,
-        peak: float | None = None,
-    ) -> None:
-        self.model, self.groups, self.adapters, self.shuffle = model, groups, adapters, shuffle
-        self.placement = model.experts
+    name = "expert_moves"
+
+    @classmethod
+    def acts(cls, setup: PartSetup) -> bool:
+        """Return whether the experts of a trained role are spread over ranks and may move."""
+        asked = setup.settings.megatron_config.moe_expert_moves != "none" and not is_frozen(setup.role)
+        return asked and setup.groups.ep.size() > 1 and bool(setup.model.config.num_moe_experts)
+
+    def __init__(self, setup: PartSetup) -> None:
+        super().__init__(setup)
+        self.model, self.groups = setup.model, setup.groups
+        self.shuffle = setup.settings.megatron_config.moe_expert_moves == "shuffle"
+        self.placement = self.model.experts
         self.placement.movable = True
-        if adapters:
+        self.adapters: list[Adapters] = []
+        """Those that are trained in place of the weights."""
+        self._loads: dict[int, Tensor] = {}
+        self._places: list[list[int]] | None = None
+
+    def prepared(self, trained: Mapping[str, TrainingState]) -> None:
+        """Note what moves with the experts, and what a move costs."""
+        model, groups = self.model, self.groups
+        self.adapters = [state.adapters for state in trained.values() if state.adapters is not None]
+        if self.adapters:
             self.placement.load_frozen = partial(load_again, model, groups)
         config = model.config
         grouped = config.moe_router_num_groups if config.moe_router_group_topk else None
@@ -105,19 +117,18 @@ class ExpertMoves:
             edp=groups.edp.size(),
             etp=groups.etp.size(),
             gpu=device_type(),
-            flops=peak,
-            frozen=bool(adapters),
+            flops=self.setup.cfg.trainer.peak_flops_per_rank,
+            frozen=bool(self.adapters),
         )
-        self._loads: dict[int, Tensor] = {}
-        self._places: list[list[int]] | None = None
 
-    def count(self, loads: Mapping[int, Tensor]) -> None:
-        """Add tokens of each expert: layer → [E] float64, over all ranks."""
+    def end_pass(self, loads: Mapping[int, Tensor]) -> dict[str, float]:
+        """Count the tokens of each expert for the next plan."""
         for layer, load in loads.items():
             self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
+        return {}
 
-    def after_batch(self, optimizers: Sequence[Any], step: int) -> dict[str, float]:
-        """Plan by the loads since the last call and move; collective. Return the metrics of the moves.
+    def end_batch(self, trained: Mapping[str, TrainingState], steps: int) -> dict[str, float]:
+        """Plan by the loads since the last call and move. Return the metrics of the moves.
 
         ``moe_rank_imbalance``: tokens of the busiest expert-parallel rank over the mean, averaged over layers;
         ``moe_rank_imbalance_moved``: that of the same tokens after the moves; ``moe_moved_experts``: experts of all
@@ -129,11 +140,11 @@ class ExpertMoves:
             return {}
         began = time.perf_counter()
         slots = {layer: self.placement.slots(layer) for layer in loads}
-        shuffle = step if self.shuffle else None
+        shuffle = steps if self.shuffle else None
         plans = plan_moves(loads, slots, self.placement.ranks, self.freedom, self.costs, shuffle=shuffle)
         moved = {layer: plan.slots for layer, plan in plans.items() if plan.moved}
         if moved:
-            self.move(optimizers, moved)
+            self.move([state.optimizer for state in trained.values()], moved)
         return _metrics(list(plans.values())) | {"moe_move_s": time.perf_counter() - began}
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_megatron import progress as start_times
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron_tools.cluster.hosts import (
     FIRST_PORT,
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch/ray_cluster.sh", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{up,down,status,run}")
-    place = argparse.ArgumentParser(add_help=False)
-    place.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="cluster folder, shared by all hosts")
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="cluster folder, shared by all hosts")
     start = argparse.ArgumentParser(add_help=False)
     start.add_argument("--port", type=int, help=f"first of the cluster's 1000 ports (default {FIRST_PORT})")
     start.add_argument("--interface", help="network interface on every host (default: that of the host name)")
@@ -56,16 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument(
         "--hosts", type=Path, metavar="FILE", help="file of ssh hosts, one per line (default: this host)"
     )
-    up = commands.add_parser("up", parents=[place, start, hosts], help="start Ray on every host")
+    up = commands.add_parser("up", parents=[folder, start, hosts], help="start Ray on every host")
     up.set_defaults(work=_up)
-    run = commands.add_parser("run", parents=[place, start, hosts], help="start Ray, run a command, stop Ray")
+    run = commands.add_parser("run", parents=[folder, start, hosts], help="start Ray, run a command, stop Ray")
     run.add_argument("command", nargs=argparse.REMAINDER)
     run.set_defaults(work=_up_run_down)
-    down = commands.add_parser("down", parents=[place], help="stop the processes that 'up' started")
+    down = commands.add_parser("down", parents=[folder], help="stop the processes that 'up' started")
     down.set_defaults(work=_down)
-    status = commands.add_parser("status", parents=[place], help="list the hosts of the cluster")
+    status = commands.add_parser("status", parents=[folder], help="list the hosts of the cluster")
     status.set_defaults(work=_status)
-    member = commands.add_parser("member", parents=[place, start], help="run one host of the cluster, for SLURM")
+    member = commands.add_parser("member", parents=[folder, start], help="run one host of the cluster, for SLURM")
     member.add_argument("--number", type=int, default=os.environ.get("SLURM_PROCID", 0))
     member.add_argument("--of", type=int, default=os.environ.get("SLURM_NTASKS", 1))
     member.add_argument("command", nargs=argparse.REMAINDER)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _member(options: argparse.Namespace) -> int:
-    place = HostConfig(
+    host = HostConfig(
         options.number,
         options.of,
         options.dir.absolute(),
@@ -84,7 +84,7 @@ def _member(options: argparse.Namespace) -> int:
         tuple(options.ray),
         tuple(filter(None, (options.rails or "").split(","))),
     )
-    return run_member(place, [word for word in options.command if word != "--"])
+    return run_member(host, [word for word in options.command if word != "--"])
 
 
 def _ports(options: argparse.Namespace) -> Ports:
@@ -133,7 +133,7 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
         while len(folder.ready()) < len(hosts):
             for host, process, log in zip(hosts, started, logs, strict=True):
                 if process.poll() is not None:
-                    raise LaunchError(f"{host}: Ray did not start: {last_line(log)}")
+                    raise LaunchError(f"{host}: Ray did not start: {last_line(log)}; the whole log is {log}")
             now = time.monotonic()
             if now - begun > options.within + 10:
                 raise LaunchError(f"not all hosts joined within {options.within:g} s; see the logs in {folder.path}")

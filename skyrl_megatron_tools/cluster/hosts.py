@@ -166,12 +166,12 @@ class ClusterFolder:
         RAY_AUTH_TOKEN must not be set as well: Ray would prefer it.
         """
         head = self.head()
-        found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.path / "token")}
+        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.path / "token")}
         if head is not None:
-            found["RAY_ADDRESS"] = head.ray_address
+            environment["RAY_ADDRESS"] = head.ray_address
             if head.address == LOOPBACK:
-                found[LOOPBACK_ALONE] = "0"
-        return found
+                environment[LOOPBACK_ALONE] = "0"
+        return environment
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment with :meth:`variables`."""
@@ -242,18 +242,19 @@ def address_of(interface: str | None) -> str:
     Raises LaunchError if other hosts cannot reach it.
     """
     host = socket.gethostname()
-    known: dict[str, str] = {
+    addresses: dict[str, str] = {
         name: entry.address
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family is socket.AF_INET
     }
     if interface is not None:
-        if interface not in known:
+        if interface not in addresses:
             raise LaunchError(
-                f"{host}: no interface {interface} with an IPv4 address; choose one with --interface: {_listed(known)}"
+                f"{host}: no interface {interface} with an IPv4 address; choose one with --interface: "
+                f"{_listed(addresses)}"
             )
-        return known[interface]
+        return addresses[interface]
     try:
         address = socket.gethostbyname(host)
     except OSError:
@@ -261,7 +262,7 @@ def address_of(interface: str | None) -> str:
     if address.startswith("127."):
         raise LaunchError(
             f"{host}: the host name resolves to {address}, which other hosts cannot reach; choose an interface with "
-            f"--interface: {_listed(known)}"
+            f"--interface: {_listed(addresses)}"
         )
     return address
 
@@ -340,9 +341,9 @@ def end_cluster(folder: ClusterFolder, within_s: float = 60.0) -> list[Member]:
         time.sleep(0.3)
     for member in folder.members():
         if is_here(member.host) and (process := running(member)):
-            for each in [*process.children(recursive=True), process]:
+            for child in [*process.children(recursive=True), process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+                    child.kill()
             folder.leave(member.number)
     return folder.members()
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from skyrl_megatron import device
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron_tools.doctor import Finding
 from skyrl_megatron_tools.doctor.machine import (
     checkpoint_folder,

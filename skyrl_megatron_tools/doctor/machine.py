@@ -187,7 +187,7 @@ def ports(http_port: int = 0) -> Finding:
     except LaunchError as error:
         return Finding("ports", "FAIL", str(error), "see above")
     if http_port:
-        from skyrl_megatron.inference.http_endpoint import ENDPOINT_PORT, listening_socket
+        from skyrl_megatron_agents.http_endpoint import ENDPOINT_PORT, listening_socket
 
         try:
             listening_socket(LOOPBACK, http_port, ENDPOINT_PORT).close()

@@ -59,8 +59,8 @@ def import_all(names: Sequence[str], deadline_s: float = DEADLINE_S) -> dict[str
     If the subprocess dies or hangs, the package that it was importing gets the error, and a new subprocess imports the
     remaining packages.
     """
-    found: dict[str, Imported] = {}
-    while left := [name for name in names if name not in found]:
+    imports: dict[str, Imported] = {}
+    while left := [name for name in names if name not in imports]:
         command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *left]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
@@ -72,12 +72,12 @@ def import_all(names: Sequence[str], deadline_s: float = DEADLINE_S) -> dict[str
             if line.startswith("> "):
                 at = line[2:]
             elif line.startswith("{") and at in left:
-                found[at] = Imported(**json.loads(line))
-        if at not in found:
-            found[at] = Imported(installed=True, error=end)
-        elif all(name in found for name in left):
+                imports[at] = Imported(**json.loads(line))
+        if at not in imports:
+            imports[at] = Imported(installed=True, error=end)
+        elif all(name in imports for name in left):
             break
-    return found
+    return imports
 
 
 def _text(output: bytes | str | None) -> str:
@@ -190,18 +190,18 @@ def software(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding
     yield python(sys.version_info[:2])
     yield requirements()
     for name in packages(gpu=gpu):
-        found = imported[name]
+        module = imported[name]
         if name in OPTIONAL:
-            yield _optional(name, found)
+            yield _optional(name, module)
         elif name == "vLLM kernels":
-            if not found.works:
+            if not module.works:
                 yield Finding(
-                    name, "FAIL", found.error, f"run {SET_UP} gpu on this machine, with the driver installed"
+                    name, "FAIL", module.error, f"run {SET_UP} gpu on this machine, with the driver installed"
                 )
         else:
-            yield _needed(name, found, gpu=gpu)
-        if name == "torch" and gpu and found.works:
-            yield from cuda(found)
+            yield _needed(name, module, gpu=gpu)
+        if name == "torch" and gpu and module.works:
+            yield from cuda(module)
 
 
 def python(version: tuple[int, int]) -> Finding:

@@ -27,8 +27,8 @@ class MultiplyEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        found = _BOXED.search(action)
-        answer = found[1].strip() if found else None
+        boxed = _BOXED.search(action)
+        answer = boxed[1].strip() if boxed else None
         right = answer == self.answer
         done = right or self.turns >= self.max_turns
         reward = float(right)

@@ -30,16 +30,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.checks import load_config, run_hardware
+from skyrl_megatron.command import require_memory, run_command
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
 from skyrl_megatron.data.curriculum import curriculum, difficulty
-from skyrl_megatron.entrypoints.command import QuickCheck, quick_check, require_memory, run_command, run_hardware
+from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.main_generate import score_model
+from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
 from skyrl_megatron.workers.runtime_env import start_server
-from skyrl_megatron_observe.preflight import check, load_config
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.prompts import PromptDataset
@@ -200,8 +202,8 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     if variant == TEACHER and not names_key(given, "trainer.teacher.models"):
         defaults["trainer.teacher.model.path"] = taught
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
-    own = {ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"], MUON: ["embedded-muon"]}
-    files = ["embedded", *own.get(variant, [])]
+    variants = {ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"], MUON: ["embedded-muon"]}
+    files = ["embedded", *variants.get(variant, [])]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
 
 
@@ -216,8 +218,8 @@ def _seed_folder(given: Sequence[Assignment]) -> tuple[int, Path]:
 def _devices(given: Sequence[Assignment], hardware: Hardware, *, apart: bool) -> dict[str, object]:
     """Return the settings of GPUs and their use. ``apart``: the engine has a separate GPU and samples while ranks
     train."""
-    asked = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
-    ranks = int(asked) if asked.isdigit() and int(asked) else max(min(2, hardware.gpus_per_node - apart), 1)
+    gpus = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
+    ranks = int(gpus) if gpus.isdigit() and int(gpus) else max(min(2, hardware.gpus_per_node - apart), 1)
     return {
         GPUS: ranks,
         "trainer.policy.megatron_config.expert_model_parallel_size": 1 if ranks % 2 else 2,
@@ -286,8 +288,8 @@ def _benchmark(args: Sequence[str], data: Path, folder: Path) -> dict[str, objec
     if not held_out.exists():
         operands = _operands(data / "validation.parquet")
         prepare.write(prepare.addition_rows("held_out", random.Random(0).sample(operands, HELD_OUT)), held_out)
-    asked = parse(SkyRLTrainConfig, [f"--config={config_dir}/embedded.yaml", *args])[0]
-    sequences = asked.trainer.policy_mini_batch_size * asked.generator.n_samples_per_prompt
+    cfg = parse(SkyRLTrainConfig, [f"--config={config_dir}/embedded.yaml", *args])[0]
+    sequences = cfg.trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt
     sets = f"{{held_out: {{data: ['{held_out}'], n: 4, temperature: 0.1, top_p: 0.95, pass_at: [1, 4]}}}}"
     settings: dict[str, object] = {
         "data.val_data": "[]",
@@ -326,9 +328,9 @@ def _write_curriculum(args: Sequence[str], hardware: Hardware) -> None:
             passed.setdefault(int(answer["uid"]), []).append(answer["score"] > 0)
     sizes = [float(sum(map(int, f"{a}{b}"))) for a, b in _operands(train)]
     rates = [sum(answers) / len(answers) for answers in (passed.get(uid, [False]) for uid in range(len(sizes)))]
-    found = curriculum(difficulty(rates, sizes), 16, number)
+    uids = curriculum(difficulty(rates, sizes), 16, number)
     unfinished = order.with_suffix(".new")
-    unfinished.write_text("".join(f"{uid}\n" for uid in found))
+    unfinished.write_text("".join(f"{uid}\n" for uid in uids))
     unfinished.rename(order)
 
 

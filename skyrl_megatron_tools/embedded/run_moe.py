@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from skyrl_megatron.command import run_command
 from skyrl_megatron.config.parse import names_key, read_arguments, read_yaml
 from skyrl_megatron.entrypoints import main_base, recipes
-from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron_supervised import sft
 from skyrl_megatron_tools.embedded import embedded
 

@@ -49,16 +49,16 @@ def known_answer(row: Mapping[str, Any], env_class: str, max_turns: int, rng: ra
     With several turns, every second answer comes after a wrong number and what the environment says to it. A policy
     that has not seen these turns gets no reward in them, and then half of its tokens have negative advantages only.
     """
-    known = str(row["env_extras"]["reward_spec"]["ground_truth"])
+    answer = str(row["env_extras"]["reward_spec"]["ground_truth"])
     messages = list(row["prompt"])
     if max_turns > 1 and rng.random() < 0.5:
-        near = [int(known) + step for step in range(-FARTHEST, FARTHEST + 1) if step]
+        near = [int(answer) + step for step in range(-FARTHEST, FARTHEST + 1) if step]
         wrong = str(rng.choice([number for number in near if 10 <= number <= 99]))
         env = make(row["env_class"] or env_class, extras={**row["env_extras"], "max_turns": max_turns})
         env.init(row["prompt"])
         messages += [{"role": "assistant", "content": wrong}, *env.step(wrong)["observations"]]
         env.close()
-    return [*messages, {"role": "assistant", "content": known}]
+    return [*messages, {"role": "assistant", "content": answer}]
 
 
 class WarmedUpTrainer(RayPPOTrainer):
@@ -124,9 +124,9 @@ class WarmedUpTrainer(RayPPOTrainer):
         drawn = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
         picked, sequences = self.train_dataset.collate_fn(drawn), []
         for row in picked:
-            known = known_answer(row, self.cfg.environment.env_class, self.cfg.generator.max_turns, rng)
-            last_only = [place == len(known) - 1 for place in range(len(known))]
-            sequences += self.generator.chat.trained_sequences(known, trained=last_only)
+            conversation = known_answer(row, self.cfg.environment.env_class, self.cfg.generator.max_turns, rng)
+            last_only = [turn == len(conversation) - 1 for turn in range(len(conversation))]
+            sequences += self.generator.chat.trained_sequences(conversation, trained=last_only)
         uids = [str(row["uid"]) for row in picked]
         batch = taught_batch(sequences, uids)
         batch.adapters = self.train_dataset.adapters_of(uids)

@@ -73,7 +73,7 @@ class LayerDifferences:
     """Relative differences between two computations of one sample, by place in execution order."""
 
     apart: Mapping[str, np.ndarray]
-    """Place (as in ``skyrl_megatron_parts/profiling.py``) → [n] relative difference of each token."""
+    """Place (as in ``runtime/recording.py``) → [n] relative difference of each token."""
     limits: Mapping[str, float]
     """Place → relative effect of rounding."""
 
@@ -145,8 +145,8 @@ class RouteDiff:
             differs = (np.sort(a[:n, layers], -1) != np.sort(b[:n, layers], -1)).any(-1)
             count, wrong = count + differs.size, wrong + int(differs.sum())
             if first is None and differs.any():
-                token, place = np.argwhere(differs)[0]
-                first = (layers[int(place)], int(token))
+                token, layer_index = np.argwhere(differs)[0]
+                first = (layers[int(layer_index)], int(token))
         return cls(wrong / max(count, 1), *(first or (None, None)))
 
 
@@ -235,8 +235,8 @@ def diagnose(known: Evidence) -> Verdict:
     gap = known.ways[known.used]
     if gap.within(known.exact) and known.now.within(known.exact):
         return Verdict("none", [f"recorded log-probs, trainer and engine agree to rounding ({_format_mismatch(gap)})"])
-    if not gap.within(known.exact) and (found := _vanishing_mode(known, gap)) is not None:
-        return found
+    if not gap.within(known.exact) and (vanishing := _vanishing_mode(known, gap)) is not None:
+        return vanishing
     if jump := known.layers_same.first():
         return _wrong_weight(known, gap, jump)
     if not gap.within(known.rounding) and known.now.within(known.rounding):
@@ -271,15 +271,15 @@ def _vanishing_mode(known: Evidence, gap: LogprobMismatch) -> Verdict | None:
     cause: Cause = "routes" if mode.support == used.support else "sampling support"
     if mode.routes != used.routes and mode.support != used.support:
         cause = "several"
-    place = known.layers_used.first() if mode.routes != used.routes else None
+    divergence = known.layers_used.first() if mode.routes != used.routes else None
     if cause == "sampling support":
-        place = place or Divergence(SOFTMAX, None, None, gap.largest, 0.0)
+        divergence = divergence or Divergence(SOFTMAX, None, None, gap.largest, 0.0)
         why += ["every layer agrees: the trainer normalizes over other tokens than those that were sampled from"]
     for name, diff in (("the recorded", known.recorded_routes), ("the trainer's own", known.natural_routes)):
         if mode.routes != used.routes and diff is not None:
             first = "" if diff.token is None else f", first at token {diff.token}, layer {diff.layer}"
             why.append(f"{name} experts differ from the engine's at {diff.share:.2%} of tokens × layers{first}")
-    return Verdict(cause, why, place)
+    return Verdict(cause, why, divergence)
 
 
 def _wrong_weight(known: Evidence, gap: LogprobMismatch, jump: Divergence) -> Verdict:

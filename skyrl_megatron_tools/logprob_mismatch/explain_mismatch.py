@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.command import redirect_stderr, run_command
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.command import redirect_stderr, run_command
 from skyrl_megatron_tools.logprob_mismatch.diagnosis import ComputeMode
 from skyrl_megatron_tools.logprob_mismatch.recorded import checkpoints, read_step, run_config
 
@@ -28,28 +28,30 @@ if TYPE_CHECKING:
 
 def lines(explained: MismatchReport) -> list[str]:
     """Return the lines that the command prints."""
-    known, verdict = explained.evidence, explained.verdict
-    gap, place = known.ways[known.used], verdict.place
-    nearest = "" if known.loaded == known.wanted else f", the nearest checkpoint to {known.wanted}"
-    table = {f"recorded − trainer, {_mode_name(known.used)} (as in the run)": gap}
+    evidence, verdict = explained.evidence, explained.verdict
+    gap, divergence = evidence.ways[evidence.used], verdict.place
+    nearest = "" if evidence.loaded == evidence.wanted else f", the nearest checkpoint to {evidence.wanted}"
+    table = {f"recorded − trainer, {_mode_name(evidence.used)} (as in the run)": gap}
     table |= {
-        f"recorded − trainer, {_mode_name(mode)}": other for mode, other in known.ways.items() if mode != known.used
+        f"recorded − trainer, {_mode_name(mode)}": other
+        for mode, other in evidence.ways.items()
+        if mode != evidence.used
     }
-    table["engine now − trainer, engine experts"] = known.now
-    table |= {f"recorded − trainer, version {name}": other for name, other in known.versions.items()}
+    table["engine now − trainer, engine experts"] = evidence.now
+    table |= {f"recorded − trainer, version {name}": other for name, other in evidence.versions.items()}
     width = max(map(len, table))
     out = [
-        f"step {explained.step} · weights of version {known.loaded}{nearest} · {len(explained.uids)} of "
+        f"step {explained.step} · weights of version {evidence.loaded}{nearest} · {len(explained.uids)} of "
         f"{explained.samples} samples, those with the largest mismatch",
         "",
         f"{'log-probs, nats':{width}}      mean   largest",
-        *(f"{name:{width}}{each.mean:>10.1e}{each.largest:>10.1e}" for name, each in table.items()),
+        *(f"{name:{width}}{diff.mean:>10.1e}{diff.largest:>10.1e}" for name, diff in table.items()),
     ]
     uid = explained.uids[gap.row]
     out += ["", f"largest mismatch: {gap.largest:.1e}, uid {uid}, response token {gap.token}"]
-    if place is not None:
-        token = "" if place.token is None else f", token {place.token} of uid {explained.uids[0]}"
-        out += [f"first difference: {place.where}{token}: {place.size:.1e}"]
+    if divergence is not None:
+        token = "" if divergence.token is None else f", token {divergence.token} of uid {explained.uids[0]}"
+        out += [f"first difference: {divergence.where}{token}: {divergence.size:.1e}"]
     elif verdict.cause != "none":
         out += ["first difference: none, engine and trainer now agree in every layer"]
     out += [f"cause: {verdict.cause}", *(f"  {reason}" for reason in verdict.why)]
@@ -58,10 +60,13 @@ def lines(explained: MismatchReport) -> list[str]:
 
 def as_json(explained: MismatchReport) -> dict[str, Any]:
     """Return all measurements of a step as JSON values."""
-    known, verdict = explained.evidence, explained.verdict
+    evidence, verdict = explained.evidence, explained.verdict
     apart = {
-        name: {place: float(values.max()) for place, values in layers.apart.items()}
-        for name, layers in (("in_the_runs_way", known.layers_used), ("with_the_engines_experts", known.layers_same))
+        name: {layer: float(values.max()) for layer, values in layers.apart.items()}
+        for name, layers in (
+            ("in_the_runs_way", evidence.layers_used),
+            ("with_the_engines_experts", evidence.layers_same),
+        )
     }
     plain = {
         "step": explained.step,
@@ -69,16 +74,16 @@ def as_json(explained: MismatchReport) -> dict[str, Any]:
         "why": verdict.why,
         "place": None if verdict.place is None else dataclasses.asdict(verdict.place),
         "uids": explained.uids,
-        "used": known.used._asdict(),
-        "ways": [way._asdict() | dataclasses.asdict(gap) for way, gap in known.ways.items()],
-        "now": dataclasses.asdict(known.now),
-        "versions": {name: dataclasses.asdict(gap) for name, gap in known.versions.items()},
+        "used": evidence.used._asdict(),
+        "ways": [way._asdict() | dataclasses.asdict(gap) for way, gap in evidence.ways.items()],
+        "now": dataclasses.asdict(evidence.now),
+        "versions": {name: dataclasses.asdict(gap) for name, gap in evidence.versions.items()},
         "largest_relative_difference_by_layer": apart,
     }
     kept = ("wanted", "loaded", "dtypes", "exact", "rounding", "sampled_by", "probe", "tensors")
-    plain |= {name: getattr(known, name) for name in kept}
+    plain |= {name: getattr(evidence, name) for name in kept}
     for name in ("recorded_routes", "natural_routes"):
-        diff = getattr(known, name)
+        diff = getattr(evidence, name)
         plain[name] = None if diff is None else dataclasses.asdict(diff)
     return plain
 
@@ -107,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         cfg = run_config(args.run)
-        found = explain(cfg, args.step, args.run / "explain_gap", args.samples)
-        print("\n\n".join("\n".join(lines(each)) for each in found))
+        reports = explain(cfg, args.step, args.run / "explain_gap", args.samples)
+        print("\n\n".join("\n".join(lines(report)) for report in reports))
         if args.json is not None:
-            args.json.write_text(json.dumps([as_json(each) for each in found], indent=1) + "\n")
+            args.json.write_text(json.dumps([as_json(report) for report in reports], indent=1) + "\n")
         return 0
 
     return run_command(work)
@@ -139,7 +144,7 @@ def explain(
         initialize_ray(cfg, log_to_driver=False)
         try:
             with Replay(cfg, logs, say) as replay:
-                measurements = [MismatchMeasurement(replay, each, folders, samples) for each in recorded]
+                measurements = [MismatchMeasurement(replay, of_step, folders, samples) for of_step in recorded]
                 for measurement in measurements:
                     measurement.measure_initial()
                 return [measurement.explain() for measurement in measurements]

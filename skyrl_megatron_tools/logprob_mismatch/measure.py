@@ -75,17 +75,17 @@ class MismatchMeasurement:
         missing = not self.batch.rollout_support and returns_sampling_support(replay.cfg.generator)
         self.support = replay.engine_support(self.batch) if missing else []
         replay.offload_engine()
-        known = self._evidence(loaded, probe, scores, hidden)
-        verdict = diagnose(known)
+        evidence = self._evidence(loaded, probe, scores, hidden)
+        verdict = diagnose(evidence)
         if verdict.asks == "versions":
-            known.versions = self._versions(loaded)
-            verdict = diagnose(known)
+            evidence.versions = self._versions(loaded)
+            verdict = diagnose(evidence)
         elif verdict.asks == "weights":
-            known.tensors, known.same_tensors = self._tensors(verdict)
-            verdict = diagnose(known)
+            evidence.tensors, evidence.same_tensors = self._tensors(verdict)
+            verdict = diagnose(evidence)
         uids = self.batch.uids or [str(row) for row in self.rows]
         responses = [int(count) for count in self.batch.response_mask.sum(1).tolist()]
-        return MismatchReport(recorded.step, known, verdict, len(every), uids, rows_of(self.batch), responses)
+        return MismatchReport(recorded.step, evidence, verdict, len(every), uids, rows_of(self.batch), responses)
 
     # ------------------------------------------------------------------ the trainer
     def _load(self) -> int:
@@ -127,18 +127,18 @@ class MismatchMeasurement:
         same = ComputeMode(experts, "whole")
         engine_dtype, trainer_dtype = self.replay.dtypes
         coarse = max((engine_dtype, trainer_dtype), key=EPSILON.__getitem__)
-        plain, found = self._trainer(batch, same, temperature=1.0, layers=True)
+        plain, layers_now = self._trainer(batch, same, temperature=1.0, layers=True)
         bent, moved = self._trainer(batch, same, temperature=1.0, layers=True, perturbation=EPSILON[coarse])
         _, as_used = self._trainer(batch, used, layers=True)
-        own = self._trainer(batch, ComputeMode("natural", "whole"))[1]
+        natural = self._trainer(batch, ComputeMode("natural", "whole"))[1]
         bits = self.replay.cfg.trainer.exact_rollouts and not device.driver_gpu_count()
         limits = {
-            name: 0.0 if bits else max(float(relative(found[0][name], moved[0][name]).max()), EPSILON[coarse])
-            for name in found[0]
+            name: 0.0 if bits else max(float(relative(layers_now[0][name], moved[0][name]).max()), EPSILON[coarse])
+            for name in layers_now[0]
             if not name.startswith(PREFIX)
         }
-        layers = recorded_layers(own[0])
-        mine = [routes_of(each, max(layers, default=0) + 1) for each in own]
+        layers = recorded_layers(natural[0])
+        natural_routes = [routes_of(row, max(layers, default=0) + 1) for row in natural]
         moves = LogprobMismatch.of(plain, bent, self.masks)
         rounding, finest = (
             limit_of(coarse, LogprobDiff(moves.largest, moves.mean)),
@@ -157,10 +157,10 @@ class MismatchMeasurement:
             ways={way: LogprobMismatch.of(record, logprobs, self.masks) for way, logprobs in ways.items()},
             now=LogprobMismatch.of(scores, plain, self.masks),
             layers_used=LayerDifferences.of(as_used[0], hidden, limits),
-            layers_same=LayerDifferences.of(found[0], hidden, limits),
+            layers_same=LayerDifferences.of(layers_now[0], hidden, limits),
             sampled_by=self._sampled_by(),
             recorded_routes=RouteDiff.of(batch.rollout_routes or [None] * len(batch), self.routes, layers),
-            natural_routes=RouteDiff.of(mine, self.routes, layers) if layers else None,
+            natural_routes=RouteDiff.of(natural_routes, self.routes, layers) if layers else None,
             probe=probe,
         )
 
@@ -178,30 +178,30 @@ class MismatchMeasurement:
     # ------------------------------------------------------------------ further measurements
     def _versions(self, loaded: int) -> dict[str, LogprobMismatch]:
         """Return the mismatch of the record with other versions: the initial weights and the nearest checkpoints."""
-        batch, found = self.batch, {}
+        batch, gaps = self.batch, {}
         assert batch.rollout_logprobs is not None
         record = batch.rollout_logprobs.numpy()
         if self.initial is not None:
-            found["0"] = LogprobMismatch.of(record, self.initial[self.rows], self.masks)
+            gaps["0"] = LogprobMismatch.of(record, self.initial[self.rows], self.masks)
         near = sorted(self.folders, key=lambda version: abs(version - self.recorded.version))[:VERSIONS]
         for version in near:
             if version != loaded:
                 self.replay.load(version, self.folders[version])
-                found[str(version)] = LogprobMismatch.of(record, self._trainer(batch, self.used)[0], self.masks)
-        return found
+                gaps[str(version)] = LogprobMismatch.of(record, self._trainer(batch, self.used)[0], self.masks)
+        return gaps
 
     def _tensors(self, verdict: Verdict) -> tuple[list[str], bool]:
         """Compare the tensors of the first layer that differs: a line for each that differs, and whether none does."""
-        place = verdict.place
-        assert place is not None
-        trainer = self.replay.policy.layer_weights(place.layer)
-        workers = self.replay.engine_weights(place.layer)
-        where = "outside of the layers" if place.layer is None else f"in layer {place.layer}"
+        divergence = verdict.place
+        assert divergence is not None
+        trainer = self.replay.policy.layer_weights(divergence.layer)
+        workers = self.replay.engine_weights(divergence.layer)
+        where = "outside of the layers" if divergence.layer is None else f"in layer {divergence.layer}"
         if len(workers) > 1:
             line = f"tensors {where} were not compared: the engine splits them over {len(workers)} workers"
             return [line], False
-        found = differing_tensors(trainer, workers[0], self.replay.dtype)
+        differing = differing_tensors(trainer, workers[0], self.replay.dtype)
         same = (
             f"all {len(trainer)} tensors {where} are bitwise equal to the trainer's: the kernels compute differently"
         )
-        return found or [same], not found
+        return differing or [same], not differing

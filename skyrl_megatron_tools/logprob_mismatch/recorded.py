@@ -6,12 +6,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_megatron.checks import load_config
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_observe.dump import Versions, dump_path, read_dump, refuse_other_dump
-from skyrl_megatron_observe.preflight import load_config
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def read_step(cfg: SkyRLTrainConfig, step: int) -> RecordedStep:
     try:
         batch, versions = read_dump(path)
     except (OSError, ValueError) as error:
-        there = sorted(int(each.stem.rpartition("_")[2]) for each in path.parent.glob("global_step_*.safetensors"))
+        there = sorted(int(file.stem.rpartition("_")[2]) for file in path.parent.glob("global_step_*.safetensors"))
         reason = str(error) if path.is_file() else f"its batch is not in {path.parent}"
         others = f"steps {', '.join(map(str, there))} are there" if there else "no step is there"
         fix = f"{reason} ({others}): run the step with trainer.dump_data_batch=true"

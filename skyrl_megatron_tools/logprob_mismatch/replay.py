@@ -48,21 +48,21 @@ def differing_tensors(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np
     rows = {row.tobytes() for tensor in engine.values() for row in _matrix(tensor)}
     vectors = [tensor.tobytes() for tensor in engine.values() if tensor.ndim == 1]
     packed = [tensor for tensor in engine.values() if tensor.ndim == 3]
-    found = []
+    differing = []
     for name, plain in trainer.items():
         forms = [plain, rounded(plain, dtype)]  # an engine may keep some tensors, such as a router, in fp32
         if plain.ndim == 1:
             if not any(form.tobytes() in vector for form in forms for vector in vectors):
-                found.append(f"{name} differs: the engine has no such vector")
+                differing.append(f"{name} differs: the engine has no such vector")
             continue
-        missing, count, what = min((_missing(form, rows) for form in forms), key=lambda each: each[0])
+        missing, count, what = min((_missing(form, rows) for form in forms), key=lambda result: result[0])
         if missing and (expert := EXPERT.search(name)) and packed:
             number = int(expert[1] or expert[2])
             values = [tensor[number] for tensor in packed if number < len(tensor)]
-            missing, count, what = min(_missing_values(form, each) for form in forms for each in values)
+            missing, count, what = min(_missing_values(form, expert_rows) for form in forms for expert_rows in values)
         if missing:
-            found.append(f"{name} differs: {missing} of its {count} {what} are not in the engine")
-    return found
+            differing.append(f"{name} differs: {missing} of its {count} {what} are not in the engine")
+    return differing
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -116,7 +116,7 @@ class ReplayEngine(VLLMEngine):
 
 
 Hidden = dict[str, np.ndarray]
-"""Place (``skyrl_megatron_parts/profiling.py``) → hidden states [n, H] of one sample."""
+"""Place (``runtime/recording.py``) → hidden states [n, H] of one sample."""
 
 
 class Replay:
@@ -156,11 +156,11 @@ class Replay:
         placement = create_placement(cfg)
         self.closing.append(placement.remove)
         settings = engine_settings(cfg, log_file=self.logs / "engine.log")
-        place = placement["engines"]
-        options = place.options(0, settings.workers)
-        environment = place.engine_environment(0, settings.workers)
+        allocation = placement["engines"]
+        options = allocation.options(0, settings.workers)
+        environment = allocation.engine_environment(0, settings.workers)
         settings = dataclasses.replace(
-            settings, distributed_executor_backend=place.engine_executor(0, settings.workers)
+            settings, distributed_executor_backend=allocation.engine_executor(0, settings.workers)
         )
         make: Any = partial(RayEngine, settings, kind=ReplayEngine, environment=environment, **options)
         self.pool, self.dtype = EnginePool([make], wait_s=cfg.trainer.phase_timeout_s), settings.dtype

@@ -1,17 +1,10 @@
-"""Elastic engines: engines that were started elsewhere join and leave over the run's HTTP registry during training.
+"""Elastic engines: engines that were started elsewhere join and leave during training, over the run's registry
+(:mod:`~skyrl_megatron_tools.remote.registry`).
 
 An engine joins with a :class:`JoinRequest`. The run checks its server and adds it to the pool, paused. It serves after
 a weight sync with correct checksums and a passed probe: a separate one if the trainer still has the published weights,
 else the next regular one. It is removed when it leaves, stops sending heartbeats, or dies. The run never restarts it,
 but it may join again.
-
-| request | purpose |
-|---|---|
-| ``POST /engines/check`` | check whether an engine with this model and these packages may join; return requirements |
-| ``POST /engines`` | join, with a ``JoinRequest`` |
-| ``GET /engines`` | list all engines and their states |
-| ``PUT /engines/NAME`` | heartbeat; return the engine's state |
-| ``DELETE /engines/NAME`` | leave; answered when the engine is not needed any more |
 """
 
 from __future__ import annotations
@@ -21,17 +14,13 @@ import contextlib
 import importlib.metadata
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-
 from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot, EngineState
-from skyrl_megatron.inference.http_endpoint import error_response, guarded_app, json_body
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
 from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
 
@@ -125,15 +114,15 @@ def checked(body: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of :data:`PACKAGES` in this environment."""
-    found = {}
+    versions = {}
     for name, distributions in PACKAGES.items():
         for distribution in distributions:
             try:
-                found[name] = importlib.metadata.version(distribution)
+                versions[name] = importlib.metadata.version(distribution)
                 break
             except importlib.metadata.PackageNotFoundError:
                 continue
-    return found
+    return versions
 
 
 def _value(model: Mapping[str, Any], key: str) -> str:
@@ -210,8 +199,6 @@ class Fleet:
         self.silence_s, self.drain_s, self.timeout_s = silence_s, drain_s, timeout_s
         self.weights_from = weights_from
         self.members: dict[str, FleetMember] = {}
-        self.sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None
-        """Sends the published weights to one engine; None until there is a trainer."""
         self._tasks: set[asyncio.Task[None]] = set()
         pool.newcomers = True
 
@@ -285,9 +272,10 @@ class Fleet:
     async def _sync_weights(self, member: FleetMember) -> None:
         slot = member.slot
         async with self.pool.changing:  # a running sync ends first
-            if self.sync_engine is not None and slot.state is EngineState.PAUSED and not self.pool.asleep:
+            sync_engine = self.pool.sync_engine  # None until there is a trainer
+            if sync_engine is not None and slot.state is EngineState.PAUSED and not self.pool.asleep:
                 try:
-                    await self.sync_engine(slot)
+                    await sync_engine(slot)
                 except SkyRLMegatronError as error:
                     log.info("%s waits for the next weight sync: %s", slot.name, error)
         self._report(member)
@@ -347,87 +335,3 @@ def _is_loopback(host: str | None) -> bool:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
-
-
-def build_registry(fleet: Fleet, token: str) -> FastAPI:
-    """Build the application. Every request except ``GET /health`` needs ``Authorization: Bearer <token>``.
-
-    Status codes: 401 without the token, 400 for an invalid body, 409 with the reason if an engine cannot join, 404 for
-    an unknown engine.
-    """
-    app = guarded_app(token)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse({"published": fleet.pool.published})
-
-    @app.post("/engines/check")
-    async def check(request: Request) -> Response:
-        async def answer() -> Response:
-            body = checked(await json_body(request), {"model": dict, "versions": dict})
-            if problems := fleet.requirements.incompatibilities(**body):
-                return error_response(409, "; ".join(problems))
-            required = fleet.requirements
-            return JSONResponse(
-                {
-                    "dtype": required.dtype,
-                    "max_model_len": required.max_model_len,
-                    "served_model_name": required.served_model_name,
-                }
-            )
-
-        return await _answer(answer())
-
-    @app.post("/engines")
-    async def join(request: Request) -> Response:
-        async def answer() -> Response:
-            member = await fleet.join(JoinRequest.of(await json_body(request)))
-            return JSONResponse(_view(fleet, member) | {"heartbeat_s": fleet.heartbeat_s}, 201)
-
-        return await _answer(answer())
-
-    @app.get("/engines")
-    async def engines() -> Response:
-        return JSONResponse({"published": fleet.pool.published, "engines": fleet.describe()})
-
-    @app.put("/engines/{name}")
-    async def heartbeat(name: str) -> Response:
-        try:
-            return JSONResponse(_view(fleet, fleet.heartbeat(name)))
-        except KeyError:
-            return _unknown(name)
-
-    @app.delete("/engines/{name}")
-    async def leave(name: str) -> Response:
-        try:
-            return JSONResponse(_view(fleet, await fleet.leave(name)))
-        except KeyError:
-            return _unknown(name)
-
-    return app
-
-
-async def _answer(work: Awaitable[Response]) -> Response:
-    try:
-        return await work
-    except RequestError as error:
-        return error_response(400, str(error))
-    except EngineError as error:
-        return error_response(409, str(error))
-
-
-def _view(fleet: Fleet, member: FleetMember) -> dict[str, Any]:
-    slot = member.slot
-    return {
-        "engine": member.name,
-        "state": member.state,
-        "version": slot.version,
-        "published": fleet.pool.published,
-        "answered": slot.answered,
-        "moved": member.moved,
-        "why": slot.why,
-    }
-
-
-def _unknown(name: str) -> Response:
-    return error_response(404, f"no engine {name} has joined this run")

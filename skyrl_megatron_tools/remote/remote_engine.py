@@ -23,7 +23,6 @@ import httpx
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
-from skyrl_megatron.inference.http_endpoint import MAX_HEAD_BYTES, EngineGuard
 from skyrl_megatron.inference.protocol import (
     ENGINE_KEY,
     INITIAL_VERSION,
@@ -39,6 +38,7 @@ from skyrl_megatron.inference.sampling_params import TOKENS, WrongType, invalid_
 from skyrl_megatron.inference.vllm.processes import last_errors
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config, platform_arguments, worker_environment
 from skyrl_megatron.weight_sync.tensors import plain_metadata
+from skyrl_megatron_agents.http_endpoint import MAX_HEAD_BYTES, EngineGuard
 
 MODULE = "skyrl_megatron_tools.remote.api_server"
 REQUIRED_ARGUMENTS = {
@@ -101,8 +101,13 @@ class EngineServer:
             self.command = [sys.executable, "-m", MODULE, "--headless", *flags(arguments), *more]
         else:
             guard = f"{EngineGuard.__module__}.{EngineGuard.__name__}"
-            own = {"host": host, "port": port, "middleware": guard, "h11_max_incomplete_event_size": MAX_HEAD_BYTES}
-            self.command = [sys.executable, "-m", MODULE, *flags(arguments | own), *more]
+            serving = {
+                "host": host,
+                "port": port,
+                "middleware": guard,
+                "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
+            }
+            self.command = [sys.executable, "-m", MODULE, *flags(arguments | serving), *more]
         self.environment = os.environ | worker_environment() | {ENGINE_KEY: key, "VLLM_SERVER_DEV_MODE": "1"}
         if hosts.count > 1:
             self.environment["VLLM_HOST_IP"] = host  # the address for workers on other hosts
@@ -171,20 +176,20 @@ class EngineServer:
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
     """Convert arguments of vLLM's engine to options of its command line. None values are left out."""
-    found: list[str] = []
+    words: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if value is None:
             continue
         if isinstance(value, bool):
-            found.append(f"--{option}" if value else f"--no-{option}")
+            words.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, Mapping):
-            found.append(f"--{option}={json.dumps(value)}")
+            words.append(f"--{option}={json.dumps(value)}")
         elif isinstance(value, list | tuple):
-            found += [f"--{option}", *map(str, value)]
+            words += [f"--{option}", *map(str, value)]
         else:
-            found.append(f"--{option}={value}")
-    return found
+            words.append(f"--{option}={value}")
+    return words
 
 
 FIRST_ANSWER_S = 300.0
@@ -424,8 +429,8 @@ class RemoteEngine(InferenceEngine):
         path = "/v1/completions/render"
         bare = {"prompt": [1], "max_tokens": 1}
         [rendered] = await self._require("--enable-scale-out", "POST", self.url + path, bare)
-        own = {name: rendered["sampling_params"].get(name, value) for name, value in NEUTRAL.items()}
-        changed = [f"{name}={value}" for name, value in own.items() if value != NEUTRAL[name]]
+        defaults = {name: rendered["sampling_params"].get(name, value) for name, value in NEUTRAL.items()}
+        changed = [f"{name}={value}" for name, value in defaults.items() if value != NEUTRAL[name]]
         if changed:
             raise EngineError(
                 f"the server at {self.url} has sampling defaults {', '.join(changed)}: start it with "

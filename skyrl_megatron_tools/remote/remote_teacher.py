@@ -58,15 +58,15 @@ class RemoteTeacher:
                 "prompt_logprobs, or set trainer.teacher.models to a folder"
             )
         out = np.zeros((len(ids) - start, 1 + 2 * k), np.float32)
-        for place, position in enumerate(range(start, len(ids))):
-            found = {int(token): float(entry["logprob"]) for token, entry in given[position].items()}
-            best = sorted(found, key=lambda token: -found[token])[:k]
-            if ids[position] not in found or len(best) < k:
+        for row, position in enumerate(range(start, len(ids))):
+            logprobs = {int(token): float(entry["logprob"]) for token, entry in given[position].items()}
+            best = sorted(logprobs, key=lambda token: -logprobs[token])[:k]
+            if ids[position] not in logprobs or len(best) < k:
                 raise EngineError(
-                    f"the teacher at {self.url} returns {len(found)} log-probs per position, but {k} and the token's "
-                    f"own are needed: start it with --max-logprobs {k} or more, and with the policy's tokenizer"
+                    f"the teacher at {self.url} returns {len(logprobs)} log-probs per position, but {k} and that of "
+                    f"the token are needed: start it with --max-logprobs {k} or more, and with the policy's tokenizer"
                 )
-            out[place] = [found[ids[position]], *(found[token] for token in best), *best]
+            out[row] = [logprobs[ids[position]], *(logprobs[token] for token in best), *best]
         return out
 
     async def _ask(self, http: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:

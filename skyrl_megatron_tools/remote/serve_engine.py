@@ -33,13 +33,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_megatron import device, hub
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import EngineError, LaunchError, SkyRLMegatronError
-from skyrl_megatron.inference.http_endpoint import listening_socket
 from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
+from skyrl_megatron_agents.http_endpoint import listening_socket
 from skyrl_megatron_tools.remote.fleet import package_versions
 from skyrl_megatron_tools.remote.remote_engine import EngineHosts, EngineServer
 
@@ -103,7 +103,9 @@ class FleetClient:
         except httpx.TransportError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
         if response.status_code == 401:
-            raise LaunchError(f"{self.source}: the run at {self.url} does not accept this token")
+            raise LaunchError(
+                f"{self.source}: the run at {self.url} does not accept this token: copy its file registry_token"
+            )
         if response.status_code == 404 and method != "POST":
             return None
         try:
@@ -114,7 +116,10 @@ class FleetClient:
             return answer
         if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
             raise LaunchError(str(answer["error"].get("message")))
-        raise LaunchError(f"--registry={self.url}: status {response.status_code}: this is not the registry of a run")
+        raise LaunchError(
+            f"--registry={self.url}: status {response.status_code}: this is not the registry of a run; give the one "
+            "that the run prints"
+        )
 
 
 POLL_S = 1.0
@@ -246,10 +251,10 @@ def _hosts(options: argparse.Namespace) -> EngineHosts:
     if not 0 <= number < nodes:
         raise LaunchError(f"--node-rank={number}: with --nodes={nodes}, give 0 to {nodes - 1}")
     if workers % nodes:
-        raise LaunchError(f"--nodes={nodes} does not divide the {workers} workers (--tp times --pp)")
+        raise LaunchError(f"--nodes={nodes} does not divide the {workers} workers (--tp times --pp): change one")
     if number == 0:
         if nodes > 1 and not options.port:
-            raise LaunchError("--port is missing: the engine's other hosts connect to it")
+            raise LaunchError("--port is missing: the engine's other hosts connect to it, so choose one that is free")
         return EngineHosts(nodes, 0, (options.host, options.port))
     address = urlsplit(first or "")
     if address.hostname is None or address.port is None:
@@ -273,7 +278,10 @@ def _run_other_host(server: EngineServer, options: argparse.Namespace, stop: thr
             _say(f"{server.url} ended: no answer for {options.patience:g} s")
             return 0
         elif not ready and time.monotonic() - began > options.start_timeout:
-            raise EngineError(f"--first={server.url} was not ready after {options.start_timeout:g} s")
+            raise EngineError(
+                f"--first={server.url} was not ready after {options.start_timeout:g} s: see its log there, or raise "
+                "--start-timeout"
+            )
     return 0
 
 
@@ -373,9 +381,11 @@ def _token(file: str) -> str:
     try:
         token = Path(file).expanduser().read_text().strip()
     except OSError as error:
-        raise LaunchError(f"--token-file={file}: {error.strerror}") from error
+        raise LaunchError(
+            f"--token-file={file}: {error.strerror}; give a copy of the run's file registry_token"
+        ) from error
     if not token:
-        raise LaunchError(f"--token-file={file}: the file is empty")
+        raise LaunchError(f"--token-file={file}: the file is empty: copy the run's file registry_token")
     return token
 
 

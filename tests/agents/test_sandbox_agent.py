@@ -202,13 +202,14 @@ def test_the_settings_are_checked(tmp_path):
 
 
 def test_a_provider_that_cannot_run_here_is_found_before_the_run(monkeypatch, tmp_path):
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun, features
+    from skyrl_megatron_agents.checks import sandboxes
 
     monkeypatch.setenv("SKYRL_MEGATRON_HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nothing.sock")
     cfg = SkyRLTrainConfig()
     cfg.generator.name, cfg.generator.agent.sandbox = "agent", "docker"
-    (found,) = features(PlannedRun(cfg, Hardware(0, 1)))
+    (found,) = sandboxes(PlannedRun(cfg, Hardware(0, 1)))
     assert found.key == "generator.agent.sandbox" and "cannot run here" in str(found)

@@ -62,3 +62,31 @@ def test_long_texts_lose_their_middle(tmp_path):
 
     text = TrajectoryRecords(tmp_path, Numbers(), 4, 1)._text(list(range(5000)))
     assert text.startswith("0 1 ") and text.endswith(" 4999") and "4000 tokens" in text and " 2500 " not in text
+
+
+class Recording:
+    """A generator of trajectories that agents make."""
+
+    records = None
+
+
+def test_a_run_sets_where_its_generator_writes(tmp_path):
+    """In the steps of the samples. A resumed run drops those of later steps, a new one all."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.recorders import RecordedRun
+    from skyrl_megatron_agents.trajectory_records import TrajectoryRecorder
+
+    keys = {"trainer.log_path": str(tmp_path), "trainer.samples_per_step": 4, "trainer.samples_per_run": 8}
+    cfg = SkyRLTrainConfig.from_cli_overrides(keys)
+    generator, folder = Recording(), tmp_path / "skyrl/test_run/trajectories"
+    recorder = TrajectoryRecorder(RecordedRun(cfg, Numbers(), 10, generator, None, dict))
+    records = generator.records
+    assert (records.folder, records.most, records.interval) == (folder, 4, 5)
+    folder.mkdir(parents=True)
+    for step in (1, 6):
+        (folder / f"step_{step}.jsonl").touch()
+    recorder.on_load(3)
+    assert [path.name for path in folder.iterdir()] == ["step_1.jsonl"]
+    recorder.on_load(None)
+    assert not folder.exists()
+    TrajectoryRecorder(RecordedRun(cfg, Numbers(), 10, object(), None, dict))  # a generator without agents

@@ -144,8 +144,7 @@ def bf16_model(
     from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
-    from skyrl_megatron_parts.muon import matrices_of
+    from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer, partial_optimizer
 
     megatron_patches.install()
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)
@@ -164,10 +163,10 @@ def bf16_model(
         num_warmup_steps=0, num_decay_steps=None, decay_norms_and_biases=False,
     )  # fmt: skip
     settings = types.SimpleNamespace(**(usual | changes))
-    matrices = matrices_of(model, groups, "optimizer") if optimizer == "muon" else []
+    partial = partial_optimizer(optimizer, model, groups, None, "optimizer")
     optimizer = build_optimizer(
         chunks, settings, options or {}, groups, params_dtype=dtype, use_distributed_optimizer=distributed,
-        overlap_param_gather=False, matrices=matrices,
+        overlap_param_gather=False, partial=partial,
     )  # fmt: skip
     return model, RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))
 

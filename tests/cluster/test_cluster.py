@@ -18,7 +18,7 @@ JOIN = "import ray; ray.init(logging_level='ERROR'); print(int(ray.cluster_resou
 LEAVE = """
 import sys
 import psutil, ray
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers import ray_setup
 

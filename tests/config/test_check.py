@@ -38,7 +38,7 @@ def run_args(tmp_path_factory):
 
 def test_report(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     layout = [f"{M}pipeline_model_parallel_size=2", f"{M}expert_model_parallel_size=2", "trainer.logger=console"]
     layout.append(f"{M}moe_expert_moves=auto")
@@ -72,7 +72,7 @@ def test_names_of_held_out_data_are_checked(run_args, tmp_path, capsys):
     import json
 
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     def said(*sources, **keys):
         rows = [
@@ -100,7 +100,7 @@ def test_names_of_held_out_data_are_checked(run_args, tmp_path, capsys):
 
 def test_the_configuration_is_printed_when_it_is_asked_for(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     args = [*run_args, "trainer.logger=console"]
     assert check.run(args, Hardware(1, 1)) == 0
@@ -113,7 +113,7 @@ def test_the_configuration_is_printed_when_it_is_asked_for(run_args, capsys):
 
 def test_the_cost_of_exact_rollouts(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     args = [*run_args, "trainer.logger=console", "trainer.exact_rollouts=true", "trainer.placement.colocate_all=false"]
     args += ["trainer.placement.policy_num_gpus_per_node=1", "trainer.algorithm.use_kl_loss=false"]
@@ -126,7 +126,7 @@ def test_the_cost_of_exact_rollouts(run_args, capsys):
 
 def test_what_does_not_fit_is_shown_after_the_problems(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     assert check.run([*run_args, "trainer.logger=console", "--gpu", "1GiB"], Hardware(1, 1)) == 2
     out, err = capsys.readouterr()
@@ -179,7 +179,7 @@ def test_yaml_syntax_names_the_line(tmp_path):
 
 
 def test_unsupported_model(tmp_path, capsys):
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen3_mo", "num_hidden_layers": 2, "num_attention_heads": 2}'
@@ -203,10 +203,10 @@ def test_a_table_that_does_not_tell_its_matrices_is_refused(tmp_path, monkeypatc
     from bridges.conversions import Conversion
     from bridges.families.llama import FAMILY
     from bridges.rows import Row
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.preflight.model_checks import model_files
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
     from tests.bridges.tiny_models import save_tiny
 
     class Folded(Conversion):
@@ -241,7 +241,7 @@ def test_a_table_that_does_not_tell_its_matrices_is_refused(tmp_path, monkeypatc
 
 
 def test_check_for_another_machine(run_args, capsys):
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     args = [*run_args, "trainer.logger=console", "trainer.placement.policy_num_nodes=2"]
     args += ["trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=16"]

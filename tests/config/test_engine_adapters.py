@@ -213,9 +213,10 @@ def test_engines_are_started_for_all_adapters(tmp_path):
 
 @pytest.mark.parametrize("names, refused", [("{math,code}", True), ("{math}", False)])
 def test_a_generator_that_knows_of_no_adapters_is_refused(names, refused):
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.plugins import GENERATORS
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun, features
+    from skyrl_megatron_observe.preflight.option_checks import features
 
     class Older:
         def __init__(self, generator_cfg, skyrl_gym_cfg, inference_engine_client, tokenizer, *, seed, nonfinite):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron_observe.preflight.model_checks import engine_weights
-from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 from tests.bridges.tiny_models import tiny_config
 
 E = "generator.inference_engine."

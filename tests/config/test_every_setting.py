@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 
+from skyrl_megatron.checks import PlannedRun, run_checks
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.fields import leaves
 from skyrl_megatron.config.rules.ineffective import ineffective_settings
 from skyrl_megatron.config.validate import find_problems, require_available
 from skyrl_megatron.errors import ConfigError
-from skyrl_megatron_observe.preflight import PlannedRun, run_checks
 from tests.config.settings import base
 from tests.config.settings.table import NO_EFFECT, REFUSED, REFUSED_BY_RANKS, ROWS
 from tests.config.test_ineffective import IDLE_BY_DEFAULT

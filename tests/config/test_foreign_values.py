@@ -24,10 +24,10 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def problems(folders):
     def found(keys, family="qwen3_moe", training=True):
+        from skyrl_megatron.checks import PlannedRun
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.config.hardware import Hardware
         from skyrl_megatron_observe.preflight.model_checks import model_files
-        from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
         paths = {f"trainer.{role}.model.path": str(folders[family]) for role in ("policy", "ref")}
         run = PlannedRun(SkyRLTrainConfig.from_cli_overrides(paths | keys), Hardware(8), training=training)
@@ -114,10 +114,10 @@ VLLM = {
 @pytest.mark.parametrize("case", VLLM)
 def test_what_validators_of_vllm_accept_is_no_problem(case):
     """They change values before the types are compared."""
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.preflight.foreign_values import foreign_values
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     def found(argument):
         cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", f"{E}{argument}"])
@@ -128,6 +128,7 @@ def test_what_validators_of_vllm_accept_is_no_problem(case):
     assert problem.key == f"{E}speculative_config.attention_backend"
 
 
+@pytest.mark.process
 def test_a_sampling_key_is_not_blamed_for_another():
     from skyrl_megatron.inference.vllm.values import sampling_faults
 

@@ -65,7 +65,11 @@ def test_every_rule_names_settings_that_are_there():
 
 OTHERWISE_IDLE = {
     "trainer.ref.model.path": ({"trainer.algorithm.use_kl_loss": False}, "/x", "no separate reference model"),
-    "trainer.algorithm.eps_clip_low": ({"trainer.algorithm.policy_loss_type": "sapo"}, 0.1, "does not clip"),
+    "trainer.algorithm.eps_clip_low": (
+        {"trainer.algorithm.policy_loss_type": "sapo"},
+        0.1,
+        "is not regular, dual_clip",
+    ),
     "trainer.micro_train_batch_size_per_gpu": (
         {"trainer.max_tokens_per_microbatch": 2048},
         2,

@@ -25,7 +25,7 @@ def qwen(tmp_path_factory):
 @pytest.fixture
 def check(qwen, capsys):
     """Run ``--check`` with that model: (exit code, stdout, stderr)."""
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     rows = [f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]", "trainer.logger=console"]
     rows += ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
@@ -93,10 +93,10 @@ def test_without_sizes_memory_is_not_checked(check):
 
 def test_memory_that_may_be_locked(qwen):
     """RDMA cards register buffers under a limit, which ends a run over several nodes and none within one."""
+    from skyrl_megatron.checks import NotChecked, PlannedRun
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.preflight.machine_checks import machine
-    from skyrl_megatron_observe.preflight.option_checks import NotChecked, PlannedRun
 
     def found(nodes, limit):
         cfg = SkyRLTrainConfig.from_cli_overrides(

@@ -363,7 +363,8 @@ VALUES = [
 
 def test_any_key_and_value_gets_one_clear_error_or_none():
     """300 random ones: no traceback, and at most one problem, which names the key."""
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun, foreign_options
+    from skyrl_megatron.checks import PlannedRun
+    from skyrl_megatron_observe.preflight.option_checks import foreign_options
 
     rng, outcomes = random.Random(46), Counter()
     for number in range(300):

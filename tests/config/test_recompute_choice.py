@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
 
 def chosen(folder, gpu, **keys):
     """The configuration after the check of memory on two nodes of eight GPUs, and what the policy recomputes."""
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.resolve import fit_to_hardware
@@ -37,7 +38,6 @@ def chosen(folder, gpu, **keys):
     from skyrl_megatron_observe.estimate.memory_phases import RoleModel
     from skyrl_megatron_observe.estimate.memory_recompute import recomputation
     from skyrl_megatron_observe.preflight.machine_checks import memory
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.policy.model.path": str(folder)} | SIXTEEN | keys)
     hardware = Hardware(8, 2, gpu, 2000 * GB)

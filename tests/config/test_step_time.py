@@ -259,6 +259,24 @@ def test_the_report_names_each_term_and_says_what_it_needs(planned):
     assert "on H100" in lines[1] and lines[-1].startswith("with half as long responses: ")
 
 
+def test_the_report_says_how_stale_batches_are(planned):
+    """Engines that need far less time than training run as far ahead as they may."""
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+    from skyrl_megatron_observe.estimate.step_report import report_lines
+
+    separate = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=true"]
+    cfg, _ = planned(QWEN3_30B_A3B, *separate, valid=False)
+    ahead = cfg.trainer.fully_async
+    ahead.enabled, ahead.max_staleness_steps, ahead.num_parallel_generation_workers = True, 3, 10_000
+    lines = report_lines(cfg, parameter_tables(cfg), Hardware(8, 2, 80 * 10**9, gpu="H100", elsewhere=True))
+    (line,) = (line for line in lines if line.startswith("  staleness"))
+    assert line.split("   ")[-1] == (
+        "trainer.fully_async.max_staleness_steps=3, num_parallel_generation_workers=10000"
+    )
+    assert "3.00 steps on average, at most 3" in line
+
+
 def test_a_run_compares_its_second_step_alone(planned, tmp_path):
     """The callable that the trainer has, with the metrics of a step."""
     from skyrl_megatron_observe.estimate.step_report import StepComparison

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 def check(folder, capsys):
     """Return (exit code, report, errors) of the command with some keys."""
     from skyrl_megatron.config.schema.sft import SFTTrainConfig
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     def run(*keys, data="short", machine=None):
         files = ",".join(f"{folder}/{name}.jsonl" for name in data.split())

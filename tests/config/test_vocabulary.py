@@ -51,7 +51,7 @@ def check(verb, folder, *keys, capsys):
     import importlib
 
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     data, cls = folder / "rows.jsonl", SkyRLTrainConfig
     if verb == "train":

@@ -56,12 +56,12 @@ def test_ids_of_packages_have_a_name():
 
 def test_a_row_leads_only_where_the_configuration_says():
     """Neither to another server nor to another module; ``--check`` names it, and the servers that are asked."""
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config import SkyRLGymConfig, SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.envs import base_text_env as registry
     from skyrl_megatron.errors import DataError
     from skyrl_megatron_observe.preflight.data_checks import _environments
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     url = "nemo-gym:http://127.0.0.1:9"
     assert registry.config_of("reasoning-gym:maze", SkyRLGymConfig()) == {}

@@ -61,6 +61,21 @@ def test_one_that_comes_with_the_package_is_replaced_on_purpose_only():
     assert envs.spec("multiply") == ours
 
 
+def test_a_script_replaces_what_a_plugin_registers_later(monkeypatch):
+    """Plugins are loaded at the first unknown id, which may be after the script's own registrations."""
+    from skyrl_megatron.envs import base_text_env
+
+    search = envs.spec("search")
+    monkeypatch.setattr(base_text_env, "_registry", {})
+    envs.register("search", Echo, override=True)
+    envs.register(search.id, search.entry_point)
+    assert envs.spec("search").entry_point is Echo
+    monkeypatch.setattr(base_text_env, "_registry", {})
+    envs.register("search", Echo)
+    with pytest.raises(DataError, match=r"'search' is built in \(skyrl_megatron_agents.*override=True"):
+        envs.register(search.id, search.entry_point)
+
+
 def test_mistakes_are_named(registered):
     with pytest.raises(DataError, match=r"no environment 'none': register it .* one of \['addition', 'aime'"):
         envs.make("none")

@@ -107,7 +107,7 @@ GUARDS = (
         ("object store", BYTES[0], "start"),
         taken_away.hashes,
         "DID NOT RAISE",
-        "tests/weight_sync/test_versions.py::test_damage_is_named_and_never_served",
+        "tests/tools/test_weight_versions.py::test_damage_is_named_and_never_served",
     ),
     Guard(
         "sums of buckets",

@@ -201,6 +201,10 @@ def _in_environment(what: str) -> None:
     Digits.step = strange
 
 
+def _registry_of(client):
+    return client.services["enable_registry"]
+
+
 def _in_registry(trainer, what: str) -> None:
     """Ask the registry of a run for its engines, of which it fails to tell, or tells late; the status of its answer
     is a line of ``registry.txt``."""
@@ -209,10 +213,11 @@ def _in_registry(trainer, what: str) -> None:
     from skyrl_megatron.config.resolve import run_folder
 
     end = time.monotonic() + FOUND_S
-    while (registry := getattr(getattr(trainer, "inference_engine_client", None), "_registry", None)) is None:
+    while not (client := getattr(trainer, "inference_engine_client", None)) or not _registry_of(client).url:
         assert time.monotonic() < end, "the run has no registry"
         time.sleep(0.05)
-    fleet = trainer.inference_engine_client.fleet
+    registry = _registry_of(client)
+    fleet = registry.fleet
     describe = fleet.describe
 
     def strange():

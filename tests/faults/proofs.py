@@ -120,7 +120,7 @@ PROOFS = (
         ("sync",),
     ),
     Proof(
-        "tests/weight_sync/test_versions.py::test_damage_is_named_and_never_served",
+        "tests/tools/test_weight_versions.py::test_damage_is_named_and_never_served",
         ("object store",),
         BYTES[:1],
         ("start",),

@@ -20,8 +20,8 @@ def check(argv):
     import os
 
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    from skyrl_megatron.entrypoints.check import run
     from skyrl_megatron.errors import SkyRLMegatronError
-    from skyrl_megatron_observe.preflight.check import run
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

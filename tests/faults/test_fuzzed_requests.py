@@ -44,11 +44,12 @@ def servers(loop, tmp_path_factory):
 
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.engine_pool import EnginePool
-    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
+    from skyrl_megatron_agents.http_endpoint import HttpServer, build_app
     from skyrl_megatron_observe.dashboard import DashboardServer
     from skyrl_megatron_observe.exporters import PrometheusEndpoint
     from skyrl_megatron_observe.run_report import RunReader
-    from skyrl_megatron_tools.remote.fleet import EngineRequirements, Fleet, build_registry
+    from skyrl_megatron_tools.remote.fleet import EngineRequirements, Fleet
+    from skyrl_megatron_tools.remote.registry import build_registry
     from tests.support.rank_pool import lasting_port
 
     async def serve():

@@ -15,8 +15,8 @@ import json, time
 from pathlib import Path
 def train_critic_and_policy(self, batch):
     folder = Path(self.cfg.trainer.ckpt_path).parent
-    endpoints = {name: server.url for name, server in (
-        ("endpoint", self.inference_engine_client._endpoint), ("registry", self.inference_engine_client._registry))}
+    services = self.inference_engine_client.services
+    endpoints = {"endpoint": services["enable_http_endpoint"].url, "registry": services["enable_registry"].url}
     (folder / "urls.tmp").write_text(json.dumps(endpoints))
     (folder / "urls.tmp").rename(folder / "urls.json")
     end = time.monotonic() + 200

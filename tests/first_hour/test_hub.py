@@ -348,7 +348,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def check(folder, tmp_path, capsys):
     """Exit code, report and messages of ``--check`` with a model named so."""
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     def run(model, *args):
         settings = ["trainer.logger=console", "data.val_data=[]", f"data.train_data=['{folder}/prompts.jsonl']"]

@@ -119,9 +119,9 @@ def test_a_script_is_refused_what_a_command_is(folder):
 
 
 def test_a_script_may_register_its_environment_later(folder):
+    from skyrl_megatron.checks import PlannedRun, run_checks
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.support.whole_folder import write_sums
 
     rows = write_sums(folder / "rows.parquet", env_class=["mine_to_come"] * 8)

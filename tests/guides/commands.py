@@ -48,6 +48,7 @@ COMMANDS = (
     # checks: what is checked of a run is all that depends on its command
     Row(rf"{RUN} --check( trainer\.seed=1 .*)?$", "tests/guides/test_documents.py::test_local_commands_run"),
     Row(rf"{VERB}(check|train --check=1x8 .*) model=", HERE + "test_a_check_of_the_guides_finds_nothing"),
+    Row(rf"{VERB}check --gpu", "tests/launch/test_run_moe.py::test_check_for_another_machine_with_every_form"),
     # runs
     Row(rf"{RUN} (\[key=value …\]|…)$", "tests/launch/test_run_moe.py::test_help_is_true"),
     Row(
@@ -83,7 +84,7 @@ COMMANDS = (
         rf"{RUN} trainer\.healing",
         "tests/faults/test_recovery.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault",
     ),
-    Row(rf"{VERB}serve-engine", "tests/inference/test_fleet.py::test_an_engine_over_several_hosts"),
+    Row(rf"{VERB}serve-engine", "tests/tools/test_fleet.py::test_an_engine_over_several_hosts"),
     # after a run
     Row(r"skyrl-megatron evaluate", "tests/job/test_evaluate.py::test_a_model_is_evaluated_without_places_for_ranks"),
     Row(r"skyrl-megatron replay-batch", "tests/job/test_replay_batch.py::test_a_step_is_trained_again"),
@@ -92,12 +93,11 @@ COMMANDS = (
     Row(r"skyrl-megatron sft --show-row", "tests/rollout/test_show_row.py::test_the_text_marks_what_is_trained"),
     Row(r"skyrl-megatron dpo$", "tests/job/test_dpo.py::test_the_better_answers_are_preferred"),
     Row(r"skyrl-megatron reward$", "tests/job/test_reward.py::test_a_reward_model_is_trained"),
-    Row(r"curl http://127", "tests/inference/test_engines.py::test_the_openai_package_talks_to_the_endpoint"),
+    Row(r"curl http://127", "tests/agents/test_http_endpoint.py::test_the_openai_package_talks_to_the_endpoint"),
     Row(rf"{VERB}dashboard", "tests/observe/test_server.py::test_what_is_new_is_given"),
     Row(rf"{VERB}compare", "tests/observe/test_compare.py::test_exit_codes"),
     Row(rf"{VERB}diagnose", "tests/observe/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
     Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_mismatch.py::test_an_engine_with_a_wrong_weight"),
-    Row(rf"{VERB}simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
     # data, models
     Row(rf"{VERB}prepare gsm8k", "tests/prompts/test_prompts.py::test_gsm8k_from_its_files"),
     Row(

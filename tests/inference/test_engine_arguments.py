@@ -103,9 +103,10 @@ CHECK = """
 import json, os, sys, warnings
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron_observe.preflight import run_checks
+from skyrl_megatron.checks import run_checks
 from skyrl_megatron_observe.preflight.foreign_values import foreign_values
-from skyrl_megatron_observe.preflight.option_checks import PlannedRun, foreign_options
+from skyrl_megatron.checks import PlannedRun
+from skyrl_megatron_observe.preflight.option_checks import foreign_options
 from skyrl_megatron.config.validate import find_problems
 
 warnings.simplefilter("ignore")

@@ -70,8 +70,8 @@ from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 from skyrl_megatron.envs import register
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron_observe.preflight import load_config
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.checks import load_config
+from skyrl_megatron.command import run_command
 import sys
 
 register("digits", "digits:Digits")

@@ -72,6 +72,41 @@ def test_a_step_that_taught_nothing_says_why():
         with pytest.warns(SkyRLMegatronWarning, match=f"^step {step} learns nothing from its rewards: {why}"):
             lessons.look(step, made)
         lessons.look(step + 1, made)  # warnings are errors here
-    lessons.filtered(9, 2)
-    with pytest.warns(SkyRLMegatronWarning, match="^step 9: 3 batches of prompts did not fill one step"):
-        lessons.filtered(9, 3)
+
+
+def test_a_step_that_needs_many_batches_of_prompts_says_so():
+    """Once in a run, at the third batch that does not fill the step."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import pytest
+
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.sources.run_state import RunState
+    from skyrl_megatron.sources.source import PromptRollouts
+
+    def select(output, uids):
+        sampler.sampled_batches += 1
+        return (output, uids) if sampler.sampled_batches == enough else None
+
+    sampler = SimpleNamespace(sampled_batches=0)
+    output = {"response_ids": [], "rewards": []}
+    parts = SimpleNamespace(
+        train_dataloader=SimpleNamespace(observe_batch=lambda rewards: None),
+        gates=Gates({}),
+        sampler=sampler,
+        sample_batch=lambda: (output, []),
+        postprocess_generator_output=lambda output, uids: output,
+        handle_dynamic_sampling=select,
+        note_rows=lambda output: None,
+        convert_to_training_input=lambda output, uids: uids,
+    )
+    run = RunState(total_steps=20, position={}, phases=lambda name: nullcontext(), say=print, step=8)
+    source = PromptRollouts(run, parts)
+    enough = 3
+    source.next_batch()  # warnings are errors here
+    sampler.sampled_batches, enough = 0, 5
+    with pytest.warns(SkyRLMegatronWarning, match="^step 9: 3 batches of prompts did not fill one step") as said:
+        source.next_batch()
+    assert len(said) == 1

@@ -40,7 +40,7 @@ def test_while_a_command_imports(number, module):
 WORKS = """
 import os, subprocess, sys, time
 from skyrl_megatron import interrupts
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 interrupts.END_S = {end_s}
 
 def work():
@@ -104,7 +104,7 @@ def test_an_end_that_hangs_is_made_short():
 
 DROPPED = """
 import ctypes, os, signal, sys, time
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 
 def signal_itself():
     os.kill(os.getpid(), {number})
@@ -148,7 +148,7 @@ def test_code_that_drops_or_replaces_the_exception(number, way):
 
 AFTER_RAY = """
 import os, signal, sys, time
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.workers.ray_setup import local_ray
 
 def work():
@@ -177,7 +177,7 @@ def test_a_command_under_nohup_does_not_notice_that_its_terminal_is_gone():
 
 STEPS = """
 import os, sys, time
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.command import run_command
 from skyrl_megatron.trainer.stopping import StopSignal
 
 def work():

@@ -165,9 +165,9 @@ def test_a_tensor_that_an_engine_holds_otherwise_is_named():
     ],
 )
 def test_what_it_cannot_explain_is_one_error(tmp_path, capsys, run, step, message):
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.resolve import save_config
-    from skyrl_megatron_observe.preflight import load_config
     from skyrl_megatron_tools.logprob_mismatch.explain_mismatch import main
     from tests.job import runs
 

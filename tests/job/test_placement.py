@@ -337,9 +337,9 @@ def test_a_hub_model_is_on_every_node_before_anything_there_needs_it(nodes, hub,
 def test_the_gpus_of_a_cluster_are_asked_of_the_cluster(nodes, capsys):
     """This process is on the head, which has none, and still a run on GPUs is what is checked."""
     from skyrl_megatron import device
+    from skyrl_megatron.checks import run_hardware
     from skyrl_megatron.config.hardware import Hardware, lockable_bytes, own_memory
-    from skyrl_megatron.entrypoints.command import run_hardware
-    from skyrl_megatron_observe.preflight import check
+    from skyrl_megatron.entrypoints import check
 
     sizes = (device.driver_gpu_bytes(), own_memory(), lockable_bytes())  # nodes are on this machine
     assert run_hardware() == Hardware(1, 3, *sizes, elsewhere=True)
@@ -350,7 +350,7 @@ def test_the_gpus_of_a_cluster_are_asked_of_the_cluster(nodes, capsys):
 
 @pytest.mark.process
 def test_a_cluster_that_is_not_there(monkeypatch):
-    from skyrl_megatron.entrypoints.command import run_hardware
+    from skyrl_megatron.checks import run_hardware
     from skyrl_megatron.errors import LaunchError
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

@@ -478,10 +478,10 @@ def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
 )
 def test_mistakes_are_one_message(folder, capsys, overrides, message):
     """As the script of these runs makes them, before anything starts (``tests/first_hour`` types such a command)."""
+    from skyrl_megatron.checks import load_config
+    from skyrl_megatron.command import run_command
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.entrypoints.command import run_command
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron_observe.preflight import load_config
 
     def work():
         run_experiment(load_config(SkyRLTrainConfig, runs.arguments(folder, **overrides))[0], BasePPOExp)

@@ -186,9 +186,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
 )
 def test_rows_that_name_no_adapter_of_the_run_are_refused(folder, adapter, message):
     """Before anything starts."""
+    from skyrl_megatron.checks import load_config
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron_observe.preflight import load_config
 
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     rows[7]["adapter"] = adapter

@@ -87,8 +87,8 @@ ANOTHER = {
 def test_a_run_resumes_its_own_checkpoints_only(folder, whole, tmp_path, name):
     """The check before a run, and the checkpointer when it loads, name both sides and the key that allows it."""
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.identity import run_identity
     from skyrl_megatron.trainer.checkpoints import resume_lines, resume_problems, run_checkpointer
-    from skyrl_megatron.trainer.identity import run_identity
 
     place = whole[0]
     given = {
@@ -124,9 +124,9 @@ def test_a_run_resumes_its_own_checkpoints_only(folder, whole, tmp_path, name):
 
 def test_a_checkpoint_of_an_older_version_warns(folder, whole, tmp_path):
     from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.identity import run_identity
     from skyrl_megatron.runtime.checkpoint.manifest import MANIFEST, Manifest
     from skyrl_megatron.trainer.checkpoints import resume_problems, run_checkpointer
-    from skyrl_megatron.trainer.identity import run_identity
 
     shutil.copytree(whole[0] / "ckpt", tmp_path / "ckpt")
     path = tmp_path / "ckpt/global_step_4" / MANIFEST

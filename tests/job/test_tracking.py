@@ -113,8 +113,8 @@ def test_a_full_disk_costs_no_line(tmp_path):
 
 @pytest.mark.process
 def test_the_run_leaves_curves_and_a_page(tmp_path):
+    from skyrl_megatron_observe.curves import write_curves
     from skyrl_megatron_observe.observe import PageWriter
-    from skyrl_megatron_observe.summary import write_curves
 
     folder = tracked(tmp_path, [1, 2, 3]).folder
     write_curves(folder)
@@ -140,8 +140,8 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
 def test_several_trackers_get_the_same(tmp_path, monkeypatch):
     """As SkyRL's users write it. The clients are lists: those of the services come with packages of their own
     (tests/observe/test_trackers.py)."""
-    from skyrl_megatron.trainer import tracking as trackers
     from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron_observe import trackers
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     got, known = {"wandb": [], "swanlab": []}, []
@@ -154,7 +154,8 @@ def test_several_trackers_get_the_same(tmp_path, monkeypatch):
 
         return start
 
-    monkeypatch.setattr(trackers, "CLIENTS", {name: client_of(name) for name in got})
+    for name in got:
+        monkeypatch.setattr(trackers, f"start_{name}", client_of(name))
     cfg = config(tmp_path, **{"trainer.logger": "[wandb,tensorboard,swanlab,wandb]"})
     tracking = Tracking(cfg)
     tracking.open(total_steps=1)
@@ -170,7 +171,8 @@ def test_several_trackers_get_the_same(tmp_path, monkeypatch):
 def test_a_tracker_that_fails_costs_no_run(tmp_path):
     """A real wandb client package is not needed: any client object may raise."""
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.tracking import ExternalTracker, TrackerClient, Tracking
+    from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron_observe.trackers import ExternalTracker, TrackerClient
 
     calls = []
 
@@ -180,7 +182,7 @@ def test_a_tracker_that_fails_costs_no_run(tmp_path):
 
     tracking = Tracking(config(tmp_path))
     client = TrackerClient("id", fail, lambda rows, number: calls.append(rows), lambda: calls.append("finish"))
-    tracking._named = [ExternalTracker("wandb", client)]
+    tracking._registered.append(ExternalTracker("wandb", client))
     tracking.open(total_steps=2)
     with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away") as said:
         tracking.log(step(1, 0.1), 1)
@@ -195,7 +197,7 @@ def test_a_tracker_that_hangs_holds_up_no_step(tmp_path, monkeypatch):
     import threading
 
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer import tracking as trackers
+    from skyrl_megatron_observe import trackers
 
     monkeypatch.setattr(trackers, "FINISH_S", 0.2)
     free = threading.Event()

@@ -425,7 +425,7 @@ def test_an_address_without_a_cluster_is_one_message():
     code = (
         "from skyrl_megatron.config import SkyRLTrainConfig\n"
         "from skyrl_megatron.workers.ray_setup import initialize_ray\n"
-        "from skyrl_megatron.entrypoints.command import run_command\n"
+        "from skyrl_megatron.command import run_command\n"
         "raise SystemExit(run_command(lambda: 0 * len(initialize_ray(SkyRLTrainConfig()))))\n"
     )
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}

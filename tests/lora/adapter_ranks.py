@@ -73,7 +73,7 @@ class AdapterRank(Rank):
         return super().send_weights()
 
     def score(self, token_ids, perturbation, adapter=""):
-        from skyrl_megatron_supervised.scoring_engine import score_tokens
+        from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 

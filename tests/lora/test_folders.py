@@ -189,9 +189,9 @@ def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_pat
     import shutil
     import warnings
 
+    from skyrl_megatron.checks import PlannedRun, run_checks
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.bridges.tiny_models import save_tiny
 
     if not change:  # the same sizes, other weights

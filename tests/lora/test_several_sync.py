@@ -39,8 +39,8 @@ async def asked_over_http(client, models):
     """(status, token ids or message) of a request to the HTTP endpoint for each model."""
     import httpx
 
-    from skyrl_megatron.inference.http_endpoint import TOKENS as PATH
-    from skyrl_megatron.inference.http_endpoint import build_app
+    from skyrl_megatron_agents.http_endpoint import TOKENS as PATH
+    from skyrl_megatron_agents.http_endpoint import build_app
 
     app, found = build_app(client, "policy", "token", adapters=("math", "code")), []
     transport, headers = httpx.ASGITransport(app), {"Authorization": "Bearer token"}

@@ -114,9 +114,9 @@ def test_names_that_do_not_fit(names, exclude, says):
 def test_the_check_finds_them(tmp_path, settings, says):
     import re
 
+    from skyrl_megatron.checks import PlannedRun, run_checks
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron_observe.preflight import PlannedRun, run_checks
     from tests.bridges.tiny_models import save_tiny
 
     folder = save_tiny("qwen3_moe", tmp_path / "model")

@@ -86,9 +86,9 @@ MUTATIONS = (
     Mutation(
         "a-version-that-is-always-as-published",
         "skyrl_megatron_tools/weight_versions.py",
-        'if (found := hash_of(tensors[key])) != entry["hash"]:',
-        "if (found := hash_of(tensors[key])) is None:",
-        ("tests/weight_sync/test_versions.py::test_damage_is_named_and_never_served",),
+        'if (actual_hash := hash_of(tensors[key])) != entry["hash"]:',
+        "if (actual_hash := hash_of(tensors[key])) is None:",
+        ("tests/tools/test_weight_versions.py::test_damage_is_named_and_never_served",),
         "an engine would serve damaged weights",
     ),
     Mutation(
@@ -117,10 +117,10 @@ MUTATIONS = (
     ),
     Mutation(
         "an-endpoint-without-a-token",
-        "skyrl_megatron/inference/http_endpoint.py",
+        "skyrl_megatron_agents/http_endpoint.py",
         "return None if known or _is_open(scope, headers) else",
         "return None if known or not _is_open(scope, headers) else",
-        ("tests/inference/test_http_guard.py",),
+        ("tests/agents/test_http_guard.py",),
         "everybody on the network could sample, and update weights",
     ),
     Mutation(
@@ -261,7 +261,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stragglers-that-are-fast",
-        "skyrl_megatron/trainer/recovery.py",
+        "skyrl_megatron/trainer/stragglers.py",
         "slow = ratio > RATIO and",
         "slow = ratio < RATIO and",
         ("tests/trainer/test_stragglers.py",),

@@ -115,3 +115,5 @@ def test_every_verb_has_a_command(capsys):
     assert set(ALIASES.values()) <= set(VERBS) and not set(ALIASES) & set(VERBS)
     assert main(["colour"]) == 2 and main([]) == 2 and main(["--help"]) == 0
     assert "VERB=colour: unknown verb" in capsys.readouterr().err
+    assert main(["simulate", "--run", "logs"]) == 2
+    assert "VERB=simulate: removed; use skyrl-megatron check --gpu" in capsys.readouterr().err

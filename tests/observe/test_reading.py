@@ -146,7 +146,7 @@ def test_metric_names_of_runs_are_in_the_table(data_dir):
 
     names = {
         name
-        for text in (data_dir / "simulated_run/metrics.jsonl").read_text().splitlines()
+        for text in (data_dir / "recorded_run/metrics.jsonl").read_text().splitlines()
         for name in json.loads(text)
     }
     missing = sorted(name for name in names - {"step"} if describe(name) is None)

@@ -74,7 +74,7 @@ def test_groups_are_measured_as_one_by_one(tmp_path):
     ("steps", "per_step", "per_run", "every"), [(10, 8, 2000, 1), (10_000, 8, 2000, 40), (10, 0, 5, 0), (10, 8, 1, 10)]
 )
 def test_a_run_keeps_so_many_samples(tmp_path, steps, per_step, per_run, every):
-    from skyrl_megatron_observe.observe import sample_interval
+    from skyrl_megatron.trainer.recorders import sample_interval
     from tests.observe.made_run import config
 
     cfg = config(tmp_path, trainer__samples_per_step=per_step, trainer__samples_per_run=per_run)
@@ -82,14 +82,15 @@ def test_a_run_keeps_so_many_samples(tmp_path, steps, per_step, per_run, every):
 
 
 def test_a_resumed_run_forgets_the_steps_that_came_to_nothing(tmp_path):
-    from skyrl_megatron_observe.observe import RunRecorder
+    from skyrl_megatron.trainer.recorders import RecordedRun
+    from skyrl_megatron_observe.observe import ReportRecorder
     from tests.observe.made_run import config, write_run
 
     run = write_run(tmp_path, 20)
-    watch = RunRecorder(config(tmp_path), None, 20)
-    watch.open(9)
+    recorder = ReportRecorder(RecordedRun(config(tmp_path), None, 20, None, None, dict))
+    recorder.on_load(9)
     steps = [json.loads(line)["step"] for line in (run / "spans.jsonl").read_text().splitlines()]
     assert steps == [1, 3, 5, 7, 9]
     assert sorted(int(path.stem[5:]) for path in run.glob("samples/*.json")) == [1, 3, 5, 7, 9]
-    watch.open(None)
+    recorder.on_load(None)
     assert (run / "spans.jsonl").read_text() == "" and not list(run.glob("samples/*.json"))

@@ -72,10 +72,10 @@ def test_what_is_not_there_is_refused(server, path, code):
 
 def test_idle_connections_end_and_make_room(server, monkeypatch):
     """More of them than there may be: a request is answered, the oldest are closed, and in time all are."""
-    from skyrl_megatron_observe import exporters as threaded_http
+    from skyrl_megatron_observe import local_server
 
-    monkeypatch.setattr(threaded_http, "CONNECTIONS", 5)
-    monkeypatch.setattr(threaded_http, "CONNECTION_S", 1.0)
+    monkeypatch.setattr(local_server, "CONNECTIONS", 5)
+    monkeypatch.setattr(local_server, "CONNECTION_S", 1.0)
     idle = [socket.create_connection(server.server_address, timeout=60) for _ in range(20)]
     try:
         with get(server, "/", server.token) as answer:

@@ -23,7 +23,7 @@ def main():
 
 def life(name, log_path, steps, resumed):
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.tracking import named_trackers
+    from skyrl_megatron_observe.trackers import named_trackers
 
     keys = {"trainer.log_path": log_path, "trainer.run_name": "run", "trainer.project_name": "seen"}
     cfg = SkyRLTrainConfig.from_cli_overrides({**keys, "trainer.logger": name, "trainer.seed": 7})

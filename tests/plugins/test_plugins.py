@@ -150,6 +150,23 @@ def test_the_script_of_the_trainer_guide_runs(both):
     assert "2 of 2 steps are done" in done.out
 
 
+@pytest.mark.vllm
+def test_a_recorder_sees_the_run_in_order(both):
+    """Beside one that fails, whose name is in the log."""
+    done, _ = both
+    step = ["rollouts 16", "batch {0} 16", "update {0} True", "metrics 16 None", "end of step {0}"]
+    events = (done.folder / "events").read_text().splitlines()
+    assert events == [
+        "load None",
+        "start 0 policy",
+        *(line.format(number) for number in (1, 2) for line in step),
+        "end",
+    ]
+    assert all(line["mine/longest"] > 0 for line in done.lines)
+    assert done.err.count("the recorder mine.everything.Broken failed in on_batch") == 1
+    assert "KeyError: 'no such column', at" in done.err
+
+
 def test_an_installed_package_is_found(folder):
     """By its entry points, without a word on the command line: by a training command and by ``bridges``."""
     site = install(folder)

@@ -105,8 +105,9 @@ def test_a_batch_fills_up_without_refused_prompts():
 
 
 def test_what_a_synchronous_run_counts_and_observes():
-    """The trainer around the source is as small as can be; source, sampler, loader and gates are real."""
+    """The parts of a step around the source are as small as can be; source, sampler, loader and gates are real."""
     from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.sources.run_state import RunState
     from skyrl_megatron.sources.source import PromptRollouts
     from tests.prompts.test_samplers import loader_of, sampled
 
@@ -123,23 +124,20 @@ def test_what_a_synchronous_run_counts_and_observes():
         more = {"response_ids": [np.arange(9)] * 2 + [np.arange(2)] * 2} if turn == 2 else {}
         return output_of(rewards, uids, **more), uids
 
-    trainer = SimpleNamespace(
+    parts = SimpleNamespace(
         train_dataloader=loader,
         gates=Gates(gates),
         sampler=sampler(None),
-        metrics={},
-        global_step=0,
         sample_batch=sample_batch,
         postprocess_generator_output=lambda output, uids: output,
-        phases=lambda name: nullcontext(),
-        learning_signal=SimpleNamespace(filtered=lambda *arguments: None),
-        watch=SimpleNamespace(note=lambda output: None),
+        note_rows=lambda output: None,
         convert_to_training_input=lambda output, uids: uids,
     )
-    trainer.handle_dynamic_sampling = trainer.sampler.add
-    source = PromptRollouts(trainer)
+    parts.handle_dynamic_sampling = parts.sampler.add
+    run = RunState(total_steps=1, position={}, phases=lambda name: nullcontext(), say=print)
+    source = PromptRollouts(run, parts)
     trained = source.next_batch()
-    assert trainer.metrics == {"generate/refused_by_reward": 1.0, "generate/refused_by_length": 1.0}
+    assert run.metrics == {"generate/refused_by_reward": 1.0, "generate/refused_by_length": 1.0}
     assert trained == [seen[0][1]] * 2 + [seen[1][1]] * 2
     next(source.prompts)  # draws after all observations
     latest = {str(row): value for row, value in enumerate(loader.sampler.latest) if not np.isnan(value)}

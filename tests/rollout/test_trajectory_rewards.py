@@ -156,18 +156,19 @@ def test_a_step_has_the_uid_of_every_row():
     from contextlib import nullcontext
     from types import SimpleNamespace
 
+    from skyrl_megatron.sources.run_state import RunState
     from skyrl_megatron.sources.source import PromptRollouts
 
     trajectories = [([(2, 1, 0.5), (2, 1, 0.5)], "stop", None, {}) for _ in range(8)]
     output, uids = sampled("step-wise", trajectories)
     prompts = [f"p{number // 4}" for number in range(8)]
-    trainer = SimpleNamespace(
+    run = RunState(total_steps=1, position={}, phases=lambda name: nullcontext(), say=print)
+    parts = SimpleNamespace(
         train_dataloader=[["prompts"]],
         prepare_generator_input=lambda prompts_of_step, phase: ({}, prompts),
-        phases=lambda name: nullcontext(),
         generate=lambda generator_input: output,
     )
-    assert PromptRollouts(trainer).sample() == (output, uids) and len(uids) == 16
+    assert PromptRollouts(run, parts).sample() == (output, uids) and len(uids) == 16
 
 
 def test_the_reward_is_the_sum_of_all_turns():

@@ -203,7 +203,8 @@ def test_finished_groups_of_a_log_are_not_sampled_again():
     world = World(limits_of(steps=4), lambda *_: 1.0, group_log=Log())
     state, _ = simulate(world.train(1))
     later = World(limits_of(steps=4), lambda *_: 1.0)
-    simulate(later.train(3, first=1, finished=kept, **state))
+    later.stream.restore(kept)
+    simulate(later.train(3, first=1, **state))
     assert {group.number for group in kept} > {0, 1, 2}, "some were finished that are not trained"
     assert not set(later.attempts) & {group.number for group in kept}
     assert sorted(n for numbers in world.trained + later.trained for n in numbers) == list(range(12))

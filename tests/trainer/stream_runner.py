@@ -123,8 +123,8 @@ class Run:
 
         kept = await self.groups.recover(self.version, prompt)
         stream = RolloutStream(self.sample, prompt, StreamLimits(BATCH, STEPS, BOUND, 8), group_log=self)
-        known = {"finished": kept.finished, "planned": kept.planned, "begun": kept.begun}
-        stream.start(self.version, **self.state["place"], **known)
+        stream.restore(kept.finished, kept.planned, kept.begun)
+        stream.start(self.version, **self.state["place"])
         for step in range(self.version + 1, STEPS + 1):
             batch = await stream.take()
             self.kill("training")

@@ -67,7 +67,8 @@ class Life:
         self.published = first
         kept = await self.groups.recover(first, prompt)
         self.recovered = [group.number for group in kept.finished]
-        self.stream.start(first, **place, finished=kept.finished, planned=kept.planned)
+        self.stream.restore(kept.finished, kept.planned)
+        self.stream.start(first, **place)
         for step in range(first, min(first + steps, STEPS)):
             batch = await self.stream.take()
             self.ages += self.stream.staleness(batch)

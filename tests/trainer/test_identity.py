@@ -32,7 +32,7 @@ def configured(folder, cls="SFTTrainConfig", **keys):
 
 
 def changed_parts(before, after):
-    from skyrl_megatron.trainer.identity import other_parts, run_identity
+    from skyrl_megatron.identity import other_parts, run_identity
 
     return other_parts(run_identity(before), run_identity(after))
 
@@ -128,7 +128,7 @@ ADAPTERS = {
 def test_other_adapters_are_another_run(start, name):
     """Loading would fail late for some of them, with the name of a tensor, and change the policy for others."""
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.identity import refuse_other, run_identity
+    from skyrl_megatron.identity import refuse_other, run_identity
 
     keys, shown = ADAPTERS[name]
     before, after = configured(start, **LORA), configured(start, **LORA | keys)
@@ -163,7 +163,7 @@ def test_a_critic_that_comes_or_goes_has_no_other_optimizer(start):
 
 def test_another_optimizer_is_another_run(start):
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.identity import refuse_other, run_identity
+    from skyrl_megatron.identity import refuse_other, run_identity
 
     before, after = (
         configured(start, **{"trainer.policy.optimizer_config.optimizer": name}) for name in ("adam", "muon")
@@ -174,7 +174,7 @@ def test_another_optimizer_is_another_run(start):
 
 def test_every_part_can_be_allowed():
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.identity import PARTS
+    from skyrl_megatron.identity import PARTS
 
     cfg = SkyRLTrainConfig.from_cli_overrides([f"trainer.resume_other=[{','.join(PARTS)}]"])
     assert tuple(cfg.trainer.resume_other) == PARTS
@@ -199,11 +199,11 @@ def test_the_content_of_data_counts_and_not_its_name(start, tmp_path):
 # ---------------------------------------------------------------------------------------------- settings
 def test_each_setting_is_in_the_identity_or_excluded_with_a_reason(start):
     """Also one that is added later, and no exclusion is of a setting that does not exist."""
+    from skyrl_megatron import identity
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.fields import leaves
     from skyrl_megatron.config.schema.preferences import DPOTrainConfig
     from skyrl_megatron.config.schema.sft import SFTTrainConfig
-    from skyrl_megatron.trainer import identity
 
     entries = identity.NO_NUMBERS | identity.ONLY_ROUNDING | identity.NOT_REFERENCE
     assert not identity.NOT_SAMPLED.keys() - {key for key, _, _ in leaves(SkyRLTrainConfig)}
@@ -240,8 +240,8 @@ def test_each_setting_is_in_the_identity_or_excluded_with_a_reason(start):
 
 def test_a_setting_of_engines_is_in_the_identity_of_evaluated_rows(start):
     """Also one that is added later; those that are not have a reason."""
+    from skyrl_megatron import identity
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer import identity
 
     prefix = "generator.inference_engine."
 
@@ -295,7 +295,7 @@ SAME_REFERENCE = (
 
 
 def test_what_changes_the_log_probs_of_the_reference_changes_its_identity(start):
-    from skyrl_megatron.trainer.identity import reference_identity
+    from skyrl_megatron.identity import reference_identity
 
     def of(setting="trainer.seed=1"):
         key, _, value = setting.partition("=")
@@ -307,7 +307,7 @@ def test_what_changes_the_log_probs_of_the_reference_changes_its_identity(start)
 
 
 def test_changed_settings_are_named_once(start):
-    from skyrl_megatron.trainer.identity import changed_settings, settings_of
+    from skyrl_megatron.identity import changed_settings, settings_of
 
     keys = {"trainer.algorithm.use_kl_loss": "true"}
     option = "trainer.policy.megatron_config.model_config_kwargs"
@@ -323,8 +323,8 @@ def test_changed_settings_are_named_once(start):
 
 # ---------------------------------------------------------------------------------------------- folders
 def test_exports_of_another_run_are_moved_aside(start, tmp_path):
+    from skyrl_megatron.identity import run_identity
     from skyrl_megatron.trainer.checkpoints import prepare_export
-    from skyrl_megatron.trainer.identity import run_identity
 
     first, second = run_identity(configured(start)), run_identity(configured(start, "DPOTrainConfig"))
     for _ in range(2):  # the second replaces the first, which is of the same run
@@ -338,7 +338,7 @@ def test_exports_of_another_run_are_moved_aside(start, tmp_path):
 
 
 def test_exports_of_what_is_allowed_are_not_missing(start, tmp_path):
-    from skyrl_megatron.trainer.identity import run_identity, write_identity
+    from skyrl_megatron.identity import run_identity, write_identity
     from skyrl_megatron.trainer.stopping import _missing_exports
 
     keys = {"trainer.export_path": tmp_path, "trainer.hf_save_interval": 1}
@@ -351,8 +351,8 @@ def test_exports_of_what_is_allowed_are_not_missing(start, tmp_path):
 
 
 def test_rows_of_another_evaluation_are_not_overwritten(start, tmp_path):
+    from skyrl_megatron.identity import evaluation_identity, other_parts, write_identity
     from skyrl_megatron.trainer.evaluate import rows_folder
-    from skyrl_megatron.trainer.identity import evaluation_identity, other_parts, write_identity
 
     keys = {"data.val_data": f"[{start / 'rows.jsonl'}]", "trainer.export_path": tmp_path}
     cfg = configured(start, "SkyRLTrainConfig", **keys)
@@ -380,7 +380,7 @@ def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
     import torch
 
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.identity import sampled_identity
+    from skyrl_megatron.identity import sampled_identity
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron_observe.dump import dump_batch, dump_path, read_dump, refuse_other_dump
     from skyrl_megatron_tools.logprob_mismatch.recorded import read_step
@@ -413,9 +413,9 @@ def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
 
 def test_a_recording_of_another_model_is_not_replayed(start, tmp_path):
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.identity import run_identity
     from skyrl_megatron.sources.replayed import ReplayedRollouts
     from skyrl_megatron.sources.store import DurableGroups
-    from skyrl_megatron.trainer.identity import run_identity
 
     def of(name, **keys):
         return configured(start, "SkyRLTrainConfig", **{"trainer.ckpt_path": tmp_path / name} | keys)
@@ -440,7 +440,7 @@ def test_a_recording_of_another_model_is_not_replayed(start, tmp_path):
 
 def test_evaluations_of_models_and_data_that_are_not_downloaded_yet_differ(start):
     """The identity is made before the evaluation downloads anything: names and commits of the hub tell them apart."""
-    from skyrl_megatron.trainer.identity import evaluation_identity, other_parts
+    from skyrl_megatron.identity import evaluation_identity, other_parts
 
     def identity(model="of/ours", data="of/sums", commit="1" * 40):
         keys = {"trainer.policy.model.path": model, "data.val_data": f"[{data}]"}
@@ -468,8 +468,8 @@ def test_a_run_that_resumes_nothing_says_why(start, tmp_path):
 def test_rollouts_of_another_run_are_not_trained_on(start, tmp_path):
     """Also before the first checkpoint; `resume_mode=none` removes them, and `resume_other` keeps them."""
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.identity import FILE, run_identity
     from skyrl_megatron.sources.store import DurableGroups
-    from skyrl_megatron.trainer.identity import FILE, run_identity
 
     def opened(fresh=False, **keys):
         cfg = configured(start, "SkyRLTrainConfig", **{"trainer.ckpt_path": tmp_path} | keys)
@@ -503,7 +503,7 @@ def test_rollouts_of_another_run_are_not_trained_on(start, tmp_path):
 def test_an_entry_of_a_dictionary_is_a_changed_setting(option):
     """Also where the other run has none of its entries."""
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.identity import changed_settings, settings_of
+    from skyrl_megatron.identity import changed_settings, settings_of
 
     before, after = (SkyRLTrainConfig.from_cli_overrides(keys) for keys in ([], [f"{option}.probe=3"]))
     for one, other in ((before, after), (after, before)):

@@ -246,4 +246,4 @@ def test_generators_that_finish_everything_are_named():
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.oversampling.ratio=0.5"])
     loader = SimpleNamespace(prompt=None, ready=None)
     with pytest.warns(SkyRLMegatronWarning, match="Own finishes all trajectories that it starts"):
-        OversampledRollouts(SimpleNamespace(cfg=cfg, train_dataloader=loader, generator=Own()))
+        OversampledRollouts(None, SimpleNamespace(cfg=cfg, train_dataloader=loader, generator=Own()))

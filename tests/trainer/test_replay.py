@@ -133,9 +133,9 @@ def test_what_cannot_be_replayed_is_told(tmp_path):
 
 
 def test_the_check_tells_it_before_the_run(tmp_path):
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.preflight.machine_checks import replay as check
-    from skyrl_megatron_observe.preflight.option_checks import PlannedRun
 
     freed(tmp_path / "rollouts")
     cfg = replay_config(tmp_path, enabled=True)

@@ -4,7 +4,7 @@ import time
 
 
 def test_a_slow_rank_is_named_once_until_it_was_fast_again():
-    from skyrl_megatron.trainer.recovery import STEPS, Stragglers
+    from skyrl_megatron.trainer.stragglers import STEPS, Stragglers
 
     said = []
     watch = Stragglers(said.append)
@@ -33,7 +33,7 @@ def test_a_slow_rank_is_named_once_until_it_was_fast_again():
 
 
 def test_of_two_ranks_each_is_measured_by_the_other_and_short_times_do_not_count():
-    from skyrl_megatron.trainer.recovery import STEPS, Stragglers
+    from skyrl_megatron.trainer.stragglers import STEPS, Stragglers
 
     said = []
     watch = Stragglers(said.append)

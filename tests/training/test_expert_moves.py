@@ -64,7 +64,7 @@ def step(engine, number):
     part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
     logprobs = engine.compute_logprobs(part).double().sum().item()
     loss = engine.forward_backward(part)["final_loss"]
-    return (logprobs, loss), engine.optim_step().expert_moves
+    return (logprobs, loss), engine.optim_step().metrics
 
 
 def exported(engine, place):
@@ -119,8 +119,8 @@ def test_planted_faults_are_seen(ranks, folder, tmp_path, fault):
 def broken_steps(folder, place, fault):
     from unittest import mock
 
+    from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
     from skyrl_megatron_parts.experts import moves as expert_moves
-    from skyrl_megatron_parts.experts.placement import ExpertPlacement
 
     def without_moments(optimizer):
         for each in owned(optimizer):

@@ -122,7 +122,7 @@ def clip_body(folder, batch, threshold, layout, overrides=None):
         again = {first + head: value for head, value in enumerate(found.tolist())}
     engine.optim_step()
     exact_ops.use(False)
-    return before, after, result.max_logit, again
+    return before, after, result.metrics["attention_logit_max"], again
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,7 @@ def two_steps_body(folder, degrees, distributed, logits, threshold):
     import types
 
     from skyrl_megatron.runtime.optimizer import step_if_finite
+    from skyrl_megatron_parts.qk_clip import clip_qk, take_max_logits
     from tests.checkpoint.test_variants import bf16_model
     from tests.training.test_muon import set_gradients
 
@@ -276,7 +277,9 @@ def two_steps_body(folder, degrees, distributed, logits, threshold):
             for layer in (each for chunk in model.chunks for each in chunk.decoder.layers):
                 own = logits[layer.layer_number - 1].float().chunk(engine.groups.tp.size())[engine.groups.tp.rank()]
                 layer.self_attention.core_attention.current_max_attn_logits = own.clone() if step == 0 else own * 0.0
+            largest = take_max_logits(model.chunks)
             assert not step_if_finite(engine.optimizer, state.lr_schedule, engine.chunks).skipped
+            clip_qk(largest, engine.optimizer)
             engine.optimizer.zero_grad()
             rounded.append(masters_of(engine)[1])
         found.append((rate, before, masters_of(engine)[0], rounded))

@@ -20,12 +20,12 @@ def recorded(folder, batch, layout, overrides):
     """Rows of this rank, and what it recorded of each by name."""
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron_parts.profiling import Recorder
+    from skyrl_megatron.runtime.recording import Recorder
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
     with Recorder(engine.model.chunks, layers=True) as recorder:
-        engine.compute_logprobs(batch.select(rows), recorder=recorder)
+        engine.compute_logprobs(batch.select(rows), make_step=recorder.step)
     seen = dict(recorder.found)
     engine.compute_logprobs(batch.select(rows))
     assert recorder.found == seen, "nothing is recorded afterwards"

@@ -89,7 +89,7 @@ class Rank:
         return self.sender.send()
 
     def score(self, token_ids, perturbation):
-        from skyrl_megatron_supervised.scoring_engine import score_tokens
+        from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation)
 

@@ -26,8 +26,8 @@ def test_limits():
 
 def score(folder, layout):
     from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.scoring import score_tokens
     from skyrl_megatron.weight_sync.probe import probe_tokens
-    from skyrl_megatron_supervised.scoring_engine import score_tokens
     from tests.training.bodies import config
 
     engine = MegatronEngine(config(folder, world=2, **layout))

@@ -88,7 +88,7 @@ def test_replicas_share_the_work():
         ("unlike", "^rows 0 to 8 of 1.norm are held in parts that overlap, by trainer ranks 1, 3$"),
         (
             "other shape",
-            r"^1.norm is listed .* or dtypes: \[8\] float32 and \[9\] float32 on trainer ranks 1, 3$",
+            r"^1.norm is listed .* or dtypes: \[8\] float32 and \[9\] float32 on trainer ranks 1, 3;",
         ),
         ("wide", "^a row of 64 bytes does not fit into half a bucket$"),
     ],

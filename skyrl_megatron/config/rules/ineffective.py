@@ -16,8 +16,8 @@ from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
 from skyrl_megatron.config.rules.passthrough import masks
-from skyrl_megatron.config.rules.training_rules import RATIO_ANCHORED, UNCORRECTED, generates_ahead
-from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
+from skyrl_megatron.config.rules.training_rules import generates_ahead
+from skyrl_megatron.config.table import ESTIMATORS, LOSSES, OPTIMIZERS, OTHER_ROLES, ROLES, Row, Table, one_of
 from skyrl_megatron.hub.repo_names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
 
@@ -49,13 +49,37 @@ def _algorithm(condition: Callable[[AlgorithmConfig], bool]) -> Condition:
     return lambda cfg, hardware: condition(cfg.trainer.algorithm)
 
 
-def _loss_is_not(*names: str) -> Condition:
-    """Return the condition that the loss is built in and none of ``names``. A custom loss may read every key."""
-    return _algorithm(lambda a: a.policy_loss_type in set(PolicyLossType) - set(names))
+def _objective_rules[R: Row](
+    table: Table[R], chosen: Callable[[AlgorithmConfig], str]
+) -> Iterator[IneffectiveSetting]:
+    """Yield a rule for each setting that only some losses, or some estimators, read, and for the section of each."""
+
+    def is_none_of(*names: str) -> Condition:
+        return _algorithm(lambda a: table.get(chosen(a)) is not None and chosen(a) not in names)
+
+    def does_not_read(setting: str) -> Condition:
+        return _algorithm(
+            lambda a: (row := table.get(chosen(a))) is not None and row.reads is not None and setting not in row.reads
+        )
+
+    kind = table.key.rpartition(".")[2]
+    for setting in table.shared():
+        why = f"{kind} is not {one_of(table.readers(setting))}"
+        yield IneffectiveSetting(why, f"{_A}{setting}", does_not_read(setting))
+    for name, _ in table.sections():
+        yield IneffectiveSetting(f"{kind} is not {name}", f"{_A}{name}.", is_none_of(name))
 
 
-def _estimator_is_not(*names: str) -> Condition:
-    return _algorithm(lambda a: a.advantage_estimator in set(AdvantageEstimator) - set(names))
+def _optimizer_rules() -> Iterator[IneffectiveSetting]:
+    """Yield a rule for each setting of the policy's optimizer that not every optimizer reads."""
+
+    def is_none_of(names: list[str]) -> Condition:
+        return lambda cfg, hardware: cfg.trainer.policy.optimizer_config.optimizer not in names
+
+    for setting in sorted(frozenset[str]().union(*(row.reads for row in OPTIMIZERS.values()))):
+        readers = [name for name, row in OPTIMIZERS.items() if setting in row.reads]
+        why = f"optimizer_config.optimizer is not {one_of(readers)}"
+        yield IneffectiveSetting(why, f"{_P}optimizer_config.{setting}", is_none_of(readers))
 
 
 def _no_role(role: str) -> Condition:
@@ -110,7 +134,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         IneffectiveSetting(
             f"{role}.megatron_config.context_parallel_size splits sequences", f"{_T}{role}.sequence_parallel_size"
         )
-        for role in ("policy", "ref", "critic", "teacher")
+        for role in ROLES
     ),
     IneffectiveSetting("gradients are summed, and the loss divides them", f"{_M}ddp_config.average_in_collective"),
     IneffectiveSetting("Megatron has its own recomputation", f"{_T}gradient_checkpointing_use_reentrant"),
@@ -181,22 +205,13 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     # ------------------------------------------------------------ roles
     *(
+        IneffectiveSetting(role.absent, " ".join(role.keys), _no_role(name))
+        for name, role in ROLES.items()
+        if role.absent
+    ),
+    *(
         IneffectiveSetting("the model is a local folder", f"{_T}{role}.model.revision", _model_is_a_folder(role))
-        for role in ("policy", "ref", "critic", "teacher")
-    ),
-    IneffectiveSetting(
-        "the run has no critic: set trainer.critic.model.path",
-        f"{_T}critic. {_A}value_head_prefix {_A}value_clip "
-        + f"{_T}critic_mini_batch_size {_T}critic_warmup_steps "
-        + _in_all(f"{_T}placement.", "critic_num_nodes critic_num_gpus_per_node"),
-        _no_role("critic"),
-    ),
-    IneffectiveSetting(
-        "no teacher runs on ranks: set trainer.teacher.model.path or trainer.teacher.models",
-        f"{_T}teacher.model. {_T}teacher.megatron_config. {_T}teacher.fsdp_config. {_T}teacher.model_config_kwargs "
-        f"{_T}teacher.sequence_parallel_size "
-        + _in_all(f"{_T}placement.", "teacher_num_nodes teacher_num_gpus_per_node"),
-        _no_role("teacher"),
+        for role in ROLES
     ),
     IneffectiveSetting(
         "the run has no teacher: set trainer.teacher.model.path or trainer.teacher.models",
@@ -207,12 +222,6 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         "distillation.loss_coef is 0",
         _in_all(f"{_A}distillation.", "top_k beta renormalize"),
         _algorithm(lambda a: not a.distillation.loss_coef),
-    ),
-    IneffectiveSetting(
-        "the run has no separate reference model: it needs algorithm.use_kl_loss or use_kl_in_reward, and no adapters",
-        f"{_T}ref. {_T}update_ref_every_epoch "
-        + _in_all(f"{_T}placement.", "ref_num_nodes ref_num_gpus_per_node colocate_policy_ref"),
-        _no_role("ref"),
     ),
     IneffectiveSetting(
         "the reference is not trained",
@@ -226,7 +235,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
     ),
     IneffectiveSetting(
         "only the policy's multi-token-prediction layer is trained",
-        " ".join(f"{_T}{role}.megatron_config.mtp." for role in ("ref", "critic", "teacher")),
+        " ".join(f"{_T}{role}.megatron_config.mtp." for role in OTHER_ROLES),
     ),
     IneffectiveSetting(
         "mtp.train is false",
@@ -246,7 +255,7 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
             f"{_T}{role}.megatron_config.moe_balance_experts",
             _balances_no_experts(role),
         )
-        for role in ("policy", "ref", "critic", "teacher")
+        for role in ROLES
     ),
     IneffectiveSetting(
         "moe_routing_replay_source=trainer: every token has recorded experts",
@@ -270,28 +279,12 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         lambda cfg, hardware: cfg.trainer.placement.colocate_all,
     ),
     # ------------------------------------------------------------ objective
-    IneffectiveSetting(
-        "this policy loss does not clip the ratio",
-        _in_all(_A, "eps_clip_low eps_clip_high"),
-        _loss_is_not("regular", "dual_clip", "gspo", "clip_cov", "rollout_is"),
-    ),
-    IneffectiveSetting("policy_loss_type is not dual_clip", f"{_A}clip_ratio_c", _loss_is_not("dual_clip")),
-    IneffectiveSetting(
-        f"policy_loss_type is not {', '.join(RATIO_ANCHORED[:-1])} or {RATIO_ANCHORED[-1]}",
-        f"{_A}ratio_anchor",
-        _loss_is_not(*RATIO_ANCHORED),
-    ),
-    IneffectiveSetting("policy_loss_type is not m2po", f"{_A}m2po_threshold", _loss_is_not("m2po")),
-    IneffectiveSetting("advantage_estimator is not gdpo", f"{_A}gdpo_weights", _estimator_is_not("gdpo")),
-    IneffectiveSetting("advantage_estimator is not rae", f"{_A}rae_decay", _estimator_is_not("rae")),
-    *(
-        IneffectiveSetting(f"policy_loss_type is not {name}", f"{_A}{name}.", _loss_is_not(name))
-        for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")
-    ),
+    *_objective_rules(LOSSES, lambda algorithm: algorithm.policy_loss_type),
+    *_objective_rules(ESTIMATORS, lambda algorithm: algorithm.advantage_estimator),
     IneffectiveSetting(
         "this policy loss has no off-policy correction",
         _C,
-        _algorithm(lambda a: a.policy_loss_type in UNCORRECTED),
+        _algorithm(lambda a: (row := LOSSES.get(a.policy_loss_type)) is not None and row.corrected is False),
     ),
     IneffectiveSetting(
         "tis_ratio_type is not token",
@@ -331,16 +324,6 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         f"{_A}max_seq_len",
         _algorithm(lambda a: a.loss_reduction != "seq_mean_token_sum_norm"),
     ),
-    IneffectiveSetting("advantage_estimator is not grpo", f"{_A}grpo_norm_by_std", _estimator_is_not("grpo")),
-    IneffectiveSetting(
-        "this advantage estimator does not discount", f"{_A}gamma", _estimator_is_not("gae", "reinforce++")
-    ),
-    IneffectiveSetting(
-        "this advantage estimator does not propagate rewards over tokens",
-        f"{_A}skip_untrained_tokens",
-        _estimator_is_not("gae", "reinforce++"),
-    ),
-    IneffectiveSetting("advantage_estimator is not gae", f"{_A}lambd {_A}gae.", _estimator_is_not("gae")),
     IneffectiveSetting(
         "gae.length_adaptive_alpha and gae.critic_lambd are set",
         f"{_A}lambd",
@@ -357,15 +340,11 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         _algorithm(lambda a: a.dynamic_sampling.type != "replace"),
     ),
     # ------------------------------------------------------------ the step
+    *_optimizer_rules(),
     IneffectiveSetting(
         "the learning-rate schedule does not decay",
         _in_all(f"{_P}optimizer_config.", "min_lr num_decay_steps"),
         lambda cfg, hardware: cfg.trainer.policy.optimizer_config.scheduler.startswith("constant"),
-    ),
-    IneffectiveSetting(
-        "AdamW trains all parameters at optimizer_config.lr: optimizer_config.optimizer=adam",
-        f"{_P}optimizer_config.adam_lr",
-        lambda cfg, hardware: cfg.trainer.policy.optimizer_config.optimizer == "adam",
     ),
     IneffectiveSetting(
         "training and engines do not share GPUs: placement.colocate_all=false",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.derive import is_address, supervised
+from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.roles import active_roles, is_frozen, needs_reference, role_layout, teacher_problems
-from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType, correction_enabled
+from skyrl_megatron.config.schema.algorithm import OffPolicyCorrectionConfig, correction_enabled
+from skyrl_megatron.config.table import ESTIMATORS, LOSSES, Row, Table, one_of
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -92,31 +94,14 @@ def longest_pack(cfg: SkyRLTrainConfig) -> tuple[int, int]:
 
 def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
-    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss_type
-    estimators = registered("advantages", "AdvantageEstimatorRegistry", AdvantageEstimator)
-    losses = registered("losses", "PolicyLossRegistry", PolicyLossType)
-    if estimator not in estimators:
-        fix = f"not registered; known: {', '.join(estimators)}"
-        yield Problem(f"{_A}advantage_estimator", estimator, fix)
-    if loss not in losses:
-        yield Problem(f"{_A}policy_loss_type", loss, f"not registered; known: {', '.join(losses)}")
+    yield from _objective(cfg, LOSSES, algorithm.policy_loss_type, "PolicyLossRegistry")
+    yield from _objective(cfg, ESTIMATORS, algorithm.advantage_estimator, "AdvantageEstimatorRegistry")
     yield from _critic(cfg)
     yield from _reference(cfg)
     yield from teacher_problems(cfg)
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         fix = "use_kl_in_reward and use_kl_loss would count the KL term twice: set one of them to false"
         yield Problem(f"{_A}use_kl_in_reward", True, fix)
-    if generator.step_wise_trajectories and estimator in ("gae", "reinforce++", "rae"):
-        fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
-        yield Problem(f"{_A}advantage_estimator", estimator, fix)
-    if estimator == "gdpo" and not algorithm.gdpo_weights:
-        fix = (
-            "advantage_estimator=gdpo needs rewards: set metrics of the environment, such as {correct: 1, short: 0.5}"
-        )
-        yield Problem(f"{_A}gdpo_weights", {}, fix)
-    if estimator == "rae" and cfg.trainer.policy.model.lora.adapters:
-        fix = "rae has one baseline for each role, not for each adapter: use grpo or rloo"
-        yield Problem(f"{_A}advantage_estimator", estimator, fix)
     sampling = algorithm.dynamic_sampling.type
     if sampling is not None and generator.n_samples_per_prompt == 1:
         fix = "with generator.n_samples_per_prompt=1 every group has zero variance: set that to at least 2"
@@ -128,16 +113,47 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
 
 
+def _objective[R: Row](cfg: SkyRLTrainConfig, table: Table[R], name: str, registry: str) -> Iterator[Problem]:
+    """Check that a loss or an estimator is there, and that nothing is set that its row refuses."""
+    if name not in _registered(table, registry):
+        table.find(name)  # the row may be beside the function, in a module that is not imported yet
+    if name not in (names := _registered(table, registry)):
+        fix = f"not registered: choose one of {', '.join(names)}, or name its module in trainer.plugins"
+        yield Problem(table.key, name, fix)
+    if (row := table.get(name)) is None:
+        return
+    for key, fix in row.refuses.items():
+        if _is_on(get_path(cfg, key)):
+            yield Problem(table.key, name, fix)
+    for key, fix in getattr(row, "needs", {}).items():
+        if not (value := get_path(cfg, _A + key)):
+            yield Problem(_A + key, value, fix)
+
+
+def _registered[R: Row](table: Table[R], registry: str) -> tuple[str, ...]:
+    """Return the names in a registry. If its module is not imported, no name can have been added to the table's."""
+    module = sys.modules.get(table.home)
+    added = () if module is None else getattr(module, registry).list_available()
+    return tuple(dict.fromkeys([*table.rows, *added]))
+
+
+def _is_on(value: Any) -> bool:
+    return correction_enabled(value) if isinstance(value, OffPolicyCorrectionConfig) else bool(value)
+
+
 def _critic(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Check that there is a critic if, and only if, the advantage estimator reads its values."""
     trainer, path = cfg.trainer, cfg.trainer.critic.model.path
     estimator = trainer.algorithm.advantage_estimator
-    if estimator == "gae" and path is None and supervised(cfg) is None:
-        yield Problem("trainer.critic.model.path", None, "advantage_estimator=gae needs a critic: set its model")
+    row = ESTIMATORS.get(estimator)
+    if row is not None and row.critic and path is None and supervised(cfg) is None:
+        fix = f"advantage_estimator={estimator} needs a critic: set its model"
+        yield Problem("trainer.critic.model.path", None, fix)
     if path is None:
         return
-    if estimator != "gae" and estimator in set(AdvantageEstimator):
-        fix = f"advantage_estimator={estimator} uses no critic: set that to gae, or remove this key"
+    if row is not None and row.critic is False:
+        with_critic = one_of(name for name, other in ESTIMATORS.rows.items() if other.critic)
+        fix = f"advantage_estimator={estimator} uses no critic: set that to {with_critic}, or remove this key"
         yield Problem("trainer.critic.model.path", path, fix)
     steps, last = trainer.critic_warmup_steps, trainer.max_training_steps
     if last is not None and steps >= last:
@@ -161,20 +177,10 @@ def _reference(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(key, True, fix)
 
 
-def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in a registry. If its module is not imported, no name can have been added to ``built_in``."""
-    module = sys.modules.get(f"skyrl_megatron.algorithms.{module_name}")
-    if module is None:
-        return tuple(built_in)
-    return tuple(dict.fromkeys([*built_in, *getattr(module, registry).list_available()]))
-
-
 def _anchor(algorithm: AlgorithmConfig) -> str | None:
     """Return the setting that makes the ratio of the loss relative to the engine's log-probs, None if none does."""
-    loss = algorithm.policy_loss_type
-    if loss == "cispo" and algorithm.cispo.anchor == "rollout":
-        return "cispo.anchor"
-    return "ratio_anchor" if loss in RATIO_ANCHORED and algorithm.ratio_anchor == "rollout" else None
+    row = LOSSES.get(algorithm.policy_loss_type)
+    return row.anchor if row is not None and row.is_anchored(algorithm) else None
 
 
 def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
@@ -186,14 +192,12 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             "off_policy_correction.tis_ratio_type=token instead"
         )
         yield Problem(f"{_A}use_tis", True, fix)
-    if correction_enabled(correction) and loss in ("clip_cov", "kl_cov"):
-        fix = f"this loss has no off-policy correction: use another loss, or remove {_A}off_policy_correction.*"
-        yield Problem(f"{_A}policy_loss_type", loss, fix)
     anchored = _anchor(algorithm)
     if anchored and correction.tis_ratio_type is not None:
         fix = f"{anchored}=rollout already corrects for the engine: set one of the two back to its default"
         yield Problem(f"{_A}off_policy_correction.tis_ratio_type", correction.tis_ratio_type, fix)
-    needs_them = anchored is not None or loss in ("rollout_is", "dppo", "m2po")
+    row = LOSSES.get(loss)
+    needs_them = anchored is not None or (row is not None and row.reads_rollout)
     if cfg.generator.sampling_params.logprobs is None and needs_them:
         fix = f"policy_loss_type={loss} needs the engine's log-probabilities: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, fix)
@@ -257,12 +261,6 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 _FOLDER = "trainer.fully_async."
 KEY = f"{_FOLDER}enabled"
-_ANCHORED = "ratio_anchor=rollout with regular or dual_clip, or policy_loss_type=rollout_is, dppo or m2po"
-RATIO_ANCHORED = ("regular", "dual_clip", "gspo", "sapo")
-"""Built-in losses that read ``ratio_anchor``."""
-
-UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy", "m2po")
-"""Built-in losses without an off-policy correction."""
 
 
 def generates_ahead(cfg: SkyRLTrainConfig) -> bool:
@@ -303,38 +301,6 @@ def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     yield from _uncorrected(cfg, KEY, "max_staleness_steps=0")
 
 
-ANCHORED = "dual_clip with ratio_anchor=rollout"
-STALE_POINTS = {
-    ANCHORED: {1: 1, 4: -7},
-    "dual_clip": {1: -9, 4: -5},
-    "m2po": {1: -8, 4: -15},
-    "cispo with cispo.anchor=rollout": {4: -28},
-}
-"""Loss → age of the samples in steps → how many points the held-out score is above that of the synchronous run, as far
-as measured: ``benchmarks/learning.py losses --prompts 128 --steps 24 --lr 2e-4 --seeds 1``, ``m2po`` and ``cispo`` at
-four steps with ``--lr 3e-4 --seeds 42``. Another seed may differ by three points."""
-
-
-def stale_loss(cfg: SkyRLTrainConfig) -> str | None:
-    """Return a warning with the figure if the loss learns worse from samples as old as those of the run, else None."""
-    algorithm, ahead = cfg.trainer.algorithm, cfg.trainer.fully_async
-    anchor = _anchor(algorithm)
-    loss = f"{algorithm.policy_loss_type} with {anchor}=rollout" if anchor else algorithm.policy_loss_type
-    if not generates_ahead(cfg):
-        return None
-    old = ahead.max_staleness_steps > 1 and ahead.batches_ahead != 1
-    age = 4 if old else 1
-    if (points := STALE_POINTS.get(loss, {}).get(age, 0)) >= -2:
-        return None
-    message = (
-        f"trainer.algorithm.policy_loss_type={loss}: from samples {'four steps' if old else 'one step'} old it "
-        f"learned worse than the synchronous run, by {-points} points in benchmarks/learning.py."
-    )
-    if loss != ANCHORED:
-        message += f" {ANCHORED}: {STALE_POINTS[ANCHORED][age]:+d} points."
-    return message + (" With trainer.fully_async.batches_ahead=1 samples are one step old." if old else "")
-
-
 def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield the settings that contradict oversampling."""
     given, key = cfg.trainer.oversampling, "trainer.oversampling.unfinished=keep"
@@ -353,27 +319,29 @@ def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 def _uncorrected(cfg: SkyRLTrainConfig, key: str, otherwise: str) -> Iterator[Problem]:
     """Yield the loss if it does not correct for the stale responses that ``key`` brings."""
-    if not _corrects_for_staleness(cfg):
-        loss = cfg.trainer.algorithm.policy_loss_type
-        fix = (
-            "this loss assumes on-policy responses, but they are stale: set "
-            "trainer.algorithm.off_policy_correction.tis_ratio_type=token (or another part of off_policy_correction), "
-            f"or a loss that reads the engine's log-probabilities ({_ANCHORED}), or {otherwise}"
-        )
-        if loss in UNCORRECTED:
-            fix = (
-                "this loss assumes on-policy responses and has no off-policy correction, but responses are stale: "
-                f"set {_ANCHORED}, or policy_loss_type=regular with off_policy_correction.tis_ratio_type=token"
-            )
-        yield Problem("trainer.algorithm.policy_loss_type", loss, f"{key}: {fix}")
-
-
-def _corrects_for_staleness(cfg: SkyRLTrainConfig) -> bool:
-    """Return whether the loss corrects for stale responses. A custom loss is taken to do so."""
     algorithm = cfg.trainer.algorithm
-    loss = algorithm.policy_loss_type
-    if loss not in set(PolicyLossType) or loss in ("rollout_is", "dppo", "m2po"):
+    if _corrects_for_staleness(algorithm):
+        return
+    loss, row = algorithm.policy_loss_type, LOSSES[algorithm.policy_loss_type]
+    anchored = one_of(name for name in ("regular", "dual_clip") if LOSSES[name].anchor == "ratio_anchor")
+    reading = one_of(name for name, other in LOSSES.rows.items() if other.reads_rollout)
+    others = f"ratio_anchor=rollout with {anchored}, or policy_loss_type={reading}"
+    fix = (
+        "this loss assumes on-policy responses, but they are stale: set "
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token (or another part of off_policy_correction), "
+        f"or a loss that reads the engine's log-probabilities ({others}), or {otherwise}"
+    )
+    if row.corrected is False:
+        fix = (
+            "this loss assumes on-policy responses and has no off-policy correction, but responses are stale: "
+            f"set {others}, or policy_loss_type=regular with off_policy_correction.tis_ratio_type=token"
+        )
+    yield Problem("trainer.algorithm.policy_loss_type", loss, f"{key}: {fix}")
+
+
+def _corrects_for_staleness(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss corrects for stale responses. A loss is taken to do so unless its row says otherwise."""
+    row = LOSSES.get(algorithm.policy_loss_type)
+    if row is None or row.corrected is None or row.reads_rollout or row.is_anchored(algorithm):
         return True
-    if _anchor(algorithm) is not None:
-        return True
-    return loss not in UNCORRECTED and correction_enabled(algorithm.off_policy_correction)
+    return row.corrected and correction_enabled(algorithm.off_policy_correction)

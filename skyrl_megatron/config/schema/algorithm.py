@@ -1,16 +1,39 @@
 """The objective: advantages, policy loss, KL and entropy terms, off-policy correction, dynamic sampling.
 
-The functions are in :mod:`skyrl_megatron.algorithms`. Its import fails if its lists differ from those here.
+The functions are in :mod:`skyrl_megatron.algorithms`; :mod:`skyrl_megatron.config.table` has a row for each loss and
+estimator, with the class of its settings.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Annotated, Any
 
 from skyrl_megatron.config.fields import Bounds, Count, Fraction, NonNegative, OneOf, Positive
 from skyrl_megatron.config.load import BaseConfig
+from skyrl_megatron.config.table import (
+    AdvantageEstimator,
+    CISPOConfig,
+    ClipCovConfig,
+    DPPOConfig,
+    GAEConfig,
+    KLCovConfig,
+    PolicyLossType,
+    SAPOConfig,
+)
+
+__all__ = [
+    "OPTIMIZER_DTYPES",
+    "AdvantageEstimator",
+    "AlgorithmConfig",
+    "DistillationConfig",
+    "DynamicSamplingConfig",
+    "KLCtrlConfig",
+    "OffPolicyCorrectionConfig",
+    "PolicyLossType",
+    "correction_enabled",
+    "masks_enabled",
+]
 
 
 @dataclass
@@ -23,16 +46,6 @@ class KLCtrlConfig(BaseConfig):
     """Target KL divergence of the adaptive controller, in nats."""
     horizon: Count = 10000
     """Number of samples over which the adaptive controller reacts; larger is slower."""
-
-
-@dataclass
-class SAPOConfig(BaseConfig):
-    """Soft gate of the loss `sapo` (arXiv:2511.20347)."""
-
-    tau_pos: Positive = 1.0
-    """Temperature of the gate for tokens with positive advantage."""
-    tau_neg: Positive = 1.05
-    """Temperature of the gate for all other tokens."""
 
 
 @dataclass
@@ -49,53 +62,6 @@ class DynamicSamplingConfig(BaseConfig):
     gates: dict[str, Any] = field(default_factory=dict)
     """Gates for finished prompts: `reward`, `length` (`{low, high}`), `staleness` (`{high}`), `nonfinite` (`{}`), or a
     plugin's (`register_gate`). A prompt that one refuses is replaced by another prompt."""
-
-
-@dataclass
-class ClipCovConfig(BaseConfig):
-    """Loss `clip_cov`: tokens with high covariance between log-probability and advantage are detached."""
-
-    clip_ratio: Fraction = 0.0002
-    """Share of tokens that are detached. They are drawn from tokens with a covariance between the two bounds below."""
-    clip_cov_lb: float = 1.0
-    """Lower bound of the covariance."""
-    clip_cov_ub: float = 5.0
-    """Upper bound of the covariance."""
-
-
-@dataclass
-class KLCovConfig(BaseConfig):
-    """Loss `kl_cov`: tokens with the highest covariance get a KL penalty."""
-
-    kl_cov_frac: Fraction = 0.2
-    """Share of tokens that get the penalty."""
-    ppo_kl_coef: NonNegative = 1.0
-    """Weight of the penalty."""
-
-
-@dataclass
-class CISPOConfig(BaseConfig):
-    """Loss `cispo` (arXiv:2506.13585): REINFORCE weighted by a clipped importance ratio."""
-
-    cispo_eps_clip_low: NonNegative = 0.0
-    """The ratio is clipped below at 1 minus this."""
-    cispo_eps_clip_high: NonNegative = 5.0
-    """The ratio is clipped above at 1 plus this."""
-    anchor: Annotated[str, OneOf("old", "rollout")] = "old"
-    """Denominator of the ratio: `old`, the policy before the update; or `rollout`, the engine's log-probabilities.
-    `rollout` already corrects for the engine, and excludes `off_policy_correction.tis_ratio_type`."""
-
-
-@dataclass
-class DPPOConfig(BaseConfig):
-    """Loss `dppo` (arXiv:2602.04879): a token is masked if its probability has changed too much since the rollout."""
-
-    dppo_type: Annotated[str, OneOf("binary_tv", "binary_kl")] = "binary_tv"
-    """Measure of the change of the sampled token's probability: total variation or KL, both on {token, not token}."""
-    delta_low: NonNegative = 0.2
-    """Maximum change for tokens with negative advantage; about 0.2 for `binary_tv`, 0.05 for `binary_kl`."""
-    delta_high: NonNegative = 0.2
-    """Maximum change for tokens with positive advantage."""
 
 
 @dataclass
@@ -150,21 +116,6 @@ def masks_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
         or correction.token_mask_is_threshold_low is not None
         or correction.token_mask_is_threshold_high is not None
     )
-
-
-@dataclass
-class GAEConfig(BaseConfig):
-    """Estimator `gae`: separate λ for the policy's advantages and the critic's returns."""
-
-    critic_lambd: Fraction | None = None
-    """λ of the returns that the critic learns. 1: the sum of the following rewards (arXiv:2503.01491).
-    None: `lambd`."""
-    length_adaptive_alpha: Positive | None = None
-    """Sets the policy's λ to 1 − 1/(this · length of the response), at least 0 (arXiv:2504.05118, which uses 0.05).
-    None: `lambd` for every length."""
-    bootstrap_truncated: bool = False
-    """Bootstrap the return of a truncated response (stop reason `length`) from the critic's value at its last token.
-    False: the value after the last token is 0, as for other responses."""
 
 
 @dataclass
@@ -295,36 +246,6 @@ class AlgorithmConfig(BaseConfig):
     all of them."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Learning from a teacher."""
-
-
-class AdvantageEstimator(StrEnum):
-    """Built-in estimators (``trainer.algorithm.advantage_estimator``)."""
-
-    GRPO = "grpo"
-    RLOO = "rloo"
-    REINFORCE_PP = "reinforce++"
-    GAE = "gae"
-    MAXRL = "maxrl"
-    GDPO = "gdpo"
-    RAE = "rae"
-    DISTILLATION = "distillation"
-
-
-class PolicyLossType(StrEnum):
-    """Built-in losses (``trainer.algorithm.policy_loss_type``)."""
-
-    REGULAR = "regular"
-    DUAL_CLIP = "dual_clip"
-    GSPO = "gspo"
-    CISPO = "cispo"
-    SAPO = "sapo"
-    CLIP_COV = "clip_cov"
-    KL_COV = "kl_cov"
-    CROSS_ENTROPY = "cross_entropy"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    ROLLOUT_IS = "rollout_is"
-    DPPO = "dppo"
-    M2PO = "m2po"
 
 
 OPTIMIZER_DTYPES = {

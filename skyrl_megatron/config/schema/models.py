@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from skyrl_megatron.config.fields import Bounds, Count, NonNegative, NonNegativeInt, OneOf
 from skyrl_megatron.config.load import BaseConfig
+from skyrl_megatron.config.table import OPTIMIZERS
 
 
 @dataclass
@@ -91,7 +92,7 @@ class OptimizerConfig(BaseConfig):
     """Optimizer step at which `min_lr` is reached, including the warm-up. None: the last step of the run."""
     decay_norms_and_biases: bool = False
     """Apply weight decay to one-dimensional parameters too, like SkyRL's FSDP backend."""
-    optimizer: Annotated[str, OneOf("adam", "muon")] = "adam"
+    optimizer: Annotated[str, OneOf(*OPTIMIZERS)] = "adam"
     """`muon`: linear weights by Muon, without clipping; the rest by AdamW (`optimizer_config_kwargs.muon_*`)."""
     adam_lr: NonNegative | None = None
     """With `optimizer=muon`, peak rate of what AdamW trains. None: `lr`."""

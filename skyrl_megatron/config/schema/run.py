@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import enum
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,11 +15,14 @@ from typing import Any, Self, cast
 
 from skyrl_megatron.config import load
 from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.fields import Section, default_of, field_types, sections_of
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.generator import DataConfig, EnvironmentConfig, GeneratorConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
+from skyrl_megatron.config.table import ALGORITHM, ESTIMATORS, LOSSES
 from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.plugins import load_plugins
 
 
 @dataclass
@@ -35,6 +41,23 @@ class SkyRLTrainConfig(BaseConfig):
     def __post_init__(self) -> None:
         """Fill in the fields that depend on other fields (:func:`derive`)."""
         derive(self)
+
+    @classmethod
+    def with_named_sections(cls, given: Mapping[str, Any]) -> type[Self]:
+        """Add the sections of losses and estimators that bring their settings with them (:mod:`..table`)."""
+        algorithm = field_types(sections_of(sections_of(cls)["trainer"])["algorithm"])
+        named = {str(given.get(table.key)) for table in (LOSSES, ESTIMATORS)} - LOSSES.built_in - ESTIMATORS.built_in
+        named |= {key.split(".")[2] for key in given if key.startswith(f"{ALGORITHM}.") and key.count(".") > 2}
+        unknown = sorted(named - {"None", *algorithm})
+        if not unknown:
+            return cls
+        plugins = given.get("trainer.plugins")
+        # A plugin that cannot be imported is reported with the other problems of the configuration.
+        with contextlib.suppress(ConfigError):
+            load_plugins(plugins if isinstance(plugins, list) else ())
+        rows = {name: row for name in unknown for table in (LOSSES, ESTIMATORS) if (row := table.find(name))}
+        sections = tuple((name, row.settings) for name, row in rows.items() if row.settings is not None)
+        return cast("type[Self]", _with_algorithm_sections(cast("Any", cls), sections)) if sections else cls
 
     @classmethod
     def from_cli_overrides(cls, args: Sequence[str] | Mapping[str, Any]) -> Self:
@@ -70,9 +93,38 @@ def make_config(
 
 
 def _with_sections(parent: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> type[BaseConfig]:
-    fields = [(name, section, field(default_factory=section)) for name, section in sections.items()]
-    made = make_dataclass(f"Custom{parent.__name__}", fields, bases=(parent,), module=__name__)
+    return _subclass(parent, [(name, section, field(default_factory=section)) for name, section in sections.items()])
+
+
+def _subclass(parent: type[BaseConfig], fields: list[tuple[str, Any, Any]]) -> type[BaseConfig]:
+    name = parent.__name__ if parent.__name__.startswith("Custom") else f"Custom{parent.__name__}"
+    made = make_dataclass(name, fields, bases=(parent,), module=__name__)
     made.__doc__ = parent.__doc__
+    return made
+
+
+@functools.cache
+def _with_algorithm_sections(
+    cls: type[SkyRLTrainConfig], sections: tuple[tuple[str, type[Section]], ...]
+) -> type[SkyRLTrainConfig]:
+    """Return ``cls`` with more sections in ``trainer.algorithm``; its other defaults stay."""
+    trainer: TrainerConfig = default_of(cls, "trainer")
+    extended = _subclass(
+        type(trainer.algorithm), [(name, made, field(default_factory=made)) for name, made in sections]
+    )
+    algorithm = functools.partial(_converted, trainer.algorithm, extended)
+    of_trainer = _subclass(type(trainer), [("algorithm", extended, field(default_factory=algorithm))])
+    made_trainer = functools.partial(_converted, trainer, of_trainer, "algorithm")
+    return cast(
+        "type[SkyRLTrainConfig]", _subclass(cls, [("trainer", of_trainer, field(default_factory=made_trainer))])
+    )
+
+
+def _converted(section: Section, cls: type[Section], *but: str) -> Section:
+    """Return an object of the subclass ``cls`` with the values of ``section``, except of the fields ``but``."""
+    names = [name for name in field_types(type(section)) if name not in but]
+    made = cls(**{name: copy.deepcopy(getattr(section, name)) for name in names})
+    made.__dict__["_given"] = section.__dict__.get("_given", frozenset())
     return made
 
 

@@ -64,7 +64,7 @@ MLP = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 
 class LayerRecorder:
     """Records the outputs of the layers of ``model`` until :meth:`finish`, by the names of
-    ``skyrl_megatron_parts/profiling.py``."""
+    ``runtime/recording.py``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks: list[Any] = []
@@ -129,16 +129,16 @@ def layer_weights(model: torch.nn.Module, layer: int | None) -> Packed:
 
     A weight that a kernel has packed is recovered by applying the linear map to the identity matrix, which is exact.
     """
-    found: Packed = []
+    weights: Packed = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False) if layer_number(path) == layer else ():
             if parameter.numel():
-                found.append(packed(f"{path}.{name}", parameter))
+                weights.append(packed(f"{path}.{name}", parameter))
             elif name == "weight" and hasattr(module, "quant_method"):
                 inputs = getattr(module, "input_size_per_partition", None) or module.input_size
                 ones = torch.eye(int(inputs), dtype=parameter.dtype, device=parameter.device)
-                found.append(packed(f"{path}.{name}", module.quant_method.apply(module, ones, None).t()))
-    return found
+                weights.append(packed(f"{path}.{name}", module.quant_method.apply(module, ones, None).t()))
+    return weights
 
 
 def layer_number(path: str) -> int | None:
@@ -270,10 +270,10 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str, tool_cal
 
     arguments = ["--model", model, "--served-model-name", served_model_name, "--disable-fastapi-docs"]
     if tool_call_parser is not None:
-        known = sorted(ToolParserManager.list_registered())
-        if tool_call_parser not in known:
+        parsers = sorted(ToolParserManager.list_registered())
+        if tool_call_parser not in parsers:
             raise EngineError(
-                f"generator.inference_engine.tool_call_parser={tool_call_parser}: use one of {', '.join(known)}"
+                f"generator.inference_engine.tool_call_parser={tool_call_parser}: use one of {', '.join(parsers)}"
             )
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool_call_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
@@ -362,7 +362,8 @@ def take_logprobs_at_temperature(sampler: Any) -> None:
     kind = type(sampler)
     if not isinstance(sampler, RunnerSampler) or kind.sample is not RunnerSampler.sample:
         raise RuntimeError(
-            f"{kind.__module__}.{kind.__name__} is a custom sampler: log-probs at the temperature are not supported"
+            f"{kind.__module__}.{kind.__name__} is a custom sampler, without log-probs at the temperature: start vLLM "
+            "with its own"
         )
     plain = sampler.sample
 
@@ -386,20 +387,20 @@ def return_support(runner: Any) -> None:
 
     These are the tokens with a finite processed log-prob; empty if it is the whole vocabulary.
     """
-    found: list[SamplingMaskLists] = []
+    support: list[SamplingMaskLists] = []
     sample, sample_tokens = runner.sampler.sample, runner.sample_tokens
 
     def sample_and_keep(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         sampled, logprobs = sample(*arguments, **options)
-        found[:] = [] if logprobs is None else [support_lists(logprobs)]
+        support[:] = [] if logprobs is None else [support_lists(logprobs)]
         return sampled, logprobs
 
     def sample_tokens_with_support(*arguments: Any, **options: Any) -> Any:
-        found.clear()
+        support.clear()
         answer = sample_tokens(*arguments, **options)
         output = getattr(answer, "_model_runner_output", answer)  # wrapped if scheduling is asynchronous
-        if found and isinstance(output, ModelRunnerOutput):
-            output.sampling_masks = found.pop()
+        if support and isinstance(output, ModelRunnerOutput):
+            output.sampling_masks = support.pop()
         return answer
 
     runner.sampler.sample, runner.sample_tokens = sample_and_keep, sample_tokens_with_support

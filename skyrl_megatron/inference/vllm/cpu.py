@@ -313,7 +313,7 @@ def rewind_seeds_on_cpu() -> None:
 
     def sample_and_rewind(self: Any, *arguments: Any, **options: Any) -> Any:
         unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
-        generators = [self.input_batch.generators[each] for each in unfinished if each in self.input_batch.generators]
+        generators = [self.input_batch.generators[row] for row in unfinished if row in self.input_batch.generators]
         states = [generator.get_state() for generator in generators]
         output = sample(self, *arguments, **options)
         for generator, state in zip(generators, states, strict=True):

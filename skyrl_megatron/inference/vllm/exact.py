@@ -45,7 +45,7 @@ def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
     if self.variance_size_override is not None or not self.has_weight:
-        raise NotImplementedError("trainer.exact_rollouts: this RMSNorm is not supported")
+        raise NotImplementedError("trainer.exact_rollouts=true: this RMSNorm is not supported; set it to false")
     if residual is None:
         return exact_ops.rms_norm(x, self.weight, self.variance_epsilon)
     total = x + residual
@@ -71,7 +71,7 @@ def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = No
 def _route(self: Any, hidden_states: Tensor, router_logits: Tensor, *_: Any, **unused: Any) -> tuple[Tensor, Tensor]:
     plain = self.custom_routing_function is None and self.scoring_func in ("softmax", "sigmoid")
     if not plain or (self.use_grouped_topk and self.num_expert_group != 1):
-        raise NotImplementedError("trainer.exact_rollouts: this router is not supported")
+        raise NotImplementedError("trainer.exact_rollouts=true: this router is not supported; set it to false")
     scores = exact_ops.expert_scores(router_logits.float(), softmax=self.scoring_func == "softmax")
     bias = self.e_score_correction_bias
     experts = exact_ops.best_experts(scores if bias is None else scores + bias, self.top_k)
@@ -106,7 +106,7 @@ class ExactExperts(CPUUnquantizedExperts):
         **options: Any,
     ) -> None:
         if activation is not MoEActivation.SILU or self.w1_bias is not None or self.w2_bias is not None:
-            raise NotImplementedError("trainer.exact_rollouts: these experts are not supported")
+            raise NotImplementedError("trainer.exact_rollouts=true: these experts are not supported; set it to false")
         output.zero_()
         for expert, tokens, choice in experts_with_tokens(topk_ids):
             inner = _silu_and_mul(exact_ops.product(hidden_states[tokens], w1[expert]))
@@ -154,7 +154,7 @@ def _attend(
     if attn_metadata is None:  # vLLM's memory profiling run
         return output
     if self.sliding_window != -1 or self.sinks is not None or self.logits_soft_cap or not attn_metadata.causal:
-        raise NotImplementedError("trainer.exact_rollouts: this attention is not supported")
+        raise NotImplementedError("trainer.exact_rollouts=true: this attention is not supported; set it to false")
     lengths = attn_metadata.seq_lens.tolist()
     queries = attn_metadata.query_start_loc.diff().tolist()
     keys, values = _caches(kv_cache)

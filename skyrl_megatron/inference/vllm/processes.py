@@ -79,16 +79,16 @@ def last_errors(path: Path, count: int = 4) -> list[str]:
         text = path.read_bytes()[-200_000:].decode(errors="replace")
     except OSError:
         text = ""
-    found: dict[str, None] = {}
+    errors: dict[str, None] = {}
     for line in text.splitlines():
         words = _PREFIX.sub("", line).strip()
         if _TELLING.search(words):
-            found.pop(words, None)
-            found[words] = None
-    causes = [words for words in found if not _POINTING.search(words)]
+            errors.pop(words, None)
+            errors[words] = None
+    causes = [words for words in errors if not _POINTING.search(words)]
     if not causes and (refused := _refused(path.parent)):
         return [f"its output cannot be written to {path}: {refused}"]
-    return (causes or list(found))[-count:]
+    return (causes or list(errors))[-count:]
 
 
 def _refused(folder: Path) -> str:
@@ -110,17 +110,17 @@ been stopped together with the engine."""
 
 async def unless_stopped[T](answer: Awaitable[T], processes: Sequence[psutil.Process]) -> T:
     """Await an engine's answer. Raises EngineGoneError if one of its processes stays stopped."""
-    asked = asyncio.ensure_future(answer)
+    pending = asyncio.ensure_future(answer)
     stopped: dict[int, int] = {}
     try:
-        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+        while not (await asyncio.wait([pending], timeout=LOOK_S))[0]:
             stopped = {process: stopped.get(process, 0) + 1 for process in _stopped(processes)}
             if LOOKS in stopped.values():
                 process = max(stopped, key=lambda each: stopped[each])
                 raise EngineGoneError(f"hangs: process {process} is stopped, for {LOOKS * LOOK_S:g} s so far")
-        return await asked
+        return await pending
     finally:
-        asked.cancel()
+        pending.cancel()
 
 
 def _stopped(processes: Sequence[psutil.Process]) -> list[int]:

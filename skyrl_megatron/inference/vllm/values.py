@@ -38,12 +38,14 @@ def engine_faults(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         owner = arguments[name].owner
         cls, field = _CONFIGS.get(name) or (owner[1:] if owner else ("", ""))
         if name == "speculative_config" and isinstance(value, Mapping):
-            for inner, each in value.items():
+            for inner, inner_value in value.items():
                 key, part = f"{name}.{inner}", inner.replace("-", "_")
-                if part == "attention_backend" and each != "auto":  # by its name, as in AttentionConfig
-                    yield from _made(partial(vllm.config.AttentionConfig, backend=each), key, each, "backend")
+                if part == "attention_backend" and inner_value != "auto":  # by its name, as in AttentionConfig
+                    yield from _made(
+                        partial(vllm.config.AttentionConfig, backend=inner_value), key, inner_value, "backend"
+                    )
                 elif part != "attention_backend":
-                    yield from _field_faults("SpeculativeConfig", part, key, each)
+                    yield from _field_faults("SpeculativeConfig", part, key, inner_value)
         elif name in _NAMES:
             module, kind = _NAMES[name]
             names = get_args(getattr(importlib.import_module(module), kind))
@@ -59,9 +61,9 @@ def sampling_faults(sampling: Mapping[str, Any], names: Mapping[str, Any]) -> It
     """Yield (key, value, what is wrong) if vLLM would refuse a request with these typed parameters because of one of
     ``names``, which are keys with their values."""
     error = _refusal(sampling)
-    if error is None or _refusal({key: each for key, each in sampling.items() if key not in names}) is not None:
+    if error is None or _refusal({key: value for key, value in sampling.items() if key not in names}) is not None:
         return
-    without = {name: {key: each for key, each in sampling.items() if key != name} for name in names}
+    without = {name: {key: value for key, value in sampling.items() if key != name} for name in names}
     alone = [name for name in names if _refusal(without[name]) is None]
     named = [name for name in names if name in str(error)]
     reason = next(iter([*alone, *named, *names]))
@@ -92,15 +94,15 @@ def _made(make: Callable[[], Any], key: str, value: Any, field: str | None = Non
     try:
         make()
     except ValidationError as error:
-        for each in error.errors():
-            inside = [str(part) for part in each["loc"]]
+        for fault in error.errors():
+            inside = [str(part) for part in fault["loc"]]
             if field is not None and inside[:1] != [field]:
                 continue  # a field that is missing here, or a rule of several fields
             where = inside if field is None and isinstance(value, Mapping) else []
             inner = value
             for part in where:
                 inner = inner.get(part) if isinstance(inner, Mapping) else inner
-            yield ".".join([key, *where]), inner, each["msg"].removeprefix("Value error, ")
+            yield ".".join([key, *where]), inner, fault["msg"].removeprefix("Value error, ")
     except Exception as error:  # its validators raise anything
         if field is None:
             yield key, value, f"vLLM refuses it: {type(error).__name__}: {error}"

@@ -257,7 +257,9 @@ class VLLMEngine(InferenceEngine):
             with self._adapters.use(request_id, adapter) as held:
                 yield held
         elif adapter:
-            raise RequestError(f"request {request_id}: adapter {adapter!r} is unknown, the engine has no adapters")
+            raise RequestError(
+                f"request {request_id}: adapter {adapter!r} is unknown, the engine has no adapters: leave it out"
+            )
         else:
             yield None
 
@@ -401,7 +403,7 @@ class VLLMEngine(InferenceEngine):
                     self._cache_salt = version
                 return
             versions = {self._adapters.names[0]: version} if adapters is None else adapters
-            added = {name: self._adapters.add(own, name) for name, own in versions.items()}
+            added = {name: self._adapters.add(adapter_version, name) for name, adapter_version in versions.items()}
             numbers = {name: held.number for name, held in added.items()}
             held_by = await compat.on_every_worker(self._llm, "skyrl_activate_adapters", numbers)
             for worker, active in enumerate(held_by):

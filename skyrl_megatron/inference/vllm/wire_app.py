@@ -144,8 +144,8 @@ class WireApp:
         if max_model_len is not None:
             arguments += ["--max-model-len", str(max_model_len)]
         if tool_call_parser is not None:
-            if tool_call_parser not in (known := sorted(ToolParserManager.list_registered())):
-                raise EngineError(f"tool_call_parser={tool_call_parser}: use one of {', '.join(known)}")
+            if tool_call_parser not in (parsers := sorted(ToolParserManager.list_registered())):
+                raise EngineError(f"tool_call_parser={tool_call_parser}: use one of {', '.join(parsers)}")
             arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool_call_parser]
         if reasoning_parser is not None:
             try:
@@ -386,8 +386,8 @@ class _SplicingRenderer(OnlineRenderer):
         """Return whether a prompt shows the names of its tools."""
         given = json.dumps([tools, params.chat_template_kwargs], sort_keys=True, default=str)
         digest = hashlib.blake2b(given.encode(errors="surrogatepass"), digest_size=16).digest()
-        if (known := self.shown.get(digest)) is not None:
-            return known
+        if (remembered := self.shown.get(digest)) is not None:
+            return remembered
         try:
             _, prompt = await self.renderer.render_messages_async([{"role": "user", "content": "?"}], params)
         except (VLLMValidationError, ValueError, TypeError, KeyError):
@@ -395,10 +395,10 @@ class _SplicingRenderer(OnlineRenderer):
         text, at, shown = prompt.get("prompt"), 0, True
         for tool in tools if isinstance(text, str) else ():  # templates write them in their order
             name = str(tool["function"]["name"])
-            if (place := text.find(name, at)) < 0 and name not in text:
+            if (position := text.find(name, at)) < 0 and name not in text:
                 shown = False
                 break
-            at = max(at, place)
+            at = max(at, position)
         if len(self.shown) >= MOST_KEPT:
             self.shown.clear()
         self.shown[digest] = shown
@@ -449,7 +449,7 @@ class _SplicingRenderer(OnlineRenderer):
         end token that was sampled.
         """
         tokenizer = self.renderer.get_tokenizer()
-        calls = [each.get("tool_calls") for each in messages[prefix.first : prefix.after]]
+        calls = [message.get("tool_calls") for message in messages[prefix.first : prefix.after]]
         for kept in ([], [call for some in calls for call in some or ()]):
             marker = f"answer{secrets.token_hex(8)}"
             answer = {"role": "assistant", "content": marker} | ({"tool_calls": kept} if kept else {})
@@ -458,8 +458,8 @@ class _SplicingRenderer(OnlineRenderer):
                 _, prompt = await self.renderer.render_messages_async(marked, params)
             except (VLLMValidationError, ValueError, TypeError, KeyError):
                 continue
-            _, found, text = str(prompt.get("prompt") or "").partition(marker)
-            if not found:
+            _, has_marker, text = str(prompt.get("prompt") or "").partition(marker)
+            if not has_marker:
                 continue
             after = Encoder(tokenizer).continued(text)
             ended = prefix.ids[-1]
@@ -480,10 +480,12 @@ class _SplicingRenderer(OnlineRenderer):
     async def _closing(self, params: Any) -> int | None:
         """Return the token that the template writes after every answer, whatever follows; None if there is none."""
         marker, firsts = f"answer{secrets.token_hex(8)}", []
-        asked: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
+        conversation: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
         for following in ({"role": "user"}, {"role": "tool", "tool_call_id": "0"}):
             try:
-                _, prompt = await self.renderer.render_messages_async([*asked, following | {"content": "?"}], params)
+                _, prompt = await self.renderer.render_messages_async(
+                    [*conversation, following | {"content": "?"}], params
+                )
             except (VLLMValidationError, ValueError, TypeError, KeyError):
                 continue
             after = str(prompt.get("prompt") or "").partition(marker)[2]
@@ -532,33 +534,33 @@ class _NoEngine:
         streams = sampling_params.output_kind is RequestOutputKind.DELTA
         tokenizer = self.renderer.get_tokenizer()
         pieces = []
-        for index, each in enumerate(generations):
+        for index, generation in enumerate(generations):
             step = STREAM_TOKENS if streams else None
-            pieces.append(list(played_back(each, index, ids, sampling_params, tokenizer, step)))
+            pieces.append(list(played_back(generation, index, ids, sampling_params, tokenizer, step)))
             await asyncio.sleep(0)  # other requests are not to wait for all of them
         if not streams:
-            yield RequestOutput(request_id, None, ids, None, [each for [each] in pieces], finished=True)
+            yield RequestOutput(request_id, None, ids, None, [output for [output] in pieces], finished=True)
             return
         for number, outputs in enumerate(pieces):
-            for place, output in enumerate(outputs):
-                done = number == len(pieces) - 1 and place == len(outputs) - 1
+            for index_in_step, output in enumerate(outputs):
+                done = number == len(pieces) - 1 and index_in_step == len(outputs) - 1
                 yield RequestOutput(request_id, None, ids, None, [output], finished=done)
 
 
 def asked_for(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that a request sets, as keys of ``SamplingParams``."""
     default = SamplingParams()
-    asked: dict[str, Any] = {"max_tokens": params.max_tokens}
+    sampling: dict[str, Any] = {"max_tokens": params.max_tokens}
     for name in GIVEN_BY_REQUEST:
         value = getattr(params, name)
         if value != getattr(default, name):
-            asked[name] = value
+            sampling[name] = value
     if (outputs := params.structured_outputs) is not None:
         fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-        asked["structured_outputs"] = {
+        sampling["structured_outputs"] = {
             name: value for name, value in fields.items() if not name.startswith("_") and value not in (None, False)
         }
-    return asked
+    return sampling
 
 
 def played_back(
@@ -575,13 +577,13 @@ def played_back(
     ids, step = generation.token_ids, step or max(len(generation.token_ids), 1)
     ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
     at_token = generation.finish_reason == "stop" and bool(ids) and ids[-1] in ends
-    known = params.logprobs is not None and len(generation.logprobs) == len(ids)
+    has_logprobs = params.logprobs is not None and len(generation.logprobs) == len(ids)
     stop: str | int | None = None
     for start in range(0, max(len(ids), 1), step):
         part, done = ids[start : start + step], start + step >= len(ids)
         stop = detokenizer.update(list(part), at_token and done) or stop
         logprobs = None
-        if known:
+        if has_logprobs:
             pairs = zip(part, generation.logprobs[start : start + step], strict=True)
             logprobs = [{token: Logprob(value, 1, tokenizer.decode([token]))} for token, value in pairs]
         yield CompletionOutput(

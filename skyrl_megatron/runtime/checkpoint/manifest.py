@@ -100,7 +100,7 @@ class Manifest:
     ancestry: dict[str, int] = field(default_factory=dict)
     """Branch that this one continues → the step at which it was left."""
     identity: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What the run depends on (``trainer/identity.py``): name → ``shown`` and ``digest``. Empty in older
+    """What the run depends on (``identity.py``): name → ``shown`` and ``digest``. Empty in older
     checkpoints."""
 
     def descends_from(self, other: Manifest) -> bool:

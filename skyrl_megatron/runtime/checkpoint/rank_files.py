@@ -52,15 +52,15 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
 )
 from skyrl_megatron.runtime.checkpoint.reader import RoleReader, as_bytes
 from skyrl_megatron.runtime.checkpoint.storage import BackgroundTask, Storage, open_storage
+from skyrl_megatron.runtime.model.expert_placement import placement_of
 from skyrl_megatron.runtime.offload import HostMemory
-from skyrl_megatron_parts.experts.placement import placement_of
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
-    from skyrl_megatron_parts.experts.placement import ExpertPlacement
 
 
 _TRACKER = "tracker/"

@@ -34,14 +34,14 @@ from torch import Tensor
 
 from bridges.tensor_names import EXPERTS, LAYERS
 from skyrl_megatron.errors import CheckpointError
+from skyrl_megatron.runtime.model.expert_placement import placement_of
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS
-from skyrl_megatron_parts.experts.placement import placement_of
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
+    from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
-    from skyrl_megatron_parts.experts.placement import ExpertPlacement
 
 
 Index = tuple[int, ...]

@@ -30,11 +30,11 @@ from skyrl_megatron.runtime.lora.layers import (
 )
 from skyrl_megatron.runtime.lora.targets import Selection
 from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
-from skyrl_megatron_parts.experts.placement import ExpertPlacement
 
 
 class Adapters:

@@ -42,13 +42,13 @@ from skyrl_megatron.runtime.model.description import (
     without_max_logit,
     without_qk_clip,
 )
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement, give_placement
 from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
 from skyrl_megatron.runtime.model.moe import router_class
 from skyrl_megatron.runtime.model.mtp import DraftHead
 from skyrl_megatron.runtime.model.rotary import PackedRotary
 from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
-from skyrl_megatron_parts.experts.placement import ExpertPlacement, give_placement
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "quick_gelu": quick_gelu}
 

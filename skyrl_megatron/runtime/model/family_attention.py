@@ -9,7 +9,6 @@ indexer is frozen unless ``dsa_indexer_loss_coeff`` adds a loss that trains it t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_megatron import device
 from skyrl_megatron.runtime.model.attention import (
     ChunkGroup,
     KeySelection,
@@ -170,7 +168,7 @@ class SelectedAttention(PackedAttention):
         super().__init__(config, *arguments, **options)
         self.indexer = Indexer(config)
         self.divergence: Tensor | None = None
-        """[2] float64 since the last :func:`indexer_metrics`: sum of divergences, number of queries."""
+        """[2] float64 since it was last taken: sum of divergences, number of queries."""
 
     @property
     def _learns(self) -> bool:
@@ -305,21 +303,6 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], torch.ones_like(ctx.loss)
-
-
-def indexer_metrics(chunks: Iterable[torch.nn.Module]) -> dict[str, float]:
-    """Return ``indexer_loss``: mean divergence per query and layer in nats, over all ranks, since the last call.
-
-    Collective over all ranks; with tp each rank has all queries. Empty if no indexer is trained.
-    """
-    found = torch.zeros(2, dtype=torch.float64, device=device.device())
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, SelectedAttention) and module.divergence is not None:
-                found += module.divergence
-                module.divergence = None
-    dist.all_reduce(found)
-    return {"indexer_loss": float(found[0] / found[1])} if found[1] else {}
 
 
 class LatentAttention(MLASelfAttention):

@@ -76,7 +76,7 @@ def endpoint(cfg):
             headers = {"Authorization": f"Bearer {file.read().strip()}"}
         async with httpx.AsyncClient() as http:
             models = (await http.get(f"{client.endpoint_url}/v1/models", headers=headers)).json()
-        await client._endpoint.stop()
+        await client.services["enable_http_endpoint"].server.stop()
         return client.endpoint_url, path, [each["id"] for each in models["data"]]
 
     return asyncio.run(serve())
@@ -97,10 +97,10 @@ def registry(cfg):
             await client.start()
         except LaunchError as error:
             said.append(str(error))
-        if client.fleet is None:
+        if (registry := client.services.get("enable_registry")) is None:
             return None
-        await client._registry.stop()
-        return said, client.fleet.silence_s, client.fleet.drain_s
+        await registry.server.stop()
+        return said, registry.fleet.silence_s, registry.fleet.drain_s
 
     return asyncio.run(serve())
 
@@ -129,7 +129,7 @@ def folder(cfg):
 def tracker(cfg):
     """The trackers beside files and console, or why there are none."""
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.trainer.tracking import named_trackers
+    from skyrl_megatron_observe.trackers import named_trackers
 
     try:
         return [each.name for each in named_trackers(cfg)]

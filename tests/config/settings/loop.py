@@ -274,7 +274,7 @@ def resumes(cfg):
 def continues_others(cfg):
     """Whether what was computed from other data is continued."""
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.identity import Part, refuse_other
+    from skyrl_megatron.identity import Part, refuse_other
 
     try:
         refuse_other("trainer.ckpt_path", "ckpt", {"data": Part("a", "1")}, cfg, {"data": Part("b", "2")})
@@ -299,10 +299,12 @@ def dumps(cfg):
 
 def exports(cfg):
     """Who else is told of numbers and spans."""
+    from skyrl_megatron.trainer.recorders import RecordedRun
     from skyrl_megatron.trainer.tracking import Tracking
-    from skyrl_megatron_observe.observe import RunRecorder
+    from skyrl_megatron_observe.observe import ReportRecorder
 
-    tracking, collector = Tracking(cfg), RunRecorder(cfg, None, 1).collector
+    tracking = Tracking(cfg)
+    collector = ReportRecorder(RecordedRun(cfg, None, 1, None, tracking, dict)).collector
     tracking.open(total_steps=1)
     kinds = [type(sink).__name__ for sink in tracking.sinks]
     tracking.finish()
@@ -311,7 +313,10 @@ def exports(cfg):
 
 def looks(cfg):
     """Steps of which samples are kept, and how many."""
-    samples = trainer_of(cfg).watch.samples
+    from skyrl_megatron_observe.observe import ReportRecorder
+
+    recorders = trainer_of(cfg).recorders
+    [samples] = [recorder.samples for recorder in recorders if isinstance(recorder, ReportRecorder)]
     return [step for step in range(1, 4000) if samples.due(step)], samples.rows
 
 

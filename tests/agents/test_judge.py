@@ -34,7 +34,7 @@ def test_a_judge_behind_our_own_endpoint(engines, tmp_path, monkeypatch):
     from skyrl_megatron import envs
     from skyrl_megatron.config import GSM8kLLMJudgeEnvConfig
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app, endpoint_token
+    from skyrl_megatron_agents.http_endpoint import HttpServer, build_app, endpoint_token
 
     settings = tiny_settings(write_judge(tmp_path), served_model_name="judge", max_model_len=1024)
     token = endpoint_token(tmp_path / "token")

@@ -14,7 +14,7 @@ import pytest
 def test_an_error_in_a_route_is_answered_as_a_refusal(token):
     import httpx
 
-    from skyrl_megatron.inference.http_endpoint import guarded_app
+    from skyrl_megatron_agents.http_endpoint import guarded_app
 
     app = guarded_app("token")
 
@@ -40,7 +40,7 @@ def served():
     """A server with one route, in a thread; (its address, bodies that the route read)."""
     from fastapi import Request
 
-    from skyrl_megatron.inference.http_endpoint import HttpServer, guarded_app
+    from skyrl_megatron_agents.http_endpoint import HttpServer, guarded_app
 
     app, read, ready, ended = guarded_app("token"), [], threading.Event(), threading.Event()
 
@@ -110,7 +110,7 @@ def test_without_a_token_no_body_is_read(head):
 
 @pytest.mark.process
 def test_a_body_that_does_not_arrive_is_not_waited_for(monkeypatch):
-    from skyrl_megatron.inference import http_endpoint as http_guard
+    from skyrl_megatron_agents import http_endpoint as http_guard
 
     monkeypatch.setattr(http_guard.Guard.__init__, "__defaults__", (http_guard.MAX_BODY_BYTES, 0.2))
     with served() as (address, read):
@@ -122,7 +122,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(monkeypatch):
 @pytest.mark.process
 @pytest.mark.parametrize("text", ["", "GET /health HTTP/1.1\r\nHost: run\r\n"], ids=["nothing", "half a head"])
 def test_a_connection_without_a_request_is_closed(monkeypatch, text):
-    from skyrl_megatron.inference import http_endpoint as http_limits
+    from skyrl_megatron_agents import http_endpoint as http_limits
 
     monkeypatch.setattr(http_limits, "HEAD_S", 0.3)
     with served() as (address, _):
@@ -141,8 +141,8 @@ def test_a_head_that_never_ends_is_refused():
 @pytest.mark.process
 def test_idle_connections_make_room_for_requests(monkeypatch):
     """More of them than there are descriptors would be: a request is answered, and most are closed."""
-    from skyrl_megatron.inference import http_endpoint as http_limits
-    from skyrl_megatron.inference import http_endpoint as http_server
+    from skyrl_megatron_agents import http_endpoint as http_limits
+    from skyrl_megatron_agents import http_endpoint as http_server
 
     for module in (http_limits, http_server):
         monkeypatch.setattr(module, "connections_allowed", lambda: 20)
@@ -162,7 +162,7 @@ import os, resource
 open_ = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (open_ + 400,) * 2)
 held = [os.open("/dev/null", os.O_RDONLY) for _ in range(340)]
-from skyrl_megatron.inference.http_endpoint import connections_allowed
+from skyrl_megatron_agents.http_endpoint import connections_allowed
 print(connections_allowed())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
@@ -172,7 +172,7 @@ print(connections_allowed())
 def test_a_route_that_is_not_there_is_refused_in_the_same_words():
     import httpx
 
-    from skyrl_megatron.inference.http_endpoint import guarded_app
+    from skyrl_megatron_agents.http_endpoint import guarded_app
 
     async def ask():
         transport = httpx.ASGITransport(guarded_app("token"))
@@ -188,7 +188,7 @@ def test_an_answer_does_not_wait_for_an_acknowledgement():
     """Headers and body are two writes: with Nagle's algorithm the second one waits for 40 ms."""
     import socket
 
-    from skyrl_megatron.inference.http_endpoint import listening_socket
+    from skyrl_megatron_agents.http_endpoint import listening_socket
 
     with listening_socket("127.0.0.1", 0, "port") as server, socket.create_connection(server.getsockname()):
         accepted, _ = server.accept()

@@ -58,7 +58,7 @@ def urls(pool, loop, served):
     """Address of a run's endpoint, and of vLLM's own server over the same engine as ``serve_engine`` guards it; new
     ones for an engine that took the place of another."""
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.http_endpoint import EngineGuard, HttpServer, build_app
+    from skyrl_megatron_agents.http_endpoint import EngineGuard, HttpServer, build_app
 
     async def serve(engine):
         os.environ["VLLM_API_KEY"] = KEY

@@ -1,4 +1,4 @@
-"""Which key a run sends to an engine that it did not start."""
+"""Which key a run sends to an engine that it did not start, and whose addresses nobody serves."""
 
 import asyncio
 import http.server
@@ -54,11 +54,11 @@ def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
 def test_a_server_of_the_configuration_gets_the_runs_key(address):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.workers import engines as inference_engine_client
+    from skyrl_megatron.workers import engines
 
     url, sent = address
     key = "generator.inference_engine.external_server_urls"
-    [make] = inference_engine_client._elsewhere(SkyRLTrainConfig.from_cli_overrides([f"{key}=['{url}']"]))
+    [make] = engines._elsewhere(SkyRLTrainConfig.from_cli_overrides([f"{key}=['{url}']"]))
 
     async def start():
         with pytest.raises(EngineError, match="no vLLM server"):
@@ -66,3 +66,19 @@ def test_a_server_of_the_configuration_gets_the_runs_key(address):
 
     asyncio.run(start())
     assert sent and set(sent) == {f"Bearer {OWN}"}
+
+
+def test_an_address_that_no_plugin_serves_is_named():
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.plugins import ENGINE_SERVICES, TEACHERS
+    from skyrl_megatron.workers import engines
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(["generator.inference_engine.remote_urls=['grpc://a:1']"])
+    known = r"inference_engine\.remote_urls=grpc: not registered; known: http, https"
+    with pytest.raises(ConfigError, match=known):
+        engines._elsewhere(cfg)
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.models=s3: not registered; known: http, https"):
+        TEACHERS.require("s3")
+    with pytest.raises(ConfigError, match=r"not registered; known: enable_http_endpoint, enable_registry"):
+        ENGINE_SERVICES.require("enable_clocks")

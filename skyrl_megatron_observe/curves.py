@@ -1,18 +1,14 @@
-"""The end of a run: ``curves.png``, and the lines that report scores and files."""
+"""``curves.png``, drawn at the end of a run from its ``metrics.jsonl``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.trainer.checkpoints import export_folder
+from skyrl_megatron.trainer.recorders import RunRecorder
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
-
-if TYPE_CHECKING:
-    from skyrl_megatron.config import SkyRLTrainConfig
-
 
 CURVES = (
     ("warm-up by imitation", ("warmup/loss", "warmup/score")),
@@ -24,6 +20,15 @@ CURVES = (
     ("trainer − engine log-prob", ("policy/rollout_train_logprobs_abs_diff_max",)),
 )
 """Panels and the metrics of each, drawn over the step; metrics of the warm-up are drawn over its own steps."""
+
+
+class CurvesRecorder(RunRecorder):
+    """Draws the curves when the run has ended."""
+
+    ends_run = True
+
+    def on_end(self) -> None:
+        write_curves(run_folder(self.run.cfg))
 
 
 def write_curves(folder: Path) -> Path:
@@ -50,28 +55,6 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     return path
-
-
-def summary_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
-    """Return lines with the scores of the first and the last evaluation, if any, and the paths of the run's files."""
-    folder, key = run_folder(cfg), "eval/all/avg_score"
-    scores = [line[key] for line in read_metrics(folder / METRICS_FILE) if line.get(key) is not None]
-    shown = [f"{score:.3f}" for score in scores]
-    score = f"{shown[0]} before · {shown[-1]} after" if len(shown) > 1 else "".join(shown)
-    found = {
-        "metrics": folder / METRICS_FILE,
-        "curves": folder / "curves.png",
-        "report": folder / "report.html",
-    }
-    exported = export_folder(cfg.trainer.export_path, step)
-    # A Path would damage the address of an object store.
-    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"
-    return [
-        *([f"score: {score}"] if scores else []),
-        *(f"{name}: {path}" for name, path in found.items() if path.exists()),
-        *([checkpoint] if saved_step is not None else []),
-        *([f"exported model: {exported}"] if exported.exists() else []),
-    ]
 
 
 def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.checks import MEMORY_KEYS, NotChecked, check_config, run_hardware
+from skyrl_megatron.command import run_command
+from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware, read_size
 from skyrl_megatron.config.parse import CHECK_OPTIONS, CHECK_SWITCHES
-from skyrl_megatron.entrypoints.command import run_command, run_hardware
+from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron_observe.preflight import check_config
-from skyrl_megatron_observe.preflight.option_checks import MEMORY_KEYS
+from skyrl_megatron.plugins import REPORTERS
 
 _SIZES = {"--gpu": "gpu_bytes", "--host-memory": "host_bytes"}
 
@@ -40,18 +41,14 @@ def run(
         cfg, findings = check_config(cls, settings, machine, training=training, scripted=scripted, check_only=True)
         if any(problem.key not in MEMORY_KEYS for problem in findings.problems):
             raise ConfigError(findings.problems)
-        from skyrl_megatron_observe.preflight import (
-            check_report,  # loads torch, which is not needed to report a wrong key
-        )
-
-        lines = [*check_report.report(cfg, machine)]
+        lines = [line for reporter in REPORTERS.all() for line in reporter(cfg, machine)]
         if findings.problems:
             print(ConfigError(findings.problems), file=sys.stderr, flush=True)
         else:
-            print("\n".join(check_report.verdict(cfg, machine, findings.not_checked, training=training)))
+            print("\n".join(_verdict(cfg, machine, findings.not_checked, training=training)))
         print("\n".join(lines))
         if "--show-config" in options:
-            print("\n".join(check_report.resolved(cfg)))
+            print("\n".join(_resolved(cfg)))
         return ConfigError.exit_code if findings.problems else 0
 
     return run_command(work, beats=True)
@@ -97,3 +94,30 @@ def _hardware(options: Mapping[str, str]) -> Hardware:
     if match is None:
         raise ConfigError([Problem("--check", text, "write NODESxGPUS, e.g. --check=2x8, or --check alone")])
     return Hardware(gpus_per_node=int(match[2]), nodes=int(match[1]), elsewhere=True)
+
+
+def _verdict(
+    cfg: SkyRLTrainConfig, hardware: Hardware, not_checked: Sequence[NotChecked], *, training: bool = True
+) -> Iterator[str]:
+    """Yield the first lines of the report on a configuration without problems: that it can run, on which devices, what
+    it resumes from, and what was not checked."""
+    requested = gpus_requested(cfg)
+    unit = "rank processes" if hardware.is_cpu else "GPUs"
+    from skyrl_megatron.trainer.checkpoints import resume_lines  # loads torch, which is not needed for a wrong key
+
+    yield f"it can run on this machine: {hardware}" if not hardware.elsewhere else f"it can run on: {hardware}"
+    yield f"the run takes {sum(requested.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in requested.items())
+    if training:
+        yield from resume_lines(cfg)
+    yield ""
+    if not_checked:
+        yield "# not checked here"
+        yield from map(str, not_checked)
+        yield ""
+
+
+def _resolved(cfg: SkyRLTrainConfig) -> Iterator[str]:
+    """Yield the resolved configuration as YAML, which ``--show-config`` prints."""
+    yield ""
+    yield "# resolved configuration"
+    yield get_config_as_yaml_str(cfg)

@@ -20,7 +20,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -28,6 +28,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.errors import EngineError, LaunchError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
 from skyrl_megatron.inference.engine_pool import WITHDRAW_S
@@ -40,6 +41,9 @@ from skyrl_megatron.inference.sampling_params import (
     typed_sampling,
     typed_tokens,
 )
+
+if TYPE_CHECKING:
+    from skyrl_megatron.workers.engines import InferenceEngineClient
 
 HEAD_S = 10.0
 """Time limit for the headers of a request, from the connection or the end of the previous response."""
@@ -284,6 +288,29 @@ def build_app(
     return app
 
 
+class HttpEndpoint:
+    """The endpoint of a run with ``generator.inference_engine.enable_http_endpoint``."""
+
+    def __init__(self, client: InferenceEngineClient) -> None:
+        self.client = client
+        self.server: HttpServer | None = None
+        self.url: str | None = None
+
+    async def start(self) -> None:
+        """Serve. Raises LaunchError if the port is in use or the token cannot be read."""
+        cfg, settings = self.client.cfg, self.client.settings
+        engine = cfg.generator.inference_engine
+        path = Path(engine.http_token_path or run_folder(cfg) / "http_token").expanduser()
+        adapters = tuple(filter(None, settings.adapters.names)) if settings.adapters else ()
+        app = build_app(
+            self.client, settings.served_model_name or settings.model, endpoint_token(path), adapters=adapters
+        )
+        self.server = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
+        await self.server.start()
+        self.url = self.server.url
+        self.client.say(f"endpoint: {self.url}/v1 (OpenAI API), bearer token in {path}")
+
+
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "policy"}
 
@@ -440,7 +467,7 @@ def endpoint_token(path: Path, key: str = "http_token_path") -> str:
             raise LaunchError(f"{key}={path}: other users can read the file: run chmod 600 {path}")
         token = path.read_text().strip()
     except OSError as error:
-        raise LaunchError(f"{key}={path}: {error.strerror}") from error
+        raise LaunchError(f"{key}={path}: {error.strerror}; name a file that this user can write") from error
     if not token:
         raise LaunchError(f"{key}={path}: the file is empty: delete it, or write a token to it")
     return token

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from tests.inference.fleet_parts import Command, HeldTransfer, Load, Run, server
 from tests.support.engines import largest_gap, reference_logprobs
 from tests.support.tiny_models import write_tiny_model
+from tests.tools.fleet_parts import Command, HeldTransfer, Load, Run, server
 from tests.weight_sync.trainer_process import TrainerProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
@@ -103,10 +103,13 @@ def command(run, capsys):
 def test_an_engine_that_cannot_join_starts_nothing(run, models, command, tmp_path):
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong\n")
-    rejected = f"--token-file={wrong}: the run at {run.url} does not accept this token"
+    rejected = f"--token-file={wrong}: the run at {run.url} does not accept this token: copy its file registry_token"
     assert command(**{"token-file": wrong}) == (1, rejected)
     missing = tmp_path / "missing"
-    assert command(**{"token-file": missing}) == (1, f"--token-file={missing}: No such file or directory")
+    code, said = command(**{"token-file": missing})
+    assert code == 1 and said.startswith(
+        f"--token-file={missing}: No such file or directory; give a copy of the run's"
+    )
     code, said = command(model=models["other"])
     assert code == 1 and said.startswith("the model differs: ") and " in the run" in said and "\n" not in said
     assert said.endswith("start the engine with the run's model")

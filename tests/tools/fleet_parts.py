@@ -52,7 +52,7 @@ class Run:
                 say=self.said.append,
             )
             self.synchronizer = WeightSynchronizer(self.pool, [trainer], **options)
-            self.fleet.sync_engine = self.synchronizer.sync_engine
+            self.pool.sync_engine = self.synchronizer.sync_engine
             self.fleet.start()
             self.monitor = HealthMonitor(self.pool, interval_s=1.0, sync_engine=self.synchronizer.sync_engine)
             self.monitor.start()
@@ -61,8 +61,8 @@ class Run:
         self._open(port)
 
     def _open(self, port):
-        from skyrl_megatron.inference.http_endpoint import HttpServer, endpoint_token
-        from skyrl_megatron_tools.remote.fleet import build_registry
+        from skyrl_megatron_agents.http_endpoint import HttpServer, endpoint_token
+        from skyrl_megatron_tools.remote.registry import build_registry
 
         self.token = endpoint_token(self.token_file, "registry_token_path")
 

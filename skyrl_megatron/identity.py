@@ -417,6 +417,11 @@ def settings_of(cfg: SkyRLTrainConfig) -> dict[str, Any]:
     return kept | {key: get_path(cfg, key) for key in options if not f"{key}.".startswith(excluded)}
 
 
+def changes_numbers(key: str) -> bool:
+    """Return whether a setting changes the numbers of a step by more than rounding."""
+    return any(_without({key: None}, {*NO_NUMBERS, *ONLY_ROUNDING}))
+
+
 def _dict_options(section: Section, prefix: str = "") -> Iterator[str]:
     """Yield the keys of options that are dictionaries."""
     for name in sections_of(type(section)):

@@ -1,3 +1,0 @@
-"""Simulate a run to predict its step time, utilisation and staleness."""
-
-from __future__ import annotations
