@@ -61,7 +61,7 @@ print(json.dumps(marks))
 
 # ------------------------------------------------------------------ two hosts against one
 def runs(rounds: int) -> None:
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     with tempfile.TemporaryDirectory(prefix="s") as temporary:
         folder = Path(temporary)

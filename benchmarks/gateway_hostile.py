@@ -80,8 +80,8 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from skyrl_megatron.inference.vllm.wire_app import WireApp
+    from skyrl_megatron.tiny_model import write_embedded_model
     from skyrl_megatron_agents.gateway import Gateway
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     model = write_embedded_model(folder / "model")
     config = json.loads((model / "config.json").read_text())

@@ -48,7 +48,7 @@ from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.data.samplers import AdaptiveSampler, SampledRows, make_sampler
-from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+from skyrl_megatron.tiny_model import write_embedded_model
 
 ANSWER, SAMPLES, UPDATES, PASSES = 4, 4, 4, 3
 """Tokens of an answer, answers to a prompt, updates of a pass over the samples of a step, and passes."""

@@ -145,7 +145,7 @@ def main() -> None:
     args = parse(parser, steps=2, prompts=2)
 
     from skyrl_megatron.envs import BaseTextEnv, register
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     class Sums(BaseTextEnv):
         """Every answer is right."""

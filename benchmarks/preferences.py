@@ -31,7 +31,7 @@ LOSSES = {"sigmoid": "pairs", "ipo": "pairs", "kto": "labelled", "reward": "pair
 
 def write_data(folder: Path, rows: int) -> None:
     """Write pairs and labelled answers, the policy, a reference, and a model with a score."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     for name, seed in (("model", 1), ("reference", 2)):
         write_embedded_model(folder / name, seed)

@@ -60,7 +60,7 @@ def loop_ms(rounds: int, trajectories: int) -> float:
     """Milliseconds of the generator's own work a turn, fastest round."""
     from transformers import AutoTokenizer
 
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(write_embedded_model(Path(folder) / "model"))

@@ -92,7 +92,8 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.rollout.outputs import to_training_batch
     from skyrl_megatron.trainer.tracking import Tracking
-    from skyrl_megatron_observe.observe import LaneLog, SampleLog
+    from skyrl_megatron_observe.samples import SampleLog
+    from skyrl_megatron_observe.timeline import LaneLog
     from tests.observe.made_run import batch_of, byte_tokenizer, metrics
 
     keys = {"trainer.log_path": str(folder), "trainer.logger": "tensorboard", "trainer.run_name": "run"}
@@ -148,7 +149,7 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
 
 NOTES = """
 import functools, json, time
-from skyrl_megatron_observe.observe import ReportRecorder
+from skyrl_megatron_observe.report_recorder import ReportRecorder
 
 seen, before = [0.0], [time.process_time()]
 

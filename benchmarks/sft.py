@@ -259,7 +259,7 @@ def main() -> None:
     import torch
     from step import SCENARIOS, large_model
 
-    from skyrl_megatron_tools.embedded.embedded import VOCAB_SIZE
+    from skyrl_megatron.tiny_model import VOCAB_SIZE
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as place, one_process():

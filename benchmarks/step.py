@@ -137,7 +137,7 @@ def large_model(folder: Path, shape: Mapping[str, int]) -> Path:
     import torch
     from transformers import AutoConfig, Qwen3MoeForCausalLM
 
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     write_embedded_model(folder)
     config = AutoConfig.from_pretrained(folder)

@@ -41,7 +41,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_embedded_model(Path(folder) / "model")

@@ -7,6 +7,7 @@ Verbs that train, check or evaluate take ``--recipe NAME`` (launch/recipes/NAME.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ VERBS = {
     "one-step": ("skyrl_megatron_tools.one_step", "run one training step end to end"),
     "cluster": ("skyrl_megatron_tools.cluster.__main__", "start, show or stop a Ray cluster"),
 }
-"""Verb → (module with a ``main(arguments)``, or ``module:function``; help text)."""
+"""Verb → (module with a ``main(arguments)``, or ``module:function``; help text). A verb whose package is not here,
+because only the core is, is neither shown nor run."""
 ALIASES = {
     "run": "train",
     "run-async": "train-async",
@@ -57,15 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help"):
         print(__doc__)
-        print("\n".join(f"  {name:<18}{text}" for name, (_, text) in VERBS.items()))
+        print("\n".join(f"  {name:<18}{VERBS[name][1]}" for name in verbs()))
         return 0 if given else 2
     verb, *arguments = given
     verb = ALIASES.get(verb, verb)
     if verb in REPLACED:
         print(f"VERB={verb}: removed; use skyrl-megatron {REPLACED[verb]}", file=sys.stderr)
         return 2
-    if verb not in VERBS:
-        print(f"VERB={verb}: unknown verb; choose one of {', '.join(VERBS)}", file=sys.stderr)
+    if verb not in verbs():
+        package = VERBS[verb][0].partition(".")[0] if verb in VERBS else ""
+        reason = f"its package {package} is not installed; install it, or" if package else "unknown verb;"
+        print(f"VERB={verb}: {reason} choose one of {', '.join(verbs())}", file=sys.stderr)
         return 2
     if any(argument.startswith(("--recipe", "model=")) for argument in arguments):
         from skyrl_megatron.entrypoints import recipes  # loads the configuration, which other verbs do without
@@ -78,6 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = VERBS[verb][0].partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
     return work(arguments)
+
+
+def verbs() -> list[str]:
+    """Return the verbs whose package is installed. Imports none of them."""
+    packages = {name: path.partition(".")[0] for name, (path, _) in VERBS.items()}
+    here = {package for package in set(packages.values()) if importlib.util.find_spec(package) is not None}
+    return [name for name, package in packages.items() if package in here]
 
 
 def convert(args: Sequence[str]) -> int:

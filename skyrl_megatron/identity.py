@@ -205,17 +205,17 @@ def run_identity(cfg: SkyRLTrainConfig, data: Sequence[Mapping[str, Any]] | None
 
     ``data``: ``fingerprint`` of the training data; None: that of the files in the configuration; (): not compared.
     """
-    found = {"verb": Part(verb(cfg), verb(cfg))}
+    parts = {"verb": Part(verb(cfg), verb(cfg))}
     for role in active_roles(cfg):
-        part = "reference" if role == "ref" else "model" if role == "policy" else role
-        found[part] = _models(cfg, role)
-    found |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
-    found["data"] = _data(cfg.data.train_data, data)
+        name = {"ref": "reference", "policy": "model"}.get(role, role)
+        parts[name] = _models(cfg, role)
+    parts |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
+    parts["data"] = _data(cfg.data.train_data, data)
     if supervised(cfg) is None:
-        found["environment"] = Part(str(cfg.environment.env_class), str(cfg.environment.env_class))
-    found |= {"adapters": _adapters(cfg), "optimizer": _optimizer(cfg, "policy")}
-    found["critic_optimizer"] = _optimizer(cfg, "critic")
-    return {name: part for name, part in found.items() if part.digest}
+        parts["environment"] = Part(str(cfg.environment.env_class), str(cfg.environment.env_class))
+    parts |= {"adapters": _adapters(cfg), "optimizer": _optimizer(cfg, "policy")}
+    parts["critic_optimizer"] = _optimizer(cfg, "critic")
+    return {name: part for name, part in parts.items() if part.digest}
 
 
 def sampled_identity(cfg: SkyRLTrainConfig) -> Identity:
@@ -236,13 +236,15 @@ def _adapters(cfg: SkyRLTrainConfig) -> Part:
         return Part("none", "none")
     every = {**_plain_fields(policy.model.lora), **_plain_fields(policy.megatron_config.lora_config)}
     given = _factors(every)
-    own = {adapter: _factors({**every, **(changes or {})}) for adapter, changes in policy.model.lora.adapters.items()}
+    named_adapters = {
+        adapter: _factors({**every, **(changes or {})}) for adapter, changes in policy.model.lora.adapters.items()
+    }
     given["adapters"] = {
         adapter: {name: value for name, value in factors.items() if value != given.get(name, value)}
-        for adapter, factors in sorted(own.items())
+        for adapter, factors in sorted(named_adapters.items())
     }
     sections = (policy.model.lora, policy.megatron_config.lora_config)
-    usual = _factors({name: value for each in sections for name, value in _plain_fields(type(each)()).items()})
+    usual = _factors({name: value for section in sections for name, value in _plain_fields(type(section)()).items()})
     named = [name for name in given if name in ("rank", "alpha") or given[name] != usual.get(name, {})]
     shown = "of " + ", ".join(f"{name} {_shown(given[name])}" for name in named)
     return Part(shown, _hash(json.dumps(given, sort_keys=True)))
@@ -389,19 +391,20 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
     """Return what the rows of an evaluation without training depend on. Of the hub, names and commits are compared:
     before the evaluation, weights and data need not be in the cache."""
     commits = json.dumps(dict(cfg.trainer.hub_commits), sort_keys=True)
-    found = {"verb": Part("evaluate", "evaluate"), "model": model_part(cfg)}
+    identity = {"verb": Part("evaluate", "evaluate"), "model": model_part(cfg)}
     if (repo := hub.model_repo(cfg, "policy")) is not None:
-        found["model"] = Part(f"{repo.name} of the hub", _hash(repo.key, cfg.trainer.hub_commits.get(repo.key, "")))
-    found |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
+        commit = cfg.trainer.hub_commits.get(repo.key, "")
+        identity["model"] = Part(f"{repo.name} of the hub", _hash(repo.key, commit))
+    identity |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
     settings = _without(get_config_as_dict(cfg), NOT_SAMPLED)
     kept = {key: value for key, value in settings if key.startswith(("generator.", "environment."))}
     sets = [cfg.data.val_data, *(one.get("data", ()) for one in cfg.data.eval_sets.values() if isinstance(one, dict))]
     sources = [source for part in sets for source in part]
-    found["data"] = _data(sources, None)
-    if sources and not found["data"].digest:
-        found["data"] = Part(", ".join(sources), _hash(*sources, commits))
-    found["settings"] = Part("", _hash(json.dumps(kept, sort_keys=True, default=str)))
-    return {name: part for name, part in found.items() if part.digest}
+    identity["data"] = _data(sources, None)
+    if sources and not identity["data"].digest:
+        identity["data"] = Part(", ".join(sources), _hash(*sources, commits))
+    identity["settings"] = Part("", _hash(json.dumps(kept, sort_keys=True, default=str)))
+    return {name: part for name, part in identity.items() if part.digest}
 
 
 # ---------------------------------------------------------------------------------------------- of settings

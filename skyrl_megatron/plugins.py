@@ -261,7 +261,7 @@ def requested_option(args: Iterable[str]) -> Option | None:
 
 
 OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
-"""Optimizers that take Adam's place for some parameters (``PartialOptimizer`` of ``runtime/optimizer.py``)."""
+"""Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
 RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
 """Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 

@@ -29,12 +29,12 @@ for _recorder in (
     "dump:BatchRecorder",
     "estimate.step_report:EstimateRecorder",
     "curves:CurvesRecorder",
-    "observe:ReportRecorder",
+    "report_recorder:ReportRecorder",
 ):
-    RECORDERS.register_path(f"{__name__}.{_recorder}")
+    RECORDERS.register_path(f"skyrl_megatron_observe.{_recorder}")
 for _sinks in ("trackers:run_sinks", "exporters:prometheus"):
-    SINKS.register_path(f"{__name__}.{_sinks}")
+    SINKS.register_path(f"skyrl_megatron_observe.{_sinks}")
 for _tracker in ("wandb", "mlflow", "swanlab"):
-    TRACKERS.register_path(_tracker, f"{__name__}.trackers:start_{_tracker}")
+    TRACKERS.register_path(_tracker, f"skyrl_megatron_observe.trackers:start_{_tracker}")
 register_run_file("curves", "curves.png")
 register_run_file("report", "report.html")

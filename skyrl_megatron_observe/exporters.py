@@ -75,7 +75,7 @@ def prometheus(cfg: SkyRLTrainConfig, resumed: bool) -> list[PrometheusEndpoint]
     """Return the endpoint of ``trainer.prometheus_port``, if it is set."""
     if (port := cfg.trainer.prometheus_port) is None:
         return []
-    from skyrl_megatron.inference.http_endpoint import endpoint_token
+    from skyrl_megatron_agents.http_endpoint import endpoint_token
 
     return [PrometheusEndpoint(port, endpoint_token(run_folder(cfg) / "prometheus_token", "prometheus_token"))]
 

@@ -44,7 +44,7 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
 from skyrl_megatron.runtime.lora.attach import adapter_modules
 from skyrl_megatron.runtime.lora.folder import entry_of
 from skyrl_megatron.runtime.model.local_weights import weight_locations
-from skyrl_megatron.runtime.optimizer import RATIO, PartialOptimizer
+from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig

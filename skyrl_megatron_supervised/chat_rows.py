@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from skyrl_megatron.config.schema.evaluation import data_set_names
-from skyrl_megatron.config.schema.generator import SFTConfig
+from skyrl_megatron.config.schema.supervised import SFTConfig
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.data.message_form import MessageForm
 from skyrl_megatron.data.messages import BARE_TOOLS, FLAGS, flag_of, messages_problem, read_tools, trained_messages

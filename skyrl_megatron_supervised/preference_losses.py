@@ -33,7 +33,7 @@ from torch.nn.functional import logsigmoid
 from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.algorithms.reduction import StepTotals, step_totals
-from skyrl_megatron.config.schema.generator import DPOConfig
+from skyrl_megatron.config.schema.supervised import DPOConfig
 
 SIDES = ("chosen", "rejected")
 SIDE, REFERENCE, MARGIN = 0, 1, 2

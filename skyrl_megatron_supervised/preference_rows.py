@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_megatron.config.schema.generator import DPOConfig, RewardConfig, SFTConfig
+from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
 from skyrl_megatron.data.messages import as_rendered, flag_of, is_finite_number, messages_problem
 from skyrl_megatron.data.packing import TOGETHER
 from skyrl_megatron.errors import DataError

@@ -19,7 +19,7 @@ from skyrl_megatron import hub
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
 from skyrl_megatron.config.derive import preferences
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.schema.generator import DPOConfig
+from skyrl_megatron.config.schema.supervised import DPOConfig
 from skyrl_megatron.data.vocabulary import named_tokens, padding_token
 from skyrl_megatron.progress import current_task
 from skyrl_megatron.trainer.callbacks import notify
@@ -124,7 +124,7 @@ class PreferenceTrainer(SFTTrainer):
         """Return the loss and the rewards of held-out rows, ``eval/<data set>/…`` and of ``all``; {} without data."""
         if self.eval_dataset is None:
             return {}
-        found: dict[str, list[Any]] = {}
+        measurements: dict[str, list[Any]] = {}
         size = self.cfg.trainer.eval_batch_size
         with self.phases("eval"):
             for start in range(0, len(self.eval_dataset), size):
@@ -135,13 +135,13 @@ class PreferenceTrainer(SFTTrainer):
                 values = self.policy_values(batch)
                 names = np.asarray([str(row["name"]) for row in rows for _ in row["sequences"]])
                 for name in dict.fromkeys(names.tolist()):
-                    own = np.flatnonzero(names == name)
-                    measured = self._measured(batch.select(own), values[torch.from_numpy(own)])
+                    of_name = np.flatnonzero(names == name)
+                    measured = self._measured(batch.select(of_name), values[torch.from_numpy(of_name)])
                     for key in (name, "all"):
-                        found.setdefault(key, []).append(measured)
+                        measurements.setdefault(key, []).append(measured)
         metrics = {
             f"eval/{key}/{name}": value
-            for key, parts in found.items()
+            for key, parts in measurements.items()
             for name, value in metric_values(merge_metrics(*parts)).items()
         }
         self.metrics |= metrics

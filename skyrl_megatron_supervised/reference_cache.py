@@ -7,6 +7,7 @@ is damaged, the file is not used, a line says why, and the log-probs are compute
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ import numpy as np
 
 from bridges.staging import write_file
 from skyrl_megatron.config.derive import preferences
+from skyrl_megatron.config.fields import field_types
 from skyrl_megatron.config.resolve import private_folder
+from skyrl_megatron.config.schema.supervised import CachedDPOConfig, DPOConfig
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.identity import reference_identity
 
@@ -53,23 +56,23 @@ class ReferenceCache:
         float64, in nats."""
         assert self.arrays is not None
         starts = self.arrays[STARTS]
-        return np.concatenate([self.arrays[SUMS][starts[place] : starts[place + 1]] for place in self._places(rows)])
+        return np.concatenate([self.arrays[SUMS][starts[row] : starts[row + 1]] for row in self._rows_of(rows)])
 
     def others(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return the summed log-probs of the answers in ``others`` of each of ``rows``: [N] float64, in nats."""
         assert self.arrays is not None
-        found: np.ndarray = self.arrays[OTHERS][self._places(rows)]
-        return found
+        sums: np.ndarray = self.arrays[OTHERS][self._rows_of(rows)]
+        return sums
 
     def fill(self, compute: Callable[[Sequence[Mapping[str, Any]]], tuple[np.ndarray, np.ndarray]], size: int) -> None:
         """Compute the log-probs of all rows and write the file. ``compute`` returns what :meth:`sums` and
         :meth:`others` return of up to ``size`` items."""
         sums, others, counts = [], [], [0]
         for first in range(0, len(self.rows), size):
-            items = [self.rows[place] for place in range(first, min(first + size, len(self.rows)))]
-            found = compute(items)
-            sums.append(found[0])
-            others.append(found[1])
+            items = [self.rows[row] for row in range(first, min(first + size, len(self.rows)))]
+            sums_of_items, others_of_items = compute(items)
+            sums.append(sums_of_items)
+            others.append(others_of_items)
             counts += [len(item["sequences"]) for item in items]
         self.arrays = {
             SUMS: np.concatenate(sums),
@@ -79,7 +82,8 @@ class ReferenceCache:
         self._write(self.arrays)
         self.say(f"reference: log-probs of {len(self.rows)} rows are in {self.path}")
 
-    def _places(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return the indices in :attr:`rows` of items of the data, whose uids count skipped rows too: [B] int64."""
         return np.searchsorted(self.rows.kept, [int(row["uid"]) for row in rows])
 
     # ------------------------------------------------------------------ the file
@@ -120,24 +124,35 @@ class ReferenceCache:
 
 def open_caches(
     cfg: SkyRLTrainConfig, data: Mapping[str, Any], say: Callable[[str], None]
-) -> dict[str, ReferenceCache]:
-    """Return the caches of the data sets ``data``, None left out. If they have all log-probs, this is noted in the
-    configuration, and the run starts no reference. Comes before the placement of the run."""
+) -> tuple[SkyRLTrainConfig, dict[str, ReferenceCache]]:
+    """Return the configuration to go on with, and the caches of the data sets ``data``, None left out.
+
+    If the caches have all log-probs, that configuration needs no reference. Comes before the placement of the run.
+    """
     settings = preferences(cfg)
     assert settings is not None and settings.reference_cache is not None
     folder, of = Path(settings.reference_cache), reference_identity(cfg)
     caches = {name: ReferenceCache(folder, name, rows, of, say) for name, rows in data.items() if rows is not None}
     if all(cache.is_complete for cache in caches.values()):
         say(f"reference: its log-probs are in {folder}")
-        settings.found_in_cache()
-    return caches
+        return _without_reference(cfg, settings), caches
+    return cfg, caches
+
+
+def _without_reference(cfg: SkyRLTrainConfig, settings: DPOConfig) -> SkyRLTrainConfig:
+    """Return ``cfg`` as the configuration of a run that starts no reference. Other sections are shared with it."""
+    cached = CachedDPOConfig(**{name: getattr(settings, name) for name in field_types(DPOConfig)})
+    cached.__dict__["_given"] = settings.__dict__["_given"]
+    cfg = copy.copy(cfg)
+    setattr(cfg, DPOConfig.SECTION, cached)
+    return cfg
 
 
 def data_identity(rows: ChatRows) -> str:
     """Return a hash of the tokens and masks of all sequences, in the order of the rows."""
     hasher = hashlib.sha256()
-    for place in range(len(rows)):
-        for part in _sequences(rows[place]):
+    for row in range(len(rows)):
+        for part in _sequences(rows[row]):
             hasher.update(np.asarray(part, np.int64).tobytes() + b"|")
     return hasher.hexdigest()
 

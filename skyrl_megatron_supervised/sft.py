@@ -100,7 +100,7 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
         def start_engines(self) -> Any:
             if (pairs := preferences(self.cfg)) is not None and pairs.reference_cache:
                 data = {"train": self.train_dataset, "eval": self.eval_dataset}
-                self.caches = open_caches(self.cfg, data, self.start_up.say)
+                self.cfg, self.caches = open_caches(self.cfg, data, self.start_up.say)
             return super().start_engines()
 
         def get_trainer(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,9 +53,9 @@ class SFTTrainer(RayPPOTrainer):
         if policy_is_reference(self.cfg):
             return self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
         assert self.ref is not None
-        found = self.ref.compute_logprobs(batch, "reference log-probs")
+        logprobs = self.ref.compute_logprobs(batch, "reference log-probs")
         self.offload_others("policy")
-        return found
+        return logprobs
 
     def eval(self) -> dict[str, float]:
         """Return ``eval/<data set>/loss``, nats per trained token, and that of ``all`` rows; {} without such data."""
@@ -107,8 +107,8 @@ class SFTTrainer(RayPPOTrainer):
 
 def batch_of(rows: Sequence[dict[str, Any]]) -> TrainingBatch:
     """Return the sequences of ``rows``, items of ``ChatRows``, as a batch."""
-    each = [(sequence, row["uid"]) for row in rows for sequence in row["sequences"]]
-    return taught_batch([sequence for sequence, _ in each], [uid for _, uid in each])
+    sequences = [sequence for row in rows for sequence in row["sequences"]]
+    return taught_batch(sequences, [row["uid"] for row in rows for _ in row["sequences"]])
 
 
 def _sources(rows: Sequence[dict[str, Any]]) -> list[str]:

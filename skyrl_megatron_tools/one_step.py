@@ -50,9 +50,9 @@ class LogprobDifferences:
 
 def run(folder: Path, seed: int = 0) -> LogprobDifferences:
     """Run the step and print a line for each phase. Raises LaunchError, EngineError, WeightSyncError."""
+    from skyrl_megatron.tiny_model import write_embedded_model
     from skyrl_megatron.trainer.console import StartUp
     from skyrl_megatron.workers.ray_setup import local_ray
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     require_memory(NEEDED_GIB, "one step of the embedded model")
     phases = StartUp(partial(print, flush=True))

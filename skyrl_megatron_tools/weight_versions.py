@@ -55,7 +55,7 @@ class TensorChange:
 
 
 def change_of(old: Tensor | None, new: Tensor) -> TensorChange:
-    """Return the change from ``old`` to ``new`` (any shape, contiguous, on the CPU). ``old`` None: a new tensor.
+    """Return the change from ``old`` to ``new`` ([any shape], contiguous, on the CPU). ``old`` None: a new tensor.
 
     Elements are compared bitwise, so 0.0 and −0.0 differ. An offset is the number of unchanged elements before a
     changed one, in the smallest integer type that fits. All elements are stored if that takes no more bytes.
@@ -74,7 +74,7 @@ def change_of(old: Tensor | None, new: Tensor) -> TensorChange:
 
 
 def apply_change(change: TensorChange, tensor: Tensor, name: str) -> None:
-    """Apply a change to a tensor in place. Raises WeightSyncError for a payload that does not fit the tensor."""
+    """Apply a change to a tensor [any shape] in place. Raises WeightSyncError for a payload that does not fit it."""
     bits = bits_of(tensor).numpy()
     size = bits.itemsize
     if change.count < 0:
@@ -274,7 +274,7 @@ def number_of(name: str) -> int:
 
 
 def hash_of(tensor: Tensor) -> str:
-    """Return the hash of a tensor's bytes."""
+    """Return the hash of the bytes of a tensor [any shape]."""
     return blake3(bits_of(tensor).numpy().tobytes()).hexdigest()
 
 

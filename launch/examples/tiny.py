@@ -159,7 +159,7 @@ def main(folder: Path, steps: int = STEPS) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     problems = word_problems()
     train, held_out = problems[:2000], problems[2000:2064]

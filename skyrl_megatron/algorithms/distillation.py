@@ -21,7 +21,8 @@ SMALLEST = 1e-7
 
 @torch.no_grad()
 def distillation(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """Return the reward of each token as its advantage and its return, [B, T]. Rewards are not summed over tokens.
+    """Return the reward of each token [B, T] as its advantage and its return, [B, T]. Rewards are not summed over
+    tokens.
 
     The trainer replaces the environment's rewards with ``reward_coef · (log p_teacher − log p_student)``. In
     expectation over samples this is the gradient of KL(student ‖ teacher) without the future of each token.
@@ -34,7 +35,8 @@ def distillation(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -
 def teacher_rewards(
     teacher_logprobs: Tensor, student_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return log p_teacher − log p_student of the sampled tokens, [B, T] in nats, 0 where masked, and metrics.
+    """Return log p_teacher − log p_student of the sampled tokens, [B, T] in nats, 0 where masked, and metrics. The
+    log-probs [B, T] are in nats, ``loss_mask`` [B, T] is 1 on trained tokens.
 
     ``reverse_kl`` is the mean of its negative: an estimate of KL(student ‖ teacher) per token from the student's
     samples. ``teacher_logprob`` is the mean log-prob of the teacher.
@@ -68,9 +70,10 @@ def divergence(
         )
     valid = mask > 0
     dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
-    student, teacher = (torch.where(valid[..., None], each, 0.0).to(dtype) for each in (student, teacher))
-    rest = [1 - each.exp().sum(-1) for each in (student, teacher)]
-    p, q = (_outcomes(each, left, renormalize) for each, left in zip((teacher, student), rest[::-1], strict=True))
+    # Log-probs of padding may be infinite: their gradient would be NaN, although nothing uses it.
+    student, teacher = (torch.where(valid[..., None], values, 0.0).to(dtype) for values in (student, teacher))
+    student_rest, teacher_rest = (1 - logprobs.exp().sum(-1) for logprobs in (student, teacher))
+    p, q = _outcomes(teacher, teacher_rest, renormalize), _outcomes(student, student_rest, renormalize)
     if beta == 0:
         value = _kl(p, q)
     elif beta == 1:
@@ -79,18 +82,21 @@ def divergence(
         middle = (beta * p.exp() + (1 - beta) * q.exp()).log()
         value = beta * _kl(p, middle) + (1 - beta) * _kl(q, middle)
     metrics: ReducibleMetrics = {
-        "teacher_omitted": token_mean(rest[1].detach().clamp(min=0), mask),
-        "student_omitted": token_mean(rest[0].detach().clamp(min=0), mask),
+        # fp32 sums of probabilities may exceed 1 by their rounding
+        "teacher_omitted": token_mean(teacher_rest.detach().clamp(min=0), mask),
+        "student_omitted": token_mean(student_rest.detach().clamp(min=0), mask),
     }
     return torch.where(valid, value, 0.0), metrics
 
 
 def _outcomes(logprobs: Tensor, rest: Tensor, renormalize: bool) -> Tensor:
-    """Return the log-probs of the compared outcomes: [B, T, K + 1], or [B, T, K] renormalized to a sum of 1."""
+    """Return the log-probs of the compared outcomes: [B, T, K + 1], or [B, T, K] renormalized to a sum of 1.
+    ``logprobs`` [B, T, K] in nats, ``rest`` [B, T] the probability of all other tokens."""
     if renormalize:
         return logprobs - logprobs.logsumexp(-1, keepdim=True)
     return torch.cat([logprobs, rest.clamp(min=SMALLEST).log()[..., None]], dim=-1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p ‖ q) of log-probs over the last dimension, [B, T] in nats."""
     return (p.exp() * (p - q)).sum(-1)

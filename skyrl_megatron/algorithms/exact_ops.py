@@ -86,7 +86,7 @@ class _Exact(torch.autograd.Function):
 
 
 def with_gradient(exact: Callable[..., Tensor], ordinary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return ``exact(*inputs)`` with the gradient of ``ordinary(*inputs)``."""
+    """Return ``exact(*inputs)`` with the gradient of ``ordinary(*inputs)``; both return one shape, [...]."""
     result: Tensor = _Exact.apply(exact, ordinary, *inputs)  # type: ignore[no-untyped-call]
     return result
 
@@ -154,18 +154,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute ``x / sqrt(mean(x²) + eps) · weight`` over the last dimension."""
+    """Compute ``x / sqrt(mean(x²) + eps) · weight`` over the last dimension: [..., n] → [..., n], weight [n]."""
     mean = fixed_sum(x * x) / x.shape[-1]
     return x * (1.0 / (mean + eps).sqrt()).unsqueeze(-1) * weight
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute 1 / (1 + exp(−x))."""
+    """Compute 1 / (1 + exp(−x)) elementwise, [...] → [...]."""
     return 1.0 / (1.0 + torch.exp(-x))
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute x · sigmoid(x)."""
+    """Compute x · sigmoid(x) elementwise, [...] → [...]."""
     return x * sigmoid(x)
 
 
@@ -281,7 +281,8 @@ def _bmm(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def ordinary_attention(lengths: Sequence[int], scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return torch's attention for whole sequences of these lengths, with the arguments of :func:`attention`."""
+    """Return torch's attention for whole sequences of these lengths, with the arguments of :func:`attention`: query
+    [t, H, d], key and value [t, G, d] → [t, H, d]."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         pieces = []

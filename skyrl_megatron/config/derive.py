@@ -17,14 +17,9 @@ from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
-from skyrl_megatron.config.schema.generator import (
-    DPOConfig,
-    GeneratorConfig,
-    RewardConfig,
-    SamplingParams,
-    SFTConfig,
-)
+from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
+from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.config.table import ESTIMATORS, OTHER_ROLES, ROLES
 from skyrl_megatron.hub import FILE_SUFFIXES, is_hub_name

@@ -8,6 +8,7 @@ the whole text of all keys there (``launch/docs.sh``).
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Annotated, Any, get_args, get_origin
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, leaves, sections_of
 from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
-from skyrl_megatron.config.table import STEP_WISE, AdvantageEstimator, PolicyLossType, Row
+from skyrl_megatron.config.table import OTHER_ROLES, STEP_WISE, AdvantageEstimator, PolicyLossType, Row
 
 _HEAD = """\
 # Configuration
@@ -54,25 +55,79 @@ def document(root: type[Section] = SkyRLTrainConfig, *, whole: bool = False) -> 
     """Return the text of CONFIG.md; ``whole``: with the whole explanation of each key."""
     parts = [_HEAD if whole else _HEAD + _SHORT]
     for name, section in sections_of(root).items():
-        parts += _section(section, default_of(root, name), name, 2, whole)
+        parts += _section(section, default_of(root, name), name, 2, whole, "")
     parts += [objectives(), _other_spellings()]
     return "\n".join(parts)
 
 
-def _section(cls: type[Section], base: Section | None, key: str, level: int, whole: bool) -> Iterator[str]:
-    """Yield a section's own settings (``base`` holds their defaults), then its subsections."""
+def _section(cls: type[Section], base: Section | None, key: str, level: int, whole: bool, text: str) -> Iterator[str]:
+    """Yield a section's own settings (``base`` holds their defaults), then its subsections. ``text``: the explanation
+    of the field that holds it, which is shown if its class has more than one place."""
     yield f"{'#' * min(level, 4)} `{key}`\n"
-    yield f"{_meaning(inspect.getdoc(cls) or '', whole)}\n"
-    sections, texts = sections_of(cls), field_docstrings(cls)
-    for name in (name for name in field_types(cls) if name not in sections):
+    sections, texts, model = sections_of(cls), field_docstrings(cls), _described_before(key)
+    yield f"{_meaning(text if base is None else inspect.getdoc(cls) or '', whole)}\n"
+    if model is not None:
+        yield f"As `{model}`{_differences(key, model)}.\n"
+    for name in _shown(cls, key):
         value = default_of(cls, name) if base is None else getattr(base, name)
         values = _values(field_types(cls)[name], value)
         yield f"- `{name}={_default(value)}`{values and f' ({values})'}: {_meaning(texts[name], whole)}"
-    alike = {name: _described_before(f"{key}.{name}") for name in sections}
-    yield from (f"- `{name}`, as `{other}`: {_meaning(texts[name], whole)}" for name, other in alike.items() if other)
     yield ""
-    for name in (name for name in sections if not alike[name]):
-        yield from _section(sections[name], getattr(base, name, None), f"{key}.{name}", level + 1, whole)
+    for name in sections if model is None else ():
+        yield from _section(sections[name], getattr(base, name, None), f"{key}.{name}", level + 1, whole, texts[name])
+
+
+def _described_before(key: str) -> str | None:
+    """Return the section with the same keys that is described before ``key``, else None."""
+    if key in (f"trainer.{role}" for role in OTHER_ROLES):
+        return "trainer.policy"
+    return "generator.sampling_params" if key == "generator.eval_sampling_params" else None
+
+
+def _shown(cls: type[Section], key: str) -> list[str]:
+    """Return the settings of a section that have a line: those that the section described before does not have."""
+    names = [name for name in field_types(cls) if name not in sections_of(cls)]
+    model = _described_before(key)
+    return names if model is None else [name for name in names if f"{model}.{name}" not in _defaults()]
+
+
+def shown_keys(root: type[Section] = SkyRLTrainConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the keys that have a line in CONFIG.md. The others are in a section that is as another one."""
+    yield from (f"{prefix}{name}" for name in _shown(root, prefix.rstrip(".")))
+    for name, section in sections_of(root).items() if _described_before(prefix.rstrip(".")) is None else ():
+        yield from shown_keys(section, f"{prefix}{name}.")
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Return key → default of all settings, before any follows from another."""
+    return dict(_values_of({name: default_of(SkyRLTrainConfig, name) for name in field_types(SkyRLTrainConfig)}, ""))
+
+
+def _values_of(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Section):
+            inside = {field: getattr(value, field) for field in field_types(type(value))}
+            yield from _values_of(inside, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _differences(key: str, model: str) -> str:
+    """Return in which defaults the section ``key`` differs from ``model``, and which of its keys are missing."""
+    here, there = _defaults_in(key), _defaults_in(model)
+    if not here:  # it is None until it is derived from the other
+        return ""
+    other = [f"`{name}={_default(value)}`" for name, value in here.items() if name in there and value != there[name]]
+    parts = {name.partition(".")[0] for name in here}
+    missing = [f"`{name}`" for name in dict.fromkeys(name.partition(".")[0] for name in there) if name not in parts]
+    text = f", but for {', '.join(other)}" if other else ""
+    return text + (f", without {', '.join(missing)}" if missing else "")
+
+
+def _defaults_in(section: str) -> dict[str, Any]:
+    prefix = f"{section}."
+    return {name.removeprefix(prefix): value for name, value in _defaults().items() if name.startswith(prefix)}
 
 
 def _meaning(text: str, whole: bool) -> str:
@@ -87,19 +142,11 @@ def _meaning(text: str, whole: bool) -> str:
     return re.sub(r";$", ".", shown)
 
 
-def _described_before(path: str) -> str | None:
-    """Return the section with the same keys whose table comes first (for reference, critic, evaluation), else None."""
-    if path == "generator.eval_sampling_params":
-        return "generator.sampling_params"
-    match = re.fullmatch(r"trainer\.(ref|critic|teacher)\.(model|optimizer_config|fsdp_config|megatron_config)", path)
-    return f"trainer.policy.{match[2]}" if match else None
-
-
 def field_docstrings(cls: type) -> dict[str, str]:
     """Return field name → its docstring in the source, for a class and its parents."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
-        if "__dataclass_fields__" not in owner.__dict__ or owner.__module__ == "types":
+        if not issubclass(owner, Section) or not inspect.get_annotations(owner) or owner.__module__ == "types":
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)

@@ -106,7 +106,7 @@ def has_teacher(cfg: SkyRLTrainConfig) -> bool:
 def needs_reference(cfg: SkyRLTrainConfig) -> bool:
     """Return whether a KL term, or a loss of preferences, compares the policy with a reference."""
     algorithm, pairs = cfg.trainer.algorithm, preferences(cfg)
-    return (pairs is not None and not pairs.is_cached) or algorithm.use_kl_loss or algorithm.use_kl_in_reward
+    return (pairs is not None and pairs.needs_reference) or algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
 
 def policy_is_reference(cfg: SkyRLTrainConfig) -> bool:

@@ -157,6 +157,7 @@ def _error_of(task: asyncio.Future[Any]) -> BaseException | None:
 
 
 def _key(content: tuple[Any, ...]) -> bytes:
+    # The repr of a long array leaves out its middle: two long prompts would have one key.
     plain = [part.tolist() if hasattr(part, "tolist") else part for part in content]
     return hashlib.blake2b(repr(plain).encode(errors="backslashreplace"), digest_size=16).digest()
 
@@ -259,6 +260,7 @@ class EngineSlot:
             return result
         except asyncio.CancelledError:
             caller = asyncio.current_task()
+            # Only the request was cancelled: by mark_dead, not by whoever waits for it.
             if task.cancelled() and not (caller and caller.cancelling()):
                 raise EngineGoneError(f"{self.name}: {self.why}") from None
             task.cancel()
@@ -302,6 +304,7 @@ class EnginePool:
     # ------------------------------------------------------------------ engine lifecycle
     async def start(self) -> None:
         """Start all engines. If one fails, end the others and raise its EngineError."""
+        # Wait for all, also after a failure: an engine that is still starting would outlive the shutdown.
         results = await asyncio.gather(*(slot.engine.start() for slot in self.slots), return_exceptions=True)
         for slot, result in zip(self.slots, results, strict=True):
             if isinstance(result, BaseException):
@@ -319,7 +322,7 @@ class EnginePool:
 
     async def restart(self, slot: EngineSlot) -> None:
         """Replace a slot's engine. The new one is paused until it has the published weights."""
-        await self.mark_dead(slot, slot.why or "restarted")
+        await self.mark_dead(slot, slot.why or "restarted")  # a hung engine still holds its memory
         slot.restarts.append(time.monotonic())
         slot.engine = slot.make()
         await slot.engine.start()
@@ -335,7 +338,7 @@ class EnginePool:
         for task in list(slot.in_flight):
             task.cancel()
         self._notify()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # its host may be gone; the run continues with the others
             await asyncio.wait_for(slot.engine.kill(), 30)
 
     def serve(self, slot: EngineSlot, version: str) -> None:
@@ -344,6 +347,7 @@ class EnginePool:
         if slot.state in (EngineState.LEAVING, EngineState.DROPPED):
             return
         slot.why = ""
+        # A local engine loads the trainer's own model. What a joined one has is known only from its log-probs.
         serves = version == self.published and (slot.verified or not slot.joined)
         slot.state = EngineState.SERVING if serves else EngineState.PAUSED
         self._notify()
@@ -418,7 +422,7 @@ class EnginePool:
         It gets no new requests. Those in flight may finish within ``drain_s``, unless they are frozen. A running sync
         ends first, because the engine's workers are in the trainer's process group.
         """
-        frozen = slot.state is not EngineState.SERVING
+        frozen = slot.state is not EngineState.SERVING  # its requests make no progress, so there is no use in waiting
         slot.state, slot.why = EngineState.LEAVING, why
         if slot.in_flight and not frozen:
             await asyncio.wait(set(slot.in_flight), timeout=drain_s)

@@ -62,6 +62,7 @@ class ValueStep(ForwardStep):
     """Forward pass only. The schedule returns the values [b, T] of each micro-batch."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The schedule wants a loss also where nothing is trained.
         values = response_values(output, micro_batch.packed)
         return loss_for_schedule(values.new_zeros(()), values)
 
@@ -79,6 +80,7 @@ class CriticStep(TrainingStep):
         return loss_for_schedule(loss, metrics)
 
 
+# Token ids travel as fp32 next to the log-probs, in one tensor; larger ids would be rounded.
 EXACT_IN_FP32 = 2**24
 
 
@@ -105,6 +107,7 @@ class TeacherStep(ForwardStep):
         logprobs, _ = self.head(output, packed)
         scores = logprobs[..., None]
         if self.k:
+            # Over all positions of the pack, as the head does: to_responses picks those that predict a response.
             best, ids = top_logprobs(output.flatten(0, -2), self.k, packed.groups.tp, self.head.settings)
             scores = torch.cat([scores, packed.to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
         return loss_for_schedule(scores.new_zeros(()), scores)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from torch import Tensor
 
@@ -95,9 +94,11 @@ class MegatronEngine(TrainedModel):
             problem = too_long(batch, positions) or self.find_problem(batch, objective)
             if self._replayed:
                 problem = problem or find_route_problem(batch, self.model, self._missing_routes)
+            # Every rank must agree before the schedule: a rank that stays away would block the others' collectives.
             raise_on_all_ranks(problem)
             for name, rows in self._turns(batch):
                 part = _picked(batch, rows)
+                # An adapter without a trained token has no gradient; its buffers stay untouched, and it takes no step.
                 if (totals := self.step_totals(part, objective)).tokens:
                     self.set_adapter(name)
                     measured[name] = self._add_gradient(part, totals, objective, accumulate)
@@ -123,13 +124,13 @@ class MegatronEngine(TrainedModel):
         ``totals``: denominators over the rows of all replicas.
         """
         now = self._now
+        # Buffers hold the gradient of a mean. With more rows the mean's denominator grows, so what is there shrinks to
+        # its share before the new rows are added, instead of a division that would have to wait for the last call.
         combined = now.accumulated + totals
         share = objective.weight(totals) / objective.weight(combined)
         if now.accumulated.tokens:
-            for chunk in now.chunks:
-                chunk.scale_gradients(1.0 - share)
-            if now.draft is not None:  # its loss is a mean over tokens for every objective
-                now.draft.scale_gradients(now.accumulated.tokens / combined.tokens)
+            now.scale_gradients(1.0 - share, of_tokens=now.accumulated.tokens / combined.tokens)
+        # Megatron adds the gradients of auxiliary losses within the layers, out of reach of the objective's weights.
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
         if self._has_draft:
             self._refresh_draft()
@@ -138,6 +139,7 @@ class MegatronEngine(TrainedModel):
         self._set_training(True)
         with self._local_gradients(accumulate), self._parts_around("forward_backward"):
             results = run_schedule(step, micro_batches, now.chunks, self.groups, forward_only=False)
+        # A loss that raised inside the schedule would leave other stages waiting, so its error was kept until here.
         raise_on_all_ranks(step.failure)
         now.accumulated = combined
         return results
@@ -202,6 +204,8 @@ class MegatronEngine(TrainedModel):
             if not result.skipped:
                 result = dataclasses.replace(result, metrics=metrics_of(self.parts, "updated", now))
         self._clear(now)
+        # Megatron would gather the weights layer by layer in the next forward pass. What reads them first here may be
+        # a weight sync or an export, which runs no forward pass.
         if self.overlaps_param_gather and not more_follow:
             for chunk in now.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -221,17 +225,13 @@ class MegatronEngine(TrainedModel):
         :meth:`optim_step` calls it. Megatron's reduction is not idempotent, so no gradient can be added between it and
         the step. Raises ValueError if there are no gradients.
         """
+        # Taking a step without gradients would still decay weights and moments.
         if not self._waiting():
             raise ValueError("there are no gradients: call forward_backward() first")
         for name in self._waiting():
             if not self._trained[name].reduced:
                 self.set_adapter(name)
-                if self._now.draft is not None:
-                    self._now.draft.finish_grad_sync()
-                finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
-                if self.adapters is not None:
-                    self.adapters.sum_over_etp()
-                self._now.reduced = True
+                self._now.reduce_gradients(self.groups)
 
     def clear_gradients(self) -> None:
         """Drop the gradients accumulated since the last step."""
@@ -240,11 +240,7 @@ class MegatronEngine(TrainedModel):
         reset_model_temporary_tensors(self.model.config, self.chunks)  # tokens per expert, for the routers' biases
 
     def _clear(self, trained: TrainingState) -> None:
-        if not self._memory.away("gradients"):
-            for chunk in trained.buffered:
-                chunk.zero_grad_buffer()
-        trained.optimizer.zero_grad()
-        trained.accumulated, trained.reduced = StepTotals(), False
+        trained.clear_gradients(buffers=not self._memory.away("gradients"))
 
     def take_expert_load(self) -> dict[int, list[int]]:
         """Return the tokens that each expert got in training since the last call, over all ranks: layer → [E]."""
@@ -272,6 +268,7 @@ class MegatronEngine(TrainedModel):
         out = torch.zeros(batch.response_mask.shape)
         for name, rows in self._turns(batch):
             self.set_adapter(name)
+            # The adapters' base is the reference model: no second copy of the weights is needed.
             base = self.adapters is not None and not adapters
             with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
                 head = self.head(temperature)
@@ -289,6 +286,7 @@ class MegatronEngine(TrainedModel):
         out = torch.zeros(shape, dtype=torch.float32, device=device.device())
         for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
             out[torch.as_tensor(micro_batch.rows, device=out.device)] = values[: len(micro_batch.rows)]
+        # Only the last stage has results, and callers on every rank use them.
         if self.groups.pp.size() > 1:
             source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
             dist.broadcast(out, src=source, group=self.groups.pp)
@@ -317,6 +315,7 @@ class MegatronEngine(TrainedModel):
             observation_mask=batch.observation_mask,
             uids=batch.uids or None,
         )
+        # Totals hold counts per prompt, whose rows may be on several replicas: no fixed shape, so no all-reduce.
         gathered: list[StepTotals | None] = [None] * self.dp_size
         dist.all_gather_object(gathered, mine, group=self.groups.dp)
         return sum((totals for totals in gathered if totals is not None), StepTotals())
@@ -362,6 +361,7 @@ class MegatronEngine(TrainedModel):
             alignment=alignment,
             max_tokens=trainer.max_tokens_per_microbatch,
             rows=rows,
+            # The interleaved schedule of virtual stages takes micro-batches in groups of pp.
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
@@ -369,6 +369,7 @@ class MegatronEngine(TrainedModel):
         target = device.device()
         micro_batches = []
         for own in (joined(parts, share) for share in plan):
+            # A replica with fewer rows runs padding, because all replicas must enter the same expert collectives.
             part = batch.select(own) if len(own) else batch.blank_row()
             padded = not trainer.use_sample_packing
             packed = pack(

@@ -97,6 +97,7 @@ def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
         overlap_grad_reduce=buffers.overlap_grad_reduce,
         overlap_param_gather=buffers.overlap_param_gather,
         use_distributed_optimizer=distributed,
+        # Objectives divide by the step's totals themselves, which is exact for replicas with unequal rows.
         average_in_collective=False,
     )
 

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -26,7 +30,6 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
-from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
@@ -35,12 +38,12 @@ from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.hub import adapter_folder
-from skyrl_megatron.plugins import OPTIMIZERS
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.mtp import draft_of
+from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer, partial_optimizer
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
@@ -85,45 +88,12 @@ def combine_results(results: Mapping[str, StepResult]) -> StepResult:
     """Combine the results of the adapters' steps into one. A result under the name ``""`` is returned unchanged."""
     if "" in results:
         return results[""]
+    # Adapters have disjoint parameters: the norm over all of them is the root of the sum of squares.
     parts = list(results.values())
     norm = math.hypot(*(part.grad_norm for part in parts))
     offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.offender), None)
     rate = max(part.learning_rate for part in parts)
     return StepResult(norm, rate, any(part.skipped for part in parts), offender, adapters=dict(results))
-
-
-class PartialOptimizer:
-    """An optimizer that takes the place of Adam, inside of Megatron's optimizers, for some parameters.
-
-    ``OPTIMIZERS`` of ``plugins.py`` has its subclasses by the values of ``optimizer_config.optimizer``. It is made
-    before the gradient buffers. The tensors of torch optimizers in ``scale_invariant`` (ids) are not clipped.
-    """
-
-    def __init__(self, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str) -> None:
-        """``adapters``: trained in place of the weights. Raises ConfigError, which names ``key``, for a model that
-        it cannot train."""
-        raise NotImplementedError
-
-    def overrides(self, settings: TrainOptimizerConfig) -> dict[ParamKey, Any]:
-        """Return Megatron's overrides of parameter groups."""
-        raise NotImplementedError
-
-    def install(self, optimizer: MegatronOptimizer, options: Mapping[str, Any]) -> None:
-        """Take Adam's place. ``options``: ``optimizer_config_kwargs``."""
-        raise NotImplementedError
-
-
-def partial_optimizer(
-    name: str, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str
-) -> PartialOptimizer | None:
-    """Return the registered optimizer ``name``; None for Adam alone. Raises ConfigError if there is none."""
-    if name == "adam":
-        return None
-    cls = OPTIMIZERS.find(name)
-    if cls is None:
-        raise ConfigError([Problem(key, name, "no installed package registers this optimizer: use adam")])
-    optimizer: PartialOptimizer = cls(model, groups, adapters, key)
-    return optimizer
 
 
 def build_optimizer(
@@ -154,6 +124,7 @@ def build_optimizer(
         "params_dtype": params_dtype,
         "use_distributed_optimizer": use_distributed_optimizer,
         "overlap_param_gather": overlap_param_gather,
+        # Megatron's default is true, and pinned memory needs a GPU.
         "pin_cpu_grads": device.has_cuda(),
         "pin_cpu_params": device.has_cuda(),
     }
@@ -180,6 +151,7 @@ def build_optimizer(
         config,
         chunks,
         config_overrides=overrides,
+        # Megatron's gloo groups are for its own checkpoints, which this trainer does not use.
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
@@ -188,10 +160,6 @@ def build_optimizer(
     if not chunks[0].ddp_config.grad_reduce_in_fp32:
         _wait_for_gradients(optimizer)
     return optimizer
-
-
-RATIO = "ratio"
-"""Key of parameter groups: their rate as a multiple of the schedule's."""
 
 
 class _Schedule(OptimizerParamScheduler):
@@ -303,9 +271,11 @@ def step_if_finite(
     parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
     """
     learning_rate = current_lr(optimizer)
+    # Gives the masters their gradients, of which the norm is taken; without it they have those of the last step.
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     healthy = torch.tensor([float(math.isfinite(grad_norm) and not found_inf)], device=device.device())
+    # Each rank has checked its own gradients only, and all must decide alike.
     dist.all_reduce(healthy, op=dist.ReduceOp.MIN)
     if not healthy.item():
         return StepResult(grad_norm, learning_rate, True, _first_offender(chunks))
@@ -321,6 +291,7 @@ def step_if_finite(
             own = [each for each in parameters if getattr(each, GRAD_NORM_GROUP_ATTR, None) == group]
             if math.isfinite(norm):
                 own = [each for each in own if id(each) not in scale_invariant]
+            # Only the draft head's norm can be infinite here. The policy takes its step without it.
             if not math.isfinite(norm):
                 _zero(own, decoupled)
             elif own and part.config.clip_grad > 0.0:
@@ -339,6 +310,7 @@ _DRAFT = "mtp"
 
 def _draft_norm(optimizer: MegatronOptimizer) -> float:
     """Return the gradient norm of the draft head on every rank, reduced as Megatron reduces the other norms."""
+    # A chained optimizer has it, a single one not.
     if hasattr(optimizer, "_get_grad_norm_for_group"):
         return float(optimizer._get_grad_norm_for_group(_DRAFT))
     grads = optimizer.get_grads_for_grad_norm(_DRAFT)
@@ -356,6 +328,7 @@ def _zero(parameters: list[torch.nn.Parameter], decoupled: bool) -> None:
 def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
     """Return the first parameter, by rank then by position, whose reduced gradient has a NaN or infinity."""
     mine = None
+    # Only after a failed step: it reads every gradient once more.
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():
             grad = getattr(parameter, "main_grad", None)
@@ -395,6 +368,29 @@ class TrainingState:
         """All modules with gradient buffers."""
         return self.chunks if self.draft is None else [*self.chunks, self.draft]
 
+    def scale_gradients(self, factor: float, *, of_tokens: float) -> None:
+        """Scale the accumulated gradients. ``of_tokens``: the factor of a loss that is a mean over tokens."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+        if self.draft is not None:  # its loss is a mean over tokens for every objective
+            self.draft.scale_gradients(of_tokens)
+
+    def reduce_gradients(self, groups: ProcessGroups) -> None:
+        """Sum the accumulated gradients over all ranks that share a parameter. Not idempotent, as Megatron's is."""
+        if self.draft is not None:
+            self.draft.finish_grad_sync()
+        finalize_model_grads(self.chunks, None, pg_collection=groups.collection)
+        if self.adapters is not None:
+            self.adapters.sum_over_etp()
+        self.reduced = True
+
+    def clear_gradients(self, *, buffers: bool) -> None:
+        """Drop the gradients. ``buffers``: also in Megatron's buffers, unless their memory is offloaded."""
+        for chunk in self.buffered if buffers else ():
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.accumulated, self.reduced = StepTotals(), False
+
     def begin(self) -> None:
         """Attach this adapter to the model and restore its random states."""
         assert self.adapters is not None
@@ -430,6 +426,7 @@ def prepare_training(
     if adapters is not None and (folder := adapter_folder(cfg)) is not None:
         load_adapter(adapters, groups, folder, base)
     if settings.megatron_config.freeze_moe_router and not adapted:
+        # The bias moves experts' loads without a gradient, so that requires_grad alone would not freeze the router.
         freeze_expert_bias(model.chunks)
         for chunk in model.chunks:
             for name, parameter in chunk.named_parameters():
@@ -439,6 +436,7 @@ def prepare_training(
     last, head = model.chunks[-1], draft_of(model.chunks)
     if head is not None:
         del last.draft  # keeps the draft head out of the chunk's gradient buffers; restored below
+    # As in Megatron: communication of later chunks overlaps with the first one's computation anyway.
     chunks = [
         DistributedDataParallel(
             model.config, buffers, chunk, disable_bucketing=index > 0, pg_collection=groups.collection
@@ -450,6 +448,7 @@ def prepare_training(
         fuse_gradients(chunks)
     draft = None
     if head is not None:
+        # The schedule's hooks know the chunks alone and would never start the draft head's buckets.
         own = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
         draft = DistributedDataParallel(
             model.config, own, head, disable_bucketing=True, pg_collection=groups.collection
@@ -473,6 +472,7 @@ def prepare_training(
 def enable_grad_overlap(chunks: Sequence[DistributedDataParallel]) -> None:
     """Set ``no_sync_func`` of Megatron's schedule to these chunks if gradient reduction overlaps with the backward."""
     if chunks[0].ddp_config.overlap_grad_reduce:
+        # The interleaved schedule wants a function per chunk, the plain one a single function.
         functions: list[Callable[[], Any]] = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]
 
@@ -486,6 +486,7 @@ def fuse_gradients(chunks: Sequence[DistributedDataParallel]) -> int:
     changed = 0
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):
+            # Only the GEMM of a matrix can add to the buffer; gradients of biases arrive by autograd as always.
             matrices = [each for each in module.parameters(recurse=False) if each.dim() > 1]
             module.fuse_wgrad_accumulation = bool(matrices) and all(hasattr(each, "main_grad") for each in matrices)
             changed += module.fuse_wgrad_accumulation

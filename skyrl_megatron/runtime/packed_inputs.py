@@ -86,6 +86,7 @@ def _bad_routes(
     number of all layers.
     """
     known = [(row, routes) for row, routes in enumerate(batch.rollout_routes) if routes is not None]
+    # Sorting all routes of a long batch takes long; an engine of another model shows in any sample.
     stride = max(-(-sum(len(routes) for _, routes in known) * len(replayed) // CHECKED_ROUTES), 1)
     for row, routes in known:
         uid = batch.uids[row] if batch.uids else row
@@ -221,6 +222,7 @@ def pack(
     ``replayed``: layers of this rank whose routers replay the routes of the batch. ``by_sequence``: routers read which
     sequence a token is in.
     """
+    # A collective runs for a pack without rows too, so it becomes a sequence of padding.
     lengths = [int(length) for length in batch.lengths] or [0]
     alignment = groups.parallel.alignment
     width = max(-(-max(lengths) // alignment) * alignment, alignment)
@@ -240,6 +242,7 @@ def pack(
         taken = (begins[:, None] + index)[index >= 0]
         tokens[taken] = sequences[index >= 0]
         padding[taken] = False
+    # The next position belongs to another sequence, or to padding: 0 is a valid token whose loss nobody reads.
     nothing_follows = torch.cat([padding[1:] | (positions[1:] == 0), padding.new_ones(1)])
     targets = tokens.roll(-1).masked_fill(nothing_follows, 0)
     further = targets.roll(-1).masked_fill(nothing_follows, 0)
@@ -247,6 +250,7 @@ def pack(
     columns, valid = _response_index(batch, lengths, starts)
     mine: Tensor | slice = slice(None)
     if padded:
+        # The split over cp follows the boundaries of the pack, which a padded batch does not have.
         assert groups.cp.size() == 1, "padded inputs cannot be split over context-parallel ranks"
         shape, params = (len(lengths), width), None
     else:
@@ -281,6 +285,7 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
     rows, width = len(batch), batch.response_mask.shape[1]
     if not rows:
         return torch.zeros(1, width, dtype=torch.int64), torch.zeros(1, width, dtype=torch.bool)
+    # Responses are right-aligned in the batch, so columns count from the end of a row.
     ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)])
     columns = ends[:, None] - width + torch.arange(width)[None, :] - 1
     valid = (columns >= torch.tensor(starts)[:, None]) & (batch.response_mask.cpu() > 0)

@@ -1,4 +1,4 @@
-"""Optional parts of a rank: what acts at fixed moments of its passes and steps, beside the core.
+"""Optional parts of a rank: what acts at fixed moments of its passes and steps, next to the core.
 
 The core names no part. A package registers its parts with :func:`skyrl_megatron.plugins.register_part`; each rank asks
 all registered classes whether they act in this run, and calls those that do in the order of registration::
@@ -118,6 +118,7 @@ class RankPart:
 def acting_parts(setup: PartSetup) -> list[RankPart]:
     """Build the registered parts that act in this run. Raises on all ranks with the name of a part that fails."""
     parts: list[RankPart] = []
+    # In the order of registration, which is the same on all ranks: constructors may communicate.
     for cls in PARTS.all():
         with _all_ranks_know(cls.name):
             if cls.acts(setup):
@@ -132,6 +133,7 @@ def call_parts(parts: Sequence[RankPart], method: str, *arguments: Any) -> list[
     """
     results = []
     for part in parts:
+        # The agreement costs an all-reduce: only for methods that do something.
         if getattr(type(part), method) is not getattr(RankPart, method):
             with _all_ranks_know(part.name):
                 results.append(getattr(part, method)(*arguments))
@@ -147,6 +149,7 @@ def planned(
 ) -> list[np.ndarray]:
     """Return the plan of micro-batches after every part has changed it (:meth:`RankPart.plan`)."""
     for part in parts:
+        # Each part sees the plan of the one before it, so the last one decides.
         if type(part).plan is not RankPart.plan:
             with _all_ranks_know(part.name):
                 plan = part.plan(batch, units, plan, rows)
@@ -177,6 +180,7 @@ def _all_ranks_know(name: str) -> Iterator[None]:
         # The other ranks get the message alone: an error that crosses processes has lost its traceback.
         logger.error("the part %s failed", name, exc_info=error)
         failure = _named(name, error)
+    # Also without a failure: the other ranks wait for this one's answer.
     raise_on_all_ranks(failure)
 
 

@@ -55,6 +55,7 @@ class Recorder:
     def keep(self, micro_batch: MicroBatch, rows: np.ndarray) -> None:
         """Store the values of a micro-batch in ``found``. ``rows``: row of the micro-batch → row of the batch."""
         width, lengths = micro_batch.packed.tokens.shape[0], micro_batch.batch.lengths
+        # Once per micro-batch and not in the hooks: gathering there would interleave with the model's collectives.
         for name, seen in self._seen.items():
             whole = micro_batch.packed.to_rows(seen.reshape(-1, width, seen.shape[-1]))
             for row, tokens, length in zip(micro_batch.rows, whole, lengths, strict=False):
@@ -74,6 +75,7 @@ class Recorder:
             for part, module in (("attention", layer.self_attention), ("mlp", layer.mlp), ("output", layer)):
                 hook = partial(self._see_output, f"{number}.{part}")
                 self._hooks.append(module.register_forward_hook(hook))
+        # The last norm is outside of the layers, and only on the last stage.
         if chunk.post_process and chunk.decoder.final_layernorm is not None:
             hook = partial(self._see_output, "norm")
             self._hooks.append(chunk.decoder.final_layernorm.register_forward_hook(hook))

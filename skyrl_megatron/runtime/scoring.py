@@ -24,6 +24,7 @@ def score_tokens(
     change of the log-probs estimates the effect of rounding in this model. ``adapter``: name of the adapter, by
     default the first. All ranks call it together.
     """
+    # All tokens but the first are a response, so that each has a position that predicts it.
     tokens = torch.tensor([list(token_ids)])
     ones = torch.ones(1, len(token_ids) - 1)
     batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)

@@ -69,6 +69,7 @@ class TrainedModel:
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "policy", *, total_steps: int | None = None) -> None:
+        # Before Megatron builds anything: on CPU it calls functions of torch.cuda that the patches replace.
         megatron_patches.install()
         if cfg.trainer.deterministic:
             device.use_deterministic_kernels()
@@ -144,6 +145,7 @@ class TrainedModel:
             trained[name] = prepare_training(cfg, self.role, self.model, self.groups, buffers, total_steps, self.base)
             if len(configs) > 1:
                 trained[name].end()
+        # All were detached while the others were built, so that buffers hold one adapter's factors each.
         if len(configs) > 1:
             trained[self.adapter_names[0]].begin()
         return trained
@@ -202,6 +204,7 @@ class TrainedModel:
         if name == self._name:
             return
         self.onload("weights")
+        # Random states are part of an adapter: its dropout is then that of a run with this adapter alone.
         self._now.end()
         self._name, self._now = name, self._trained[name]
         self._now.begin()
@@ -246,10 +249,12 @@ class TrainedModel:
         """
         leaving = set(parts or PARTS)
         if self._waiting() and "gradients" in leaving:
+            # They are wanted for one step only, so no copy on the host is kept.
             raise ValueError(
                 "gradients are not kept: call optim_step() or clear_gradients() before they are offloaded"
             )
         if not is_frozen(self.role) and not self.settings.optimizer_config.offload_after_step:
+            # The largest part by far: it leaves only where the setting says that others need its memory.
             leaving.discard("optimizer")
         self._memory.offload(leaving)
 
@@ -266,6 +271,7 @@ class TrainedModel:
     def onload(self, *parts: Part) -> None:
         """Load ``parts`` (default: all) to the device. No-op for those that are there."""
         self._memory.onload(parts or PARTS)
+        # Loading is asynchronous; what computes next may run on another stream than the copies.
         self._memory.wait(*(parts or PARTS))
 
     def device_bytes(self) -> int:

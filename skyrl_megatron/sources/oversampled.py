@@ -41,7 +41,7 @@ class OversampledGroups:
     ) -> None:
         self.batch, self.samples, self.bound = batch, samples, bound
         self.prompt, self.ready = prompt, ready
-        self.most = math.ceil(batch * (1 + ratio) - 1e-9)
+        self.most = math.ceil(batch * (1 + ratio) - 1e-9)  # less rounding: 10 · 1.1 is 11, not 12
         """Groups that are sampled at the same time."""
         self.open: dict[int, PartialGroup] = {}
         """Number → group that was started and is not trained or dropped."""

@@ -55,7 +55,8 @@ class PartialTurn:
     """The published version when the group's sampling began."""
     repetition: int
     place: int
-    """Index of the turn. 0 after other turns restarts the trajectory."""
+    """Index of the turn. 0 after other turns restarts the trajectory. (The name of a field cannot change: records of
+    earlier versions have it.)"""
     turn: RecordedTurn
 
 

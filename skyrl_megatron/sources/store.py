@@ -107,6 +107,8 @@ class GroupStore:
             sequences = [*sequences, self._finished.pop(number)]
             del self._versions[number]
         if sequences:
+            # Void on disk before they are freed: a segment is only removed once all of its records are free, and a
+            # process that starts in between would count these again.
             await self.schedule.discard(number, max(sequences) + 1)
             self.journal.release(sequences)
 
@@ -193,6 +195,7 @@ class GroupStore:
                 self.journal.release([sequence])
 
     def _finish(self, group: FinishedGroup, sequence: int) -> None:
+        """Index a finished group. Its turns and trajectories are in its record too, so their records are freed."""
         self._finished[group.number] = sequence
         self._versions[group.number] = group.output.get("rollout_versions") or []
         self.journal.release(self._unfinished.pop(group.number, []))

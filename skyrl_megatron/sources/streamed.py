@@ -434,6 +434,7 @@ class RolloutStream(GroupStream):
         late = [group for group in self._finished.values() if group.oldest <= due]
         for group in late:
             self._remove_finished(group)
+        # A running group is as old as its first token may be, which is what its deadline counts from.
         for group in [group for group in self._running.values() if group.started <= due]:
             self._remove_running(group)
             assert group.task is not None

@@ -65,17 +65,17 @@ def run_checkpointer(
         timeout_s=cfg.trainer.phase_timeout_s,
         model_files=_model_files(cfg, {role: (changes or {}).get(role, FolderChanges()) for role in roles}),
         identity=None if identity is None else as_json(identity),
-        accept=lambda found: None if identity is None else require_same_run(cfg, found, identity),
+        accept=lambda checkpoint: None if identity is None else require_same_run(cfg, checkpoint, identity),
     )
 
 
-def require_same_run(cfg: SkyRLTrainConfig, found: SavedCheckpoint, identity: Identity) -> None:
+def require_same_run(cfg: SkyRLTrainConfig, checkpoint: SavedCheckpoint, identity: Identity) -> None:
     """Raise ConfigError if a checkpoint is of another run than ``identity``. Warns of one that does not say."""
-    if found.manifest.identity:
-        refuse_other(resume_key(cfg), found.folder, from_json(found.manifest.identity), cfg, identity)
+    if checkpoint.manifest.identity:
+        refuse_other(resume_key(cfg), checkpoint.folder, from_json(checkpoint.manifest.identity), cfg, identity)
         return
     warnings.warn(
-        f"{found.folder} does not say of which model and data it is, because an older version saved it: it is "
+        f"{checkpoint.folder} does not say of which model and data it is, because an older version saved it: it is "
         "continued as that of this run",
         SkyRLMegatronWarning,
         stacklevel=2,
@@ -87,19 +87,21 @@ def resume_key(cfg: SkyRLTrainConfig) -> str:
     return "trainer.resume_path" if cfg.trainer.resume_mode == "from_path" else "trainer.ckpt_path"
 
 
-def is_same_run(cfg: SkyRLTrainConfig, found: SavedCheckpoint) -> bool:
+def is_same_run(cfg: SkyRLTrainConfig, checkpoint: SavedCheckpoint) -> bool:
     """Return whether the run may continue a checkpoint. Data files, whose content takes long to read, are not
     compared."""
-    return not other_parts(from_json(found.manifest.identity), run_identity(cfg, data=()), cfg.trainer.resume_other)
+    return not other_parts(
+        from_json(checkpoint.manifest.identity), run_identity(cfg, data=()), cfg.trainer.resume_other
+    )
 
 
 def resume_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield a problem if the checkpoint that the run resumes from is of another run."""
-    found = resumed_checkpoint(cfg)
-    if found is None or not found.manifest.identity:
+    checkpoint = resumed_checkpoint(cfg)
+    if checkpoint is None or not checkpoint.manifest.identity:
         return
     try:
-        require_same_run(cfg, found, run_identity(cfg))
+        require_same_run(cfg, checkpoint, run_identity(cfg))
     except ConfigError as error:
         yield from error.problems
 
@@ -109,14 +111,14 @@ def resume_lines(cfg: SkyRLTrainConfig) -> Iterator[str]:
     if cfg.trainer.resume_mode in (None, "none"):
         yield "starts at step 0: trainer.resume_mode=none"
         return
-    found = resumed_checkpoint(cfg)
-    if found is None:
+    checkpoint = resumed_checkpoint(cfg)
+    if checkpoint is None:
         yield f"starts at step 0: no checkpoint to resume from in {cfg.trainer.ckpt_path}"
         return
-    model = found.manifest.identity.get("model", {}).get("shown")
-    yield f"resumes from {found.folder} (step {found.step}{f', of {model}' if model else ''})"
+    model = checkpoint.manifest.identity.get("model", {}).get("shown")
+    yield f"resumes from {checkpoint.folder} (step {checkpoint.step}{f', of {model}' if model else ''})"
     with contextlib.suppress(CheckpointError, OSError, ValueError):
-        state = CheckpointStore(found.folder).read_json(found, TRAINER_STATE)
+        state = CheckpointStore(checkpoint.folder).read_json(checkpoint, TRAINER_STATE)
         if line := settings_line(state, cfg):
             yield line
 
@@ -129,7 +131,7 @@ def settings_line(state: Mapping[str, Any], cfg: SkyRLTrainConfig) -> str:
 
 def _model_files(cfg: SkyRLTrainConfig, changes: Mapping[str, FolderChanges]) -> dict[str, bytes]:
     """Return path in a checkpoint → content, for config, tokenizer and license of the models of the roles."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for role in {"policy", "critic"}.intersection(changes):
         folder = cached_folder(cfg, role, weights=False)
         if folder is not None and (folder / CONFIG).is_file():
@@ -137,20 +139,20 @@ def _model_files(cfg: SkyRLTrainConfig, changes: Mapping[str, FolderChanges]) ->
             if changes[role].config:
                 config = json.loads(files[CONFIG]) | dict(changes[role].config)
                 files[CONFIG] = json.dumps(config, indent=2).encode()
-            found |= {f"{role}/{HF_SUBFOLDER}/{name}": content for name, content in files.items()}
-    return found
+            contents |= {f"{role}/{HF_SUBFOLDER}/{name}": content for name, content in files.items()}
+    return contents
 
 
 def recorded_hub_commits(cfg: SkyRLTrainConfig) -> dict[str, str]:
     """Return hub name → commit of the checkpoint that the run resumes from; {} if it starts at step 0."""
-    found = resumed_checkpoint(cfg)
-    return {} if found is None else dict(found.manifest.hub_commits)
+    checkpoint = resumed_checkpoint(cfg)
+    return {} if checkpoint is None else dict(checkpoint.manifest.hub_commits)
 
 
 def resumed_step(cfg: SkyRLTrainConfig) -> int:
     """Return the step of the checkpoint that the run resumes from; 0 if there is none."""
-    found = resumed_checkpoint(cfg)
-    return 0 if found is None else found.step
+    checkpoint = resumed_checkpoint(cfg)
+    return 0 if checkpoint is None else checkpoint.step
 
 
 def resumed_checkpoint(cfg: SkyRLTrainConfig) -> SavedCheckpoint | None:

@@ -57,10 +57,10 @@ class Sampled:
 
     def rows_by(self, column: str, default: str = UNKNOWN) -> dict[str, list[int]]:
         """Return value of the column, in alphabetical order → rows."""
-        found: dict[str, list[int]] = defaultdict(list)
+        rows: dict[str, list[int]] = defaultdict(list)
         for row, extra in enumerate(self.extras):
-            found[str(extra.get(column, default))].append(row)
-        return dict(sorted(found.items()))
+            rows[str(extra.get(column, default))].append(row)
+        return dict(sorted(rows.items()))
 
     def select(self, rows: Sequence[int]) -> Sampled:
         """Return some of the rows."""

@@ -35,8 +35,8 @@ def reward_metrics(
     metrics = _reward_metrics("reward", output, uids, samples)
     for name in dict.fromkeys(adapters):
         rows = [row for row, adapter in enumerate(adapters) if adapter == name]
-        own = select_rows(output, rows)
-        metrics |= _reward_metrics(f"adapter/{name}", own, [uids[row] for row in rows], samples)
+        of_adapter = select_rows(output, rows)
+        metrics |= _reward_metrics(f"adapter/{name}", of_adapter, [uids[row] for row in rows], samples)
     return metrics | {name: float(value) for name, value in (output["rollout_metrics"] or {}).items()}
 
 
@@ -67,8 +67,8 @@ def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
     engine returned no log-probs."""
     if batch.rollout_logprobs is None or batch.old_logprobs is None:
         return {}
-    found = metric_values(mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
-    return {f"policy/{name}": value for name, value in found.items()}
+    values = metric_values(mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
+    return {f"policy/{name}": value for name, value in values.items()}
 
 
 def sequence_lengths(output: GeneratorOutput) -> np.ndarray:
@@ -114,13 +114,13 @@ def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict
 
     A metric is the mean over the optimizer steps, with these exceptions: minima and maxima stay extremes, the learning
     rate is the last one, ``skipped`` is a sum, and the log-prob mismatch to the engine is that of the first optimizer
-    step, because the later ones use other weights than the engine.
+    step.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
         if MISMATCH in name:
-            value = values[0]
+            value = values[0]  # later optimizer steps use other weights than the engine
         elif name.endswith("_min"):
             value = min(values)
         elif name.endswith("_max") or name.startswith("peak_"):
@@ -131,8 +131,8 @@ def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict
             value = sum(values)
         else:
             value = sum(values) / len(values)
-        own = name.startswith("adapter/")
-        metrics[name if own else f"{role}/{f'{role}_lr' if name == 'lr' else name}"] = value
+        has_prefix = name.startswith("adapter/")
+        metrics[name if has_prefix else f"{role}/{f'{role}_lr' if name == 'lr' else name}"] = value
     return metrics
 
 
@@ -144,8 +144,8 @@ class LearningSignal:
 
     def look(self, step: int, batch: TrainingBatch) -> None:
         """Check the batch of ``step``, whose advantages have been computed."""
-        if (found := missing_signal(batch)) is not None:
-            kind, why = found
+        if (missing := missing_signal(batch)) is not None:
+            kind, why = missing
             self._warn(kind, f"step {step} learns nothing from its rewards: {why}")
 
     def _warn(self, kind: str, text: str) -> None:
@@ -168,7 +168,7 @@ def missing_signal(batch: TrainingBatch) -> tuple[str, str] | None:
     groups: dict[str, set[float]] = {}
     for uid, score in zip(trajectories.of_last(batch.uids), scores.tolist(), strict=True):
         groups.setdefault(uid, set()).add(score)
-    if all(len(each) == 1 for each in groups.values()):
+    if all(len(of_prompt) == 1 for of_prompt in groups.values()):
         return "groups", (
             "the samples of each prompt got the same reward, so none is better than another. Use prompts that are "
             "neither too easy nor too hard, or raise generator.n_samples_per_prompt"
@@ -197,6 +197,7 @@ def with_length_penalty(batch: TrainingBatch, penalty: LengthPenalty) -> dict[st
     lengths, scores = trajectories.sum(batch.loss_mask.sum(dim=1)), trajectories.rewards(batch.rewards)
     uids = [uid for uid, kept in zip(trajectories.of_last(batch.uids), trained.tolist(), strict=True) if kept]
     penalties = penalty.penalties(lengths[trained], scores[trained], uids)
+    # Rows are right-aligned: column -1 is the last token of each.
     batch.rewards[trajectories.last[trained], -1] -= penalties.to(batch.rewards.dtype)
     return {"loss/avg_length_penalty": penalties.mean().item()}
 
@@ -229,13 +230,14 @@ def for_each_adapter(
     """
     if not batch.adapters:
         return change(batch)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, rows in rows_by_adapter(batch, names).items():
         if not len(rows):
             continue
         part, index = batch.select(rows), torch.from_numpy(rows)
         for counted, value in change(part).items():
-            found[counted] = found.get(counted, 0.0) + value
+            metrics[counted] = metrics.get(counted, 0.0) + value
+        # ``change`` may set any tensor of its rows: all of them go back to the whole batch.
         for item in dataclasses.fields(batch):
             value = getattr(part, item.name)
             if isinstance(value, Tensor):
@@ -243,8 +245,8 @@ def for_each_adapter(
                     setattr(batch, item.name, value.new_zeros(len(batch), *value.shape[1:]))
                 getattr(batch, item.name)[index] = value
         for metric, value in advantage_metrics(part).items():
-            found[metric.replace("loss/", f"adapter/{name}/")] = value
-    return found
+            metrics[metric.replace("loss/", f"adapter/{name}/")] = value
+    return metrics
 
 
 def training_logprobs_suffice(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool:
@@ -276,11 +278,11 @@ def training_pass_scores(cfg: SkyRLTrainConfig) -> bool:
 
 def check_rollout_gap(metrics: Mapping[str, float], cfg: SkyRLTrainConfig, step: int) -> None:
     """Raise AlgorithmError, or warn, if a mismatch of :func:`logprob_diff_metrics` is larger than allowed. NaN is."""
-    limit, found = rollout_gap_limit(cfg), metrics.get(f"policy/{MISMATCH}_max")
-    if limit is None or found is None or found <= limit:
+    limit, gap = rollout_gap_limit(cfg), metrics.get(f"policy/{MISMATCH}_max")
+    if limit is None or gap is None or gap <= limit:
         return
     text = (
-        f"step {step}: log-probs of engine and trainer differ by up to {found:.3g} nats, more than "
+        f"step {step}: log-probs of engine and trainer differ by up to {gap:.3g} nats, more than "
         f"trainer.max_rollout_gap={limit:g}: find the cause with skyrl-megatron explain-mismatch"
     )
     if cfg.trainer.rollout_gap_exceeded == "error":

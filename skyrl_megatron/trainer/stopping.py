@@ -56,6 +56,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested or not self.waits:
+            # A second signal, or one while no step can be lost: the run ends now.
             before = self._before.get(number)
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)  # the handler of the command, which sets a deadline
@@ -165,33 +166,33 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
     different batch size or seed, or data files of other sizes. Reads the checkpoint's manifest and data position,
     parts of the model and ``metrics.jsonl``, and checks which exports exist. Starts nothing and loads no data.
     """
-    found = resumed_checkpoint(cfg)
-    if found is None:
+    checkpoint = resumed_checkpoint(cfg)
+    if checkpoint is None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkyRLMegatronWarning)
         try:
-            data = CheckpointStore(found.folder).read_json(found, DATA)
+            data = CheckpointStore(checkpoint.folder).read_json(checkpoint, DATA)
         except (CheckpointError, OSError, ValueError):
             return None
         lines = read_metrics(run_folder(cfg) / METRICS_FILE)
     same = (data.get("batch_size"), data.get("seed")) == (cfg.trainer.train_batch_size, cfg.trainer.seed)
     if not same or not _same_sizes(cfg, data.get("files") or ()):
         return None
-    own = [line for line in lines if line["step"] == found.step]
-    stopped = [limit for line in own if (limit := reached(cfg, found.step, line)) is not None]
+    logged = [line for line in lines if line["step"] == checkpoint.step]
+    stopped = [limit for line in logged if (limit := reached(cfg, checkpoint.step, line)) is not None]
     asked = step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
     limit = stopped[0] if stopped else asked
-    if found.step < limit.steps or not is_same_run(cfg, found):
+    if checkpoint.step < limit.steps or not is_same_run(cfg, checkpoint):
         return None
     evaluates = bool(cfg.data.val_data or cfg.data.eval_sets) and cfg.trainer.eval_interval > 0
     return RemainingWork(
-        found.step,
+        checkpoint.step,
         limit,
-        found.folder,
-        log=not own,
-        evaluation=evaluates and not any(name.startswith("eval/") for line in own for name in line),
-        exports=tuple(_missing_exports(cfg, found.step)),
+        checkpoint.folder,
+        log=not logged,
+        evaluation=evaluates and not any(name.startswith("eval/") for line in logged for name in line),
+        exports=tuple(_missing_exports(cfg, checkpoint.step)),
         asked_steps=asked.steps,
     )
 
@@ -211,6 +212,6 @@ def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
 
 def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the training files have the sizes in the checkpoint. Resuming compares their contents."""
-    known = {(each["name"], each["bytes"]) for each in files}
+    saved = {(file["name"], file["bytes"]) for file in files}
     paths = [path for path in map(Path, cfg.data.train_data) if os.path.isfile(path)]
-    return all((path.name, path.stat().st_size) in known for path in paths)
+    return all((path.name, path.stat().st_size) in saved for path in paths)

@@ -96,9 +96,11 @@ class RankProcess:
         from skyrl_megatron.workers.dispatch import RankInfo
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        # Megatron and libraries below it read torchrun's variables.
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
         device.set_local_device(0)  # Ray shows each actor only its own device
         timeout = datetime.timedelta(seconds=cfg.trainer.phase_timeout_s)
+        # The open socket itself goes to the store: between closing and binding another process could take its port.
         held = None if self._port is None else self._port.detach()
         store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout, master_listen_fd=held)
         dist.init_process_group(
@@ -132,9 +134,11 @@ class RankProcess:
         from skyrl_megatron.workers.dispatch import from_arrays
 
         began = own_seconds()
+        # A loss registered in the driver after this process started.
         ensure_registry_versions(registry)
         objective = self.engine.objective(algorithm)
         result = self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
+        # On a GPU the call returns before its kernels end, so the host's seconds would say nothing.
         return result if device.has_cuda() else result | {OWN_SECONDS: own_seconds() - began}
 
     @timed
@@ -216,6 +220,7 @@ class RankProcess:
         perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
         with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
             logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, make_step=recorder.step)
+        # The recorder gathered over tp and cp, so one rank of a stage has all tokens.
         first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
         return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None
 
@@ -241,6 +246,7 @@ class RankProcess:
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
+        # Receivers plan by this list. Moved experts would arrive under the names of others.
         self._listed_slots = dict(engine.model.experts.moved)
         engine.onload("weights")  # they are offloaded if an engine starts on this GPU, and are read here
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
@@ -310,6 +316,7 @@ class RankProcess:
             self.engine.onload("weights")
             self._buckets: Iterator[Any] = weight_buckets(self.engine.model, self.engine.groups)
         given = next(self._buckets, None)
+        # In a list, in which Ray does not resolve a reference that the driver passes on.
         return None if given is None else [ray.put(given)]
 
     @timed
@@ -429,6 +436,7 @@ class RankProcess:
 
         if hasattr(self, "sender"):
             self.sender.close()
+        # What refers to process groups goes before they end.
         for name in ("sender", "source", "_buckets", "_shards", "engine"):
             self.__dict__.pop(name, None)
         gc.collect()
@@ -488,6 +496,7 @@ class RankProcess:
 
     def _keep_warnings(self) -> None:
         """Collect the package's warnings for the run's console, as this process shows them only in the rank's log."""
+        # For the life of the process, so not within catch_warnings, which restores the function at its end.
         usual = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -532,6 +541,7 @@ def _redirect_output(path: Path) -> None:
     """Redirect stdout and stderr of this process, libraries included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # By descriptor, because NCCL and other libraries write past sys.stdout.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(descriptor, 1)

@@ -42,6 +42,7 @@ def weight_synchronizer(
         hf_config=hf,
         dtype=QUANTISED if engines_quantise(cfg, hf) else dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval,
+        # Exact rollouts promise equal bits: any difference is an error, not noise.
         probe_limit=0.0 if requires_equal_bits(cfg) else cfg.generator.inference_engine.weight_sync_probe_limit,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,
@@ -53,6 +54,7 @@ def weight_synchronizer(
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
         experts_move=cfg.trainer.policy.megatron_config.moe_expert_moves != "none",
+        # Lambdas, because recovery replaces the group while the synchronizer lives.
         look=lambda: policy.group.look(),
         end_waiting=lambda error: policy.group.end_waiting(error),
     )
@@ -115,7 +117,9 @@ class PolicyRank:
         try:
             return await getattr(self.actor, method).remote(*args)
         except ACTOR_LOST as error:
+            # Ray's own message has the actor's id only, and tells nothing of memory or of a node that is gone.
             why = lost_because(error)
             raise RankLostError(f"{name}, phase {PHASE}: the process died ({why})", self.policy.group.role) from error
         except CALL_FAILED as error:
+            # The process lives: it is the rank's own error, with its traceback.
             raise_rank_error(error, name, PHASE)

@@ -2,7 +2,7 @@
 
 The estimate counts the tensors that autograd saves in each module, each storage once: for Transformer Engine's layers
 (``Kernels.fused``), or for this package's layers, whose count is compared with a running model
-(``tests/config/test_activations.py``). All values are bytes per token of a rank, after context parallelism.
+(``tests/observe/test_activations.py``). All values are bytes per token of a rank, after context parallelism.
 """
 
 from __future__ import annotations

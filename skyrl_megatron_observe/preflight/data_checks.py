@@ -25,7 +25,7 @@ from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Proble
 from skyrl_megatron.hub import cached_folder
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.data.row_files import Rows
     from skyrl_megatron.rollout.templates import ChatFormat
 

@@ -2,7 +2,7 @@
 
 vLLM's model files (``vllm/model_executor/models/``) replace some values by constants, and read keys that transformers
 does not write. A run that samples would train one model and sample another until the first probe compares them, so
-other values than vLLM's are refused. ``tests/config/test_engine_models.py`` compares the table with the keys that
+other values than vLLM's are refused. ``tests/observe/test_engine_models.py`` compares the table with the keys that
 the family reads and those that vLLM's file reads, so that a new one needs a look.
 """
 

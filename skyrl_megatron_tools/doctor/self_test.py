@@ -293,7 +293,7 @@ def engine() -> str:
     """Start vLLM on the embedded model and sample :data:`TOKENS` tokens."""
     from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
-    from skyrl_megatron_tools.embedded.embedded import VOCAB_SIZE, write_embedded_model
+    from skyrl_megatron.tiny_model import VOCAB_SIZE, write_embedded_model
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -66,7 +66,7 @@ def differing_tensors(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Round fp32 values to another dtype and back."""
+    """Round fp32 values [any shape] to another dtype and back."""
     return torch.from_numpy(values.copy()).to(getattr(torch, dtype)).float().numpy()
 
 

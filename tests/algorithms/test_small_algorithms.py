@@ -320,7 +320,7 @@ def test_hints_of_rows(tmp_path):
 
     from skyrl_megatron.data.prompts import PromptDataset
     from skyrl_megatron.errors import DataError
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     tokenizer = AutoTokenizer.from_pretrained(write_embedded_model(tmp_path / "model"))
     rows = [{"prompt": [{"role": "user", "content": "1+2"}], "hint": hint} for hint in ("it is 3", None)]

@@ -144,7 +144,8 @@ def bf16_model(
     from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer, partial_optimizer
+    from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
+    from skyrl_megatron.runtime.partial_optimizer import partial_optimizer
 
     megatron_patches.install()
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)

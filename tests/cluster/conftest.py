@@ -7,7 +7,7 @@ from tests.cluster import whole_runs
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     return write_embedded_model(tmp_path_factory.mktemp("model") / "m", 42)
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -94,6 +95,22 @@ def test_the_page_of_options_has_the_whole_text_of_every_key(tmp_path):
     short = [line for line in document.document().splitlines() if line.startswith("- `") and "=" in line]
     begun = {line.split("`: ")[0].split(") ")[0] for line in lines}
     assert len(short) > 250 and all(line.split("`: ")[0].split(") ")[0] in begun for line in short if "`: " in line)
+
+
+def test_a_key_of_another_role_is_that_of_the_policy_or_has_a_line():
+    """CONFIG.md has few lines, because a model's settings stand there once."""
+    every, shown = {key for key, _, _ in leaves(config.SkyRLTrainConfig)}, list(document.shown_keys())
+    assert len(shown) == len(set(shown)) <= 350 and set(shown) <= every
+    for key in every - set(shown):
+        as_policy = re.sub(r"^trainer\.(ref|critic|teacher)\.", "trainer.policy.", key)
+        assert as_policy.replace("eval_sampling_params", "sampling_params") in shown
+
+
+def test_a_field_of_the_block_is_one_of_every_role():
+    block = set(typing.get_type_hints(config.schema.models.RoleConfig))
+    for cls in (config.PolicyConfig, config.CriticConfig, config.RefConfig, config.TeacherConfig):
+        assert block <= set(field_types(cls)) and issubclass(cls, config.schema.models.RoleConfig)
+    assert config.RefConfig().fsdp_config is not config.RefConfig().fsdp_config
 
 
 @pytest.mark.process

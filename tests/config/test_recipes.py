@@ -114,8 +114,8 @@ def test_recipe_fits_with_room(models, recipe, keys, capsys):
 
 
 def test_a_tiny_moe_on_this_machine(tmp_path, capsys):
+    from skyrl_megatron.tiny_model import write_embedded_model
     from skyrl_megatron_tools.embedded import run_moe
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
 
     rows = write_sums(tmp_path / "rows.parquet", 64)
     model = write_embedded_model(tmp_path / "model", 1)

@@ -64,8 +64,8 @@ class Lives:
 
     def live(self, fault: str, *, planted: str = "", timeout_s: float = runs.TIMEOUT_S, **overrides: object) -> Life:
         """Continue, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it ends by
-        itself. Whatever happened: no process is left, and the newest checkpoint is whole. ``planted``: a line of
-        Python that takes a guard away first."""
+        itself. Whatever happened: no process is left, and the newest checkpoint is whole. ``planted``: code that takes
+        a guard away first."""
         began, logged = self.saved, self._logged()
         body = planted + (f"\nfrom tests.faults import injection\ninjection.arm({fault})\n" if fault else "\n")
         keys = KEYS | {"trainer__ckpt_path": self.checkpoints}

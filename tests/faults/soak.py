@@ -1,9 +1,9 @@
 """A small run under random faults: ``launch/soak.sh MINUTES SEED``.
 
 Each life of the run continues from the one before and meets a fault that the seed chose; in half of them lost ranks
-are replaced. After each are checked: one message and an exit code where it ended, no process and no shared memory
-left, the newest checkpoint whole, every step logged once, every version that was served proven by its probe, and
-that nobody waited for a process that was dead. Exit code 0: all held; 1: not all.
+are replaced. After each are checked: one message and an exit code where it ended, no process or shared memory left,
+the newest checkpoint whole, every step logged once, every version that was served proven by its probe, and that nobody
+waited for a process that was dead. Exit code 0: all held; 1: not all.
 """
 
 from __future__ import annotations

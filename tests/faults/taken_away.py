@@ -98,9 +98,9 @@ def ray_freed_at_the_end() -> None:
 
 def stragglers() -> None:
     """No rank is slow enough to be named."""
-    from skyrl_megatron.trainer import stragglers as slow_ranks
+    from skyrl_megatron.trainer import stragglers as straggler_times
 
-    slow_ranks.RATIO = float("inf")
+    straggler_times.RATIO = float("inf")
 
 
 def health() -> None:

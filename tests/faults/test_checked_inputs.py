@@ -44,7 +44,7 @@ def reader():
 def given(tmp_path_factory):
     """Key → value of a small run that is right."""
     from skyrl_megatron.data import prepare
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
     from tests.config.settings import base
 
     folder = tmp_path_factory.mktemp("run")

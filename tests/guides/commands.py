@@ -78,7 +78,7 @@ COMMANDS = (
     Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
     Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),
     Row(rf"{MAIN}entrypoints\.main_base", needs=GPUS),
-    Row(rf"{VERB}one-step", "tests/job/test_one_step.py::test_prompts_to_synced_weights"),
+    Row(rf"{VERB}one-step", "tests/tools/test_one_step.py::test_prompts_to_synced_weights"),
     Row(rf"{VERB}train(-async)? ([a-z_.]+=|key=|…)", needs=GPUS),
     Row(
         rf"{RUN} trainer\.healing",
@@ -87,17 +87,17 @@ COMMANDS = (
     Row(rf"{VERB}serve-engine", "tests/tools/test_fleet.py::test_an_engine_over_several_hosts"),
     # after a run
     Row(r"skyrl-megatron evaluate", "tests/job/test_evaluate.py::test_a_model_is_evaluated_without_places_for_ranks"),
-    Row(r"skyrl-megatron replay-batch", "tests/job/test_replay_batch.py::test_a_step_is_trained_again"),
+    Row(r"skyrl-megatron replay-batch", "tests/tools/test_replay_batch.py::test_a_step_is_trained_again"),
     Row(r"skyrl-megatron (--help|\{|(sft|dpo|reward) --help)", HERE + "test_a_quick_command_runs"),
-    Row(r"skyrl-megatron sft$", "tests/job/test_sft.py::test_rows_are_learned"),
-    Row(r"skyrl-megatron sft --show-row", "tests/rollout/test_show_row.py::test_the_text_marks_what_is_trained"),
-    Row(r"skyrl-megatron dpo$", "tests/job/test_dpo.py::test_the_better_answers_are_preferred"),
-    Row(r"skyrl-megatron reward$", "tests/job/test_reward.py::test_a_reward_model_is_trained"),
+    Row(r"skyrl-megatron sft$", "tests/supervised/test_sft.py::test_rows_are_learned"),
+    Row(r"skyrl-megatron sft --show-row", "tests/supervised/test_show_row.py::test_the_text_marks_what_is_trained"),
+    Row(r"skyrl-megatron dpo$", "tests/supervised/test_dpo.py::test_the_better_answers_are_preferred"),
+    Row(r"skyrl-megatron reward$", "tests/supervised/test_reward.py::test_a_reward_model_is_trained"),
     Row(r"curl http://127", "tests/agents/test_http_endpoint.py::test_the_openai_package_talks_to_the_endpoint"),
     Row(rf"{VERB}dashboard", "tests/observe/test_server.py::test_what_is_new_is_given"),
     Row(rf"{VERB}compare", "tests/observe/test_compare.py::test_exit_codes"),
     Row(rf"{VERB}diagnose", "tests/observe/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
-    Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_mismatch.py::test_an_engine_with_a_wrong_weight"),
+    Row(rf"{VERB}explain-mismatch", "tests/tools/test_explain_mismatch.py::test_an_engine_with_a_wrong_weight"),
     # data, models
     Row(rf"{VERB}prepare gsm8k", "tests/prompts/test_prompts.py::test_gsm8k_from_its_files"),
     Row(

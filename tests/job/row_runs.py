@@ -35,7 +35,7 @@ DATA = {"sft": "talks", "dpo": "pairs", "reward": "scored"}
 def prepare(folder):
     """A model, and 64 rows of each kind about sums: conversations of one and two turns, pairs of a right and a wrong
     answer without and with a margin, and labelled answers."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     write_embedded_model(folder / "model")
     rows, draw = {name: [] for name in ("talks", "pairs", "scored", "labelled")}, random.Random(0)

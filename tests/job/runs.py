@@ -124,7 +124,7 @@ class Run:
 
 def prepare(folder):
     """Model, data and environment of small runs in ``folder``."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     write_embedded_model(folder / "model", 1)
     (folder / "digits.py").write_text(DIGITS)

@@ -183,7 +183,7 @@ def by_transformers(folder, teachers):
 @pytest.mark.parametrize("teachers", [("same",), ("same", "other")], ids=" and ".join)
 def test_teachers_judge_their_own_rows(folder, teachers):
     """Rows choose between the policy's own first weights and another model; both signals, on one rank each."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     write_embedded_model(folder / "other", 2)
     line, (reverse_kl, divergence, omitted) = taught(folder, *teachers)

@@ -14,7 +14,7 @@ ROOT = runs.Path(__file__).resolve().parents[2]
 @pytest.mark.vllm
 @pytest.mark.full_matrix
 def test_a_tiny_moe_takes_steps_on_its_own_data(tmp_path):
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     model = write_embedded_model(tmp_path / "model", 1)
     rows = write_sums(tmp_path / "rows.parquet", 64)

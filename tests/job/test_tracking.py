@@ -114,7 +114,7 @@ def test_a_full_disk_costs_no_line(tmp_path):
 @pytest.mark.process
 def test_the_run_leaves_curves_and_a_page(tmp_path):
     from skyrl_megatron_observe.curves import write_curves
-    from skyrl_megatron_observe.observe import PageWriter
+    from skyrl_megatron_observe.report_recorder import PageWriter
 
     folder = tracked(tmp_path, [1, 2, 3]).folder
     write_curves(folder)

@@ -48,7 +48,7 @@ MUTATIONS = (
         "skyrl_megatron_observe/estimate/memory_parameters.py",
         "shard = -(-dense // parallel.dp_cp) + -(-expert // parallel.edp)",
         "shard = -(-dense // parallel.edp) + -(-expert // parallel.edp)",
-        ("tests/config/test_memory.py::test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does",),
+        ("tests/observe/test_memory.py::test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does",),
         "the check would refuse layouts of MoE models that fit",
     ),
     Mutation(
@@ -192,7 +192,7 @@ MUTATIONS = (
         "skyrl_megatron_agents/environments/search.py",
         "return 0.25 if tags > MAX_ANSWERS else 1.0",
         "return 1.0",
-        ("tests/envs/test_environments.py::test_search_scores_guessing_less",),
+        ("tests/agents/test_environments.py::test_search_scores_guessing_less",),
         "the policy would learn to list answers",
     ),
     Mutation(
@@ -200,7 +200,7 @@ MUTATIONS = (
         "skyrl_megatron_agents/environments/text2sql.py",
         "return sqlite3.SQLITE_DENY if action not in _ALLOWED or pragma or loads_code else sqlite3.SQLITE_OK",
         "return sqlite3.SQLITE_OK",
-        ("tests/envs/test_environments.py::test_text2sql_only_reads",),
+        ("tests/agents/test_environments.py::test_text2sql_only_reads",),
         "a policy could attach and read any database of the host",
     ),
     Mutation(
@@ -304,7 +304,7 @@ MUTATIONS = (
         "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
         "if other.within(known.exact) or (other.within(known.rounding) and other.mean * VANISHES <= gap.mean)",
         "if other.within(known.exact) or other.mean <= gap.mean",
-        ("tests/job/test_mismatch_diagnosis.py",),
+        ("tests/tools/test_mismatch_diagnosis.py",),
         "explain-gap would blame routing for what stale weights did",
     ),
     Mutation(
@@ -328,7 +328,7 @@ MUTATIONS = (
         "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
         'cause: Cause = "other operations" if known.bits and known.same_tensors else "wrong weight"',
         'cause: Cause = "wrong weight"',
-        ("tests/job/test_mismatch_diagnosis.py::test_runs_whose_bits_should_agree",),
+        ("tests/tools/test_mismatch_diagnosis.py::test_runs_whose_bits_should_agree",),
         "a user would look for a tensor that is right",
     ),
 )

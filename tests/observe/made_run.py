@@ -144,7 +144,7 @@ def write_run(folder: Path, steps: int = 40, *, name: str = "run", tokens: int =
 
 
 def write_lanes(run, steps, rng):
-    from skyrl_megatron_observe.observe import lanes
+    from skyrl_megatron_observe.timeline import lanes
 
     with (run / "spans.jsonl").open("w") as file:
         for step in steps:
@@ -225,7 +225,7 @@ def batch_of(
 
 
 def write_samples(cfg, steps, tokens, rng):
-    from skyrl_megatron_observe.observe import SampleLog
+    from skyrl_megatron_observe.samples import SampleLog
 
     tokenizer = byte_tokenizer()
     log = SampleLog(cfg, tokenizer, max(steps))

@@ -110,7 +110,7 @@ def test_spans_of_one_name_that_touch_are_one():
 
 
 def test_lanes_have_the_trainer_first_and_long_spans_before_what_they_hold():
-    from skyrl_megatron_observe.observe import lanes
+    from skyrl_megatron_observe.timeline import lanes
 
     found = [
         ("policy rank 10", "train", 101.0, 102.0),

@@ -10,7 +10,7 @@ import pytest
 
 def kept(tmp_path, step=1, **overrides):
     """A step's file, its batch, and the trainer's log-probs of all rows."""
-    from skyrl_megatron_observe.observe import SampleLog
+    from skyrl_megatron_observe.samples import SampleLog
     from tests.observe.made_run import batch_of, byte_tokenizer, config
 
     tokenizer = byte_tokenizer()
@@ -46,7 +46,7 @@ def test_groups_that_teach_are_kept_with_their_best_and_worst_rows(tmp_path):
     import torch
 
     from skyrl_megatron.types import TrainingBatch
-    from skyrl_megatron_observe.observe import SampleLog
+    from skyrl_megatron_observe.samples import SampleLog
     from tests.observe.made_run import byte_tokenizer, config
 
     rewards = [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0.5, 1, 0.2], [3, 3, 3, 3]]
@@ -83,7 +83,7 @@ def test_a_run_keeps_so_many_samples(tmp_path, steps, per_step, per_run, every):
 
 def test_a_resumed_run_forgets_the_steps_that_came_to_nothing(tmp_path):
     from skyrl_megatron.trainer.recorders import RecordedRun
-    from skyrl_megatron_observe.observe import ReportRecorder
+    from skyrl_megatron_observe.report_recorder import ReportRecorder
     from tests.observe.made_run import config, write_run
 
     run = write_run(tmp_path, 20)

@@ -57,7 +57,7 @@ def write_mistral(folder):
     import torch
     from transformers import MistralConfig, MistralForCausalLM
 
-    from skyrl_megatron_tools.embedded.embedded import VOCAB_SIZE, write_embedded_model
+    from skyrl_megatron.tiny_model import VOCAB_SIZE, write_embedded_model
 
     write_embedded_model(folder, 1)
     torch.manual_seed(0)

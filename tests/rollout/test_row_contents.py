@@ -54,7 +54,7 @@ def write(path, lines):
 
 def read(path, template=QWEN25, **settings):
     """(rows, what was said)"""
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron_supervised.chat_rows import ChatRows
 
     said = []
@@ -467,7 +467,7 @@ def test_tools_in_another_form(tmp_path):
 
 
 def test_the_formats_of_the_configuration_are_those_of_the_reader():
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.data.row_shapes import CONVERTERS
     from skyrl_megatron.errors import ConfigError
 

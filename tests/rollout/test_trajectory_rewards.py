@@ -91,7 +91,7 @@ def learned(form, trajectories, estimator, **generator):
     from skyrl_megatron.rollout.dynamic_sampling import groups, measured_rewards
     from skyrl_megatron.rollout.outputs import select_rows
     from skyrl_megatron.trainer import step_batch
-    from skyrl_megatron_observe.observe import reward_groups
+    from skyrl_megatron_observe.samples import reward_groups
     from tests.algorithms.vectors import algorithm_config
 
     output, uids = sampled(form, trajectories, **generator)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (*sorted(path.name for path in ROOT.glob("skyrl_megatron*/") if path.name.isidentifier()), "bridges")
-"""The core, the packages around it, and the bridges."""
+CORE = "skyrl_megatron"
+AROUND = {
+    "skyrl_megatron_parts": 1,
+    "skyrl_megatron_supervised": 2,
+    "skyrl_megatron_agents": 2,
+    "skyrl_megatron_observe": 3,
+    "skyrl_megatron_tools": 4,
+}
+"""Package around the core → its height. A package may import the core and lower packages; the core imports none."""
+PACKAGES = tuple(name for name in (CORE, *AROUND, "bridges") if (ROOT / name).is_dir())
+"""The core, the packages around it, and the bridges. A copy of the core has fewer."""
 
 
 def foreign_packages(root: Path = ROOT) -> list[str]:
@@ -37,23 +45,46 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+def path_of(module: str) -> Path:
+    """Return the file of a module of this project."""
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def is_package(module: str) -> bool:
     return (ROOT / module.replace(".", "/")).is_dir()
 
 
-def imported(module: str) -> Iterator[tuple[str, str | None]]:
-    """Every ``(module, name)`` that a file imports of this project, at any depth, lazily or for types only; a name of
-    None is a plain ``import module``."""
+def for_types(tree: ast.AST) -> set[int]:
+    """Return the ids of all nodes in blocks that only type checkers read."""
+    return {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+
+
+@cache
+def imported(module: str, *, types: bool = True) -> tuple[tuple[str, str | None], ...]:
+    """Every ``(module, name)`` that a file imports of this project, at any depth, lazily too; a name of None is a
+    plain ``import module``. ``types``: also what it imports for types only."""
+    skipped = set() if types else for_types(modules()[module])
+    found: list[tuple[str, str | None]] = []
     for node in ast.walk(modules()[module]):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names if alias.name in modules())
+            found += [(alias.name, None) for alias in node.names if alias.name in modules()]
         elif isinstance(node, ast.ImportFrom):
             base = _base(module, node)
             for alias in node.names:
                 if f"{base}.{alias.name}" in modules():
-                    yield f"{base}.{alias.name}", None
+                    found.append((f"{base}.{alias.name}", None))
                 elif base in modules():
-                    yield base, alias.name
+                    found.append((base, alias.name))
+    return tuple(found)
 
 
 def _base(module: str, node: ast.ImportFrom) -> str:
@@ -61,6 +92,22 @@ def _base(module: str, node: ast.ImportFrom) -> str:
         return node.module or ""
     package = module.split(".") if is_package(module) else module.split(".")[:-1]
     return ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+
+
+def closure(starts: list[str]) -> set[str]:
+    """Return every module that is loaded sooner or later: what ``starts`` import, lazily too, and the packages that
+    the imported modules are in. Not what is imported for types only, or by a string."""
+    reached: set[str] = set()
+    waiting = list(starts)
+    while waiting:
+        module = waiting.pop()
+        if module in reached:
+            continue
+        reached.add(module)
+        parts = module.split(".")
+        waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
+        waiting += [target for target, _ in imported(module, types=False)]
+    return reached
 
 
 @cache

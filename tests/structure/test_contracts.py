@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -150,3 +152,19 @@ def test_commands_are_installed_under_their_names():
         "skyrl-convert": "bridges.__main__:main",
         "skyrl-megatron": "skyrl_megatron.cli:main",
     }
+
+
+def test_every_public_name_resolves():
+    from skyrl_megatron import api
+
+    assert all(callable(getattr(api, name)) for name in api.NAMES) and sorted(api.NAMES) == dir(api)
+    with pytest.raises(AttributeError, match="no attribute 'trian'; its names are train, "):
+        _ = api.trian
+
+
+@pytest.mark.process
+def test_the_public_names_cost_nothing_before_they_are_used():
+    code = "import sys, skyrl_megatron.api; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if name.split(".")[0] in ("skyrl_megatron", "bridges", "omegaconf")}
+    assert loaded == {"skyrl_megatron", "skyrl_megatron.api"}

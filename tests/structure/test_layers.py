@@ -2,32 +2,35 @@
 of devices and backends stay in the few files that choose them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.structure.source import foreign_packages
+from tests.structure import source
+from tests.structure.source import AROUND, CORE, PACKAGES, foreign_packages
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = source.ROOT
 LAYER = {
-    "cli": 10,
-    "entrypoints": 8,
-    "preflight": 8,
-    "trainer": 7,
+    "cli": 12,
+    "api": 11,
+    "entrypoints": 10,
+    "checks": 9,
+    "trainer": 8,
+    "sources": 7,
     "workers": 6,
     "rollout": 5,
     "envs": 5,
-    "agents": 5,
     "inference": 4,
-    "sandboxes": 4,
     "weight_sync": 3,
     "runtime": 2,
     "algorithms": 1,
     "data": 1,
+    "tiny_model": 1,
     "config": 0,
     "hub": 0,
+    "command": 0,
     "errors": 0,
     "fork_server": 0,
     "interrupts": 0,
@@ -36,10 +39,23 @@ LAYER = {
     "types": 0,
     "device": 0,
 }
-TOOLS = "skyrl_megatron_tools"
-"""Explains, predicts, compares, serves other hosts. Imports the package, which never imports it."""
-TOOLS_LAYER = 9
-PACKAGES = ("skyrl_megatron", TOOLS, "bridges")
+"""Folder or file of the core → its layer."""
+ABOVE_THE_CORE = 100
+"""Added to the height of a package around the core."""
+NAMES_VERBS = "skyrl_megatron.cli"
+"""Names the modules of all verbs, and imports the one that is called."""
+STILL: set[tuple[str, str]] = {
+    ("skyrl_megatron.config", "skyrl_megatron.hub"),
+    ("skyrl_megatron.sources", "skyrl_megatron.trainer"),
+    ("skyrl_megatron.runtime", "skyrl_megatron_parts"),
+    ("skyrl_megatron.runtime", "skyrl_megatron_supervised"),
+    ("skyrl_megatron.workers", "skyrl_megatron_parts"),
+    ("skyrl_megatron.workers", "skyrl_megatron_supervised"),
+    ("skyrl_megatron.trainer", "skyrl_megatron_observe"),
+    ("skyrl_megatron.trainer", "skyrl_megatron_agents"),
+    ("skyrl_megatron.entrypoints", "skyrl_megatron_observe"),
+}
+"""Folders whose imports of others are not removed yet."""
 # First layer that may import the package (99: none), and files below it that may too.
 HEAVY = {
     "ray": (6, {"skyrl_megatron/algorithms/registry.py"}),
@@ -83,68 +99,86 @@ def layer_of(path: str) -> int | None:
     parts = path.removesuffix(".py").replace("/", ".").split(".")
     if parts[0] == "bridges":
         return 1
-    if parts[0] == TOOLS:
-        return TOOLS_LAYER
+    if parts[0] in AROUND:
+        return ABOVE_THE_CORE + AROUND[parts[0]]
     return LAYER.get(parts[1]) if len(parts) > 1 else None
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module that has a layer: a folder or file of the core, or a package around it."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == CORE else parts[0]
 
 
 @cache
 def imports(path: Path) -> list[str]:
     """Every module named by an import statement of the file, at any depth, type-checking blocks excepted."""
     tree = ast.parse(path.read_text())
-    skipped = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for child in ast.walk(node)
-    }
-    package = relative(path).removesuffix(".py").replace("/", ".").split(".")[:-1]
-    found = []
+    skipped = source.for_types(tree)
+    names = []
     for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [module] if node.module else [f"{module}.{alias.name}" for alias in node.names]
-            if module == "skyrl_megatron":
-                found += [f"skyrl_megatron.{alias.name}" for alias in node.names]
-    return found
+        if id(node) not in skipped and isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif id(node) not in skipped and isinstance(node, ast.ImportFrom) and not node.level:
+            names += [node.module or ""]
+    return names
 
 
-def imports_upward(name: str, modules: list[str]) -> Iterator[str]:
-    """Each import of a file that the layers forbid, as a sentence."""
+def heavy_imports(name: str, modules: list[str]) -> Iterator[str]:
+    """Each import of a heavy package below the layer at which it enters, as a sentence."""
     layer = layer_of(name)
-    for module in modules:
-        package = module.split(".")[0]
-        if package in HEAVY and layer is not None:
-            first, exceptions = HEAVY[package]
-            if layer < first and name not in exceptions:
-                yield f"{name} imports {package}, which enters at layer {first}"
-        if package in ("skyrl_megatron", TOOLS):
-            if name.startswith("bridges/"):
-                yield f"{name} imports {module}: bridges is independent of skyrl_megatron"
-            target = layer_of(module)
-            if layer is not None and target is not None and target > layer:
-                yield f"{name} (layer {layer}) imports {module} (layer {target})"
-            if layer is not None and module.split(".")[1:2] and module.split(".")[1] in COMPATIBILITY:
-                yield f"{name} imports {module}, a re-export for scripts"
+    for package in {module.split(".")[0] for module in modules} & HEAVY.keys():
+        first, exceptions = HEAVY[package]
+        if layer is not None and layer < first and name not in exceptions:
+            yield f"{name} imports {package}, which enters at layer {first}"
+
+
+def upward_imports(module: str, targets: Iterable[str]) -> Iterator[str]:
+    """Each import of this project that the layers forbid, as a sentence. What is imported for types only counts."""
+    layer = layer_of(module)
+    for target in targets:
+        if module.startswith("bridges") and not target.startswith("bridges"):
+            yield f"{module} imports {target}: bridges is independent of skyrl_megatron"
+        if layer is None or (folder_of(module), folder_of(target)) in STILL:
+            continue
+        height = None if target.startswith("bridges") else layer_of(target)  # below the core, but for torch
+        twins = folder_of(module) != folder_of(target) and min(layer, height or 0) > ABOVE_THE_CORE
+        if height is not None and (height > layer or (twins and height == layer)):
+            yield f"{module} (layer {layer}) imports {target} (layer {height})"
+        if target.startswith(f"{CORE}.") and target.split(".")[1] in COMPATIBILITY:
+            yield f"{module} imports {target}, a re-export for scripts"
+
+
+def pairs(edges: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the pairs of folders that import each other, unless one is inside the other."""
+    apart = {(one, other) for one, other in edges if not f"{one}.".startswith(f"{other}.")}
+    apart = {(one, other) for one, other in apart if not f"{other}.".startswith(f"{one}.")}
+    return sorted((one, other) for one, other in apart if one < other and (other, one) in apart)
 
 
 def test_every_folder_and_file_has_a_layer():
-    names = {
-        path.stem
-        for path in (ROOT / "skyrl_megatron").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    names = {path.stem for path in (ROOT / CORE).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert names - {"__init__", "__main__"} == LAYER.keys() | COMPATIBILITY
 
 
 def test_imports_go_down_only():
-    broken = [line for path in sources() for line in imports_upward(relative(path), imports(path))]
+    broken = [line for path in sources() for line in heavy_imports(relative(path), imports(path))]
+    for module in source.modules():
+        broken += upward_imports(module, [target for target, _ in source.imported(module)])
     assert not broken, "\n".join(broken)
+
+
+def test_no_two_folders_import_each_other():
+    def folder(module):
+        return module if source.is_package(module) else module.rpartition(".")[0]
+
+    def still(*folders):
+        tops = [folder_of(name) for name in folders]
+        return tuple(tops) in STILL or tuple(tops[::-1]) in STILL
+
+    edges = {(folder(module), folder(target)) for module in source.modules() for target, _ in source.imported(module)}
+    broken = [pair for pair in pairs(edges) if not still(*pair)]
+    assert not broken, "\n".join(f"{one} and {other} import each other" for one, other in broken)
 
 
 def device_names(name: str, tree: ast.AST) -> Iterator[str]:
@@ -163,10 +197,15 @@ def test_device_and_backend_names_stay_in_their_files():
 
 
 def test_every_file_that_breaks_a_rule_is_named():
-    upward = ["skyrl_megatron.trainer", "vllm", "skyrl_megatron.utils"]
-    assert len(list(imports_upward("skyrl_megatron/runtime/a.py", upward))) == 3
-    assert list(imports_upward("bridges/a.py", ["skyrl_megatron.errors"]))
-    assert not list(imports_upward("skyrl_megatron/trainer/a.py", ["skyrl_megatron.runtime", "ray", "torch"]))
+    upward = ["skyrl_megatron.trainer.ppo", "skyrl_megatron_tools.one_step", "skyrl_megatron.utils"]
+    assert len(list(upward_imports("skyrl_megatron.runtime.a", upward))) == 3
+    assert list(heavy_imports("skyrl_megatron/runtime/a.py", ["ray", "vllm.config"]))
+    assert list(upward_imports("bridges.a", ["skyrl_megatron.errors"]))
+    assert list(upward_imports("skyrl_megatron_agents.a", ["skyrl_megatron_supervised.sft"]))
+    assert not list(upward_imports("skyrl_megatron_agents.a", ["skyrl_megatron_agents.graph", "bridges.plan"]))
+    assert not list(upward_imports("skyrl_megatron_tools.a", ["skyrl_megatron_observe.hang", "skyrl_megatron.types"]))
+    assert not list(heavy_imports("skyrl_megatron/trainer/a.py", ["ray", "torch"]))
+    assert pairs([("a.b", "a.c"), ("a.c", "a.b"), ("a", "a.b"), ("a.b", "a")]) == [("a.b", "a.c")]
     spelled = ast.parse("a = 'cuda:0'\nb = 'nccl'\nc = 'cpu'")
     assert [line.split(" ")[0] for line in device_names("a.py", spelled)] == ["a.py:1", "a.py:2"]
 
@@ -186,7 +225,7 @@ def test_no_dumping_grounds():
     allowed = {utils, utils / "utils.py"}  # names for scripts written for SkyRL
     bad = [
         relative(path)
-        for path in [*(ROOT / "skyrl_megatron").rglob("*"), *(ROOT / "bridges").rglob("*")]
+        for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
         if path.stem in {"utils", "misc", "common", "helpers"} and path not in allowed and path.suffix in {"", ".py"}
     ]
     assert not bad, bad

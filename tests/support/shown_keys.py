@@ -132,8 +132,8 @@ OUTPUT: dict[str, Any] = {
 
 _ONE_VALUE = "tests/config/test_passthrough.py::test_is_refused_with_its_key_and_the_fix"
 _INDEXER = "tests/bridges/test_indexer_loss.py::test_gradients_equal_transformers"
-_RECOMPUTED = "tests/config/test_activations.py::test_recomputed_layers_keep_what_the_budget_says"
-_CLIP = "tests/training/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it"
+_RECOMPUTED = "tests/observe/test_activations.py::test_recomputed_layers_keep_what_the_budget_says"
+_CLIP = "tests/parts/test_qk_clip.py::test_heads_above_the_threshold_shrink_to_it"
 _STATE = "tests/te/test_adam.py::test_state_takes_what_check_counts"
 _GROUPS = "tests/training/test_optimizer.py::test_fields_that_are_passed_on_reach_the_optimizer"
 _HOST = "tests/checkpoint/test_hybrid_optimizer.py::test_offloaded_and_resumed"
@@ -142,8 +142,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "transformer": {
         "attention_backend": "tests/runtime/test_gpu_settings.py::test_the_users_attention_kernels_are_kept",
         **dict.fromkeys(("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"), _INDEXER),
-        "log_max_attention_logit": "tests/training/test_qk_clip.py::test_logits_are_measured_without_the_clip",
-        "moe_router_bias_update_rate": "tests/training/test_router.py::test_the_bias_follows_the_load",
+        "log_max_attention_logit": "tests/parts/test_qk_clip.py::test_logits_are_measured_without_the_clip",
+        "moe_router_bias_update_rate": "tests/supervised/test_router.py::test_the_bias_follows_the_load",
         "overlap_moe_expert_parallel_comm": "tests/training/test_expert_overlap.py::test_the_step_is_the_same",
         "overlap_p2p_comm": "tests/training/test_shown_keys.py::test_stages_send_as_they_are_told",
         **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold"), _CLIP),
@@ -164,7 +164,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
             "tests/runtime/test_gpu_costs.py::test_the_host_optimizer_updates_while_it_copies"
         ),
         **dict.fromkeys(("grad_norm_skip_threshold", "log_num_zeros_in_grad"), _SKIPPED),
-        "muon_tp_mode": "tests/training/test_muon.py::test_blockwise",
+        "muon_tp_mode": "tests/parts/test_muon.py::test_blockwise",
         "use_distributed_optimizer": "tests/training/test_step.py::test_distributed_optimizer",
         **dict.fromkeys(("main_grads_dtype", "muon_scalar_optimizer", "muon_split_qkv"), _ONE_VALUE),
     },

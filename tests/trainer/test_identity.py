@@ -12,7 +12,7 @@ MODEL = "a model"
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A folder with a model and two data files."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     folder = tmp_path_factory.mktemp("start")
     write_embedded_model(folder / MODEL)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.data.row_files import load_source
-from skyrl_megatron_tools.embedded.embedded import write_embedded_model, write_problems
+from skyrl_megatron.tiny_model import write_embedded_model
+from skyrl_megatron_tools.embedded.embedded import write_problems
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LAYOUT = {

@@ -58,7 +58,7 @@ def warm_up(folder: Path, repositories: list[Any], make: dict[str, Any]) -> None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     tiny = runpy.run_path(str(HERE.parent / "tiny.py"))
     seeded = write_embedded_model(folder.with_name("seeded"))

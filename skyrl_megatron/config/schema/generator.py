@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from skyrl_megatron import device
 from skyrl_megatron.config.fields import Bounds, Count, Fraction, NonNegative, NonNegativeInt, OneOf, Positive
@@ -30,84 +30,6 @@ class DataConfig(BaseConfig):
     """Options of the sampler (docs/guides/data.md)."""
     strict_rows: bool = False
     """Refuse a prompt whose messages have a key that nothing reads, which is otherwise named once."""
-
-
-@dataclass
-class SFTConfig(BaseConfig):
-    """Conversations of supervised training (`skyrl-megatron sft`)."""
-
-    SECTION: ClassVar[str] = "sft"
-    """Name of the section, for messages."""
-    max_length: Count = 4096
-    """Maximum length of a training sequence in tokens. A longer row is invalid."""
-    turns: Annotated[str, OneOf("all", "last")] = "all"
-    """Messages of the assistant that are trained."""
-    invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
-    """Handling of a row that cannot be trained: end the run with its file and row, or skip and count it."""
-    format: Annotated[
-        str, OneOf("messages", "sharegpt", "alpaca", "prompt_completion", "anthropic", "openai_functions")
-    ] = "messages"
-    """Form of the rows (docs/guides/sft.md): chat messages, or that of another tool, which is converted."""
-    thinking: Annotated[str, OneOf("template", "content", "drop")] = "template"
-    """Thinking that the chat template would not write, from whichever key: an error, or write it into the content
-    (between `<think>` and `</think>`), or drop and count it."""
-    strict_rows: bool = False
-    """Take a row with a column or a key of messages that nothing reads as invalid. Otherwise it is named once."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequences that one micro-batch must hold."""
-        return self.max_length
-
-
-@dataclass
-class DPOConfig(SFTConfig):
-    """Preferences (`skyrl-megatron dpo`)."""
-
-    SECTION: ClassVar[str] = "dpo"
-    loss: Annotated[str, OneOf("sigmoid", "ipo", "kto")] = "sigmoid"
-    """`sigmoid` (DPO, arXiv:2305.18290) and `ipo` (arXiv:2310.12036) compare the answers of a pair; `kto`
-    (arXiv:2402.01306) takes single answers with a label."""
-    beta: Positive = 0.1
-    """Weight of the log-ratio of policy and reference; of `ipo` its τ."""
-    desirable_weight: NonNegative = 1.0
-    """`kto`: weight of the answers that are labelled good."""
-    undesirable_weight: NonNegative = 1.0
-    """`kto`: weight of the other answers."""
-    reference_cache: str | None = None
-    """Folder for the log-probs of the reference. They are computed once, before the first step; a run that finds those
-    of its model and data there starts no reference. None: computed in each step."""
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the cache has all log-probs of the reference, which :meth:`found_in_cache` notes."""
-        return bool(self.__dict__.get("_is_cached"))
-
-    def found_in_cache(self) -> None:
-        """Note that the run needs no reference."""
-        self.__dict__["_is_cached"] = True
-
-    @property
-    def paired(self) -> bool:
-        """Whether a row has two answers."""
-        return self.loss != "kto"
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequences that one micro-batch must hold: a pair is not split."""
-        return self.max_length * (2 if self.paired else 1)
-
-
-@dataclass
-class RewardConfig(SFTConfig):
-    """Pairs that a reward model learns from (`skyrl-megatron reward`)."""
-
-    SECTION: ClassVar[str] = "reward"
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequences that one micro-batch must hold: a pair is not split."""
-        return 2 * self.max_length
 
 
 @dataclass

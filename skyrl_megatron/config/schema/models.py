@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -325,78 +326,74 @@ class PlacementConfig(BaseConfig):
     """GPUs per node of each teacher. Not set: that of the policy."""
 
 
-@dataclass
-class PolicyConfig(BaseConfig):
+class RoleConfig(BaseConfig):
+    """A model of a run: the settings that all roles have. Each class below is this block, but for some fields."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Keys of FSDP backends."""
+    sequence_parallel_size: NonNegativeInt = 1
+    """No effect: `megatron_config.context_parallel_size` splits sequences."""
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    """Layout and Megatron options. Not set: those of the policy."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the model's Hugging Face configuration. `megatron_config.model_config_kwargs` overrides them."""
+
+
+def role(first: str = "") -> Callable[[type[RoleConfig]], Any]:
+    """Return a decorator that makes a dataclass of a role: the fields named in ``first``, then all others of the role
+    and of :class:`RoleConfig`.
+
+    A dataclass that inherits fields has those of its parent first. SkyRL's classes have another order each, on which
+    positional arguments depend, so that the fields are copied instead.
+    """
+
+    def decorate(cls: type[RoleConfig]) -> Any:
+        fields = {**RoleConfig.__annotations__, **cls.__annotations__}
+        cls.__annotations__ = {name: fields[name] for name in [*first.split(), *fields]}
+        for name in RoleConfig.__annotations__:
+            if name not in cls.__dict__:
+                setattr(cls, name, copy.copy(RoleConfig.__dict__[name]))
+        return dataclass(cls)
+
+    return decorate
+
+
+@role("model optimizer_config fsdp_config sequence_parallel_size use_torch_compile record_memory")
+class PolicyConfig(RoleConfig):
     """The model that is trained and sampled from."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct"))
     """The model."""
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The policy's optimizer."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Keys of FSDP backends."""
-    sequence_parallel_size: NonNegativeInt = 1
-    """No effect: `megatron_config.context_parallel_size` splits sequences."""
+    """The optimizer."""
     use_torch_compile: bool = False
     """No effect: log-probabilities come from a fused kernel."""
     record_memory: bool = False
     """Write snapshots of PyTorch's GPU memory allocator to `ckpt_path/memory_snapshots/`, for
     pytorch.org/memory_viz."""
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """The policy's layout and Megatron options."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration. `megatron_config.model_config_kwargs` overrides them."""
 
 
-@dataclass
-class CriticConfig(BaseConfig):
-    """The value model, used by `advantage_estimator=gae`."""
+@role("model optimizer_config fsdp_config sequence_parallel_size model_config_kwargs")
+class CriticConfig(RoleConfig):
+    """The value model, used by `advantage_estimator=gae`. It is the model with a value head. Path None: no critic."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model to which a value head is added. Path None: no critic."""
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
-    """The critic's optimizer."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Keys of FSDP backends."""
-    sequence_parallel_size: NonNegativeInt = 1
-    """No effect: `megatron_config.context_parallel_size` splits sequences."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration."""
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Layout and Megatron options. Not set: those of the policy."""
+    """The optimizer."""
 
 
-@dataclass
-class RefConfig(BaseConfig):
-    """The frozen reference model of the KL term."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model. Path None: that of the policy."""
-    sequence_parallel_size: NonNegativeInt = 1
-    """No effect: `megatron_config.context_parallel_size` splits sequences."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Keys of FSDP backends."""
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Layout and Megatron options. Not set: those of the policy."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration."""
+@role("model sequence_parallel_size")
+class RefConfig(RoleConfig):
+    """The frozen reference model of the KL term. Path None: the model is that of the policy."""
 
 
-@dataclass
-class TeacherConfig(BaseConfig):
-    """Frozen teacher models of on-policy distillation (`algorithm.distillation`)."""
+@role("model models sequence_parallel_size")
+class TeacherConfig(RoleConfig):
+    """Frozen teacher models of on-policy distillation (`algorithm.distillation`). Path None: the first folder or hub
+    name of `models`; without one, no teacher runs on ranks."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The teacher. Path None: the first folder or hub name of `models`; without one, no teacher runs on ranks."""
     models: dict[str, str] = field(default_factory=dict)
     """Several teachers: name → folder, name on the Hugging Face hub, or `http(s)://` address of an engine. The engine
     is OpenAI-compatible and returns log-probs of prompts. The column `teacher` of a data row names its teacher;
     default: the first. Teachers on ranks share the settings of this section."""
-    sequence_parallel_size: NonNegativeInt = 1
-    """No effect: `megatron_config.context_parallel_size` splits sequences."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Keys of FSDP backends."""
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
-    """Layout and Megatron options. Not set: those of the policy."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face configuration."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from skyrl_megatron.config.derive import fill
-from skyrl_megatron.config.schema.generator import DataConfig, DPOConfig, GeneratorConfig, RewardConfig
+from skyrl_megatron.config.schema.generator import DataConfig, GeneratorConfig
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.config.schema.sft import rows_data, rows_generator, rows_trainer
+from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
 
 

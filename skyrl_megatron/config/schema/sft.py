@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from skyrl_megatron.config.derive import fill
-from skyrl_megatron.config.schema.generator import DataConfig, GeneratorConfig, SFTConfig
+from skyrl_megatron.config.schema.generator import DataConfig, GeneratorConfig
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
+from skyrl_megatron.config.schema.supervised import SFTConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
 
 

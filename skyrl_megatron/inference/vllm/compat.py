@@ -153,13 +153,13 @@ def is_hidden(value: Any) -> bool:
 
 
 def packed(name: str, tensor: Tensor) -> tuple[str, list[int], bytes]:
-    """Convert a tensor to an entry of ``Packed``."""
+    """Convert a tensor [any shape], any dtype, to an entry of ``Packed`` (float32)."""
     values = tensor.detach().float().cpu().contiguous().numpy()
     return name, list(values.shape), values.tobytes()
 
 
 def unpacked(travelled: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
-    """Return the float32 arrays of ``Packed`` by name."""
+    """Return the arrays of ``Packed`` by name, each [shape of its entry] float32."""
     return {name: np.frombuffer(data, np.float32).reshape(shape) for name, shape, data in travelled}
 
 
@@ -340,7 +340,8 @@ def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any
         temperature = sampling_metadata.temperature  # [requests]; None when all are greedy
         if temperature is None:
             return forward(self, logits, sampling_metadata, **kwargs)
-        scale = torch.where(temperature < 1e-5, 1.0, temperature).unsqueeze(1)
+        scale = torch.where(temperature < 1e-5, 1.0, temperature).unsqueeze(1)  # vLLM divides no greedy logits
+        # An attribute of the instance hides the static method for this call alone.
         self.compute_logprobs = lambda raw: type(self).compute_logprobs(raw.float() / scale)
         try:
             return forward(self, logits, sampling_metadata, **kwargs)
@@ -374,6 +375,7 @@ def take_logprobs_at_temperature(sampler: Any) -> None:
         sampled, processed = plain(logits, expanded, mapping, rows, *rest, **options)
         if not return_logprobs:
             return sampled, processed
+        # A copy, as the temperature is applied in place, and in fp32 even where the model computes in bf16.
         scaled = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
         sampler.sampling_states.apply_temperature(scaled, expanded, rows)
         return sampled, scaled

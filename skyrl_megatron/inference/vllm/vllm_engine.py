@@ -181,7 +181,7 @@ class VLLMEngine(InferenceEngine):
             adapters = [using.enter_context(self._use(request.request_id, request.adapter)) for request in requests]
             try:
                 async with self._pausing:
-                    if not self._paused:
+                    if not self._paused:  # else the first step would run with the requests that are admitted so far
                         await compat.pause(self._llm, "keep")
                     for (request, parameters), held in zip(prepared, adapters, strict=True):
                         prompt = self._prompt(request.request_id, request.prompt_token_ids)
@@ -199,6 +199,7 @@ class VLLMEngine(InferenceEngine):
                         if not self._paused:
                             await self._llm.resume_generation()
                 raise
+        # The requests of an adapter version that was evicted were aborted: start over with the serving one.
         return [
             await self.generate(r.request_id, r.prompt_token_ids, r.sampling, r.adapter)
             if held is not None and held.evicted
@@ -209,7 +210,7 @@ class VLLMEngine(InferenceEngine):
     async def score(self, token_ids: Sequence[int], adapter: str = "") -> list[float]:
         """Score with the serving weights, or with those of an update that is not published yet."""
         request_id = f"score-{uuid.uuid4().hex}"
-        one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}
+        one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}  # vLLM samples at least one token
         parameters = sampling_parameters(request_id, one, support=self.settings.return_support)
         candidate = self._adapters.candidates.get(self._adapters.named(adapter)) if self._adapters else None
         final, _ = await self._finished(request_id, token_ids, parameters, adapter, candidate)

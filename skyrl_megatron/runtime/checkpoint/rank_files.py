@@ -68,6 +68,7 @@ _TRACKER = "tracker/"
 
 def capture_rng() -> bytes:
     """Return all random states of this rank as the content of a safetensors file."""
+    # JSON and raw tensors instead of pickle: loading a checkpoint must not run code.
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     plain = {
@@ -109,7 +110,9 @@ def restore_rng(data: bytes) -> None:
 def derive_rng(seed: int, step: int, data_parallel_rank: int, pipeline_rank: int) -> None:
     """Derive new random states from (seed, step). States that ranks of one replica must share are equal; replicas
     differ."""
+    # Below 2**30, so that the offsets of stages and replicas stay within the seeds that numpy takes.
     base = zlib.crc32(f"{seed}/{step}".encode()) & 0x3FFFFFFF
+    # Steps of 100 leave room for the tensor-parallel rank, which Megatron adds.
     model_parallel_cuda_manual_seed(base + 100 * pipeline_rank, force_reset_rng=True)
     own = base + 100 * pipeline_rank + 1_000_003 * data_parallel_rank
     random.seed(own)
@@ -168,6 +171,7 @@ class RankWriter:
         began = time.perf_counter()
         note = {"rank": state.rank, "step": step, "layout": state.layout(), "base": state.base}
         blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
+        # Before the copy: the note and the blocks must be of one moment, whatever trains afterwards.
         note["experts"] = dict(state.experts.moved) if state.experts is not None else {}
         note["optimizer_step"] = step_count(state.optimizer)
         note["lr_schedule"] = state.lr_schedule.state_dict() if state.lr_schedule is not None else None
@@ -188,6 +192,7 @@ class RankWriter:
 
         The copy is valid until the next call.
         """
+        # The same host memory for each save, which bounds it and saves its allocation.
         self._memory.rewind()
         copies = []
         for block in blocks:
@@ -195,6 +200,7 @@ class RankWriter:
             data = self._memory.take(-(-size // ALIGNMENT) * ALIGNMENT)[:size].view(block.data.dtype)
             data.copy_(block.data, non_blocking=True)
             copies.append(replace(block, data=data))
+        # The copies are asynchronous; after return the weights may change.
         device.synchronize()
         return copies
 
@@ -257,6 +263,7 @@ def run_on_all_ranks[T](work: Callable[[], T]) -> list[T]:
         mine = (None, str(error))
     except Exception as error:
         mine = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    # As text: not every error can be pickled, and one rank's traceback means nothing on another.
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for _, failure in everyone:
@@ -289,6 +296,7 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
         blocks = list(blocks_to_load(state.model_chunks, ranges, state.groups))
         return {block.key for block in blocks}, set(reader.tensors)
 
+    # No rank overwrites a weight before all have found what they need.
     keys = run_on_all_ranks(prepare)
     wanted, stored = set().union(*(mine for mine, _ in keys)), keys[0][1]
     fresh, replaced = fresh_moments(wanted, stored)
@@ -305,6 +313,7 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
                 if block.key in fresh:
                     block.data.zero_()
             reader.load([block for block in blocks if block.key not in fresh])
+            # Scaled and split states are not the optimizer's memory: what was read goes back through its own code.
             for each in ranges:
                 if each.write_back is not None:
                     each.write_back(each.tensors)
@@ -346,6 +355,7 @@ def fresh_moments(wanted: set[str], stored: set[str]) -> tuple[set[str], set[str
     }
     fresh = {f"{OPTIMIZER_PREFIX}{name}.{weight}" for weight in changed for name in moments[weight] - {"param"}}
     replaced = {f"{OPTIMIZER_PREFIX}{name}.{weight}" for weight in changed for name in weights[weight] - {"param"}}
+    # torch's Adam has one step count for all: moments of many steps and of none cannot share its bias correction.
     if any("exp_avg" in moments[weight] for weight in changed):
         adams = (f"{OPTIMIZER_PREFIX}exp_avg.", f"{OPTIMIZER_PREFIX}exp_avg_sq.")
         fresh |= {key for key in wanted if key.startswith(adams)}
@@ -368,6 +378,7 @@ def _refuse_other_base(folder: str, saved: str | None, ours: str | None) -> None
 def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankState) -> None:
     """Raise CheckpointError if no rank loads a stored tensor: the checkpoint is of another model."""
     unread = stored - wanted
+    # An evaluation or a reference loads weights only.
     if state.optimizer is None:
         unread = {key for key in unread if not key.startswith(OPTIMIZER_PREFIX)}
     if unread:
@@ -383,6 +394,7 @@ def _restore_counters(
     if state.optimizer is not None:
         if saved["optimizer_step"] is None:
             raise CheckpointError(f"{folder}/{role} was saved without an optimizer")
+        # Bias correction of moments that start at zero must start too.
         set_step_count(state.optimizer, 0 if restart else saved["optimizer_step"])
         finish_load(state.optimizer)
     if state.lr_schedule is not None and saved["lr_schedule"] is not None:
@@ -408,6 +420,7 @@ def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
     if changed:
         text = ", ".join(f"{name} {old} → {new}" for name, (old, new) in changed.items())
         _warn_once(f"the learning-rate schedule differs from the saved one and is used as configured now: {text}")
+    # Megatron's load_state_dict would take the saved values, or fail where they differ.
     schedule.num_steps = 0
     schedule.step(increment=saved["num_steps"])
 

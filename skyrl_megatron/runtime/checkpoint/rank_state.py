@@ -103,6 +103,7 @@ def _split(box: Box, max_numel: int) -> Iterator[Box]:
     if box.numel <= max_numel:
         yield box
         return
+    # Along the first longer axis a piece stays contiguous in the flattened tensor.
     axis = next(i for i, size in enumerate(box.sizes) if size > 1)
     inner = math.prod(box.sizes[axis + 1 :])
     step = max(1, max_numel // inner)
@@ -135,6 +136,7 @@ def fused_state(adam: Any, shard: Tensor) -> dict[str, Tensor]:
         if _is_remainder(name, state):
             found["param"] = join_master(shard, state).cpu()
         else:
+            # bf16 states carry no scale, and unscaling would copy them to fp32.
             plain = adam.get_unscaled_state(shard, name, skip_unscale=state.dtype == torch.bfloat16)
             found["param" if name == "master_param" else name] = plain if plain is state else plain.cpu()
     return found
@@ -164,6 +166,7 @@ def join_master(weight: Tensor, lower: Tensor) -> Tensor:
 def remainder(weight: Tensor, master: Tensor) -> Tensor:
     """Return the int16 remainders of fp32 ``master`` relative to the bf16 ``weight`` that it was rounded to."""
     bits = weight.detach().view(torch.int16).to(torch.int32).mul_(_HALF)
+    # A tie rounded down does not fit into int16: the nearest value that does (see the top of the file).
     return torch.sub(master.view(torch.int32), bits).clamp_(-_HALF // 2, _HALF // 2 - 1).to(torch.int16)
 
 
@@ -208,6 +211,7 @@ def held_ranges(part: Any) -> Iterator[HeldRange]:
         return
     for parameter, (group, order) in part.model_param_group_index_map.items():
         main = part.optimizer.param_groups[group]["params"][order]
+        # Private, but the only map from a parameter to its shard; Megatron's own checkpoints use it.
         place = part._get_model_param_range_map(parameter)["param"]
         yield HeldRange(parameter, main, place.start, place.end)
 
@@ -225,6 +229,7 @@ def inner_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
     """Return the optimizers of a rank: one for dense and one for expert parameters, if both exist."""
     if optimizer is None:
         return []
+    # A rank without expert parameters, or without any trained one, has a stub in their place.
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
@@ -258,6 +263,7 @@ def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
 
 def _distributed(part: Any) -> Iterator[OwnedRange]:
     """Yield the ranges of a distributed optimizer (megatron/core/optimizer/distrib_optimizer.py), in its order."""
+    # Bucket by bucket, as Megatron keeps the ranges; the order is the same on every start of a layout.
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -288,6 +294,7 @@ def _replicated(part: Any) -> Iterator[OwnedRange]:
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (model parameter, tensor that the optimizer updates)."""
+    # Megatron's optimizer of mixed precision; the one of fp32 trains the parameters themselves.
     if hasattr(part, "float16_groups"):
         for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from zip(models, mains, strict=True)
@@ -365,6 +372,7 @@ def step_count(optimizer: MegatronOptimizer | None) -> int | None:
         if _counts_per_parameter(inner):
             counts.update(int(inner.state[p]["step"]) for p in _parameters(inner))
         else:
+            # A group without parameters on this rank never counts.
             counts.update(int(group.get("step", 0)) for group in inner.param_groups if group["params"])
     if len(counts) > 1:
         raise CheckpointError(f"the optimizer's parameters have taken different numbers of steps: {sorted(counts)}")
@@ -469,6 +477,7 @@ def local_blocks(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[tor
 
 
 def _piece(part: ShardedTensor, whole: torch.Tensor, placement: ExpertPlacement | None) -> LocalBlock:
+    # Offsets are computed from storage positions, which only contiguous tensors have.
     if not (part.data.is_contiguous() and whole.is_contiguous()):
         raise CheckpointError(f"{part.key} is not contiguous in memory and cannot be saved")
     replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
@@ -491,6 +500,7 @@ def _by_expert(part: ShardedTensor, placement: ExpertPlacement | None) -> Index:
         return offsets
     if not part.key.startswith(LAYERS):  # of a draft head
         return offsets
+    # Stacked layers have a leading axis of layers; a layer by itself has its number in the key.
     layer = offsets[0] if axis else int(part.key.removeprefix(LAYERS).partition(".")[0])
     return (*offsets[:axis], placement.slots(layer)[offsets[axis]], *offsets[axis + 1 :])
 
@@ -513,6 +523,7 @@ def blocks_to_save(
         if any(pieces[0].replica[:-1]):
             continue  # another tp or pp rank writes it
         if id(tensor) in spread:
+            # What the rank updates it also writes: no gather, and every rank writes equally much.
             start, stop = (mine.start, mine.stop) if mine else (0, 0)
         else:
             start, stop = _share(tensor, pieces[0].replica[-1], groups)
@@ -526,6 +537,7 @@ def blocks_to_save(
 
 def _share(tensor: torch.Tensor, index: int, groups: ProcessGroups) -> tuple[int, int]:
     """Return the equal part (start, stop) of a replicated tensor that data-parallel rank ``index`` writes."""
+    # Experts are replicated over edp, which has fewer ranks than dp·cp.
     is_expert = not getattr(tensor, "allreduce", True)
     count = (groups.edp if is_expert else groups.dp_cp).size()
     return tensor.numel() * index // count, tensor.numel() * (index + 1) // count

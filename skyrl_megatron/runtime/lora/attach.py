@@ -154,6 +154,7 @@ def attach(
     ``settings.rank``.
     """
     adapters = Adapters(model, groups, selection, settings)
+    # The base is the reference model and must not change, and the bias changes without a gradient.
     freeze_expert_bias(model.chunks)
     for chunk in model.chunks:
         for parameter in chunk.parameters():
@@ -169,6 +170,7 @@ def attach(
             weight = _weight(module)
             if weight is None:
                 continue
+            # By canonical name: chunks number layers from 0, and layer kinds spell experts differently.
             full = canonical(_parameter_name(name, module), layer_offset=first_layer, expert=expert)
             entry = model.hf.plan.by_name.get(full)
             taken = selection.modules.get(full.removesuffix(".weight"))
@@ -181,8 +183,10 @@ def attach(
                 adapters.by_weight[id(parameter)] = adapter
             if full == "output_layer.weight":
                 adapters.output_adapter = adapter
+            # A hook and not a wrapper: names of parameters, and with them checkpoints, stay those of the base.
             module.register_forward_hook(_Addition(adapters, adapter, module))
             attached.append(adapter)
+        # Drawn on the host, so that initial values do not depend on the device.
         device = next(chunk.parameters()).device
         adapters.by_chunk.append(AdapterList(attached, model.config.num_moe_experts or 0).to(device))
         _let_gradients_in(chunk)
@@ -207,9 +211,11 @@ class _Addition:
         self.epsilon = getattr(module, "eps", None)
 
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        # A head that returns hidden states has no logits to add to; Adapters.on_hidden serves it.
         if not self.adapters.enabled or returns_hidden_states(module):
             return output
         x = inputs[0]
+        # The fused layer normalises inside, and a hook sees its input before that.
         if self.norm is not None:
             x = F.rms_norm(x, self.norm.shape, self.norm, self.epsilon)
         counts = torch.as_tensor(inputs[1]) if self.adapter.expert and len(inputs) > 1 else None
@@ -242,6 +248,7 @@ class _Builder:
         self.rows, self.module = weight.shape[-2], module
         self.dtype = weight.dtype
         split = entry.split.dim
+        # A layer can be replicated although the table names a split: then it has the whole shape.
         whole = split is None or (self.over.size() > 1 and weight.shape[-2:] == torch.Size(entry.shape))
         self.tensor_split = TensorSplit.WHOLE if whole else TensorSplit.COLUMN if split == 0 else TensorSplit.ROW
 
@@ -300,11 +307,13 @@ class _Builder:
                     matrix = first_factor(f"{full}.A", (self.rank, width), self.settings)
                     return share(matrix, 1 if split_columns else None)
                 matrix = second_factor(f"{full}.B", (height, self.rank), self.settings)
+                # Rows of the padded vocabulary are zero, as an adapter of the unpadded one has none.
                 matrix = F.pad(matrix, (0, 0, 0, padded - height))
                 return share(matrix, 0 if split_rows else None, parts)
 
             if self.held is None or letter == shared:
                 return one(name).to(self.dtype)
+            # Drawn by the name of each expert: equal wherever the expert is.
             drawn = [one(f"{name}.{expert}").to(self.dtype) for expert in self.held()]
             return torch.stack(drawn) if self.stacked else drawn[0]
 

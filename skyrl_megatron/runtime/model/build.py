@@ -84,6 +84,7 @@ def transformer_config(
         for name, value in overrides.items()
         if name in layout and value != layout[name]
     ]
+    # A value that only repeats the model's is no conflict.
     own = {field.name: field.default for field in dataclasses.fields(cls)} | dict(model.megatron.transformer)
     problems += [
         Problem(f"{key}.{name}", value, keys.MODEL)
@@ -100,6 +101,7 @@ def transformer_config(
         problems.append(Problem(f"{prefix}{name}", overrides[name], fix))
     if problems:
         raise ConfigError(problems)
+    # Configuration files have names; Megatron compares enum members.
     if isinstance(backend := overrides.get("attention_backend"), str):
         overrides["attention_backend"] = AttnBackend[backend]
     fields = {
@@ -114,6 +116,7 @@ def transformer_config(
         config = cls(**fields)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError([Problem(key, overrides, f"Megatron rejects it: {error}")]) from error
+    # Facts of a family that TransformerConfig has no field for; the layers of this package read them.
     for name, value in model.megatron.attributes.items():
         setattr(config, name, value)
     return config
@@ -333,6 +336,7 @@ def build_model(
     on_meta = device is not None and device.type == "meta"
     asked = (transformer_config_kwargs or {}).get("transformer_impl")
     use_te = use_transformer_engine(model, asked, on_meta=on_meta, prefix=prefix)
+    # Asked only now, because it depends on the implementation of the layers.
     clips = (transformer_config_kwargs or {}).get("qk_clip")
     if clips and (why := without_qk_clip(model, parallel.tp, use_te)):
         raise ConfigError([Problem(f"{prefix}transformer_config_kwargs.qk_clip", clips, why)])
@@ -349,12 +353,14 @@ def build_model(
         prefix=prefix,
     )
     place = torch.device("meta") if on_meta else contextlib.nullcontext()
+    # The weights of a quantised base arrive in 8 bits; tensors of full size might not fit until then.
     memory = built_without_memory() if frozen and model.is_quantised else contextlib.nullcontext()
     with place, memory, _quiet_deprecation(), _attention_environment():
         chunks = [_chunk(model, config, groups, stage, head, use_te, seed) for stage in range(parallel.vpp)]
     if not on_meta:
         target = device or devices.device()
         chunks = [chunk.to(target) for chunk in chunks]
+    # One object for all chunks: a move changes it once.
     experts = ExpertPlacement(config.num_moe_experts or 0, parallel.ep)
     for chunk in chunks:
         give_placement(chunk, experts)
@@ -377,6 +383,7 @@ def _chunk(
     stage = vpp_stage if parallel.vpp > 1 else None
     arguments = dict(model.megatron.model)
     arguments["vocab_size"] = padded_rows(model.vocab_size, parallel.tp)
+    # A head of width 1 cannot share the embedding's matrix.
     if head == "value":
         arguments["share_embeddings_and_output_weights"] = False
     chunk = GPTModel(
@@ -390,6 +397,7 @@ def _chunk(
         pg_collection=groups.collection,
         **arguments,
     )
+    # Megatron's table is for positions 0 … n of one sequence, not for those of a pack.
     if not use_te and hasattr(chunk, "rotary_pos_emb"):
         chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     if last and head == "value":

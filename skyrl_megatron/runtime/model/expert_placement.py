@@ -29,6 +29,7 @@ class ExpertPlacement:
 
     def __init__(self, experts: int, ranks: int) -> None:
         self.experts, self.ranks = experts, ranks
+        # Equal on all ranks, also after moves: memory and checkpoints' shapes depend on it.
         self.per_rank = experts // ranks
         self.movable = False
         """Whether experts of this model move; then it uses the slots of a checkpoint that it loads."""
@@ -61,6 +62,7 @@ class ExpertPlacement:
 
     def columns(self, layer: int, device: torch.device) -> Tensor | None:
         """Return the experts in the order of their slots, [E] int64, on ``device``; None for the initial order."""
+        # None spares the router an index_select per layer and pass in runs without moves.
         if layer not in self._moved:
             return None
         found = self._columns.get((layer, device))
@@ -78,11 +80,13 @@ class ExpertPlacement:
                 raise ValueError(f"the experts of layer {layer} are no permutation of 0 to {self.experts - 1}")
         initial = tuple(range(self.experts))
         self._moved = {layer: tuple(order) for layer, order in sorted(slots.items()) if tuple(order) != initial}
+        # Tables on devices are of the old slots.
         self._columns, self.moving = {}, False
 
     def place(self, slots: Mapping[int, Sequence[int]]) -> None:
         """Use the slots of a checkpoint, as :meth:`set` does, whose weights are read next. Frozen weights, which it
         lacks, are loaded again if they are in other slots."""
+        # After a failed move weights and slots differ, so equal slots alone do not mean equal weights.
         before, failed = self._moved, self.moving
         self.set(slots)
         if self.load_frozen is not None and (failed or self._moved != before):

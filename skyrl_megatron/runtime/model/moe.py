@@ -110,6 +110,7 @@ class GroupedLinear(torch.nn.Module):
         replicated = is_bias and self.split == 1
         if replicated:
             replica_id = (replica_id[0], rank, replica_id[2])
+        # Megatron's numbering, by slot; checkpoints replace it by the experts' own numbers (rank_state.py).
         first = self.groups.ep.rank() * self.experts
         shards = []
         for expert, matrix in enumerate(tensor):
@@ -165,6 +166,7 @@ class GroupedExperts(torch.nn.Module):
                 torch.arange(self.num_local_experts, device=hidden.device), counts, output_size=len(hidden)
             )
             h = h + self.linear_fc1.bias[expert_of_row]
+        # Before linear_fc2, which is linear, as in Megatron: a row has f / etp elements here, usually fewer than H.
         h = self._gate(h) * probs.unsqueeze(-1).to(h.dtype)
         out = self.linear_fc2(h, tokens_per_expert)
         if self.linear_fc2.bias is not None and self.groups.expt_tp.rank() == 0:
@@ -207,6 +209,7 @@ def _route(logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
     return exact_routing(logits, topk, **options)
 
 
+# Routers look the function up in this module at each call, so that replacing it there is enough.
 megatron_router.topk_routing_with_score_function = _route
 
 
@@ -232,6 +235,7 @@ def exact_routing(
         best = exact_ops.best_experts(values, k)
         return values.gather(1, best), best
 
+    # Ties must fall as in the engine; torch.topk promises no order.
     if router_replay is None:
         experts = exact_ops.best_experts(compared, topk)
     else:
@@ -304,10 +308,12 @@ class TokenWeightedRouter(TopKRouter):
             # Megatron splits the mask over sequence-parallel ranks on the first pipeline stage only
             # (megatron/core/models/gpt/gpt_model.py, _preprocess).
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
+        # Taken once per pass and kept: the losses below are called from within Megatron's routing.
         self._sequences = None if self.sequences is None else self.sequences.take()
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
+        # Counted by expert, above; only the dispatcher reads columns as slots.
         if self.placement is None or self.is_mtp_layer:
             return probs, routing_map
         columns = self.placement.columns(self.layer_number - 1, probs.device)
@@ -323,6 +329,7 @@ class TokenWeightedRouter(TopKRouter):
         entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1)
         z = logits.logsumexp(-1).square()
         columns = torch.cat([routing_map, torch.stack([z, entropy, torch.ones_like(entropy)], dim=1)], dim=1)
+        # Padding is routed as well, because shapes must fit, but must not count.
         if padding_mask is not None:
             columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)
         found = columns.sum(0, dtype=torch.float64)
@@ -374,6 +381,7 @@ class TokenWeightedRouter(TopKRouter):
         ``scores`` [t, E] are 0 on padding; ``shares``: [E], or [t, E]. The loss is a sum over tokens, because the
         schedule divides it by the tokens of the step (``loss_scale.AuxiliaryLossScale``).
         """
+        # Shares are counts and have no gradient; the scores carry it.
         loss = self.config.num_moe_experts * (scores * shares).sum()
         if not self.is_mtp_layer:
             so_far = 0.0 if self.balance is None else self.balance
@@ -447,6 +455,7 @@ def number_sequences(chunk: torch.nn.Module) -> None:
 
 def forget_pass_inputs(chunks: Iterable[torch.nn.Module]) -> None:
     """Drop what is queued for passes that will not be recomputed, for example after an error."""
+    # Recomputation takes inputs in the order of the forward passes: leftovers would go to the wrong micro-batch.
     for router in routers_of(chunks):
         for queued in (router.router_replay, router.sequences):
             if isinstance(queued, PassInput):
@@ -490,6 +499,7 @@ def router_metrics(
         if isinstance(replay, RoutingReplay) and replay.mismatch is not None:
             load[router.layer_number - 1, -2:] += replay.mismatch
             replay.mismatch = None
+    # Stages have different layers, so one sum over all ranks puts the table together.
     dist.all_reduce(load)
     layers = load[:, -4].nonzero().flatten().tolist()
     if not layers:

@@ -14,7 +14,7 @@ FOLDER = "SKYRL_TEST_SETTINGS"
 def prepare(folder):
     """Write models, data, databases and a chat template."""
     from skyrl_megatron.data import prepare
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
     from tests.training.draft_reference import save_with_draft
 
     write_embedded_model(folder / "model")

@@ -301,7 +301,7 @@ def exports(cfg):
     """Who else is told of numbers and spans."""
     from skyrl_megatron.trainer.recorders import RecordedRun
     from skyrl_megatron.trainer.tracking import Tracking
-    from skyrl_megatron_observe.observe import ReportRecorder
+    from skyrl_megatron_observe.report_recorder import ReportRecorder
 
     tracking = Tracking(cfg)
     collector = ReportRecorder(RecordedRun(cfg, None, 1, None, tracking, dict)).collector
@@ -313,7 +313,7 @@ def exports(cfg):
 
 def looks(cfg):
     """Steps of which samples are kept, and how many."""
-    from skyrl_megatron_observe.observe import ReportRecorder
+    from skyrl_megatron_observe.report_recorder import ReportRecorder
 
     recorders = trainer_of(cfg).recorders
     [samples] = [recorder.samples for recorder in recorders if isinstance(recorder, ReportRecorder)]

@@ -47,7 +47,7 @@ def batch_of(loss):
 
 def step(folder, loss, layout, overrides=None):
     """(metrics, {HF name: gradient}) of this rank's share."""
-    from skyrl_megatron.config.schema.generator import DPOConfig
+    from skyrl_megatron.config.schema.supervised import DPOConfig
     from skyrl_megatron.data.packing import split_units
     from skyrl_megatron.runtime.hf_weights import stream_hf
     from skyrl_megatron_supervised.preference_engine import PreferenceEngine

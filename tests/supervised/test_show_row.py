@@ -16,7 +16,7 @@ def answer(text):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model folder without weights, and one data set of each kind."""
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     folder = tmp_path_factory.mktemp("rows")
     for weights in write_embedded_model(folder / "model").glob("*.safetensors*"):

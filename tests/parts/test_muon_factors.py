@@ -5,8 +5,7 @@ import math
 import pytest
 
 from tests.lora import bodies, reference
-from tests.training import muon_reference
-from tests.training.test_muon import (
+from tests.parts.test_muon import (
     CHECKPOINT,
     KEYS,
     TOLERANCE,
@@ -15,6 +14,7 @@ from tests.training.test_muon import (
     from_and_to_adam,
     there_and_back,
 )
+from tests.training import muon_reference
 
 SEPARATE = {f"{bodies.HOW}lora_type": "canonical_lora"}
 SAVED = {

@@ -16,7 +16,7 @@ DROPS_THINKING = (
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     from skyrl_megatron.data.tokenizer import load_tokenizer
-    from skyrl_megatron_tools.embedded.embedded import write_embedded_model
+    from skyrl_megatron.tiny_model import write_embedded_model
 
     return load_tokenizer(write_embedded_model(tmp_path_factory.mktemp("model") / "model"))
 
@@ -101,7 +101,7 @@ BAD = {
 
 
 def rows_of(folder, tokenizer, lines, **settings):
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.chat_rows import ChatRows
 
@@ -137,7 +137,7 @@ def test_parquet_rows_are_those_of_jsonl(tokenizer, tmp_path):
     """Arrow adds null fields to messages, and tools are JSON text."""
     import pandas
 
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.chat_rows import ChatRows
 

@@ -71,7 +71,7 @@ def test_a_mixture(check, problem):
 
 def test_a_data_set_of_which_no_row_is_left(folder):
     """The message names the setting that left them out."""
-    from skyrl_megatron.config.schema.generator import SFTConfig
+    from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.data.samplers import make_sampler
     from skyrl_megatron.data.tokenizer import load_tokenizer
     from skyrl_megatron.errors import DataError

@@ -104,7 +104,7 @@ def clip_body(folder, batch, threshold, layout, overrides=None):
     from skyrl_megatron.algorithms import exact_ops
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from tests.training.test_muon import weights_of
+    from tests.parts.test_muon import weights_of
 
     keys = KEYS | {f"{FIELDS}qk_clip_threshold": threshold} | (overrides or {})
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=keys))
@@ -257,7 +257,7 @@ def two_steps_body(folder, degrees, distributed, logits, threshold):
     from skyrl_megatron.runtime.optimizer import step_if_finite
     from skyrl_megatron_parts.qk_clip import clip_qk, take_max_logits
     from tests.checkpoint.test_variants import bf16_model
-    from tests.training.test_muon import set_gradients
+    from tests.parts.test_muon import set_gradients
 
     fields = {"qk_clip": True, "qk_clip_alpha": ALPHA, "qk_clip_threshold": threshold}
     options = {"adam_eps": muon_reference.ADAM_EPS, "muon_momentum": muon_reference.MOMENTUM}

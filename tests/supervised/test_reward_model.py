@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.training.test_preferences import LAYOUTS, MORE, close
+from tests.supervised.test_preferences import LAYOUTS, MORE, close
 
 MARGINS = (0.5, 0.0, 1.25, -0.3, 0.0)
 
 
 def rows():
     """Items of five pairs, each sequence with one more token after the answer."""
-    from tests.training import test_preferences
+    from tests.supervised import test_preferences
 
     made = []
     for row, margin in zip(test_preferences.rows("sigmoid"), MARGINS, strict=True):
@@ -37,7 +37,7 @@ def scorer(folder, tmp_path_factory):
 
 def engine_of(folder, layout, overrides=None):
     """(engine, its share of the pairs)."""
-    from skyrl_megatron.config.schema.generator import RewardConfig
+    from skyrl_megatron.config.schema.supervised import RewardConfig
     from skyrl_megatron.data.packing import split_units
     from skyrl_megatron_supervised.preference_engine import RewardEngine
     from skyrl_megatron_supervised.preference_rows import preference_batch

@@ -4,7 +4,7 @@ closed forms are written out from the routes that transformers takes; gradients 
 import numpy as np
 import pytest
 
-from tests.training.test_supervised import MEGATRON, rows
+from tests.supervised.test_supervised import MEGATRON, rows
 
 LAYOUTS = {"one": dict(world=1), "dp2·ep2": dict(world=2, ep=2)}
 MORE = {"tp2": dict(world=2, tp=2), "cp2": dict(world=2, cp=2), "pp2": dict(world=2, pp=2), "dp2": dict(world=2)}

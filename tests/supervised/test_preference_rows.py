@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.rollout.test_chat_rows import IMAGE, tokenizer  # noqa: F401
+from tests.supervised.test_chat_rows import IMAGE, tokenizer  # noqa: F401
 
 USER, AGAIN = {"role": "user", "content": "1+1=?"}, {"role": "user", "content": "and 2?"}
 RIGHT, WRONG = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}
@@ -13,7 +13,7 @@ LABELLED = {"prompt": [USER], "completion": [RIGHT], "label": True}
 
 
 def read(folder, tokenizer, lines, loss="sigmoid", **settings):  # noqa: F811
-    from skyrl_megatron.config.schema.generator import DPOConfig
+    from skyrl_megatron.config.schema.supervised import DPOConfig
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.preference_rows import rows_class
 
@@ -110,7 +110,7 @@ def test_answers_whose_tokens_are_equal(tokenizer, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("files", [1, 2])
 def test_kto_takes_the_nearest_answer_to_another_prompt(tokenizer, tmp_path, files):  # noqa: F811
     """Also of rows made from pairs, whose neighbours have the same prompt, and over the borders of files."""
-    from skyrl_megatron.config.schema.generator import DPOConfig
+    from skyrl_megatron.config.schema.supervised import DPOConfig
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.preference_rows import LabelledRows
 
@@ -185,7 +185,7 @@ def test_answers_that_repeat_the_prompt(tokenizer, tmp_path):  # noqa: F811
 
 def test_flags_of_answers(tokenizer, tmp_path):  # noqa: F811
     """A message of an answer may be left out of training, but not what a reward model scores."""
-    from skyrl_megatron.config.schema.generator import RewardConfig
+    from skyrl_megatron.config.schema.supervised import RewardConfig
     from skyrl_megatron.errors import DataError
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.preference_rows import ScoredRows
@@ -204,7 +204,7 @@ def test_flags_of_answers(tokenizer, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("margin", [10**400, -(10**400), True, "1", [1], {}])
 def test_a_margin_that_is_no_number(tokenizer, tmp_path, margin):  # noqa: F811
-    from skyrl_megatron.config.schema.generator import RewardConfig
+    from skyrl_megatron.config.schema.supervised import RewardConfig
     from skyrl_megatron.errors import DataError
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.preference_rows import ScoredRows

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from tests.rollout.test_chat_rows import tokenizer  # noqa: F401
-from tests.rollout.test_preference_rows import LABELLED, PAIR, WRONG, read
+from tests.supervised.test_chat_rows import tokenizer  # noqa: F401
+from tests.supervised.test_preference_rows import LABELLED, PAIR, WRONG, read
 
 OF = {"model": "weights a1", "configuration": "{}"}
 
@@ -115,3 +115,20 @@ def test_a_full_disk_at_a_dumped_batch_names_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left on device") as failed:
         dump_batch(batch, tmp_path / "step.safetensors")
     assert failed.value.filename == str(tmp_path / ".step.safetensors")
+
+
+def test_a_run_with_all_log_probs_starts_no_reference(cache, tmp_path, monkeypatch):
+    """It goes on with a configuration of its own; the one that was given stays as it was."""
+    from skyrl_megatron.config.roles import active_roles
+    from skyrl_megatron.config.schema.preferences import DPOTrainConfig
+    from skyrl_megatron_supervised import reference_cache
+
+    monkeypatch.setattr(reference_cache, "reference_identity", lambda cfg: OF)
+    cfg = DPOTrainConfig.from_cli_overrides([f"dpo.reference_cache={tmp_path / 'cache'}", "dpo.beta=0.3"])
+    first, said = cache(ROWS["sigmoid"])
+    same, caches = reference_cache.open_caches(cfg, {"train": first.rows, "eval": None}, said.append)
+    assert same is cfg and list(caches) == ["train"] and active_roles(cfg) == ("policy", "ref")
+    first.fill(computed, size=2)
+    after, caches = reference_cache.open_caches(cfg, {"train": first.rows}, said.append)
+    assert caches["train"].is_complete and active_roles(after) == ("policy",) and after.dpo.beta == 0.3
+    assert active_roles(cfg) == ("policy", "ref") and after.trainer is cfg.trainer
