@@ -1,6 +1,7 @@
 """What keeps the promises of the matrix, taken away: each function disables one guard in its process, for good.
 
-The names are those of :mod:`tests.faults.guards`. They are assignments to the product's own names, which mypy checks.
+:mod:`tests.faults.guards` names them. They assign to names of the product, which mypy checks. Names that a module has
+from another are replaced by :func:`replace`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 
+def replace(module: Any, name: str, value: Any) -> None:
+    """Set a name that the module imports from elsewhere; it has to be there."""
+    assert hasattr(module, name), f"{module.__name__} has no {name}: the fault would not be planted"
+    setattr(module, name, value)
+
+
 def last_words() -> None:
     """A run whose end nobody reports."""
     from skyrl_megatron.entrypoints import experiment
 
-    experiment.crash_reporter = lambda *args: contextlib.nullcontext()
+    replace(experiment, "crash_reporter", lambda *args: contextlib.nullcontext())
 
 
 def ray_that_hangs() -> None:
@@ -129,7 +136,8 @@ def stores_errors() -> None:
     class Other(Exception):
         """An error that nothing expects."""
 
-    manifest.CheckpointError = storage.CheckpointError = store.CheckpointError = Other
+    for module in (manifest, storage, store):
+        replace(module, "CheckpointError", Other)
 
 
 def hashes() -> None:
@@ -143,8 +151,9 @@ def sums_of_buckets() -> None:
     """Checksums of a weight sync are not compared."""
     from skyrl_megatron.workers import sync_calls, weight_synchronizer
 
-    weight_synchronizer.compare_buckets = weight_synchronizer.compare_checksums = lambda *args: None
-    sync_calls.compare_checksums = weight_synchronizer.compare_checksums
+    replace(weight_synchronizer, "compare_buckets", lambda *args: None)
+    for module in (weight_synchronizer, sync_calls):
+        replace(module, "compare_checksums", lambda *args: None)
 
 
 def old_checkpoints() -> None:
@@ -185,7 +194,7 @@ def sums_of_records() -> None:
         def crc32(*args: Any) -> int:
             return 0
 
-    journal.zlib = Same
+    replace(journal, "zlib", Same)
 
 
 def monotonic() -> None:

@@ -48,6 +48,7 @@ COMMANDS = (
     # checks: what is checked of a run is all that depends on its command
     Row(rf"{RUN} --check( trainer\.seed=1 .*)?$", "tests/guides/test_documents.py::test_local_commands_run"),
     Row(rf"{VERB}(check|train --check=1x8 .*) model=", HERE + "test_a_check_of_the_guides_finds_nothing"),
+    Row(rf"{VERB}check --gpu", "tests/launch/test_run_moe.py::test_check_for_another_machine_with_every_form"),
     # runs
     Row(rf"{RUN} (\[key=value …\]|…)$", "tests/launch/test_run_moe.py::test_help_is_true"),
     Row(
