@@ -257,8 +257,8 @@ def record_targets(model: torch.nn.Module, tensors: Sequence[TensorMeta], device
             with watch:
                 loaded.load_weights(iter(fakes))
             return _target_map(model, sink, watch, {meta.name: meta for meta in tensors})
-        # vLLM's recorder raises it for every operation that is no slice
         except NotImplementedError as error:
+            # vLLM's recorder raises it for every operation that is no slice
             raise ReshardUnsupported(str(error).splitlines()[0]) from error
         finally:
             recorder._restore_after_dry_run(None, model)
