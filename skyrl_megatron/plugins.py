@@ -129,7 +129,7 @@ class ClassRegistry:
 
 
 class Additions[T]:
-    """What acts beside the core at one place: all registered functions or classes, in the order of registration."""
+    """What acts in addition to the core at one place: all registered functions or classes, in the order of registration."""
 
     def __init__(self) -> None:
         self._items: dict[str, T | str] = {}
@@ -178,7 +178,7 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
-"""What looks at a run while it goes on and writes down what it sees."""
+"""What looks at a run while it continues and writes down what it sees."""
 PARTS: Additions[Callable[..., Any]] = Additions()
 """Parts of a rank that act at the begin and end of its passes and steps."""
 

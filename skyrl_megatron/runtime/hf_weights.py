@@ -292,7 +292,7 @@ def write_pieces(pieces: Iterator[HfTensor], folder: Path, places: Mapping[str, 
     try:
         for piece in pieces:
             if problem:
-                # goes on without writing: ending here would leave the ranks of the gathers waiting
+                # continues without writing: ending here would leave the ranks of the gathers waiting
                 continue
             info = places[piece.name]
             size = math.prod(piece.tensor.shape) * info.dtype.itemsize

@@ -177,7 +177,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,
-        # gloo groups beside NCCL's would double connections; only Megatron's own checkpoints use them
+        # gloo groups in addition to NCCL's would double connections; only Megatron's own checkpoints use them
         create_gloo_process_groups=False,
     )
     # the tracker may exist from an earlier engine of this process, with states of its own

@@ -115,7 +115,7 @@ def with_rotary(
         new.setdefault("partial_rotary_factor", old["partial_rotary_factor"])
     if theta is not None:
         new["rope_theta"] = theta
-    # the old key is removed: two scalings beside each other would be ambiguous
+    # the old key is removed: with two scalings the config would be ambiguous
     changes = {"rope_parameters": new, "rope_scaling": None}
     return changes if theta is None else changes | {"rope_theta": theta}
 
