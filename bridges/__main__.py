@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             import_module(module)
         except ImportError as error:
-            raise BridgeError(f"--plugin {module}: cannot be imported ({error})") from error
+            raise BridgeError(
+                f"--plugin {module}: cannot be imported ({error}); give a module on PYTHONPATH"
+            ) from error
     if args.command == "list":
         from bridges.catalog import rows, table
 

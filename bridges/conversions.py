@@ -4,6 +4,9 @@ A Megatron tensor is the concatenation of ``parts`` equally long parts along dim
 projections, which are split over tp separately. Streaming code works on parts, so gate and up projections need not be
 copied into one tensor. The conversions have concrete sizes; the tables in ``families/`` have symbolic dimensions
 (:mod:`bridges.rows`).
+
+HF tensors are [rows, columns] as on disk, vectors [rows], stacked experts [experts, …]; the Megatron tensor is
+[rows, columns] of the whole model. The dtype is kept.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _repeats(plan: Plan, source: Source, name: str) -> bool:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Return whether dtype, shape and all bits are equal, including NaN payloads and the sign of zero."""
+    """Return whether dtype, shape […] and all bits are equal, including NaN payloads and the sign of zero."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_raw(a), _raw(b))
 
 
@@ -212,13 +212,13 @@ def import_hf(
     plan.check(shapes, str(hf))
     _check_copies(plan, source)
     places = {entry.name: checkpoint_location(entry, plan.shape) for entry in plan.entries}
-    keys = key_dtypes(plan, source, dtype, {name: place.key for name, place in places.items()})
+    keys = key_dtypes(plan, source, dtype, {name: location.key for name, location in places.items()})
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
     work: list[_Import] = []
     for entry in plan.entries:
-        place = places[entry.name]
-        tensors[place.key] = ((*place.axes, *entry.shape), keys[place.key])
-        work.append(_Import(entry.name, entry, math.prod(entry.shape) * keys[place.key].itemsize))
+        location = places[entry.name]
+        tensors[location.key] = ((*location.axes, *entry.shape), keys[location.key])
+        work.append(_Import(entry.name, entry, math.prod(entry.shape) * keys[location.key].itemsize))
     for name in filter(plan.is_passthrough, shapes):
         if drop_mtp and plan.is_prediction(name):
             continue
@@ -237,8 +237,8 @@ def import_hf(
                 data = byte_blocks(source.read(unit.name), tensors[key][1])
                 files[worker].append(key, (0,) * len(shape), shape, tensors[key][1], data)
             else:
-                place = places[unit.name]
-                _import_entry(source, unit.entry, place, keys[place.key], files[worker])
+                location = places[unit.name]
+                _import_entry(source, unit.entry, location, keys[location.key], files[worker])
             progress.add(unit.nbytes)
 
         try:

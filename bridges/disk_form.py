@@ -100,12 +100,12 @@ class DiskForm:
         """
         renamed: dict[str, TensorInfo] = {}
         for name, info in stored.items():
-            for each, part in self._parts(of_text_model(name), info):
-                if each in renamed:
+            for text_name, part in self._parts(of_text_model(name), info):
+                if text_name in renamed:
                     raise BridgeError(
-                        f"{where} has {each} twice, with and without the prefix {_WITHIN}; fetch the folder again"
+                        f"{where} has {text_name} twice, with and without the prefix {_WITHIN}; fetch the folder again"
                     )
-                renamed[each] = part
+                renamed[text_name] = part
         return renamed
 
     def _parts(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:

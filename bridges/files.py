@@ -99,7 +99,7 @@ def read_inside(path: Path, folder: Path, most: int = TEXT_BYTES) -> bytes:
     try:
         target, real = path.resolve(strict=True), folder.resolve(strict=True)
     except (ValueError, RuntimeError) as error:  # a NUL in the name; links in a circle
-        raise BridgeError(f"{path} cannot be found: {error}") from error
+        raise BridgeError(f"{path} cannot be found: {error}; replace the link with the file") from error
     if not target.is_relative_to(real):
         raise BridgeError(f"{path} leads to {target}, outside of {folder}: refused; replace the link with the file")
     with open_regular(target) as file:
@@ -165,19 +165,19 @@ def read_tree(folder: Path) -> dict[str, bytes]:
     A link to a file in the folder is read as that file. Raises :class:`BridgeError` for another link, and as
     :func:`list_tree` does; else OSError.
     """
-    found = {}
+    contents = {}
     for entry in list_tree(folder):
         if not (entry.is_file or entry.link is not None):
             continue
         path = folder / entry.name
         try:
-            found[entry.name] = read_inside(path, folder, TREE_BYTES)
+            contents[entry.name] = read_inside(path, folder, TREE_BYTES)
         except (IsADirectoryError, FileNotFoundError) as error:
             if entry.link is None:
                 raise
             kind = "a folder" if path.is_dir() else "nothing"
             raise BridgeError(f"{path} is a link to {kind} ({entry.link}): refused; remove it") from error
-    return found
+    return contents
 
 
 _SIZES = (
@@ -273,8 +273,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner, tie = config["text_config"], "tie_word_embeddings"
     if None not in (config.get(tie), inner.get(tie)) and config[tie] != inner[tie]:
         raise BridgeError(f"config.json has {tie}={config[tie]!r}, its text_config {inner[tie]!r}: make them agree")
-    whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
-    return {**whole, "model_type": f"{config.get('model_type')}_text", **inner}
+    shared = {key: config[key] for key in _OF_THE_WHOLE if key in config}
+    return {**shared, "model_type": f"{config.get('model_type')}_text", **inner}
 
 
 def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,13 +32,14 @@ def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConf
     layers, experts = (_largest(values, word) for word in ("layers", "experts"))
     if layers > MOST_LAYERS or layers * experts > MOST_EXPERTS:
         raise BridgeError(
-            f"config.json of a {model_type} model: {layers} layers of {experts} experts is implausibly large"
+            f"config.json of a {model_type} model: {layers} layers of {experts} experts is implausibly large; fetch "
+            "the file again"
         )
     check_fields(hf_config, f"config.json of a {model_type} model")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises many types of errors for a bad value
-        raise BridgeError(f"config.json of a {model_type} model: {error}") from error
+        raise BridgeError(f"config.json of a {model_type} model: {error}; fetch the file again") from error
     return config
 
 
@@ -87,9 +88,9 @@ def check_ranges(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
     if (fields.get("window_size") or (0, 0))[0] < 0:
         raise refuse(kind, "sliding_window", values.get("sliding_window"), "use at least 1")
     rope = values.get("rope_parameters") or {}
-    for each in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:
+    for section in [rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))]:
         for name in ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"):
-            if isinstance(number := each.get(name), int | float) and number <= 0:
+            if isinstance(number := section.get(name), int | float) and number <= 0:
                 raise refuse(kind, f"rope_parameters.{name}", number, "use a number above 0")
     if (epsilon := fields.get("layernorm_epsilon", 0)) < 0:
         raise refuse(kind, "rms_norm_eps", epsilon, "use a number of at least 0")

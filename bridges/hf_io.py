@@ -71,8 +71,8 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
         try:
             dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
             start, end = value["data_offsets"]
-            whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
-            fits = whole and start <= end and end - start == math.prod(shape) * dtype.itemsize
+            are_sizes = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+            fits = are_sizes and start <= end and end - start == math.prod(shape) * dtype.itemsize
         except (KeyError, TypeError, ValueError) as error:
             raise broken(f"tensor {name} has the entry {value!r}") from error
         if not fits:
@@ -116,7 +116,10 @@ class HfFolder:
         for file in files:
             for name, info in read_header(self.path, file.name).items():
                 if name in tensors:
-                    raise BridgeError(f"{self.path}: {name} is both in {tensors[name].file} and in {file.name}")
+                    raise BridgeError(
+                        f"{self.path}: {name} is both in {tensors[name].file} and in {file.name}: remove the file "
+                        "that does not belong to the model"
+                    )
                 tensors[name] = info
         return tensors
 
@@ -183,7 +186,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def view_of(data: mmap.mmap, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """Return the tensor at byte ``start`` of a mapped file: a view, or a copy if the data is not aligned."""
+    """Return the tensor [shape] at byte ``start`` of a mapped file: a view, or a copy if the data is not aligned."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

@@ -310,16 +310,16 @@ def parse_metadata(data: bytes, path: str) -> Metadata:
     ``path``: for messages. Raises :class:`BridgeError` if the content is damaged or is not plain checkpoint metadata.
     """
     try:
-        whole = load(data, _NAMES)
+        state = load(data, _NAMES)
     except PickleError as error:
         raise BridgeError(
             f"{path} is damaged or not a checkpoint's: {error}: refused; save or import it again"
         ) from error
     try:
-        fields = _state(whole, "Metadata")
+        fields = _state(state, "Metadata")
         tensors = {_text(key): _stored(value) for key, value in _dict(fields, "state_dict_metadata").items()}
-        found = (_location(*each, tensors) for each in _dict(fields, "storage_data").items())
-        locations = dict(location for location in found if location is not None)
+        pairs = (_location(*item, tensors) for item in _dict(fields, "storage_data").items())
+        locations = dict(location for location in pairs if location is not None)
     except PickleError as error:
         raise BridgeError(
             f"{path} does not hold the metadata of a torch_dist checkpoint ({error}): refused; save or import it again"
@@ -360,10 +360,10 @@ def _stored(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         raise PickleError(f"it has a tensor of shape {list(shape)}")
     if not isinstance(chunks, list):
         raise PickleError(f"it has {_named(chunks)} where a list of chunks is expected")
-    found = [_chunk(_state(chunk, "ChunkStorageMetadata"), shape) for chunk in chunks]
-    if len({chunk.offsets for chunk in found}) != len(found):
+    parsed = [_chunk(_state(chunk, "ChunkStorageMetadata"), shape) for chunk in chunks]
+    if len({chunk.offsets for chunk in parsed}) != len(parsed):
         raise PickleError("it has a chunk twice")
-    return TensorStorageMetadata(TensorProperties(dtype=_dtype(fields.get("properties"))), torch.Size(shape), found)
+    return TensorStorageMetadata(TensorProperties(dtype=_dtype(fields.get("properties"))), torch.Size(shape), parsed)
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -411,13 +411,13 @@ def zipped(data: bytes | memoryview, ending: str) -> tuple[zipfile.ZipInfo, byte
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            info = next((each for each in archive.infolist() if each.filename.endswith(ending)), None)
+            info = next((member for member in archive.infolist() if member.filename.endswith(ending)), None)
             if info is None:
                 raise ValueError(f"it has no {ending}")
             pickled = archive.getinfo(info.filename.removesuffix(ending) + "/data.pkl")
-            for each in (info, pickled):
-                if each.compress_type != zipfile.ZIP_STORED or each.flag_bits & 1 or each.file_size > len(data):
-                    raise ValueError(f"{each.filename:.80} is compressed, encrypted or longer than the archive")
+            for member in (info, pickled):
+                if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or member.file_size > len(data):
+                    raise ValueError(f"{member.filename:.80} is compressed, encrypted or longer than the archive")
             return info, archive.read(pickled)
     except _ZIP_DAMAGE as error:
         raise ValueError(f"it is not a complete archive: {error!s:.120}") from error
@@ -428,7 +428,11 @@ def parse_common_state(data: bytes, path: str) -> dict[str, Any]:
     try:
         value = load(zipped(data, "/data.pkl")[1], _PLAIN)
     except ValueError as error:
-        raise BridgeError(f"{path}: common_state is not plain values ({error}): refused") from error
+        raise BridgeError(
+            f"{path}: common_state is not plain values ({error}): refused; save or import the checkpoint again"
+        ) from error
     if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
-        raise BridgeError(f"{path}: common_state does not have Megatron's format: refused")
+        raise BridgeError(
+            f"{path}: common_state does not have Megatron's format: refused; save or import the checkpoint again"
+        )
     return value[0]

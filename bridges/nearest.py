@@ -67,18 +67,18 @@ def find_megatron_bridge(folder: Path | None) -> Path | None:
 
 def differences(source: str) -> list[str]:
     """List the differences between ``AutoBridge`` in a source text and :data:`CALLED`."""
-    found = {
-        method.name: [each.arg for each in method.args.args]
+    methods = {
+        method.name: [argument_node.arg for argument_node in method.args.args]
         for kind in ast.parse(source).body
         if isinstance(kind, ast.ClassDef) and kind.name == "AutoBridge"
         for method in kind.body
         if isinstance(method, ast.FunctionDef)
     }
     return [
-        f"AutoBridge.{name} has no argument {argument}" if name in found else f"AutoBridge has no {name}"
+        f"AutoBridge.{name} has no argument {argument}" if name in methods else f"AutoBridge has no {name}"
         for name, arguments in CALLED.items()
         for argument in arguments
-        if argument not in found.get(name, ())
+        if argument not in methods.get(name, ())
     ]
 
 
@@ -103,13 +103,13 @@ def megatron_bridge_report(folder: Path | None, architecture: str, names: Mappin
             f"--target FOLDER megatron-bridge; --megatron-bridge FOLDER then shows its names for {architecture} (see "
             f"{GUIDE})."
         )
-    found = converter(root, architecture)
-    if found is None:
+    match = converter(root, architecture)
+    if match is None:
         return f"Megatron-Bridge {_release(root)} does not convert {architecture} either"
     starred = {name: re.sub(r"\{(layer|expert)\}", "*", name) for name in names}
-    named = {name: found.rows[star] for name, star in starred.items() if star in found.rows}
+    named = {name: match.rows[star] for name, star in starred.items() if star in match.rows}
     lines = [
-        f"Megatron-Bridge {found.release} converts {architecture}: {found.name} in {found.path} names "
+        f"Megatron-Bridge {match.release} converts {architecture}: {match.name} in {match.path} names "
         f"{len(named)} of {len(names)} tensors. See {GUIDE} for how to run it."
     ]
     return "\n".join([*lines, *(f"  {name} → {target}" for name, target in named.items())])
@@ -322,8 +322,8 @@ def nearest_report(path: Path, megatron_bridge: Path | None = None) -> tuple[dic
     ``megatron_bridge``: a folder with Megatron-Bridge, see :func:`find_megatron_bridge`.
     """
     folder = HfFolder(path)
-    found = nearest(folder)
-    table = skeleton(found, folder.config)
+    match = nearest(folder)
+    table = skeleton(match, folder.config)
     architecture = str(next(iter(folder.config.get("architectures") or [""])))
-    other = megatron_bridge_report(megatron_bridge, architecture, found.shapes)
-    return facts(found) | {"skeleton": table, "megatron_bridge": other}, f"{report(found)}\n\n{table}\n\n{other}"
+    other = megatron_bridge_report(megatron_bridge, architecture, match.shapes)
+    return facts(match) | {"skeleton": table, "megatron_bridge": other}, f"{report(match)}\n\n{table}\n\n{other}"

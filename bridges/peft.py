@@ -156,10 +156,13 @@ class PeftFolder:
         module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         letter = rest.removesuffix(".weight")
         if letter not in ("A", "B") or not name.startswith(PREFIX):
-            raise BridgeError(f"{self.path / WEIGHTS}: {name} is not a factor of a linear layer (….lora_A.weight)")
+            raise BridgeError(
+                f"{self.path / WEIGHTS}: {name} is not a factor of a linear layer (….lora_A.weight): merge this "
+                "adapter with PEFT, and use the merged model"
+            )
         settings, is_parameter = self._patterns.of(module), self._patterns.is_parameter(f"{module}.weight")
-        whole, module = module, of_text_model(module)
-        within = whole.removesuffix(module.removeprefix("model."))  # "model.", or longer in text and images
+        on_disk, module = module, of_text_model(module)
+        within = on_disk.removesuffix(module.removeprefix("model."))  # "model.", or longer in text and images
         module = self._names.get(module, module)
         if is_parameter:
             self._of_parameters.add(module)
@@ -178,12 +181,15 @@ class PeftFolder:
         ``container``: by its name in the folder, which patterns match."""
         entries = [e for e in self._plan.entries if e.layer == layer and e.expert is not None and len(e.shape) == 2]
         count = len({entry.expert for entry in entries}) or 1
-        a, b = (self._infos.get(f"{PREFIX}{module}.lora_{each}.weight") for each in "AB")
+        a, b = (self._infos.get(f"{PREFIX}{module}.lora_{name_end}.weight") for name_end in "AB")
         shapes = " and ".join(str(list(info.shape)) for info in (a, b) if info)
         fitting = [e for e in entries if a and b and (*a.shape[1:], *b.shape) == (e.shape[1], e.shape[0], a.shape[0])]
         kinds = {entry.name.rsplit(".", 2)[1] for entry in fitting}
         if not fitting or a is None or a.shape[0] % count:
-            raise BridgeError(f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which match no experts")
+            raise BridgeError(
+                f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which match no experts: use the base model "
+                "that the adapter was trained on"
+            )
         if len(kinds) > 1:  # PEFT wraps the parameter named first, gate and up, in the other
             kinds = {"linear_fc1" if module.endswith(".base_layer") else "linear_fc2"}
         width, (kind,) = a.shape[0] // count, kinds
@@ -191,7 +197,7 @@ class PeftFolder:
         if settings.rank != width:
             raise BridgeError(
                 f"{self.path}: factors of {module} are {shapes}, of rank {width} for {count} experts, but {CONFIG} "
-                f"gives {_PARAMETERS[kind]} the rank {settings.rank} (r, rank_pattern)"
+                f"gives {_PARAMETERS[kind]} the rank {settings.rank} (r, rank_pattern): fetch both files again"
             )
         for entry in fitting:
             if entry.name.rsplit(".", 2)[1] == kind and entry.hf[0].index is not None:
@@ -213,13 +219,13 @@ class PeftFolder:
         columns = slice(part * rank, (part + 1) * rank) if apart else slice(None)
 
         def read() -> Tensor:
-            whole = self._read(name)
+            stacked = self._read(name)
             if letter == "A":
-                return whole.view(count, settings.rank, -1)[entry.expert][columns]
-            return whole.view(-1, settings.rank, count)[..., entry.expert].chunk(parts)[part][:, columns]
+                return stacked.view(count, settings.rank, -1)[entry.expert][columns]
+            return stacked.view(-1, settings.rank, count)[..., entry.expert].chunk(parts)[part][:, columns]
 
-        own = replace(settings, rank=rank, alpha=settings.scale * self._divisor(rank)) if apart else settings
-        self._register(module, letter, read, own)
+        part_settings = replace(settings, rank=rank, alpha=settings.scale * self._divisor(rank)) if apart else settings
+        self._register(module, letter, read, part_settings)
         self._of_parameters.add(module)
 
     def _divisor(self, rank: int) -> float:
@@ -264,21 +270,24 @@ class PeftFolder:
                     f"{self._plan.copies[f'{module}.weight']}, and set tie_word_embeddings to false"
                 )
             if base is None:
-                raise BridgeError(f"{self.path}: {module} is not a layer of the model: the adapter is of another one")
+                raise BridgeError(
+                    f"{self.path}: {module} is not a layer of the model: the adapter is of another one; use its base "
+                    "model"
+                )
             rank = self.settings(module).rank
             for letter, side in (("A", 1), ("B", 0)):
                 if f"{module}.{letter}" not in self._factors:
-                    raise BridgeError(f"{self.path / WEIGHTS}: {module} has no lora_{letter}")
+                    raise BridgeError(f"{self.path / WEIGHTS}: {module} has no lora_{letter}; fetch the file again")
                 shape = self.factor(module, letter).shape
                 if shape[side] != base[side]:
                     raise BridgeError(
                         f"{self.path}: lora_{letter} of {module} is {list(shape)}, the model's layer is "
-                        f"{list(base)}: it is an adapter of another model"
+                        f"{list(base)}: it is an adapter of another model; use its base model"
                     )
                 if shape[1 - side] != rank:
                     raise BridgeError(
                         f"{self.path}: lora_{letter} of {module} is {list(shape)}, but {CONFIG} gives it the rank "
-                        f"{rank} (r, rank_pattern): the files do not belong together"
+                        f"{rank} (r, rank_pattern): the files do not belong together; fetch both files of one adapter"
                     )
 
 
@@ -309,16 +318,16 @@ class _Patterns:
             return next((each for key, each in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
         except re.error as error:
             raise BridgeError(
-                f"{self.path}: rank_pattern or alpha_pattern has no regular expression: {error}"
+                f"{self.path}: rank_pattern or alpha_pattern has no regular expression: {error}; fetch {CONFIG} again"
             ) from error
 
 
 def _names_on_disk(plan: Plan) -> dict[str, str]:
     """Return module in transformers' model → module on disk, where the two differ."""
     renamings = [
-        each
-        for each in get_checkpoint_conversion_mapping(plan.family.model_type) or ()
-        if isinstance(each, WeightRenaming)
+        renaming
+        for renaming in get_checkpoint_conversion_mapping(plan.family.model_type) or ()
+        if isinstance(renaming, WeightRenaming)
     ]
     names = {name: rename_source_key(name, renamings, [])[0] for name in plan.hf} if renamings else {}
     return {
@@ -338,10 +347,15 @@ def tensor_on_disk(module: str, letter: str, factor: Tensor) -> tuple[str, Tenso
 def _read_config(path: Path) -> AdapterConfig:
     values = read_json(path)
     if values.get("peft_type") != "LORA":
-        raise BridgeError(f"{path}: peft_type={values.get('peft_type')}; only LORA is supported")
+        raise BridgeError(
+            f"{path}: peft_type={values.get('peft_type')}; only LORA is supported: merge the adapter with PEFT first"
+        )
     for key, off in _UNSUPPORTED.items():
         if key in values and values[key] not in off:
-            raise BridgeError(f"{path}: {key}={values[key]} is not supported; only plain A and B factors are")
+            raise BridgeError(
+                f"{path}: {key}={values[key]} is not supported; only plain A and B factors are: merge the adapter "
+                "with PEFT first"
+            )
     check_adapter_fields(values, str(path))
     rank, alpha = values["r"], float(values["lora_alpha"])
     return AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))

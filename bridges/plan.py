@@ -56,7 +56,7 @@ class Plan:
         with reading(family.model_type):
             entries = expand(family, hf_config, draft=draft)
         repeats = {copy.format(layer=layer): name for copy, name in DRAFT_COPIES.items()} if draft else {}
-        prediction = (*family.carried, *(f"model.layers.{len(shape.moe) + each}." for each in range(more)))
+        prediction = (*family.carried, *(f"model.layers.{len(shape.moe) + number}." for number in range(more)))
         copies = {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"}
         return cls(
             family,

@@ -37,16 +37,16 @@ class Quantisation:
 
         Raises :class:`BridgeError`, with ``where`` as prefix, for a format that cannot be dequantised exactly.
         """
-        found = config.get("quantization_config")
-        if not found:
+        section = config.get("quantization_config")
+        if not section:
             return None
-        method = method_of(found)
+        method = method_of(section)
         if method not in METHODS:
             raise not_dequantizable(where, f"quant_method={method!r:.80}")
         try:
-            return cls._of(found, str(method), where)
+            return cls._of(section, str(method), where)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
-            raise not_dequantizable(where, f"quantization_config={found!r:.200} ({error!s:.80})") from error
+            raise not_dequantizable(where, f"quantization_config={section!r:.200} ({error!s:.80})") from error
 
     @classmethod
     def _of(cls, found: Mapping[str, Any], method: str, where: str) -> Quantisation:
@@ -159,27 +159,27 @@ class EngineForm:
 
         Raises :class:`BridgeError`, with ``where`` as prefix, for a form into which weights cannot be quantised.
         """
-        found = config.get("quantization_config")
-        if not found:
+        section = config.get("quantization_config")
+        if not section:
             return None
-        method = method_of(found)
+        method = method_of(section)
         if method == MXFP8:
             return cls(MXFP8, (1, MX_COLUMNS), True)
         if method != FP8:
             raise _unsupported_form(where, f"quant_method={method!r}")
-        block = found.get("weight_block_size")
-        whole = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
-        if not whole:
+        block = section.get("weight_block_size")
+        is_size = isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
+        if not is_size:
             raise _unsupported_form(where, f"fp8 with weight_block_size={block}")
-        if (scheme := found.get("activation_scheme", "dynamic")) != "dynamic":
+        if (scheme := section.get("activation_scheme", "dynamic")) != "dynamic":
             raise _unsupported_form(where, f"fp8 with activation_scheme={scheme!r}")
-        if (kind := found.get("fmt", "e4m3")) != "e4m3":
+        if (kind := section.get("fmt", "e4m3")) != "e4m3":
             raise _unsupported_form(where, f"fp8 with fmt={kind!r}")
-        return cls(FP8, (int(block[0]), int(block[1])), found.get("scale_fmt") == "ue8m0")
+        return cls(FP8, (int(block[0]), int(block[1])), section.get("scale_fmt") == "ue8m0")
 
 
 def _unsupported_form(where: str, what: str) -> BridgeError:
     return BridgeError(
         f"{where}: weights can be quantised to fp8 in blocks (weight_block_size, activation_scheme=dynamic) or to "
-        f"mxfp8, not to {what}"
+        f"mxfp8, not to {what}: use a folder in one of these formats, or one without quantisation"
     )

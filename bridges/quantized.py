@@ -83,7 +83,7 @@ class ScaledMatrix:
         return values.mul_(scales.repeat_interleave(self.columns, -1)[:, self.first : self.first + width])
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> ScaledMatrix:
-        """Apply ``change``, which slices or reorders rows."""
+        """Apply ``change``, which slices or reorders the rows of [out, in] or [experts, out, in]."""
         return replace(self, values=_as_bytes(self.values, change), scales=change(self.scales))
 
     def share(self, size: int, rank: int) -> ScaledMatrix:
@@ -105,7 +105,8 @@ def _as_bytes(values: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def join_matrices(matrices: list[ScaledMatrix], join: Callable[[list[Tensor]], Tensor]) -> ScaledMatrix:
-    """Join matrices with the same block width; ``join`` concatenates or reorders their rows, or stacks them."""
+    """Join matrices [out, in] with the same block width; ``join`` concatenates or reorders their rows, or stacks
+    them."""
     first = matrices[0]
     assert all((each.columns, each.first) == (first.columns, first.first) for each in matrices)
     values = join([each.values.view(torch.uint8) for each in matrices]).view(first.values.dtype)
@@ -158,7 +159,7 @@ def block_scales(form: EngineForm, largest: Tensor) -> Tensor:
 
 
 def engine_scales(form: EngineForm, scales: Tensor) -> Tensor:
-    """Return ``scales`` in the engine's form."""
+    """Return ``scales`` [rows, columns] of the grid in the engine's form, in their dtype."""
     return scales if form.method == FP8 else scales.masked_fill(scales == NAN, 0)
 
 
@@ -174,9 +175,9 @@ def quantised_rows(form: EngineForm, rows: Tensor, scales: Tensor, numbers: Tens
             factors = 1.0 / blocks
         else:
             factors = torch.exp2(blocks.float() - 127.0).masked_fill(blocks == NAN, float("nan"))
-        each = factors.repeat_interleave(width, -1)[:, start : start + rows.shape[1]]
+        per_column = factors.repeat_interleave(width, -1)[:, start : start + rows.shape[1]]
         values = part.float()
-        made = values * each if form.method == FP8 else values / each
+        made = values * per_column if form.method == FP8 else values / per_column
         out[written : written + len(part)] = made.to(E4M3)
         written += len(part)
     return out
@@ -237,9 +238,9 @@ class DequantizedFolder:
                 f"{self.path}/config.json has a quantization_config: of models of text and images only folders that "
                 "are not quantised are read; use the bf16 one"
             )
-        found = Quantisation.of(folder.config, f"{self.path}/config.json")
-        assert found is not None
-        self.method, self._blocks = found.method, found.blocks
+        quantisation = Quantisation.of(folder.config, f"{self.path}/config.json")
+        assert quantisation is not None
+        self.method, self._blocks = quantisation.method, quantisation.blocks
         self.config = self._plain_config()
         self._scaled: dict[str, _QuantizedWeight] = {}
         self._suffix = FP8_SCALE if self.method == "fp8" else SCALE
@@ -294,13 +295,13 @@ class DequantizedFolder:
         for height, width in blocks:
             block = (height or rows, width or columns)
             expected.setdefault((-(-rows // block[0]), -(-columns // block[1])), block)
-        found = None if info is None else info.shape
-        grid = (1, 1) if found in ((), (1,)) else found
+        shape_there = None if info is None else info.shape
+        grid = (1, 1) if shape_there in ((), (1,)) else shape_there
         if grid is None or grid not in expected:
             raise BridgeError(
-                f"{self.path}: {scales} is {'missing' if found is None else list(found)}, expected "
-                f"{' or '.join(str(list(each)) for each in expected)} for blocks of "
-                f"{' or '.join(str(list(each)) for each in expected.values())}; fetch the folder again"
+                f"{self.path}: {scales} is {'missing' if shape_there is None else list(shape_there)}, expected "
+                f"{' or '.join(str(list(possible)) for possible in expected)} for blocks of "
+                f"{' or '.join(str(list(possible)) for possible in expected.values())}; fetch the folder again"
             )
         return _QuantizedWeight(values, scales, (rows, columns), expected[grid])
 
@@ -310,10 +311,10 @@ class DequantizedFolder:
                 plain = name.removesuffix(BLOCKS)
                 scale = self.folder.tensors.get(plain + SCALES)
                 if scale is None or len(info.shape) != 4 or scale.shape != info.shape[:-1]:
-                    found = "missing" if scale is None else list(scale.shape)
+                    shape_there = "missing" if scale is None else list(scale.shape)
                     raise BridgeError(
-                        f"{self.path}: {plain}{SCALES} is {found}, expected {list(info.shape[:-1])}; fetch the folder "
-                        "again"
+                        f"{self.path}: {plain}{SCALES} is {shape_there}, expected {list(info.shape[:-1])}; fetch the "
+                        "folder again"
                     )
                 experts, rows, groups, width = info.shape
                 yield plain, (experts, groups * width * 2, rows)

@@ -246,7 +246,10 @@ def padded_rows(rows: int, size: int, padded_vocab: int | None = None) -> int:
     """Return the rows of a padded vocabulary: ``padded_vocab``, or the next multiple of ``size`` if it is None."""
     padded = padded_vocab if padded_vocab is not None else -(-rows // size) * size
     if padded < rows or padded % size:
-        raise BridgeError(f"a padded vocabulary of {padded} must hold {rows} rows and be a multiple of tp={size}")
+        raise BridgeError(
+            f"a padded vocabulary of {padded} must hold {rows} rows and be a multiple of tp={size}: leave it out, "
+            "to use the smallest one"
+        )
     return padded
 
 
@@ -299,8 +302,8 @@ def unshard(shares: Sequence[Tensor], entry: Entry) -> Tensor:
     """Join one shard per rank to the global tensor, without vocabulary padding; the inverse of :func:`shard`."""
     split = entry.split
     if split.dim is None or len(shares) == 1:
-        whole = shares[0]
-        return whole[: entry.shape[0]] if split.vocab else whole
+        full = shares[0]
+        return full[: entry.shape[0]] if split.vocab else full
     if split.vocab:
         return torch.cat(list(shares))[: entry.shape[0]]
     by_part = zip(*(share.chunk(split.parts) for share in shares), strict=True)

@@ -75,13 +75,13 @@ def asset_files(source: Path) -> list[Path]:
     Raises :class:`BridgeError` for special files, and for links to files outside the folder, because they would be
     published with the model.
     """
-    found = []
+    assets = []
     for path in (path for pattern in ASSETS for path in sorted(source.glob(pattern))):
         refuse_special(path)
         if path.is_file() and path.suffix != ".safetensors":
             refuse_outside(path, source)
-            found.append(path)
-    return found
+            assets.append(path)
+    return assets
 
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -207,8 +207,8 @@ class MegatronSource:
         if self.has_value_head:
             self.plan, self.form = without_output_layer(self.plan), AS_TEXT
             named = any("Classification" in name for name in self.config.get("architectures") or ())
-            own = text_config(self.config)
-            self.config = own if named else value_config(own, self.plan.family.architecture)
+            config_here = text_config(self.config)
+            self.config = config_here if named else value_config(config_here, self.plan.family.architecture)
         self.places = self._places()
         self.passthrough = {
             key.removeprefix(PASSTHROUGH): key for key in self.checkpoint.tensors if key.startswith(PASSTHROUGH)
@@ -229,13 +229,13 @@ class MegatronSource:
         places, problems, used = {}, [], {OUTPUT_LAYER} if self.has_value_head else set()
         for entry in self.plan.entries:
             candidates = checkpoint_locations(entry, self.plan.shape, uniform=uniform)
-            place = next((place for place in candidates if place.key in stored), None)
-            if place is None:
+            location = next((location for location in candidates if location.key in stored), None)
+            if location is None:
                 problems.append(f"missing {candidates[0].key} (for {entry.name})")
                 continue
-            used.add(place.key)
-            places[entry.name] = place
-            problem = self._shape_problem(entry, place)
+            used.add(location.key)
+            places[entry.name] = location
+            problem = self._shape_problem(entry, location)
             problems += [problem] if problem else []
         passthrough = {
             key for key in stored if key.startswith((PASSTHROUGH, *NOT_WEIGHTS)) or key.endswith("_extra_state")
@@ -268,26 +268,29 @@ class MegatronSource:
         return self.checkpoint.tensors[key].dtype
 
     def parts(self, entry: Entry) -> tuple[Tensor, ...]:
-        """Return the parts of an entry's Megatron tensor (see :class:`bridges.conversions.Conversion`)."""
-        place = self.places[entry.name]
+        """Return the parts of an entry's Megatron tensor, [rows / parts, …] each, in the checkpoint's dtype (see
+        :class:`bridges.conversions.Conversion`)."""
+        location = self.places[entry.name]
         rows = entry.shape[0] // entry.parts
-        shape = (*((1,) * len(place.axes)), rows, *entry.shape[1:])
+        shape = (*((1,) * len(location.axes)), rows, *entry.shape[1:])
         rest = (0,) * (len(entry.shape) - 1)
         return tuple(
-            self.checkpoint.read(place.key, (*place.index, part * rows, *rest), shape, len(place.axes))
+            self.checkpoint.read(location.key, (*location.index, part * rows, *rest), shape, len(location.axes))
             for part in range(entry.parts)
         )
 
     def hf_tensors(self, entry: Entry) -> tuple[Tensor, ...]:
-        """Return the HF tensors of an entry (one expert's slices if stacked), in the order of ``entry.hf``."""
+        """Return the HF tensors of an entry, [shape on disk] (one expert's slices if stacked), in the order of
+        ``entry.hf``."""
         return entry.bound.conversion.from_parts(self.parts(entry))
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor by HF name. The last converted entry is cached, because q, k and v are read in turn."""
+        """Return a tensor by HF name, [shape on disk], or the slice [index] of it. The last converted entry is cached,
+        because q, k and v are read in turn."""
         if name in self._unchanged:
             shape = self.checkpoint.tensors[self._unchanged[name]].shape
-            whole = self.checkpoint.read(self._unchanged[name], (0,) * len(shape), shape)
-            return whole if index is None else whole[index]
+            stored = self.checkpoint.read(self._unchanged[name], (0,) * len(shape), shape)
+            return stored if index is None else stored[index]
         entry, position = self._by_hf[name]
         if entry.hf[position].index is not None:
             if index is None:
@@ -319,16 +322,16 @@ def key_dtypes(
 
     Raises :class:`BridgeError` if tensors under one key have different dtypes.
     """
-    found: dict[str, tuple[torch.dtype, str]] = {}
+    kinds: dict[str, tuple[torch.dtype, str]] = {}
     for entry in plan.entries:
         key = key_of[entry.name]
         for piece in entry.hf:
             on_disk = source.dtype(piece.name)
             kept = on_disk if dtype is None or entry.bound.row.keep_dtype else dtype
-            first = found.setdefault(key, (kept, piece.name))
+            first = kinds.setdefault(key, (kept, piece.name))
             if first[0] != kept:
                 raise BridgeError(
                     f"{source.path}: {piece.name} is {kept} and {first[1]} is {first[0]}, but Megatron stores both in "
                     f"one tensor ({key}); choose one with python -m bridges import --dtype"
                 )
-    return {key: value for key, (value, _) in found.items()}
+    return {key: value for key, (value, _) in kinds.items()}

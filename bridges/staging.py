@@ -117,7 +117,8 @@ class LocalFile:
 
 
 def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in row-major order as ``dtype``, in blocks; a single view if it needs no copy."""
+    """Yield the bytes of ``tensor`` […] in row-major order as ``dtype``, in blocks; a single view if it needs no
+    copy."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         yield _bytes(tensor)
         return

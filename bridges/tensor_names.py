@@ -38,7 +38,9 @@ _ALIASES = {
 _WRAPPERS = ("module.", "model.")  # Megatron's DDP and Float16Module
 
 
-def canonical(name: str, *, layer_offset: int = 0, expert: Callable[[int, int], int] = lambda layer, own: own) -> str:
+def canonical(
+    name: str, *, layer_offset: int = 0, expert: Callable[[int, int], int] = lambda layer, number: number
+) -> str:
     """Return the canonical global name of a module's parameter or buffer, for any layer spec.
 
     ``layer_offset``: number of the chunk's first layer; ``expert``: maps a layer and the position of an expert within
@@ -54,8 +56,8 @@ def canonical(name: str, *, layer_offset: int = 0, expert: Callable[[int, int], 
         layer = str(int(layer) + layer_offset)
     if not tail.startswith(EXPERTS):
         return f"{LAYERS}{layer}.{_ALIASES.get(tail, tail)}"
-    own, leaf = _expert(tail)
-    return f"{LAYERS}{layer}.{EXPERTS}{expert(int(layer), own)}.{leaf}"
+    number, leaf = _expert(tail)
+    return f"{LAYERS}{layer}.{EXPERTS}{expert(int(layer), number)}.{leaf}"
 
 
 @lru_cache(maxsize=8192)  # every layer has the same names

@@ -222,7 +222,8 @@ def stored_tensors(
         size = sizes[file] if file in sizes else sizes.setdefault(file, file_bytes(file, index.fqn))
         if size is None:
             raise BridgeError(
-                f"{where}/.metadata does not say where {index.fqn} is: {file} is not a file of the checkpoint: refused"
+                f"{where}/.metadata does not say where {index.fqn} is: {file} is not a file of the checkpoint: "
+                "refused; save or import the checkpoint again"
             )
         if not 0 <= info.offset <= info.offset + info.length <= size:
             raise BridgeError(
@@ -235,7 +236,7 @@ def stored_tensors(
                 f"{where}/.metadata places {used[file]} bytes of chunks in {file}, which has {size}: refused; save or "
                 "import the checkpoint again"
             )
-    found = {}
+    tensors = {}
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             dtype = stored.properties.dtype
@@ -246,8 +247,8 @@ def stored_tensors(
                         f"{where}/.metadata gives {key} at {chunk.offsets} {chunk.length} bytes of {chunk.file}, but "
                         f"a block of {list(chunk.sizes)} has {count}: refused; save or import the checkpoint again"
                     )
-            found[key] = StoredTensor(tuple(stored.size), dtype, chunks)
-    return found
+            tensors[key] = StoredTensor(tuple(stored.size), dtype, chunks)
+    return tensors
 
 
 def common_state_chunk(metadata: Metadata, where: str) -> Chunk:
@@ -255,7 +256,7 @@ def common_state_chunk(metadata: Metadata, where: str) -> Chunk:
     locations: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
     info = locations.get(MetadataIndex(COMMON_STATE))
     if info is None:
-        raise BridgeError(f"{where} has no common_state: refused")
+        raise BridgeError(f"{where} has no common_state: refused; save or import the checkpoint again")
     return Chunk((), (), str(info.relative_path), info.offset, info.length)
 
 
@@ -271,7 +272,7 @@ def _chunk(
 
 
 def tensor_in(archive: memoryview, chunk: Chunk, dtype: torch.dtype, where: str) -> Tensor:
-    """Return the tensor of shape ``chunk.sizes`` in its archive: a view, or a copy if the data is not aligned.
+    """Return the tensor [``chunk.sizes``] in its archive: a view, or a copy if the data is not aligned.
 
     No code of the archive runs; its data is the raw memory of the tensor. Raises :class:`BridgeError` if damaged.
     """
@@ -355,7 +356,7 @@ def build_metadata(tensors: Mapping[str, tuple[Shape, torch.dtype]], written: It
     for key, chunk in written:
         index = MetadataIndex(key) if key == COMMON_STATE else MetadataIndex(key, chunk.offsets)
         if index in locations:
-            raise BridgeError(f"{key} at {chunk.offsets} was written twice")
+            raise BridgeError(f"{key} at {chunk.offsets} was written twice: each chunk must be of one rank")
         locations[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
         if key != COMMON_STATE:
             chunks[key].append(chunk)
@@ -364,7 +365,9 @@ def build_metadata(tensors: Mapping[str, tuple[Shape, torch.dtype]], written: It
         in_order = sorted(chunks[key], key=lambda chunk: chunk.offsets)
         covered = sum(math.prod(chunk.sizes) for chunk in in_order)
         if covered != math.prod(shape):
-            raise BridgeError(f"{key} has {math.prod(shape)} elements, {covered} were written")
+            raise BridgeError(
+                f"{key} has {math.prod(shape)} elements, {covered} were written: every rank must write its chunks"
+            )
         entries[key] = TensorStorageMetadata(
             TensorProperties(dtype=dtype),
             torch.Size(shape),
@@ -397,12 +400,12 @@ class DistCheckpoint:
             )
         try:
             with open_regular(path) as file:
-                found = json.loads(file.read())
+                stated = json.loads(file.read())
         except (OSError, ValueError, RecursionError) as error:
             raise BridgeError(f"{path} is damaged ({error}); save or import the checkpoint again") from error
         for key, expected in FORMAT.items():
-            if not isinstance(found, dict) or found.get(key) != expected:
-                got = found.get(key) if isinstance(found, dict) else found
+            if not isinstance(stated, dict) or stated.get(key) != expected:
+                got = stated.get(key) if isinstance(stated, dict) else stated
                 raise BridgeError(
                     f"{path}: {key}={got!r}, only {expected!r} can be read; load the checkpoint with the Megatron "
                     "that wrote it and save it with --ckpt-format torch_dist"
@@ -419,7 +422,7 @@ class DistCheckpoint:
         return (self.path / name).stat().st_size
 
     def read(self, key: str, offsets: Shape, shape: Shape, lead: int = 0) -> Tensor:
-        """Return the block of ``shape`` at ``offsets``; a view of the file if one chunk is exactly this block.
+        """Return the block [``shape``] at ``offsets``; a view of the file if one chunk is exactly this block.
 
         ``lead``: number of leading axes of length 1 that are dropped from the result.
         """
@@ -453,6 +456,6 @@ def write_metadata(
     files[0].append_object(COMMON_STATE, dict(common))
     for file in files:
         file.finish()
-    metadata = build_metadata(tensors, (each for file in files for each in file.written))
+    metadata = build_metadata(tensors, (chunk for file in files for chunk in file.written))
     write_file(folder / ".metadata", pickle.dumps(metadata))
     write_file(folder / "metadata.json", json.dumps(FORMAT).encode())

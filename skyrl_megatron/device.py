@@ -97,9 +97,9 @@ def compiler_environment() -> dict[str, str]:
     home = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
     if not (home / "bin" / "nvcc").is_file():
         return {}
-    found = {} if {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() else {"CUDA_HOME": str(home)}
+    compiler = {} if {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() else {"CUDA_HOME": str(home)}
     programs, path = str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)
-    return found if programs in path.split(os.pathsep) else found | {"PATH": f"{programs}{os.pathsep}{path}"}
+    return compiler if programs in path.split(os.pathsep) else compiler | {"PATH": f"{programs}{os.pathsep}{path}"}
 
 
 @functools.cache

@@ -64,12 +64,12 @@ def with_origin(error: BaseException) -> str:
     library. If there is no such frame, the result names no line.
     """
     text = f"{type(error).__name__}: {error}"
-    own = str(Path(__file__).parent)
-    place = ""
+    package = str(Path(__file__).parent)
+    origin = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith((own, _LIBRARY, "<frozen")) and "site-packages" not in frame.filename:
-            place = f", at {frame.filename}:{frame.lineno} in {frame.name}"
-    return text + place
+        if not frame.filename.startswith((package, _LIBRARY, "<frozen")) and "site-packages" not in frame.filename:
+            origin = f", at {frame.filename}:{frame.lineno} in {frame.name}"
+    return text + origin
 
 
 _LIBRARY = sysconfig.get_path("stdlib")

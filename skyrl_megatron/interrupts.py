@@ -203,6 +203,6 @@ def kill_descendants(*spared: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.pid not in spared and "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                 named.append((child.name() != "raylet", child))
-    for _, child in sorted(named, key=lambda each: each[0]):
+    for _, child in sorted(named, key=lambda descendant: descendant[0]):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

@@ -46,13 +46,13 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
     ConfigError with every plugin that cannot be imported and the reason.
     """
     named = [*filter(None, os.environ.get(VARIABLE, "").split(",")), *modules]
-    found: list[tuple[str, str, Callable[[], Any]]]
-    found = [(f"entry point {GROUP}.{point.name}", point.value, point.load) for point in _installed()]
-    found += [("trainer.plugins", name, partial(import_module, name)) for name in dict.fromkeys(named)]
+    points: list[tuple[str, str, Callable[[], Any]]]
+    points = [(f"entry point {GROUP}.{point.name}", point.value, point.load) for point in _installed()]
+    points += [("trainer.plugins", name, partial(import_module, name)) for name in dict.fromkeys(named)]
     if named:
         _look_in_folders()
     problems = []
-    for key, value, load in found:
+    for key, value, load in points:
         try:
             load()
         except Exception as error:

@@ -80,7 +80,8 @@ def _load_installed() -> None:
         try:
             _add(point.load())
         except Exception as error:
-            raise BridgeError(f"entry point {GROUP}.{point.name}={point.value} cannot be loaded: {error}") from error
+            entry = f"entry point {GROUP}.{point.name}={point.value}"
+            raise BridgeError(f"{entry} cannot be loaded: {error}; fix or remove its package") from error
 
 
 def get_family(model_type: str) -> Family:
@@ -90,9 +91,9 @@ def get_family(model_type: str) -> Family:
         return _families[model_type]
     near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
-    known = ", ".join(sorted(_families))
+    supported = ", ".join(sorted(_families))
     raise UnknownFamilyError(
-        f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. Run python -m bridges inspect "
+        f"model_type={model_type!r} is not supported{nearest}. Supported: {supported}. Run python -m bridges inspect "
         "FOLDER to compare with the nearest table and with Megatron-Bridge"
     )
 
@@ -106,14 +107,14 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if not holds_text_model(hf_config):
         return get_family(model_type)
     _load_installed()
-    whole, family = str(hf_config.get("model_type")), _families.get(model_type)
-    if whole in _families:  # a family of the whole, which reads its parts itself
-        return _families[whole]
-    if family is None or whole not in family.within:
-        read = sorted(name for each in _families.values() for name in each.within)
+    whole_type, family = str(hf_config.get("model_type")), _families.get(model_type)
+    if whole_type in _families:  # a family of the whole, which reads its parts itself
+        return _families[whole_type]
+    if family is None or whole_type not in family.within:
+        read = sorted(name for one in _families.values() for name in one.within)
         fix = f"use a folder of {model_type}" if family else f"use a text model ({', '.join(sorted(_families))})"
         raise UnknownFamilyError(
-            f"model_type={whole!r} is a model of text and images around a {model_type}. The folders of such models "
-            f"are read for {', '.join(dict.fromkeys(read))}: {fix}"
+            f"model_type={whole_type!r} is a model of text and images around a {model_type}. The folders of such "
+            f"models are read for {', '.join(dict.fromkeys(read))}: {fix}"
         )
     return family

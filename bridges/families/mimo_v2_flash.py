@@ -66,8 +66,8 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     size, full, windowed = config.moe_intermediate_size, "full_attention", "sliding_attention"
     rotary = config.rope_parameters
     for kind in (full, windowed):
-        if (found := rotary[kind].get("rope_type", "default")) != "default":
-            raise refuse(config.model_type, f"rope_parameters.{kind}.rope_type", found, "use default")
+        if (rope_type := rotary[kind].get("rope_type", "default")) != "default":
+            raise refuse(config.model_type, f"rope_parameters.{kind}.rope_type", rope_type, "use default")
     percents = {kind: rotary[kind].get("partial_rotary_factor", 0.334) for kind in (full, windowed)}
     if percents[full] != percents[windowed]:
         key = f"rope_parameters.{windowed}.partial_rotary_factor"

@@ -79,11 +79,11 @@ def _supports(
     made = [TokenSupport.none(len(r)) if s is None else s for s, r in zip(supports, responses, strict=True)]
     _check_lengths("rollout_support", made, _lengths(responses), uids)  # type: ignore[arg-type]
     for uid, support, response in zip(uids, made, responses, strict=True):
-        if (place := support.without(np.asarray(response))) is not None:
+        if (position := support.without(np.asarray(response))) is not None:
             raise DataError(
-                f"uid {uid}: token {int(response[place])} at position {place} of the response is not in the support "
-                f"it was sampled from ({support.counts[place]} tokens), where its probability would be 0: fix the "
-                "engine's mask, or set generator.inference_engine.return_sampling_support=false"
+                f"uid {uid}: token {int(response[position])} at position {position} of the response is not in the "
+                f"support it was sampled from ({support.counts[position]} tokens), where its probability would be 0: "
+                "fix the engine's mask, or set generator.inference_engine.return_sampling_support=false"
             )
     return made
 
@@ -99,10 +99,13 @@ def _lengths(rows: Sequence[TokenValues]) -> np.ndarray:
 def _check_lengths(name: str, rows: Sequence[TokenValues], lengths: np.ndarray, uids: Sequence[str]) -> None:
     found = _lengths(rows)
     if len(found) != len(lengths):
-        raise ValueError(f"{len(found)} {name} for {len(lengths)} samples")
+        raise ValueError(f"{len(found)} {name} for {len(lengths)} samples: the generator must return one for each")
     if (wrong := np.flatnonzero(found != lengths)).size:
         row = int(wrong[0])
-        raise ValueError(f"sample {row} (uid {uids[row]}): {found[row]} {name} for {lengths[row]} response tokens")
+        raise ValueError(
+            f"sample {row} (uid {uids[row]}): {found[row]} {name} for {lengths[row]} response tokens: the generator "
+            "must return one for each"
+        )
 
 
 def _fill(out: np.ndarray, rows: Sequence[TokenValues], starts: np.ndarray) -> None:
@@ -137,17 +140,19 @@ def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
 
 def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, uids: Sequence[str]) -> list[np.ndarray | None]:
     """Return the routes of each sample in the narrowest integer type; [] if no sample has any."""
-    shape = next((known.shape[1:] for known in routes if known is not None), None)
+    shape = next((recorded.shape[1:] for recorded in routes if recorded is not None), None)
     if shape is None:
         return []
-    for row, known in enumerate(routes):
-        if known is not None and (len(known) > total[row] or known.shape[1:] != shape):
+    for row, recorded in enumerate(routes):
+        if recorded is not None and (len(recorded) > total[row] or recorded.shape[1:] != shape):
             raise ValueError(
-                f"sample {row} (uid {uids[row]}): routes of shape {known.shape} for {total[row]} tokens,"
+                f"sample {row} (uid {uids[row]}): routes of shape {recorded.shape} for {total[row]} tokens,"
                 f" others have {shape} a token"
             )
-    largest = max(int(known.max(initial=0)) for known in routes if known is not None)
-    return [None if known is None else known.astype(np.min_scalar_type(largest), copy=False) for known in routes]
+    largest = max(int(recorded.max(initial=0)) for recorded in routes if recorded is not None)
+    return [
+        None if recorded is None else recorded.astype(np.min_scalar_type(largest), copy=False) for recorded in routes
+    ]
 
 
 PREFIX = "routes."
@@ -159,7 +164,7 @@ def recorded_name(layer: int) -> str:
 
 
 def recorded_layers(found: Mapping[str, np.ndarray]) -> list[int]:
-    """Return the layers with recorded routes."""
+    """Return the layers with recorded routes, [n, K] each, by their names."""
     return sorted(int(name.removeprefix(PREFIX)) for name in found if name.startswith(PREFIX))
 
 

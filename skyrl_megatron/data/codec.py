@@ -49,7 +49,9 @@ class Codec:
         try:
             return self._value(tree, arrays)
         except (TypeError, LookupError) as error:
-            raise JournalError(f"a record does not fit this version of skyrl-megatron: {error}") from error
+            raise JournalError(
+                f"a record does not fit this version of skyrl-megatron: {error}; resume with the version that wrote it"
+            ) from error
 
     def _tree(self, value: Any, arrays: list[tuple[list[Any], Buffer]], path: str) -> Any:
         kind = type(value)
@@ -58,23 +60,23 @@ class Codec:
         if kind is np.ndarray:
             return ["a", _add(value, arrays, path)]
         if kind is list:
-            if whole := _numbers(value, arrays) or _column(value, arrays, path):
-                return whole
+            if packed := _numbers(value, arrays) or _column(value, arrays, path):
+                return packed
             if _PLAIN.issuperset(map(type, value)):
                 return ["l", *value]
-            return ["l", *(self._tree(each, arrays, f"{path}[{i}]") for i, each in enumerate(value))]
+            return ["l", *(self._tree(item, arrays, f"{path}[{i}]") for i, item in enumerate(value))]
         if kind is tuple:
             if _PLAIN.issuperset(map(type, value)):
                 return ["t", *value]
-            return ["t", *(self._tree(each, arrays, path) for each in value)]
+            return ["t", *(self._tree(item, arrays, path) for item in value)]
         if kind is dict:
             if all(type(key) is str for key in value):
-                return {key: self._tree(each, arrays, f"{path}.{key}") for key, each in value.items()}
+                return {key: self._tree(item, arrays, f"{path}.{key}") for key, item in value.items()}
             pairs = ((self._tree(k, arrays, path), self._tree(v, arrays, path)) for k, v in value.items())
             return ["d", *pairs]
         if kind in self._fields:
             values = ((name, getattr(value, name)) for name in self._fields[kind])
-            return [kind.__name__, {name: self._tree(each, arrays, f"{path}.{name}") for name, each in values}]
+            return [kind.__name__, {name: self._tree(item, arrays, f"{path}.{name}") for name, item in values}]
         if isinstance(value, np.generic):
             return ["s", _add(np.asarray(value), arrays, path)]
         raise DataError(
@@ -84,16 +86,16 @@ class Codec:
 
     def _value(self, tree: Any, arrays: list[np.ndarray]) -> Any:
         if isinstance(tree, dict):
-            return {key: self._value(each, arrays) for key, each in tree.items()}
+            return {key: self._value(item, arrays) for key, item in tree.items()}
         if not isinstance(tree, list):
             return tree
         tag, *rest = tree
         if tag == "l":
-            return [self._value(each, arrays) for each in rest]
+            return [self._value(item, arrays) for item in rest]
         if tag == "t":
-            return tuple(self._value(each, arrays) for each in rest)
+            return tuple(self._value(item, arrays) for item in rest)
         if tag == "d":
-            return {self._value(key, arrays): self._value(each, arrays) for key, each in rest}
+            return {self._value(key, arrays): self._value(item, arrays) for key, item in rest}
         if tag == "a":
             return arrays[rest[0]]
         if tag == "c":
@@ -114,7 +116,9 @@ class Codec:
 def _add(array: np.ndarray, arrays: list[tuple[list[Any], Buffer]], path: str) -> int:
     """Add an array to ``arrays``, and return its index."""
     if array.dtype.hasobject or array.dtype.names:
-        raise DataError(f"{path.lstrip('.')} is an array of {array.dtype}, which cannot be recorded")
+        raise DataError(
+            f"{path.lstrip('.')} is an array of {array.dtype}, which cannot be recorded: return an array of numbers"
+        )
     flat = array.reshape(-1)  # a copy where it is not contiguous
     packed = array.dtype.itemsize == 1 and array.dtype.kind in "ub" and flat.size > 64 and bool(flat.max() <= 1)
     data = np.packbits(flat) if packed else flat.view(np.uint8)

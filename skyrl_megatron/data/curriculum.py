@@ -36,7 +36,7 @@ def curriculum(difficulties: Sequence[float], batch: int, seed: int, cycles: int
     :data:`PHASES`, and of which the easy ones are first. Prompts of the same difficulty are ordered by ``seed``.
     """
     draw = random.Random(seed)
-    ranked = sorted(range(len(difficulties)), key=lambda place: (difficulties[place], draw.random()))
+    ranked = sorted(range(len(difficulties)), key=lambda row: (difficulties[row], draw.random()))
     bounds = [round(sum(BUCKETS[:part]) * len(ranked)) for part in range(len(BUCKETS) + 1)]
     buckets = [ranked[low:high] for low, high in pairwise(bounds)]
     for bucket in buckets:

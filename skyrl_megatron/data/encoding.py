@@ -36,7 +36,9 @@ class Encoder:
             first, both = self.whole(before), self.whole(before + text)
             if both[: len(first)] == first:
                 return both[len(first) :]
-        raise DataError(f"the tokenizer has no tokens for {text[:40]!r} in the middle of a text")
+        raise DataError(
+            f"the tokenizer has no tokens for {text[:40]!r} in the middle of a text: use a chat template without it"
+        )
 
     def divided(self, text: str, ends: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return (tokens of the text, number of tokens up to each of ``ends``, ascending positions in the text).
@@ -73,10 +75,10 @@ class Encoder:
         """Implement :meth:`divided` by encoding beginnings of the text. ``encode``: of this text."""
         ids: list[int] = encode(text)
         counts: list[int] = []
-        for place, end in enumerate(ends):
+        for number, end in enumerate(ends):
             before = encode(text[:end])
             if ids[: len(before)] != before:
-                after, more = self._divided_anew(text[end:], [each - end for each in ends[place:]], self.continued)
+                after, more = self._divided_anew(text[end:], [later - end for later in ends[number:]], self.continued)
                 return [*before, *after], [*counts, *(len(before) + count for count in more)]
             counts.append(len(before))
         return ids, counts

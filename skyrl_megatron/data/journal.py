@@ -100,8 +100,8 @@ def _record_at(view: memoryview, at: int, number: int, index: int) -> tuple[Stor
     if header is None:
         return None, "the header of a record is damaged"
     if (header.segment, header.index) != (number, index):
-        found = f"record {header.index} of segment {header.segment}"
-        return None, f"found {found}, expected record {index} of segment {number}"
+        got = f"record {header.index} of segment {header.segment}"
+        return None, f"found {got}, expected record {index} of segment {number}"
     end = header.offset + header.length
     if bytes(view[end : end + len(END)]) != END:
         return None, f"record {index} does not end where its header says"
@@ -199,7 +199,10 @@ class SegmentedLog:
                     continue
                 raise
             if zlib.crc32(data) != record.crc:
-                raise JournalError(f"{path} is damaged: record {sequence} at byte {record.offset} has changed")
+                raise JournalError(
+                    f"{path} is damaged: record {sequence} at byte {record.offset} has changed; check the disk, and "
+                    "resume a checkpoint"
+                )
             return data
 
     def compact(self) -> None:
@@ -337,12 +340,12 @@ def _other_segments(records: Sequence[StoredRecord], data: Buffer) -> dict[int, 
     def content(record: StoredRecord) -> Any:
         return json.loads(bytes(data[record.offset : record.offset + record.length]))
 
-    found = {int(number): size for number, size in content(records[0]).items()}
+    sizes = {int(number): size for number, size in content(records[0]).items()}
     for record in records:
         if record.kind == DROP:
             for number in content(record):
-                del found[number]
-    return found
+                del sizes[number]
+    return sizes
 
 
 type _Append = tuple[Callable[[], Sequence[Buffer]], Future[int]]

@@ -161,6 +161,7 @@ class PromptLoader:
         """
         warn_of_changes(state.get("files"), self._files)
         for key, value in self._identity().items():
+            # checkpoints before there were samplers have no entry
             if state.get(key, "shuffle" if key == "sampler" else None) != value:
                 raise DataError(
                     f"the data loader has {key}={value}, but {key}={state.get(key)} in the checkpoint: resume with the"
@@ -190,6 +191,7 @@ class PromptLoader:
         if self.draws is not None:
             return self.draws.rows(epoch * len(self) + batch, waits=waits)
         if epoch not in self._orders:
+            # two epochs are kept, because an asynchronous run looks ahead over the end of one
             self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
             self._orders[epoch] = checked_rows(self.sampler, partial(self.sampler.epoch, epoch), len(self.sampler))
         return self._orders[epoch][batch * self.batch_size : (batch + 1) * self.batch_size]
@@ -198,6 +200,7 @@ class PromptLoader:
         found = rows.tolist()
         items = [self.dataset[row] for row in (found[-1:] if only_last else found)]
         entries: list[Any] = list(getattr(self.dataset, "collate_fn", list)(items))
+        # a row that is drawn twice is two prompts: their groups must not be one
         if len(set(found)) < len(found):
             for entry, uid in zip(entries, self._uids(rows)[-len(entries) :], strict=True):
                 entry["uid"] = uid
@@ -259,18 +262,19 @@ class Draws:
         self._lock = threading.RLock()
 
     def rows(self, batch: int, *, waits: bool = True) -> np.ndarray | None:
-        """Return the rows of a batch. If observations are missing, return None, or do without them unless it
-        ``waits``."""
+        """Return the rows of a batch, [batch] int64. If observations are missing, return None, or do without them
+        unless it ``waits``."""
         with self._lock:
             while self.next <= batch:
+                # in the order of batches: the same observations give the same draws, whatever finished first
                 while self.observed < self.next - self.lag:
                     if not self._give(self.observed, waits):
                         return None
                 self.drawn[self.next] = checked_rows(self.sampler, partial(self.sampler.draw, self.next), self.batch)
                 self.next += 1
             rows = self.drawn[batch].copy()
-            for place in range(self.batch):
-                rows[place] = self.pinned.get(batch * self.batch + place, rows[place])
+            for number in range(self.batch):
+                rows[number] = self.pinned.get(batch * self.batch + number, rows[number])
             return rows
 
     def _give(self, batch: int, waits: bool) -> bool:
@@ -288,6 +292,7 @@ class Draws:
     def observe(self, number: int, rewards: Sequence[float] | None) -> None:
         """See :meth:`PromptLoader.observe`."""
         with self._lock:
+            # observed already, or given without it: a second observation would count twice
             if number in self.scores or number < self.observed * self.batch:
                 return
             score = None
@@ -295,7 +300,10 @@ class Draws:
                 values = np.asarray(rewards, np.float64)
                 score = float(_ask(self.sampler, partial(self.sampler.score, values)))
                 if not math.isfinite(score):
-                    raise DataError(f"{KEY}: {type(self.sampler).__name__} gave rewards {rewards} the score {score}")
+                    raise DataError(
+                        f"{KEY}: {type(self.sampler).__name__} gave rewards {rewards} the score {score}: return a "
+                        "finite number"
+                    )
             self.scores[number] = score
 
     def pin(self, number: int, row: int) -> None:
@@ -313,6 +321,7 @@ class Draws:
     def state(self, batch: int) -> dict[str, Any]:
         """Return everything as values that JSON can represent, and forget what is not needed from ``batch`` on."""
         with self._lock:
+            # batches that a resumed run takes again, and those whose observations are still missing
             first = min(batch, self.observed)
             self.drawn = {number: rows for number, rows in self.drawn.items() if number >= first}
             self.pinned = {number: row for number, row in self.pinned.items() if number >= first * self.batch}
@@ -346,15 +355,15 @@ def _ask(sampler: Sampler, method: Callable[[], Any]) -> Any:
 
 def checked_rows(sampler: Sampler, method: Callable[[], Any], count: int) -> np.ndarray:
     """Return the positions that a sampler returns. Raises DataError unless they are [count] valid positions."""
-    found = np.asarray(_ask(sampler, method))
+    drawn = np.asarray(_ask(sampler, method))
     rows = len(sampler.rows)
-    if found.shape != (count,) or found.dtype.kind not in "iu" or not ((found >= 0) & (found < rows)).all():
-        got = f"{found.dtype} {list(found.shape)}"
+    if drawn.shape != (count,) or drawn.dtype.kind not in "iu" or not ((drawn >= 0) & (drawn < rows)).all():
+        got = f"{drawn.dtype} {list(drawn.shape)}"
         raise DataError(
             f"{KEY}: {type(sampler).__name__} must return [{count}] positions of rows, 0 to {rows - 1}; got {got}"
-            + (f" from {found.min()} to {found.max()}" if found.size and found.dtype.kind in "iuf" else "")
+            + (f" from {drawn.min()} to {drawn.max()}" if drawn.size and drawn.dtype.kind in "iuf" else "")
         )
-    return found.astype(np.int64)
+    return drawn.astype(np.int64)
 
 
 def warn_of_changes(before: Sequence[Mapping[str, Any]] | None, now: Sequence[Mapping[str, Any]]) -> None:
@@ -364,9 +373,9 @@ def warn_of_changes(before: Sequence[Mapping[str, Any]] | None, now: Sequence[Ma
     """
     if before is None or list(before) == list(now):
         return
-    known = [dict(file) for file in before]
-    changed = [file["name"] for file in now if dict(file) not in known]
-    changed += [file["name"] for file in before if file["name"] not in {each["name"] for each in now}]
+    files_before = [dict(file) for file in before]
+    changed = [file["name"] for file in now if dict(file) not in files_before]
+    changed += [file["name"] for file in before if file["name"] not in {file_now["name"] for file_now in now}]
     what = f"{', '.join(changed)} changed" if changed else "the order of the data files changed"
     warnings.warn(
         f"{what} since the checkpoint was saved: the run continues at the same row numbers, which may be other rows",

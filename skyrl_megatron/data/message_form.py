@@ -79,7 +79,10 @@ class MessageForm:
         message = as_rendered(messages[number])
         role = message["role"]
         if not self._writes_role(role):
-            raise DataError(f"message {number}: the chat template leaves out messages of the role {role!r}")
+            raise DataError(
+                f"message {number}: the chat template leaves out messages of the role {role!r}: remove the message, "
+                "or set generator.chat_template"
+            )
         for flag in message.keys() & _FLAGS:
             del message[flag]
         if isinstance(message["content"], list):
@@ -165,19 +168,21 @@ class MessageForm:
 
     # -------------------------------------------------------------------------------------------------- thinking
     def _fit_thinking(self, message: dict[str, Any], number: int, before: str) -> None:
-        given = {key: message.pop(key) for key in THINKING if key in message}
+        of_message = {key: message.pop(key) for key in THINKING if key in message}
         case = bool(message.get("tool_calls")), before == "tool"
         inside = "</think>" in (message["content"] or "")
-        if inside and any(given.values()) and self.thinking != "ignore":
-            raise DataError(f"message {number}: {' and '.join(given)} and the content have thinking: keep one of them")
-        if inside and not given and not self._keeps_inline(*case):
-            given = self._inline_as_key(message, case)
-            if not given:
+        if inside and any(of_message.values()) and self.thinking != "ignore":
+            raise DataError(
+                f"message {number}: {' and '.join(of_message)} and the content have thinking: keep one of them"
+            )
+        if inside and not of_message and not self._keeps_inline(*case):
+            of_message = self._inline_as_key(message, case)
+            if not of_message:
                 self._without_inline(message, number)
-        if not given:
+        if not of_message:
             return
-        name, thinking = next(iter(given.items()))
-        for key, value in given.items():
+        name, thinking = next(iter(of_message.items()))
+        for key, value in of_message.items():
             if not isinstance(value, str):
                 raise DataError(f"message {number}: {key} is {value!r:.80}, it must be text")
             if value != thinking:

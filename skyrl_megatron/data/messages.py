@@ -115,9 +115,9 @@ def from_json(text: str, name: str) -> Any:
     try:
         return _JSON.decode(text.strip())
     except RecursionError:
-        raise DataError(f"{name} is nested too deeply") from None
+        raise DataError(f"{name} is nested too deeply: write it with fewer levels") from None
     except ValueError as error:
-        raise DataError(f"{name} is {text!r:.80}, which is no JSON: {error}") from None
+        raise DataError(f"{name} is {text!r:.80}, which is no JSON: {error}; write a JSON value") from None
 
 
 def _no_number(text: str) -> float:

@@ -26,7 +26,8 @@ them."""
 
 
 def units(batch: TrainingBatch) -> list[np.ndarray]:
-    """Return the rows of each part of a batch that is not split: those of a uid with ``TOGETHER``, else single rows.
+    """Return the rows of each part of a batch that is not split, [rows] int64: those of a uid with ``TOGETHER``, else
+    single rows.
 
     A row without uid is padding, and a part of its own.
     """
@@ -39,7 +40,7 @@ def units(batch: TrainingBatch) -> list[np.ndarray]:
 
 
 def joined(parts: Sequence[np.ndarray], chosen: np.ndarray) -> np.ndarray:
-    """Return the rows of the chosen ones of :func:`units`, ascending."""
+    """Return the rows of the ``chosen`` [n] ones of :func:`units`, [rows] int64, ascending."""
     return np.sort(np.concatenate([parts[part] for part in chosen])) if len(chosen) else np.zeros(0, np.int64)
 
 
@@ -95,8 +96,8 @@ def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.
         return {name: np.arange(0 if number else len(batch)) for number, name in enumerate(names)}
     for row, name in enumerate(batch.adapters):
         if name not in names:
-            known = ", ".join(filter(None, names)) or "none: trainer.policy.model.lora.adapters is empty"
-            raise ValueError(f"row {row} of the batch belongs to adapter {name!r}; known: {known}")
+            configured = ", ".join(filter(None, names)) or "none: trainer.policy.model.lora.adapters is empty"
+            raise ValueError(f"row {row} of the batch belongs to adapter {name!r}; known: {configured}")
     labels = np.asarray(batch.adapters)
     return {name: np.flatnonzero(labels == name) for name in names}
 
@@ -122,7 +123,7 @@ def balance(costs: np.ndarray, k: int, *, equal_counts: bool = False) -> list[np
     """
     costs = np.asarray(costs, dtype=np.float64)
     if len(costs) < k:
-        raise ValueError(f"{len(costs)} items cannot fill {k} groups")
+        raise ValueError(f"{len(costs)} items cannot fill {k} groups: use at most as many groups as items")
     capacity, extra = divmod(len(costs), k) if equal_counts else (len(costs), 0)
     groups: list[list[int]] = [[] for _ in range(k)]
     lightest = [(0.0, group) for group in range(k)]
@@ -155,7 +156,8 @@ def plan_micro_batches(
     multiple_of: int,
     dp_maximum: Callable[[Sequence[int]], list[int]],
 ) -> list[np.ndarray]:
-    """Return the rows of each micro-batch of this replica. A collective: all replicas must call it.
+    """Return the rows of each micro-batch of this replica, [rows] int64; ``lengths``: [B] int. A collective: all
+    replicas must call it.
 
     With ``max_tokens`` > 0 the micro-batches are as few as that number of aligned tokens each allows; else each has
     ``rows`` rows. Their number is the largest that any replica needs, rounded up to ``multiple_of``. ``dp_maximum``
@@ -190,14 +192,17 @@ def pack_by_tokens(lengths: np.ndarray, cap: int) -> list[np.ndarray]:
     too_long = np.flatnonzero(lengths > cap)
     if len(too_long):
         row = int(too_long[0])
-        raise ValueError(f"sequence {row} has {int(lengths[row])} tokens, the budget of a micro-batch is {cap}")
+        raise ValueError(
+            f"sequence {row} has {int(lengths[row])} tokens, the budget of a micro-batch is {cap}: raise the budget, "
+            "or limit the length of prompts and responses"
+        )
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
-        place = bisect_left(free, (length, -1))
-        if place < len(free):
-            left, target = free.pop(place)
+        position = bisect_left(free, (length, -1))
+        if position < len(free):
+            left, target = free.pop(position)
             bins[target].append(row)
         else:
             left, target = cap, len(bins)
@@ -208,7 +213,10 @@ def pack_by_tokens(lengths: np.ndarray, cap: int) -> list[np.ndarray]:
 
 
 def split_to_count(bins: list[np.ndarray], lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Split the fullest bins with several sequences until there are ``count`` bins, then add empty ones."""
+    """Split the fullest bins with several sequences until there are ``count`` bins, then add empty ones.
+
+    ``bins``: [rows] int64 each; ``lengths``: [B] int, tokens of each row.
+    """
     bins = list(bins)
     while len(bins) < count:
         fullest = max(

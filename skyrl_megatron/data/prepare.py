@@ -41,7 +41,9 @@ def gsm8k(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
         for index, record in enumerate(_records(args.source, GSM8K, "main", original)):
             solution, marker, answer = record["answer"].rpartition("#### ")
             if not marker:
-                raise DataError(f"{GSM8K} {original}, row {index}: the answer holds no '#### '")
+                raise DataError(
+                    f"{GSM8K} {original}, row {index}: the answer holds no '#### ': download the data set again"
+                )
             extra = {"split": split, "index": index, "answer": record["answer"], "question": record["question"]}
             if env_class == "gsm8k_multi_turn":
                 extra["max_turns"] = args.max_turns
@@ -144,7 +146,7 @@ def _records(source: Path | None, name: str, config: str | None, split: str, ste
     for path in (source / f"{stem or split}{suffix}" for suffix in (".parquet", ".jsonl", ".json")):
         if path.is_file():
             return load_source(str(path))
-    raise DataError(f"{source} has no file {stem or split}.parquet, .jsonl or .json")
+    raise DataError(f"{source} has no file {stem or split}.parquet, .jsonl or .json: pass a folder that has one")
 
 
 def write(rows: list[DatasetRow], path: Path) -> None:

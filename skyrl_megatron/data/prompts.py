@@ -219,7 +219,8 @@ class PromptDataset:
             raise DataError(f"{self.rows.place(number)}: {self.prompt_key}: {error}") from error
         except Exception as error:  # expressions and raise_exception of a template can raise anything
             raise DataError(
-                f"{self.rows.place(number)}: the chat template cannot render {self.prompt_key}: {error}"
+                f"{self.rows.place(number)}: the chat template cannot render {self.prompt_key}: {error}; change the "
+                "row, or set generator.chat_template"
             ) from error
         unread = [f"nothing reads the key {name!r} of messages" for name in sorted(self.form.unread)]
         if unread and self.strict:
@@ -246,7 +247,9 @@ def require_prompts(rows: Rows, name: str, prompt_key: str = "prompt") -> None:
     """Raise DataError if the prompt column is missing, or the first or last row has no valid prompt."""
     if prompt_key not in rows.column_names:
         columns = ", ".join(rows.column_names)
-        raise DataError(f"{name}, row 0: no column {prompt_key!r}; the columns are {columns}")
+        raise DataError(
+            f"{name}, row 0: no column {prompt_key!r}; the columns are {columns}: rename one, or set data.prompt_key"
+        )
     for row in sorted({0, len(rows) - 1}):
         if problem := row_problem(rows[row], prompt_key):
             raise DataError(f"{rows.place(row)}: {problem}")
@@ -262,13 +265,13 @@ def require_known(rows: Rows, name: str, column: str, known: Sequence[str], key:
     there = f"{key} has {', '.join(known)}"
     if column not in rows.column_names:
         if needed:
-            raise DataError(f"{name}, row 0: the column {column!r} is missing; {there}")
+            raise DataError(f"{name}, row 0: the column {column!r} is missing; {there}: add it to every row")
         return
     allowed = [*known] if needed else [*known, None, ""]
     for number, row in enumerate(rows.each([column])):
         if (value := row.get(column)) not in allowed:
             problem = f"{column} {value!r:.80} is unknown" if value else f"no {column} is named"
-            raise DataError(f"{rows.place(number)}: {problem}; {there}")
+            raise DataError(f"{rows.place(number)}: {problem}; {there}: name one of them, or add it to {key}")
 
 
 def row_problem(row: Mapping[str, Any], prompt_key: str = "prompt", env_class_key: str = "env_class") -> str | None:

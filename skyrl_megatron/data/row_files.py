@@ -99,15 +99,15 @@ class JsonRows(Rows):
         begins = _after_space(self._file.read(4096))
         spans = self._elements if begins.startswith(b"[") else self._lines
         columns: dict[str, None] = {}
-        found = np.empty((1024, 2), np.int64)
+        lines = np.empty((1024, 2), np.int64)
         size = 0
         for start, data in spans():
             columns |= dict.fromkeys(_parsed(data, path, size, _CHECKED))
-            if size == len(found):
-                found = np.resize(found, (2 * size, 2))
-            found[size] = start, len(data)
+            if size == len(lines):
+                lines = np.resize(lines, (2 * size, 2))
+            lines[size] = start, len(data)
             size += 1
-        self._spans = found[:size].copy()
+        self._spans = lines[:size].copy()
         self.column_names = list(columns)
 
     def __len__(self) -> int:
@@ -328,22 +328,22 @@ def _json_rows(path: Path) -> Rows:
     try:
         return JsonRows(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read as json: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read as json: {error.strerror}; check path and permissions") from error
 
 
 def _parquet_rows(path: Path, num_workers: int) -> Rows:
     from datasets import load_dataset
 
     try:
-        found: Any = load_dataset(
+        dataset: Any = load_dataset(
             "parquet", data_files=str(path), split="train", num_proc=num_workers if num_workers > 1 else None
         )
     except Exception as error:
         if _has_no_rows(path):
             raise DataError(f"{path} has no rows: write it again, or name another") from error
-        fix = "; write a map as JSON text, or the rows as JSONL" if "Arrow type map<" in str(error) else ""
-        raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}{fix}") from error
-    return ArrowRows(found, [path], str(path))
+        fix = "write a map as JSON text, or the rows as JSONL" if "Arrow type map<" in str(error) else "write it again"
+        raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}; {fix}") from error
+    return ArrowRows(dataset, [path], str(path))
 
 
 def _has_no_rows(path: Path) -> bool:
@@ -382,7 +382,9 @@ def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str],
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{name} cannot be read: {error.__cause__ or error}") from error
+        raise DataError(
+            f"{name} cannot be read: {error.__cause__ or error}; check the name, or download it and give its path"
+        ) from error
 
 
 def _refuse_special(path: Path) -> None:
@@ -439,7 +441,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> DatasetRow:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
+        raise ValueError(
+            f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object: remove one"
+        )
     return found
 
 

@@ -104,7 +104,7 @@ def _alpaca(row: DatasetRow, columns: Sequence[str]) -> DatasetRow:
     if wrong := [part for part in question if not isinstance(part, str | None)]:
         raise DataError(f"instruction or input is {wrong[0]!r:.80}, it must be text")
     if not any(question):
-        raise DataError("no instruction and no input: the question is empty")
+        raise DataError("no instruction and no input: the question is empty; fill one of them, or remove the row")
     messages = []
     for pair in row.pop("history", None) or []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

@@ -60,7 +60,8 @@ class SampledRows:
         """Return the values of a column, None where a row has none. Raises DataError without such a column."""
         if name not in self.rows.column_names:
             raise DataError(
-                f"{', '.join(self.names)}: no column {name!r}; there are {', '.join(self.rows.column_names)}"
+                f"{', '.join(self.names)}: no column {name!r}; there are {', '.join(self.rows.column_names)}: name "
+                "one of them, or add the column"
             )
         values = [row.get(name) for row in self.rows.each([name])]
         return [values[uid] for uid in self.uids.tolist()]
@@ -105,7 +106,7 @@ class InOrder(Sampler):
     same_order = True
 
     def epoch(self, number: int) -> np.ndarray:
-        """See :class:`Sampler`."""
+        """Return [rows] int64, see :class:`Sampler`."""
         return np.arange(len(self))
 
 
@@ -113,7 +114,7 @@ class Shuffle(Sampler):
     """All rows, shuffled anew for each epoch."""
 
     def epoch(self, number: int) -> np.ndarray:
-        """See :class:`Sampler`."""
+        """Return [rows] int64, see :class:`Sampler`."""
         return np.random.default_rng([self.seed, number]).permutation(len(self))
 
 
@@ -147,7 +148,7 @@ class Mixture(Sampler):
         self.shares = np.asarray(weights) / np.sum(weights)
         self.starts = np.random.default_rng([seed, 0, len(names)]).random(len(names))
         sources = rows.sources
-        self.members = [np.flatnonzero(sources == place) for place in range(len(names))]
+        self.members = [np.flatnonzero(sources == number) for number in range(len(names))]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # data set → (pass over it, order of its rows)
         if empty := [name for name, members in zip(names, self.members, strict=True) if not len(members)]:
             raise DataError(f"{empty[0]}: {rows.limit} leaves no row: change it, or remove the data set")
@@ -157,13 +158,13 @@ class Mixture(Sampler):
         return rows - rows % self.batch or rows
 
     def epoch(self, number: int) -> np.ndarray:
-        """See :class:`Sampler`."""
+        """Return [rows] int64, see :class:`Sampler`."""
         rows, sets = len(self), len(self.members)
         first, end = max(0, number * rows - sets), (number + 1) * rows + sets
-        begun = [self._before(place, first) for place in range(sets)]
-        counts = [self._before(place, end) - begun[place] for place in range(sets)]
+        begun = [self._before(source, first) for source in range(sets)]
+        counts = [self._before(source, end) - begun[source] for source in range(sets)]
         places = np.repeat(np.arange(sets), counts)
-        draws = np.concatenate([begun[place] + np.arange(counts[place]) for place in range(sets)])
+        draws = np.concatenate([begun[source] + np.arange(counts[source]) for source in range(sets)])
         order = np.lexsort((places, (draws + self.starts[places]) / self.shares[places]))
         order = order[number * rows - sum(begun) :][:rows]
         return np.asarray(
@@ -224,7 +225,7 @@ class FixedList(Sampler):
         return len(self.order)
 
     def epoch(self, number: int) -> np.ndarray:
-        """See :class:`Sampler`."""
+        """Return [rows] int64, see :class:`Sampler`."""
         return self.order
 
 
@@ -257,7 +258,7 @@ class EasyToHard(Sampler):
         return rows - rows % self.batch or rows
 
     def epoch(self, number: int) -> np.ndarray:
-        """See :class:`Sampler`."""
+        """Return [rows] int64, see :class:`Sampler`."""
         draw = np.random.default_rng([self.seed, number])
         order = np.lexsort((draw.permutation(len(self.rows)), self.values))
         left_out = draw.choice(len(order), len(order) - len(self), replace=False)
@@ -346,7 +347,7 @@ class Pools(AdaptiveSampler):
         """[n] int64: how many times in a row each prompt was easy."""
 
     def score(self, rewards: np.ndarray) -> float:
-        """Return the success rate."""
+        """Return the success rate of the ``rewards`` [samples] of one prompt."""
         return float(np.mean(rewards > self.options.above))
 
     def observe(self, position: int, score: float) -> None:
@@ -355,7 +356,7 @@ class Pools(AdaptiveSampler):
         self.streak[position] = self.streak[position] + 1 if score >= self.options.easy else 0
 
     def draw(self, number: int) -> np.ndarray:
-        """See :class:`AdaptiveSampler`."""
+        """Return [batch] int64, see :class:`AdaptiveSampler`."""
         rows = len(self.rows)
         if number < self.options.warmup_batches:
             epoch, place = divmod(number, rows // self.batch)
@@ -418,16 +419,16 @@ def make_sampler(name: str, given: Mapping[str, Any], rows: SampledRows, batch: 
 
     Raises ConfigError for an unknown name or option, DataError for data that do not fit.
     """
-    found: Any = BUILT_IN.get(name) or SAMPLERS.find(name)
-    if found is None:
+    kind: Any = BUILT_IN.get(name) or SAMPLERS.find(name)
+    if kind is None:
         raise ConfigError(list(SAMPLERS.problems(name)))
     try:
-        options = found.Options.from_dict_config(dict(given))
+        options = kind.Options.from_dict_config(dict(given))
     except ConfigError as error:
-        under = [Problem(f"{OPTIONS}.{each.key}", each.value, each.fix) for each in error.problems]
+        under = [Problem(f"{OPTIONS}.{problem.key}", problem.value, problem.fix) for problem in error.problems]
         raise ConfigError(under) from error
     try:
-        sampler: Sampler = found(rows, batch, seed, options)
+        sampler: Sampler = kind(rows, batch, seed, options)
     except SkyRLMegatronError:
         raise
     except Exception as error:

@@ -97,7 +97,9 @@ def _model_stops(folder: Path) -> Sequence[int]:
         else:
             return ()
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{folder}: the stop tokens cannot be read: {_first_line(error)}") from error
+        raise ModelLoadError(
+            f"{folder}: the stop tokens cannot be read: {_first_line(error)}; fetch generation_config.json again"
+        ) from error
     stops = config.eos_token_id
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if any(type(stop) is not int or stop >= 2**31 for stop in listed):
@@ -169,9 +171,9 @@ def _named(tokenizer: Any, template: str | None) -> str:
 
 
 @contextmanager
-def _bounded(text: str, given: Sequence[Any], name: str) -> Iterator[None]:
+def _bounded(text: str, values: Sequence[Any], name: str) -> Iterator[None]:
     guard_templates()
-    most = GROWTH * sum(map(_length, given)) + len(text) * (len(given) + 1) + _LEAST
+    most = GROWTH * sum(map(_length, values)) + len(text) * (len(values) + 1) + _LEAST
     token = _budget.set(_Budget.of(most))
     try:
         yield
@@ -229,12 +231,12 @@ def _compiled(text: str) -> Template:
     env.call_binop, env.call, env.concat = call_binop, call, lambda parts: plain_join(_counted(parts))
     del env.globals["lipsum"]
     env.globals["range"] = _range
-    env.filters = {name: _guarded_filter(name, each) for name, each in env.filters.items()}
+    env.filters = {name: _guarded_filter(name, unguarded) for name, unguarded in env.filters.items()}
     template: Any = env.from_string(text)
-    whole, names = template.root_render_func, template.root_render_func.__globals__
+    render, names = template.root_render_func, template.root_render_func.__globals__
     for name in ("str_join", "markup_join"):  # jinja2 compiles the operator ~ to these
         names[name] = _joining(names[name])
-    template.root_render_func = lambda context: _counted(whole(context))
+    template.root_render_func = lambda context: _counted(render(context))
     return cast("Template", template)
 
 
@@ -285,8 +287,8 @@ def _charged(value: Any) -> Any:
 
 
 def _check_operation(operator: str, left: Any, right: Any) -> None:
-    sized = [each for each in (left, right) if isinstance(each, str | list | tuple | bytes)]
-    numbers = [each for each in (left, right) if isinstance(each, int)]
+    sized = [operand for operand in (left, right) if isinstance(operand, str | list | tuple | bytes)]
+    numbers = [operand for operand in (left, right) if isinstance(operand, int)]
     if operator == "%" and isinstance(left, str):
         _check_format(left, right if isinstance(right, tuple) else (right,))
     elif operator == "*" and sized and numbers:
@@ -314,27 +316,29 @@ _ONE_FOR_EACH = {"replace", "expandtabs", "indent", "wordwrap", "join", "transla
 
 def _check_call(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check the largest possible result of a method or filter of a text."""
-    given = [*args, *kwargs.values()]
-    widths = [abs(each) for each in given if isinstance(each, int)]
+    arguments = [*args, *kwargs.values()]
+    widths = [abs(argument) for argument in arguments if isinstance(argument, int)]
     for width in widths:
         _check(width)
     if name in ("format", "format_map"):
-        _check_format(str(text), given)
+        _check_format(str(text), arguments)
     elif name in _ONE_FOR_EACH:
-        longest = max([1, *widths, *(len(each) for each in given if isinstance(each, str))])
+        longest = max([1, *widths, *(len(argument) for argument in arguments if isinstance(argument, str))])
         if name == "join":  # the filter joins a list, the method of a text its argument
             of_text = isinstance(text, str)
-            parts = next((each for each in given if not isinstance(each, str)), "") if of_text else text
-            places, whole = len(parts), _length(parts) + len(parts) * (len(text) if of_text else 0)
+            parts = (
+                next((argument for argument in arguments if not isinstance(argument, str)), "") if of_text else text
+            )
+            places, length = len(parts), _length(parts) + len(parts) * (len(text) if of_text else 0)
         elif not isinstance(text, str):
-            places = whole = _length(text)
+            places = length = _length(text)
         elif name == "replace":
-            places, whole = text.count(args[0]) if args and isinstance(args[0], str) else len(text), len(text)
+            places, length = text.count(args[0]) if args and isinstance(args[0], str) else len(text), len(text)
         elif name == "translate":
-            places, whole = len(text), len(text)
+            places, length = len(text), len(text)
         else:
-            places, whole = text.count("\n") + text.count("\t") + text.count(" ") + 1, len(text)
-        _check(whole + places * longest)
+            places, length = text.count("\n") + text.count("\t") + text.count(" ") + 1, len(text)
+        _check(length + places * longest)
 
 
 def _guarded_filter(name: str, function: Any) -> Any:
@@ -342,11 +346,11 @@ def _guarded_filter(name: str, function: Any) -> Any:
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        given = list(args)
-        if name == "join" and len(given) > passed and not isinstance(given[passed], str | list | tuple):
-            given[passed] = list(given[passed])  # a generator, whose parts must be counted
-        if len(given) > passed:
-            _check_call(name, given[passed], given[passed + 1 :], kwargs)
-        return _charged(function(*given, **kwargs))
+        arguments = list(args)
+        if name == "join" and len(arguments) > passed and not isinstance(arguments[passed], str | list | tuple):
+            arguments[passed] = list(arguments[passed])  # a generator, whose parts must be counted
+        if len(arguments) > passed:
+            _check_call(name, arguments[passed], arguments[passed + 1 :], kwargs)
+        return _charged(function(*arguments, **kwargs))
 
     return guarded

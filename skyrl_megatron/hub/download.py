@@ -80,7 +80,7 @@ def cached(repo: Repo, commit: str, files: Sequence[str]) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             repo.name,
             repo_type=repo.kind,
             revision=commit,
@@ -90,7 +90,7 @@ def cached(repo: Repo, commit: str, files: Sequence[str]) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return None if missing_files(Path(found), repo, files) else Path(found)
+    return None if missing_files(Path(folder), repo, files) else Path(folder)
 
 
 def fetch(repo: Repo, commit: str, files: Sequence[str], *, say: Say = quiet, stall_s: float = STALL_S) -> Path:
@@ -116,7 +116,7 @@ def fetch(repo: Repo, commit: str, files: Sequence[str], *, say: Say = quiet, st
     except Exception as error:  # errors of its HTTP client have no common base class with the others
         raise explain(error, repo) from error
     if problem := missing_files(folder, repo, files):
-        raise HubError(f"{repo.name} (commit {commit}) {problem}")
+        raise HubError(f"{repo.name} (commit {commit}) {problem}; choose another repository or revision")
     return folder
 
 
@@ -267,10 +267,10 @@ def _patterns(card: Path, subset: str | None) -> list[str]:
     named = {config.get("config_name"): config for config in configs if isinstance(config, dict)}
     wanted = [config for config in configs if config.get("default")] or configs[:1]
     chosen = [named[subset]] if subset in named else named.values() if subset else wanted
-    found = [[*_paths(config.get("data_files"))] for config in (*configs[:1], *chosen)]
-    if not all(found) or any("data_dir" in config for config in configs):
+    patterns = [[*_paths(config.get("data_files"))] for config in (*configs[:1], *chosen)]
+    if not all(patterns) or any("data_dir" in config for config in configs):
         return []
-    paths = [path.removeprefix("./") for paths in found for path in paths]
+    paths = [path.removeprefix("./") for paths in patterns for path in paths]
     return [*dict.fromkeys([*paths, *(path.replace("**/", "") for path in paths)])]
 
 

@@ -92,11 +92,11 @@ def data_source(entry: str) -> DataSource | None:
     """
     if "://" in entry or entry.lower().endswith(FILE_SUFFIXES):
         return None
-    place, *parts = _SPLIT_MARK.split(entry)
-    name, _, revision = place.partition("@")
+    location, *parts = _SPLIT_MARK.split(entry)
+    name, _, revision = location.partition("@")
     split = parts.pop() if parts else "train"
     subset = parts.pop() if parts else None
-    folder = Path(place).expanduser()
+    folder = Path(location).expanduser()
     if parts:
         return None
     if os.path.isdir(folder):
@@ -112,24 +112,28 @@ def explain(error: BaseException, repo: Repo) -> HubError:
     from huggingface_hub import constants, errors
 
     chain = list(_chain(error))
-    for each in chain:
-        if isinstance(each, HubError):
-            return each
-        if isinstance(each, errors.GatedRepoError):
-            place = _token_place()
-            token = f"; the token in {place} has no access" if place else f" and set a token of that account ({LOGIN})"
+    for cause in chain:
+        if isinstance(cause, HubError):
+            return cause
+        if isinstance(cause, errors.GatedRepoError):
+            token_place = _token_place()
+            token = (
+                f"; the token in {token_place} has no access"
+                if token_place
+                else f" and set a token of that account ({LOGIN})"
+            )
             return HubError(f"{repo.name} is gated: request access at {_page(repo)}{token}")
-        if isinstance(each, errors.RevisionNotFoundError):
+        if isinstance(cause, errors.RevisionNotFoundError):
             return HubError(f"{_page(repo)} has no branch, tag or commit {repo.revision or 'main'!r}")
-        if isinstance(each, errors.RepositoryNotFoundError):
+        if isinstance(cause, errors.RepositoryNotFoundError):
             return HubError(_not_found(repo))
-        if isinstance(each, errors.HfHubHTTPError):
-            return HubError(_refused(each.response.status_code, each, repo))
-        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, errors.HfHubHTTPError):
+            return HubError(_refused(cause.response.status_code, cause, repo))
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return HubError(f"no space left in {cache()} for {repo.name}: free space, or set HF_HOME to a larger disk")
-        if isinstance(each, PermissionError):
+        if isinstance(cause, PermissionError):
             return HubError(
-                f"{each.filename or cache()} is not writable: set HF_HOME to a folder that you can write to"
+                f"{cause.filename or cache()} is not writable: set HF_HOME to a folder that you can write to"
             )
     if constants.HF_HUB_OFFLINE:
         return offline(repo)
@@ -186,11 +190,11 @@ def _not_found(repo: Repo) -> str:
 def _refused(status: int, error: BaseException, repo: Repo) -> str:
     from huggingface_hub import constants
 
-    place = _token_place()
-    if status == 401 and place is None:  # the hub also returns 401 for names that do not exist
+    token_place = _token_place()
+    if status == 401 and token_place is None:  # the hub also returns 401 for names that do not exist
         return _not_found(repo)
     if status in (401, 403):
-        request = f"the token in {place}" if place else "a request without token"
+        request = f"the token in {token_place}" if token_place else "a request without token"
         return (
             f"{constants.ENDPOINT} refuses {request} for {repo.name} (HTTP {status}): create a token with access at "
             f"{constants.ENDPOINT}/settings/tokens and set it ({LOGIN})"

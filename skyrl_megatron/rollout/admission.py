@@ -147,14 +147,16 @@ class Gates:
         self.gates: dict[str, Gate] = {}
         problems: list[Problem] = []
         for name, options in given.items():
-            found: Any = BUILT_IN.get(name) or GATES.find(name)
-            if found is None:
-                problems += [Problem(f"{KEY}.{name}", options, each.fix) for each in GATES.problems(name)]
+            kind: Any = BUILT_IN.get(name) or GATES.find(name)
+            if kind is None:
+                problems += [Problem(f"{KEY}.{name}", options, problem.fix) for problem in GATES.problems(name)]
                 continue
             try:
-                self.gates[name] = found(found.Options.from_dict_config(dict(options or {})))
+                self.gates[name] = kind(kind.Options.from_dict_config(dict(options or {})))
             except ConfigError as error:
-                problems += [Problem(f"{KEY}.{name}.{each.key}", each.value, each.fix) for each in error.problems]
+                problems += [
+                    Problem(f"{KEY}.{name}.{problem.key}", problem.value, problem.fix) for problem in error.problems
+                ]
             except (TypeError, ValueError):
                 problems.append(Problem(f"{KEY}.{name}", options, "must be a mapping of options, such as {}"))
         if problems:

@@ -75,7 +75,10 @@ class AnswerEnds:
             return text
         except Exception as error:  # whatever a template's expressions and its own raise_exception raise
             roles = [message.get("role") for message in messages]
-            raise DataError(f"the chat template cannot render a conversation with roles {roles}: {error}") from error
+            raise DataError(
+                f"the chat template cannot render a conversation with roles {roles}: {error}; set "
+                "generator.chat_template to one that does"
+            ) from error
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

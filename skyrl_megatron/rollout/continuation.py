@@ -52,10 +52,10 @@ def continued(part: Generation | None, generation: Generation, prompt: int) -> G
     support = None
     if part.support is not None and generation.support is not None:
         support = TokenSupport.joined([part.support, generation.support])
-    known = len(part.logprobs) == length and len(generation.logprobs) == len(generation.token_ids)
+    complete = len(part.logprobs) == length and len(generation.logprobs) == len(generation.token_ids)
     return Generation(
         token_ids=[*part.token_ids, *generation.token_ids],
-        logprobs=[*part.logprobs, *generation.logprobs] if known else [],
+        logprobs=[*part.logprobs, *generation.logprobs] if complete else [],
         finish_reason=generation.finish_reason,
         versions=versions,
         routed_experts=_joined_routes(part.routed_experts, generation, prompt + length),

@@ -101,6 +101,7 @@ class ChatConversation:
         stopped = sampled[-1:] if sampled and sampled[-1] in self.chat.stop_ids else []
         said = text if rewritten is None else rewritten
         if rewritten is not None:
+            # the new text was not sampled: its tokens have no log-probs, and the mask leaves them out
             sampled, added = [], self.chat.encoder.continued(rewritten)
         else:
             added = [] if stopped or not at_stop_string else self._end_of_turn()
@@ -140,6 +141,7 @@ class ChatConversation:
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
         """Return the rows of the trajectory up to its last turn. An empty response becomes an end token."""
         last = self.turns[-1]
+        # an empty response has no token to carry the reward
         if last.start + last.kept + last.appended == self.prompt_length:
             self.ids[self.prompt_length :] = [self.chat.end_token]
             last.appended = 1
@@ -158,6 +160,7 @@ class OneMessageConversation(ChatConversation):
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
         last = self.turns[-1]
+        # the policy's end token is removed with its place in the mask: plain text follows it
         if last.kept and self.ids[-1] in self.chat.stop_ids:
             self.ids.pop()
             last.kept -= 1
@@ -183,6 +186,7 @@ class StepwiseConversation(ChatConversation):
         self.rows += super().sequences(self.turns[-1].generation.finish_reason)
         self.messages += observations
         self.turns = []
+        # each prompt is rendered anew, so nothing of the turns before it may be assumed to be a prefix
         self.ids = self.chat.prompt(self.messages)
         self.prompt_length = len(self.ids)
 
@@ -219,6 +223,7 @@ class RetokenizedConversation(ChatConversation):
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
         prompt, response, mask = self.chat.answers(self.messages[: self.end], self.first_answer)
         marked = np.asarray(mask, dtype=np.int8)
+        # the ends of the runs of ones: one per answer, at which its reward is put
         ends = np.flatnonzero(np.diff(marked, append=0) == -1)
         if len(ends) != len(self.turns):
             raise DataError(
@@ -238,8 +243,8 @@ def sequence_of(
     """Make a row from its tokens and its turns. ``before``: turns in its prompt, which another row trains."""
     n = len(ids) - prompt_length
     mask = np.zeros(n, np.uint8)
-    known = all(len(turn.generation.logprobs) == len(turn.generation.token_ids) for turn in turns)
-    logprobs = np.zeros(n, np.float32) if known else None
+    complete = all(len(turn.generation.logprobs) == len(turn.generation.token_ids) for turn in turns)
+    logprobs = np.zeros(n, np.float32) if complete else None
     rewards, versions = [0.0] * n, []
     for turn in turns:
         first = turn.start - prompt_length
@@ -247,6 +252,7 @@ def sequence_of(
         mask[first:after] = 1
         if logprobs is not None:
             logprobs[first:after] = turn.generation.logprobs[: turn.kept]
+        # the reward of a turn belongs to its last token; an end token that was appended counts as that
         if n:
             rewards[max(after + turn.appended - 1, 0)] += turn.reward
         spans = ((name, first + start, min(first + end, after)) for name, start, end in turn.generation.versions)
@@ -276,18 +282,19 @@ def _routes_of(turns: list[Turn]) -> np.ndarray | None:
     the tokens after it. Raises DataError if a turn lacks experts of tokens that it computed, except those that the
     request left out (:meth:`ChatConversation.routed`).
     """
-    pieces, known = [], 0
+    pieces, covered = [], 0
     for turn in turns:
         routes = turn.generation.routed_experts
         if routes is None:
             return None
         computed = turn.start + len(turn.generation.token_ids) - 1
         first = max(computed - len(routes), 0)
-        if first > known:
+        if first > covered:
             raise DataError(
-                f"the engine returned routed experts of {len(routes)} tokens, but the sequence needs {computed}"
+                f"the engine returned routed experts of {len(routes)} tokens, but the sequence needs {computed}: the "
+                "engine must return those of every token that it computed"
             )
         end = min(computed, turn.start + turn.kept)
-        pieces.append(np.asarray(routes)[known - first : end - first])
-        known = max(known, end)
-    return np.concatenate(pieces) if known else None
+        pieces.append(np.asarray(routes)[covered - first : end - first])
+        covered = max(covered, end)
+    return np.concatenate(pieces) if covered else None

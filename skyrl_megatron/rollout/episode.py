@@ -135,6 +135,7 @@ class Episode:
                     raise _ReplayMismatch(f"environment {self.env_class!r} has another prompt than the begun turn")
                 self.part = begun.generation
         except (_EnvFailed, _ReplayMismatch) as difference:
+            # a new environment from the start: after a difference, the recorded turns are of another episode
             await self.close()
             self.restarted = str(difference)
             self._reset()
@@ -162,6 +163,7 @@ class Episode:
                 raise _ReplayMismatch(
                     f"turn {number} of environment {self.env_class!r} has another prompt than recorded"
                 )
+            # what was sampled before the interruption counts as this episode's time
             self.asked = time.perf_counter() - turn.llm_seconds
             self.started -= turn.llm_seconds
             step = await self._take(turn.generation)
@@ -186,6 +188,7 @@ class Episode:
 
         If the engine returns routed experts, the request leaves out the tokens whose experts earlier turns returned.
         """
+        # the engine computes these tokens again or has them in its cache; their experts are known either way
         routed = 0 if self.conversation is None else self.conversation.routed()
         if self.part is not None:
             assert self.conversation is not None
@@ -231,6 +234,7 @@ class Episode:
         text, at_stop = self._text_of(generation)
         last = self.turns >= self.config.max_turns
         step = await self._in_pool(self._step, text, last)
+        # before anything is recorded: a step that is not valid must not be continued from later
         reward = self._reward_of(step)
         metadata = step.get("metadata") or {}
         self.parsed_answer = metadata.get("parsed_answer", metadata.get("pred"))
@@ -273,6 +277,7 @@ class Episode:
         if self.env is None or self.closed:
             return
         try:
+            # in a thread: close() of an environment may block as long as a step
             await self._in_pool(self._close)
         except _EnvFailed as failure:
             self.error = self.error or str(failure)
@@ -284,6 +289,7 @@ class Episode:
         if self.conversation is not None:
             length = min(self.conversation.prompt_length, self.config.max_input_length)
             prompt = self.conversation.next_prompt()[:length]
+        # masked, so that it is never trained on: a row needs one response token
         end = np.asarray([self.config.chat.end_token], np.int32)
         logprobs = np.zeros(1, np.float32) if self.config.sampling.get("logprobs") is not None else None
         ids = np.asarray(prompt, np.int32) if prompt else end.copy()
@@ -305,13 +311,16 @@ class Episode:
     # The following run in a thread of the pool.
     def _open(self) -> ConversationType:
         config = registry.config_of(self.env_class, self.config.gym_config)
+        # copies: an environment may change its prompt and extras, which the samples of a group share
         self.env = registry.make(self.env_class, env_config=config, extras=copy.deepcopy(self.extras))
         messages, _ = self.env.init(copy.deepcopy(self.prompt))
         return list(messages)
 
     def _step(self, text: str, last: bool) -> Any:
+        # a cancelled episode is closed from another thread while its step may still run
         with self._inside:
             step = self.env.step(text)
+            # here and not at the end: the environment frees what it holds while others still sample
             if last or (isinstance(step, Mapping) and step.get("done")):
                 self._close()
             return step

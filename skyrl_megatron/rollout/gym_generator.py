@@ -79,14 +79,19 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         """
         registry.require(input_batch["env_classes"], self.skyrl_gym_cfg)
         ids = ids_of(input_batch)
+        # in one request per turn: only then is the order of the engine's work, and so each number, repeatable
         if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
-            found = await self._generate_batched(input_batch, ids)
+            sampled = await self._generate_batched(input_batch, ids)
         else:
-            found = await self._generate_independently(input_batch, ids, disable_tqdm)
+            sampled = await self._generate_independently(input_batch, ids, disable_tqdm)
         log = input_batch.get("trajectory_log")
-        whole = set(log.complete) if isinstance(log, PartialRollouts) else {id.instance_id for id in ids}
-        rows = zip(found, input_batch["env_classes"], ids, strict=True)
-        taken = [(each, env_class, id) for each, env_class, id in rows if each is not None and id.instance_id in whole]
+        complete_uids = set(log.complete) if isinstance(log, PartialRollouts) else {id.instance_id for id in ids}
+        rows = zip(sampled, input_batch["env_classes"], ids, strict=True)
+        taken = [
+            (trajectory, env_class, id)
+            for trajectory, env_class, id in rows
+            if trajectory is not None and id.instance_id in complete_uids
+        ]
         trajectories, env_classes, kept = zip(*taken, strict=True) if taken else ((), (), ())
         return make_generator_output(trajectories, env_classes, kept, self.generator_cfg)
 
@@ -113,11 +118,11 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
         config = self._with_tools(config, env_extras)
         episode = Episode(config, prompt, env_class, extras, trajectory_id, recording=log is not None)
-        known = PartialTrajectory() if log is None else log.stored(trajectory_id)
+        recorded = PartialTrajectory() if log is None else log.stored(trajectory_id)
         partial = log if isinstance(log, PartialRollouts) else None
         try:
-            await episode.begin(known.turns, known.begun)
-            if log is not None and (known.turns or known.begun):
+            await episode.begin(recorded.turns, recorded.begun)
+            if log is not None and (recorded.turns or recorded.begun):
                 log.resumed(trajectory_id, episode.restarted)
             while (tokens := episode.request()) is not None:
                 if partial is not None and partial.ended.is_set():
@@ -126,15 +131,18 @@ class SkyRLGymGenerator(ConfiguredGenerator):
                 (generation,) = await self.inference_engine_client.generate(
                     [tokens], episode.sampling(config.sampling), [session], **self._adapters_of([env_extras])
                 )
+                # aborted by the end of the batch: what was sampled is kept for the next step
                 if partial is not None and partial.ended.is_set() and generation.finish_reason == "abort":
                     episode.hold(generation)
                     partial.keep(trajectory_id, episode.begun)
                     raise EarlyEnd
                 await episode.answer(generation)
+                # the last turn is stored with the trajectory, so only turns that others follow are stored alone
                 if log is not None and episode.goes_on:
                     await log.turn(trajectory_id, episode.turns - 1, episode.recorded[-1])
             trajectory = await episode.end()
         except BaseException:
+            # also for a cancelled task: environments hold processes and connections
             await episode.close()
             raise
         return self._post_process_agent_loop_output(trajectory, trajectory_id)
@@ -189,6 +197,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
                     if isinstance(log, PartialRollouts):
                         await self._interrupt(dict(zip(tasks, ids, strict=True)), log)
             except BaseExceptionGroup as errors:
+                # the caller expects the environment's or engine's own error, not a group of them
                 raise errors.exceptions[0] from None
         return [None if task.cancelled() else task.result() for task in tasks]
 
@@ -205,6 +214,8 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         left = {task for task in tasks if not task.done()}
         deadline = asyncio.get_running_loop().time() + (0 if self._own_loop else INTERRUPT_S)
         abort = getattr(self.inference_engine_client, "abort", None)
+        # again and again: a trajectory between two requests has nothing to abort, and sends another one after
+        # it
         while left and asyncio.get_running_loop().time() < deadline and abort is not None:
             await abort([tasks[task].to_string() for task in left])
             _, left = await asyncio.wait(left, timeout=ABORT_AGAIN_S)
@@ -264,17 +275,18 @@ class SkyRLGymGenerator(ConfiguredGenerator):
     ) -> Sequence[Trajectory | None]:
         """Sample in rounds, each of at most a ROUNDS-th of a turn's tokens, until the batch may end after one of them:
         what the interrupted trajectories have does not depend on time. None: it was interrupted."""
-        found = [log.stored(episode.trajectory_id) for episode in episodes]
-        made = [known.trajectory for known in found]
+        recorded = [log.stored(episode.trajectory_id) for episode in episodes]
+        made = [stored.trajectory for stored in recorded]
         left = [number for number, trajectory in enumerate(made) if trajectory is None]
         most = config.sampling["max_tokens"]
+        # rounded up, so that the last round of a turn is not longer than the others
         share = -(-most // ROUNDS) if may_continue(config.sampling) else most
         limits = dict.fromkeys(left, share)
 
-        async def begin(episode: Episode, known: PartialTrajectory) -> None:
+        async def begin(episode: Episode, stored: PartialTrajectory) -> None:
             episode.recording = True
-            await episode.begin(known.turns, known.begun)
-            if known.turns or known.begun:
+            await episode.begin(stored.turns, stored.begun)
+            if stored.turns or stored.begun:
                 log.resumed(episode.trajectory_id, episode.restarted)
 
         async def end(number: int) -> None:
@@ -287,6 +299,8 @@ class SkyRLGymGenerator(ConfiguredGenerator):
             if generation.finish_reason == "length" and sampled == limit and before + sampled < most:
                 episode.hold(generation)
                 after = 0 if episode.part is None else len(episode.part.token_ids)
+                # nothing was added, because a stop string was open: the next round needs the whole turn's
+                # tokens
                 limits[number] = share if after > before else most
                 return
             await episode.answer(generation)
@@ -294,7 +308,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
                 await log.turn(episode.trajectory_id, episode.turns - 1, episode.recorded[-1])
 
         try:
-            await asyncio.gather(*(begin(episodes[number], found[number]) for number in left))
+            await asyncio.gather(*(begin(episodes[number], recorded[number]) for number in left))
             while True:
                 waiting = {number: tokens for number in left if (tokens := episodes[number].request()) is not None}
                 done = [number for number in left if number not in waiting]
@@ -302,6 +316,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
                 for number in done:
                     trajectory = made[number]
                     assert trajectory is not None
+                    # stored in order of rows, not of completion: what the log holds does not depend on time
                     await log.finished(episodes[number].trajectory_id, trajectory)
                 left = list(waiting)
                 if log.look() or not left:
@@ -319,7 +334,9 @@ class SkyRLGymGenerator(ConfiguredGenerator):
                     **self._adapters_of([extras[number] for number in left]),
                 )
                 answers = zip(left, asked, generations, strict=True)
-                await asyncio.gather(*(answer(number, keys["max_tokens"], each) for number, keys, each in answers))
+                await asyncio.gather(
+                    *(answer(number, keys["max_tokens"], answered) for number, keys, answered in answers)
+                )
         finally:
             await asyncio.gather(*(episodes[number].close() for number in left))
         for number in left:

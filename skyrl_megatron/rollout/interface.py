@@ -256,7 +256,7 @@ def _token_rewards(reward: float | Sequence[float] | np.ndarray) -> Sequence[flo
 
 
 def last_reward(reward: float | Sequence[float] | np.ndarray) -> float:
-    """Return the reward of a row's last turn (that of its last token), or the row's only reward."""
+    """Return the reward of a row's last turn (that of its last token in [tokens]), or the row's only reward."""
     return float(_token_rewards(reward)[-1])
 
 
@@ -287,15 +287,15 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: S
     """
     trajectories = sampled_trajectories(generator_output, uids)
     if not trajectories:
-        raise DataError("cannot compute scores: the batch holds no trajectory")
-    scored = [each for each in trajectories if not each.failed]
+        raise DataError("cannot compute scores: the batch holds no trajectory; the generator must return one at least")
+    scored = [trajectory for trajectory in trajectories if not trajectory.failed]
     if not scored:
         return {"avg_score": None, "pass_at_n": None, "mean_positive_reward": None}
     passed: dict[str, bool] = defaultdict(bool)
-    for each in scored:
-        passed[each.uid] |= each.last_reward > 0
+    for trajectory in scored:
+        passed[trajectory.uid] |= trajectory.last_reward > 0
     return {
-        "avg_score": float(np.mean([each.reward for each in scored])),
+        "avg_score": float(np.mean([trajectory.reward for trajectory in scored])),
         "pass_at_n": sum(passed.values()) / len(passed),
-        "mean_positive_reward": float(np.mean([each.positive_reward for each in scored])),
+        "mean_positive_reward": float(np.mean([trajectory.positive_reward for trajectory in scored])),
     }

@@ -154,19 +154,19 @@ def get_rollout_metrics(
             metrics |= {f"generate/tokens_per_turn_{name}": float(value) for name, value in spread.items()}
     if trajectory_completion_times:
         splits = dict(trajectory_time_splits or {})
-        whole = np.asarray(trajectory_completion_times, dtype=np.float64)
-        metrics |= _times("completion", whole)
+        completion = np.asarray(trajectory_completion_times, dtype=np.float64)
+        metrics |= _times("completion", completion)
         for name, times in splits.items():
             metrics |= _times(name, np.asarray(times, dtype=np.float64))
         if splits:
-            metrics |= _times("other", whole - sum(np.asarray(times) for times in splits.values()))
+            metrics |= _times("other", completion - sum(np.asarray(times) for times in splits.values()))
     if env_metrics is not None and env_classes is not None:
         metrics |= _environment_metrics(env_metrics, env_classes)
     return metrics
 
 
 def turn_lengths(loss_masks: Sequence[Tokens]) -> np.ndarray:
-    """Return the lengths of the policy's turns over all rows: the runs of ones in the masks."""
+    """Return the lengths of the policy's turns over all rows, [turns] int64: the runs of ones in the masks."""
     end = np.zeros(1, bool)
     flat = np.concatenate([end, *(part for mask in loss_masks for part in (np.asarray(mask, dtype=bool), end))])
     edges = np.diff(flat.astype(np.int8))
@@ -338,7 +338,7 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
     log-probs, routed experts or ``is_last_step``.
     """
     if not outputs:
-        raise DataError("there are no generator outputs to join")
+        raise DataError("there are no generator outputs to join: pass one at least")
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for output in outputs for key in output):
         values: list[Any] = [output.get(key) for output in outputs]
@@ -380,15 +380,18 @@ def validate_generator_output(output: GeneratorOutput, num_trajectories: int | N
     """
     rows = len(output["response_ids"])
     if not rows:
-        raise DataError("the generator returned no rows")
+        raise DataError("the generator returned no rows: it must return one for each trajectory at least")
     steps = output.get("is_last_step")
     if num_trajectories is not None and steps is None and rows != num_trajectories:
-        raise DataError(f"the generator returned {rows} rows for {num_trajectories} trajectories")
+        raise DataError(
+            f"the generator returned {rows} rows for {num_trajectories} trajectories: return one for each, or "
+            "is_last_step if a trajectory has several"
+        )
     lists = ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids")
     for key in (*lists, "rollout_support"):
         value: Any = output.get(key)
         if value is not None and len(value) != rows:
-            raise DataError(f"the generator returned {len(value)} {key} for {rows} rows")
+            raise DataError(f"the generator returned {len(value)} {key} for {rows} rows: return one for each row")
     kinds = {isinstance(reward, list) for reward in output["rewards"]}
     if len(kinds) > 1:
         raise DataError("rewards must be all numbers or all lists; the generator returned both")
@@ -400,9 +403,11 @@ def _check_steps(output: GeneratorOutput, num_trajectories: int | None) -> None:
     steps, ids = output["is_last_step"], output.get("trajectory_ids")
     assert steps is not None
     if ids is None or len(steps) != len(output["response_ids"]):
-        raise DataError("step-wise rows need trajectory_ids and is_last_step for every row")
+        raise DataError("step-wise rows need trajectory_ids and is_last_step for every row: return both")
     if num_trajectories is not None and sum(steps) != num_trajectories:
-        raise DataError(f"{sum(steps)} rows are marked as last steps for {num_trajectories} trajectories")
+        raise DataError(
+            f"{sum(steps)} rows are marked as last steps for {num_trajectories} trajectories: mark one of each"
+        )
     for row, last in enumerate(steps):
         following = ids[row + 1] if row + 1 < len(ids) else None
         if last == (following == ids[row]):
@@ -422,14 +427,14 @@ def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
     last = output.get("is_last_step") or [True] * rows
     parts = torch.zeros(rows, len(names))
     for row, (metrics, error, is_last) in enumerate(zip(measured, errors, last, strict=True)):
-        for place, name in enumerate(names if error is None and is_last else ()):
+        for column, name in enumerate(names if error is None and is_last else ()):
             value = metrics.get(name)
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise DataError(
                     f"trainer.algorithm.gdpo_weights: the environment of a row reports {name}={value!r}, not a finite "
                     f"number: return it from get_metrics(), which has {', '.join(metrics) or 'nothing'}"
                 )
-            parts[row, place] = float(value)
+            parts[row, column] = float(value)
     return parts
 
 
@@ -456,7 +461,7 @@ def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingB
     its prompt nor any mean. Raises DataError for an invalid output.
     """
     validate_generator_output(output)
-    failed = {row for each in sampled_trajectories(output, uids) if each.failed for row in each.rows}
+    failed = {row for trajectory in sampled_trajectories(output, uids) if trajectory.failed for row in trajectory.rows}
     batch = collate(
         output["prompt_token_ids"],
         output["response_ids"],

@@ -39,7 +39,8 @@ class PartialRollouts:
         self.ended = asyncio.Event()
         """Set when the unfinished trajectories are to be interrupted."""
         self._left = {
-            uid: samples - sum(each.trajectory is not None for each in own.values()) for uid, own in groups.items()
+            uid: samples - sum(sample.trajectory is not None for sample in samples_of_group.values())
+            for uid, samples_of_group in groups.items()
         }
 
     @property

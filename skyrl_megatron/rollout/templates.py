@@ -63,7 +63,9 @@ def load_template(config: ChatTemplateConfig) -> str | None:
         try:
             return Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"generator.chat_template.name_or_path={name}: {error}") from error
+            raise DataError(
+                f"generator.chat_template.name_or_path={name}: {error}; give a text file, or set source=name"
+            ) from error
     if name not in BUILT_IN:
         raise DataError(
             f"generator.chat_template.name_or_path={name}: unknown template; choose one of {', '.join(BUILT_IN)}"
@@ -126,7 +128,7 @@ class ChatFormat(AnswerEnds):
         response tokens that the template marks as the assistant's.
         """
         prompt = self.prompt(messages[:start], generation_prompt=False)
-        whole = render(
+        rendered = render(
             self.tokenizer,
             messages,
             template=self.template,
@@ -134,7 +136,7 @@ class ChatFormat(AnswerEnds):
             return_assistant_tokens_mask=True,
             **self.kwargs,
         )
-        ids, mask = list(whole["input_ids"]), list(whole["assistant_masks"])
+        ids, mask = list(rendered["input_ids"]), list(rendered["assistant_masks"])
         if ids[: len(prompt)] != prompt:
             raise DataError(
                 "generator.chat_template renders the prompt differently when answers follow: use another template"

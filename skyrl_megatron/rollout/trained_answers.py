@@ -193,10 +193,10 @@ def _stop_after(
         else {"role": "tool", "content": "?"} | ({"tool_call_id": ids[0]} if ids else {})
     )
     try:
-        whole = chat.text([*messages[: number + 1], following], generation_prompt=True, tools=tools)
+        longer = chat.text([*messages[: number + 1], following], generation_prompt=True, tools=tools)
     except DataError:  # the template wants another message here
         return chat.stop_before(role)
-    written = chat.next_stop.match(whole, len(text)) if whole.startswith(text) else None
+    written = chat.next_stop.match(longer, len(text)) if longer.startswith(text) else None
     return chat.stop_before(role) if written is None else chat.id_of(written[1])
 
 

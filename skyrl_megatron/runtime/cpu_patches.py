@@ -55,6 +55,7 @@ _ONEDNN = (
 # Two packs rarely have the same number of tokens. With the default cache of 1,024 kernels in oneDNN and in torch, the
 # memory of a rank grows by 20 MB per step. Both read these variables at the first GEMM.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    # setdefault: a user's own limit wins
     os.environ.setdefault(_variable, "64")
 _WORTHWHILE = 1e8
 """Minimum FLOPs of a GEMM for oneDNN. oneDNN compiles a kernel for each new shape, which takes a millisecond, and an
@@ -71,6 +72,7 @@ def gemm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         and x.numel() * weight.shape[0] > _WORTHWHILE / 2
     ):
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        # oneDNN's operator allocates its output; the copy is small against a GEMM of this size
         return result if out is None else out.copy_(result)
     return torch.mm(x, weight.t(), out=out)
 
@@ -95,6 +97,7 @@ class _GroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts = counts
         y = x.new_empty(len(x), weight.shape[1])
+        # one by one, because torch has no grouped GEMM on the CPU
         for rows, matrix, out in zip(x.split(counts), weight, y.split(counts), strict=True):
             _forward_gemm(rows, matrix, out)
         return y
@@ -126,9 +129,11 @@ def grouped_gemm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor
     if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
         from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
+        # with batch-invariant kernels a row's result must not depend on the number of rows
         if not is_batch_invariant_mode_enabled():
             ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
             return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    # the host waits here for the counts: GEMMs of unequal sizes are launched from it
     result: Tensor = _GroupedGemm.apply(x, weight, tokens_per_expert.tolist())  # type: ignore[no-untyped-call]
     return result
 
@@ -146,21 +151,25 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        whole = x
+        gathered = x
         if sequence_parallel:
-            whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-            dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
-        ctx.shape = whole.shape
+            # sequence parallelism: a rank has a tp-th of the tokens, and its columns of the weight need all of
+            # them
+            gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+            dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        # Megatron gathers the input again in the backward pass to save memory; here it is kept, which saves a
+        # collective
+        ctx.save_for_backward(gathered if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
+        ctx.shape = gathered.shape
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
-        out = _forward_gemm(whole.flatten(0, -2), weight)
+        out = _forward_gemm(gathered.flatten(0, -2), weight)
         if bias is not None:
             out += bias
-        return out.view(*whole.shape[:-1], weight.shape[0])
+        return out.view(*gathered.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole, weight = ctx.saved_tensors
+        gathered, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
@@ -169,11 +178,12 @@ class _Linear(torch.autograd.Function):
             if ctx.allreduce_dgrad:
                 dist.all_reduce(grad_x, group=ctx.group)
             elif ctx.sequence_parallel:
-                mine = grad_x.new_empty(ctx.shape[0] // ctx.group.size(), *ctx.shape[1:])
-                dist.reduce_scatter_tensor(mine, grad_x, group=ctx.group)
-                grad_x = mine
+                # the gradient of the gather: each rank gets the sum over tp of the rows that it sent
+                reduced = grad_x.new_empty(ctx.shape[0] // ctx.group.size(), *ctx.shape[1:])
+                dist.reduce_scatter_tensor(reduced, grad_x, group=ctx.group)
+                grad_x = reduced
         if needs_weight:
-            grad_weight = gemm(grad.t(), whole.flatten(0, -2).t())
+            grad_weight = gemm(grad.t(), gathered.flatten(0, -2).t())
         if needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -214,6 +224,7 @@ _MISSING = object()
 
 def install() -> None:
     """Install the patches for the life of the process. Does nothing with CUDA or when they are installed already."""
+    # one set of patches per process: a second call would save patched functions as the originals
     if device.has_cuda() or _saved:
         return
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -245,7 +256,9 @@ def install() -> None:
     _replace(
         mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
     )
+    # Megatron warns if the CPU's state changes where it manages CUDA's; here they are one
     logging.getLogger(random.__name__).addFilter(_expected_rng_change)
+    # torch.compile needs a C++ compiler on the CPU, which a machine of a run need not have
     torch.compiler.set_stance("force_eager")
 
 
@@ -253,6 +266,7 @@ def uninstall() -> None:
     """Remove the patches, newest first."""
     if not _saved:
         return
+    # newest first: a name that was replaced twice ends with its first original
     while _saved:
         owner, name, original = _saved.pop()
         if original is _MISSING:
@@ -291,6 +305,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+        # Megatron calls these functions in every layer: without keywords there is nothing to change
         if kwargs:
             kwargs.pop("pin_memory", None)
             if _is_cuda(kwargs.get("device")):
@@ -322,6 +337,7 @@ def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     def type_for_caller(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(self, *args, **kwargs)
         is_query = isinstance(result, str) and not args and not kwargs
+        # Megatron compares this text to find its fp32 gradients; user code must see the true type
         if is_query and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core."):
             return result.replace("torch.", "torch.cuda.")
         return result
@@ -393,13 +409,14 @@ def _gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``gather`` so that it pads unequal shards to the longest, gathers them and removes the padding."""
 
     def gather_unequal(
-        mine: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+        local: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return gather(mine, group, output_split_sizes, use_global_buffer)
+            return gather(local, group, output_split_sizes, use_global_buffer)
+        # gloo's collectives need equal sizes on all ranks
         sizes = [int(size) for size in output_split_sizes]
-        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
-        padded[: len(mine)] = mine
+        padded = local.new_zeros(max(sizes), *local.shape[1:])
+        padded[: len(local)] = local
         shards = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(shards, padded, group=group)
         return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
@@ -411,14 +428,15 @@ def _reduce_scatter_unequal(reduce_scatter: Callable[..., Tensor]) -> Callable[.
     """Wrap ``reduce_scatter`` so that with unequal shards it sums the whole tensor and returns this rank's shard."""
 
     def reduce_scatter_unequal(
-        whole: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+        tensor: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Tensor:
         if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
-        total = whole.clone(memory_format=torch.contiguous_format)
+            return reduce_scatter(tensor, group, input_split_sizes, use_global_buffer)
+        # summed as a whole: gloo has no reduce_scatter of unequal parts
+        total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
-        mine: Tensor = total.split([int(size) for size in input_split_sizes])[group.rank()]
-        return mine.clone()
+        part: Tensor = total.split([int(size) for size in input_split_sizes])[group.rank()]
+        return part.clone()
 
     return reduce_scatter_unequal
 

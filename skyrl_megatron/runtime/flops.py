@@ -42,8 +42,10 @@ class ModelFlops:
     def forward(self, lengths: np.ndarray) -> np.ndarray:
         """Return the forward FLOPs of each sequence. ``lengths``: [B] int → [B] float64."""
         s = np.asarray(lengths, dtype=np.float64)
+        # query i attends to i + 1 keys
         flops: np.ndarray = self.linear * s + self.full_attention * s * (s + 1) / 2
         if self.window:
+            # the first ``window`` queries see fewer keys than the window
             w = np.minimum(s, self.window)
             flops += self.window_attention * (w * (w + 1) / 2 + (s - w) * self.window)
         return flops
@@ -58,7 +60,9 @@ class ModelFlops:
         )
 
     def training(self, lengths: np.ndarray) -> float:
-        """Return the FLOPs of forward and backward over all sequences: backward costs twice the forward."""
+        """Return the FLOPs of forward and backward over all sequences, of ``lengths`` [B] int tokens: backward costs
+        twice the forward."""
+        # the gradients of inputs and of weights are one product each, as large as the forward's
         return 3.0 * float(self.forward(lengths).sum())
 
 
@@ -81,18 +85,21 @@ def layer_flops(config: TransformerConfig) -> list[tuple[ModelFlops, ModelFlops]
     """Count (attention or delta net, MLP) of each layer."""
     h = config.hidden_size
     linear, pair = _attention(config)
+    # gate, up and down instead of up and down
     gated = 3 if config.gated_linear_unit else 2
     expert_rows = (config.moe_ffn_hidden_size or 0) * config.moe_router_topk
     moe = 2 * gated * h * (expert_rows + (config.moe_shared_expert_intermediate_size or 0))
     moe += 2 * h * ((config.num_moe_experts or 0) + config.moe_shared_expert_gate)
     dense = 2 * gated * h * config.ffn_hidden_size
+    # Megatron counts the keys to the left of a query, without its own
     window = config.window_size[0] + 1 if config.window_size else 0
     nets = config.linear_attention_freq if config.experimental_attention_variant else None
     by_layer, wider = getattr(config, "heads_by_layer", None), 0.0
+    # MiMo-V2-Flash: window layers have more KV heads than the configuration's other layers
     if by_layer:
         more = by_layer.window_groups - config.num_query_groups
         wider = 2.0 * h * more * (config.kv_channels + by_layer.value_size)
-    found = []
+    layers = []
     for layer, is_moe in enumerate(_moe_pattern(config)):
         if nets and nets[layer]:
             attention = ModelFlops(_delta_net(config), 0.0, 0.0, 0)
@@ -100,8 +107,8 @@ def layer_flops(config: TransformerConfig) -> list[tuple[ModelFlops, ModelFlops]
             attention = ModelFlops(linear + wider, 0.0, pair, window)
         else:
             attention = ModelFlops(linear, pair, 0.0, 0)
-        found.append((attention, ModelFlops(float(moe if is_moe else dense), 0.0, 0.0, 0)))
-    return found
+        layers.append((attention, ModelFlops(float(moe if is_moe else dense), 0.0, 0.0, 0)))
+    return layers
 
 
 def expert_flops(config: TransformerConfig) -> tuple[float, int]:

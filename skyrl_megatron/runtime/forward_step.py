@@ -56,6 +56,7 @@ def run_schedule[M](
     Sequence lengths vary, so stages send shapes before tensors (``variable_seq_lengths``).
     """
     schedule = get_forward_backward_func(groups.parallel.pp, groups.parallel.vpp if len(chunks) > 1 else None)
+    # each chunk consumes all micro-batches at its own time, so they cannot share one iterator
     iterators = [iter(micro_batches) for _ in chunks]
     results: list[Any] = schedule(
         forward_step_func=forward_step,
@@ -101,10 +102,15 @@ class DraftLoss:
         packed = micro_batch.packed
         tokens = packed.targets.view(packed.tokens.shape)
         hidden = self.draft(tokens, packed.position_ids)
-        found, _ = fused_logprobs_and_entropy(
-            hidden, self.weight.detach(), packed.further_targets, packed.groups.tp, self.settings
+        # detached: the head's weight is the policy's, which the draft loss must not train
+        logprobs, _ = fused_logprobs_and_entropy(
+            hidden,
+            self.weight.detach(),
+            packed.further_targets,
+            packed.groups.tp,
+            self.settings,
         )
-        return packed.further_responses(found)
+        return packed.further_responses(logprobs)
 
     def __call__(self, micro_batch: MicroBatch, policy: Tensor, totals: StepTotals) -> tuple[Tensor, ReducibleMetrics]:
         """Return the micro-batch's share of the loss, and its metrics. ``policy``: log-probs of the policy, [b, T].
@@ -113,11 +119,13 @@ class DraftLoss:
         the policy's. If the tokens are samples of p, this is the share of draft tokens that speculative sampling
         accepts (arXiv:2211.17192).
         """
-        found, valid = self.logprobs(micro_batch)
+        logprobs, valid = self.logprobs(micro_batch)
         mask = micro_batch.batch.loss_mask * valid
-        loss = -keep_masked(found, mask).sum() * (self.scale / totals.tokens)
-        accepted = (found.detach() - policy).clamp(max=0.0).exp()
-        return loss, {"mtp_loss": token_mean(-found, mask), "mtp_acceptance": token_mean(accepted, mask)}
+        # by all trained tokens, not by those with a draft: the loss then does not depend on how rows are packed
+        loss = -keep_masked(logprobs, mask).sum() * (self.scale / totals.tokens)
+        # min(1, q / p) without overflow: the difference is cut at 0 before the exponential
+        accepted = (logprobs.detach() - policy).clamp(max=0.0).exp()
+        return loss, {"mtp_loss": token_mean(-logprobs, mask), "mtp_acceptance": token_mean(accepted, mask)}
 
 
 Closure = Callable[[Tensor], Any]
@@ -176,6 +184,8 @@ class ForwardStep:
         micro_batch = next(micro_batches)
         arguments = micro_batch.packed.model_arguments()
         if return_schedule_plan:
+            # a schedule plan calls the layers itself, so the model's forward, which routers read the padding
+            # from, never runs
             for router in routers_of([model]):
                 router.planned_padding = micro_batch.packed.padding_mask
             output = model.build_schedule_plan(**arguments)
@@ -188,7 +198,10 @@ class ForwardStep:
         """React to a micro-batch that has passed through a model chunk of this rank."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> Any:
-        """Return the result that the schedule stores for the micro-batch (``loss_scale.loss_for_schedule``)."""
+        """Return the result that the schedule stores for the micro-batch (``loss_scale.loss_for_schedule``).
+
+        ``output``: logits [1, p, V_padded / tp], or hidden states [1, p, H]; with padded inputs [b, S, …].
+        """
         raise NotImplementedError
 
 
@@ -199,6 +212,7 @@ class LogprobStep(ForwardStep):
         self.head = head
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (scalar 0, token count 0, log-probs [b, T] in nats); ``output`` as in :class:`ForwardStep`."""
         logprobs, _ = self.head(output, micro_batch.packed)
         return loss_for_schedule(logprobs.new_zeros(()), logprobs)
 
@@ -232,12 +246,16 @@ class PolicyStep(TrainingStep):
         self.finished = 0
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
+        """Return (scalar loss, token count 0, metrics); ``output`` as in :class:`ForwardStep`."""
         batch = micro_batch.batch
         logprobs, entropy = self.head(output, micro_batch.packed, with_entropy=self.entropy)
         assert batch.advantages is not None
         old = batch.old_logprobs
         if old is None and batch.metadata.get(OWN_LOGPROBS):
+            # the only pass of the step: the log-probs before the update are those of this pass, without
+            # gradient
             old = logprobs.detach()
+        # from the micro-batch's number, because random choices must be equal on all ranks that share it
         seed_random_picks(*self.seed, self.finished)
         self.finished += 1
         try:
@@ -255,8 +273,11 @@ class PolicyStep(TrainingStep):
                 uids=batch.uids or None,
             )
         except Exception as error:
+            # not raised here: the other stages would wait for this one's gradients until their timeout
             self.failure = self.failure or error
+            # a loss of 0 that still depends on the output, so that the backward pass runs on all ranks
             loss, metrics = logprobs.sum() * 0.0, {}
+        # nobody scored the batch before the step, so the mismatch is measured in this pass
         if batch.old_logprobs is None and batch.rollout_logprobs is not None:
             metrics = metrics | mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
         if self.draft is not None:
@@ -273,5 +294,5 @@ class PolicyStep(TrainingStep):
         if batch.teacher_top_ids is None or batch.teacher_top_logprobs is None or not self.objective.compares_top:
             return None
         ids = packed.to_positions(batch.teacher_top_ids)
-        own = logprobs_of(output.flatten(0, -2), ids, packed.groups.tp, self.head.settings)
-        return packed.to_responses(own), batch.teacher_top_logprobs
+        logprobs = logprobs_of(output.flatten(0, -2), ids, packed.groups.tp, self.head.settings)
+        return packed.to_responses(logprobs), batch.teacher_top_logprobs

@@ -56,7 +56,9 @@ def load_hf(
     try:
         _load(model, open_hf(Path(folder).expanduser()), groups, frozen, value_head)
     except (BridgeError, OSError) as error:
+        # not every error names the folder
         problem = f"{folder}: {error}" if str(folder) not in str(error) else str(error)
+    # all ranks together: the others would otherwise wait for this one in the first collective of the run
     raise_on_all_ranks(ModelLoadError(problem) if problem else None)
 
 
@@ -89,16 +91,19 @@ def _keep_scaled(model: ModelChunks, source: Source, groups: ProcessGroups) -> s
     Allocates memory for all other parameters that were built without it.
     """
     kept: set[str] = set()
-    for place in weight_locations(model, groups):
-        entries = list(place.weights.values())
-        if not isinstance(source, DequantizedFolder) or not all(is_scaled(source, each) for each in entries):
-            give_memory(place.parameter)
+    for location in weight_locations(model, groups):
+        entries = list(location.weights.values())
+        # an expert tensor is one parameter: it stays in 8 bits only if every expert of it can
+        if not isinstance(source, DequantizedFolder) or not all(
+            is_scaled(source, weight_entry) for weight_entry in entries
+        ):
+            give_memory(location.parameter)
             continue
         over = groups.etp if entries[0].is_expert else groups.tp
         shares = [scaled_shard(source, entry, over.size(), over.rank()) for entry in entries]
-        matrix = join_matrices(shares, torch.stack) if place.parameter.dim() == 3 else shares[0]
-        keep_scaled(place.module, place.name, matrix)
-        kept.update(place.weights)
+        matrix = join_matrices(shares, torch.stack) if location.parameter.dim() == 3 else shares[0]
+        keep_scaled(location.module, location.name, matrix)
+        kept.update(location.weights)
     return kept
 
 
@@ -118,13 +123,15 @@ def scaled_shard(source: DequantizedFolder, entry: Entry, size: int, rank: int) 
 
 
 def read_shard(source: Source, entry: Entry, size: int, rank: int, rows: int) -> Tensor:
-    """Read the shard of ``rank`` out of ``size`` of one Megatron tensor; a shard has ``rows`` rows.
+    """Read the shard of ``rank`` out of ``size`` of one Megatron tensor, [rows, …] in the file's dtype; a shard has
+    ``rows`` rows.
 
     ``rows`` includes the padding of vocabularies. The HF tensors are sliced before they are converted, so that only
     this rank's pages are read. This works because tp and etp keep KV groups, heads and gate/up pairs whole: a shard is
     converted like the tensor of a model with fewer of them.
     """
     tensors = [source.read(piece.name, piece.index) for piece in entry.hf]
+    # the vocabulary is padded for tp, so the file cannot be cut before the padding is added
     if entry.split.vocab:
         return shard(entry.to_megatron(tensors), entry, size, rank, rows * size)
     return _share_of(tensors, entry, size, rank)
@@ -134,10 +141,12 @@ def _share_of(tensors: Sequence[Tensor], entry: Entry, size: int, rank: int) -> 
     split, conversion = entry.split, entry.bound.conversion
     if split.dim is None or size == 1:
         return entry.to_megatron(tensors)
+    # before the cut: chunk() would make unequal parts without an error
     check_divisible(entry, size)
     smaller = _shard_conversion(conversion, split.dim, size)
     if smaller is None:
         return shard(entry.to_megatron(tensors), entry, size, rank)
+    # these conversions swap the dimensions, so the file is cut along the other one
     dim = tensors[0].dim() - 1 - split.dim if isinstance(conversion, Transpose | DeinterleaveGateUp) else split.dim
     return smaller.to_megatron([tensor.chunk(size, dim)[rank] for tensor in tensors])
 
@@ -170,18 +179,19 @@ class HfTensor:
 def stream_hf(
     model: ModelChunks, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = weight_data
 ) -> Iterator[HfTensor]:
-    """Yield every HF tensor on one rank, the one that gathers its shards, in module order.
+    """Yield every HF tensor, [shape on disk], on one rank, the one that gathers its shards, in module order.
 
     Every rank must exhaust the iterator, because tp and etp groups gather. A rank holds at most one whole tensor at a
     time. ``of`` maps a parameter to the tensor to stream; for gradients: ``lambda parameter: parameter.main_grad``.
     """
     for weight in local_weights(model, groups, of):
+        # a tied embedding is on two stages; one of them exports it
         if weight.is_copy:
             continue
-        whole = gathered(weight, groups)
-        if whole is None:
+        gathered_tensor = gathered(weight, groups)
+        if gathered_tensor is None:
             continue
-        for piece, tensor in zip(weight.entry.hf, weight.entry.to_hf(whole), strict=True):
+        for piece, tensor in zip(weight.entry.hf, weight.entry.to_hf(gathered_tensor), strict=True):
             yield HfTensor(piece.name, tensor, piece.index)
     last = model.chunks[-1]
     if model.head == "value" and last.post_process and groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
@@ -189,9 +199,11 @@ def stream_hf(
 
 
 def gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
-    """Return the whole tensor on the first rank of the first replica's tp (experts: etp) group, None elsewhere."""
+    """Return the whole tensor, [Megatron's shape without padding], on the first rank of the first replica's tp
+    (experts: etp) group, None elsewhere."""
     expert = weight.entry.is_expert
     over, replicas = (groups.etp, groups.edp) if expert else (groups.tp, groups.dp_cp)
+    # replicas hold the same values
     if replicas.rank() != 0:
         return None
     if over.size() == 1 or weight.entry.split.dim is None:
@@ -214,7 +226,7 @@ def save_hf(
     card: str | None = None,
     changes: FolderChanges | None = None,
 ) -> None:
-    """Write ``model`` as a HF folder. Every rank calls it and writes the tensors it gathers.
+    """Write ``model`` as a HF folder, tensors in [shape on disk]. Every rank calls it and writes what it gathers.
 
     ``out`` must be on a file system that all ranks share; it is created complete or not at all. ``template``: the
     source of tokenizer, generation config and multi-token-prediction layers, by default the folder that the model was
@@ -226,6 +238,7 @@ def save_hf(
     stack, writer, problem = contextlib.ExitStack(), None, None
     with stack:
         passthrough: Mapping[str, Source] = {}
+        # only this rank creates files, so that no two ranks race for a name
         if dist.get_rank() == 0:
             try:
                 passthrough = _passthrough(model, template)
@@ -236,6 +249,7 @@ def save_hf(
                 stack.callback(writer.close)
             except (BridgeError, OSError) as error:
                 problem = str(error)
+        # before anyone gathers: a rank that fails alone would leave the others in a collective
         raise_on_all_ranks(_error(problem))
         places = from_rank_0((writer.folder, writer.places) if writer else None)
         raise_on_all_ranks(_error(write_pieces(_with_repeats(model, stream_hf(model, groups, of=of)), *places)))
@@ -247,6 +261,7 @@ def save_hf(
                 if card:
                     write_file(writer.folder / "README.md", card.encode())
                 writer.finish()
+                # moves the folder to its final name, the last thing that can fail
                 stack.close()
             except (BridgeError, OSError) as error:
                 problem = str(error)
@@ -277,17 +292,19 @@ def write_pieces(pieces: Iterator[HfTensor], folder: Path, places: Mapping[str, 
     try:
         for piece in pieces:
             if problem:
+                # continues without writing: ending here would leave the ranks of the gathers waiting
                 continue
-            place = places[piece.name]
-            size = math.prod(piece.tensor.shape) * place.dtype.itemsize
-            offset = place.start + (piece.index or 0) * size
+            info = places[piece.name]
+            size = math.prod(piece.tensor.shape) * info.dtype.itemsize
+            offset = info.start + (piece.index or 0) * size
             try:
-                if place.file not in descriptors:
-                    descriptors[place.file] = os.open(folder / place.file, os.O_WRONLY)
-                for block in byte_blocks(piece.tensor.cpu(), place.dtype):
-                    offset = write_all(descriptors[place.file], block, offset)
+                if info.file not in descriptors:
+                    descriptors[info.file] = os.open(folder / info.file, os.O_WRONLY)
+                for block in byte_blocks(piece.tensor.cpu(), info.dtype):
+                    offset = write_all(descriptors[info.file], block, offset)
             except OSError as error:
-                problem = f"{folder / place.file}: {error.strerror} while writing {piece.name}"
+                problem = f"{folder / info.file}: {error.strerror} while writing {piece.name}"
+        # before the folder gets its name: a power failure must not leave a complete-looking folder with holes
         for descriptor in descriptors.values():
             os.fsync(descriptor)
     finally:
@@ -317,12 +334,12 @@ def _passthrough(model: ModelChunks, template: Path | None) -> dict[str, Source]
     plan = model.hf.plan
     if model.head == "value":
         plan = without_output_layer(plan)
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     if template is not None and plan.passthrough and any(template.glob("*.safetensors")):
         source = open_hf(template)
-        found = {name: source for name in source.shapes() if plan.is_passthrough(name)}
-    plan.require_vision(found, f"{template} must be the folder that the model was trained from")
-    return found
+        sources = {name: source for name in source.shapes() if plan.is_passthrough(name)}
+    plan.require_vision(sources, f"{template} must be the folder that the model was trained from")
+    return sources
 
 
 def _form(model: ModelChunks, passthrough: Mapping[str, Source]) -> DiskForm:

@@ -95,8 +95,10 @@ class _Columns:
         cls, targets: Tensor, width: int, group: dist.ProcessGroup, settings: SoftmaxSettings, support: Support | None
     ) -> _Columns:
         first = group.rank() * width
+        # padding of the vocabulary is at the end, so only the last ranks have columns that are not real
         real = max(0, min(width, settings.vocab_size - first))
         local = targets - first
+        # −1, not a clamped column: another rank has the target, and this one must add nothing for it
         return cls(group, settings, real, torch.where((local >= 0) & (local < real), local, -1), first, support)
 
     def kept(self, rows: slice) -> Tensor | None:
@@ -113,6 +115,7 @@ class _Columns:
         """Split the columns into blocks; a block of all tokens has as many logits as a chunk of tokens."""
         tokens = max(len(self.targets), 1)
         size = max(-(-self.real * min(self.settings.chunk_size or tokens, tokens) // tokens), 1)
+        # of the real columns: equal memory for chunks of tokens (forward) and blocks of columns (backward)
         return [slice(start, min(start + size, self.real)) for start in range(0, self.real, size)]
 
     def chunks(self) -> list[slice]:
@@ -126,24 +129,27 @@ class _Columns:
         With s = (logit − peak) / temperature: log p = s_target − log Σ exp(s);  H = log Σ exp(s) − Σ p s.
         """
         settings = self.settings
-        found = torch.empty(4, len(self.targets), dtype=torch.float32, device=self.targets.device)
-        exact = torch.empty_like(found[0]) if exact_ops.active() else None
+        # one tensor for all four numbers, so that two collectives per micro-batch join them
+        statistics = torch.empty(4, len(self.targets), dtype=torch.float32, device=self.targets.device)
+        exact = torch.empty_like(statistics[0]) if exact_ops.active() else None
         for rows in self.chunks():
             logits = logits_of(rows)
             if exact is not None:
+                # replaces only the log-probs: the statistics are still needed for the gradient and the entropy
                 exact[rows] = self._exact_logprobs(logits, rows)
-            found[:, rows] = kernel_for(logits).statistics(
+            statistics[:, rows] = kernel_for(logits).statistics(
                 logits,
                 self.targets[rows],
                 self.kept(rows),
                 temperature=settings.temperature,
                 with_entropy=settings.with_entropy,
             )
-        peak, others, moment, target = _joined(found, self.group, settings.temperature)
+        peak, others, moment, target = _joined(statistics, self.group, settings.temperature)
         s = (target - peak) / settings.temperature
         weight = s.exp()
         total = others + weight
         mean = (moment + weight * s) / total
+        # p near 1: 1 − p is the sum of the others, which a logarithm of the total would round away
         likely = s > -1.0  # log1p keeps the precision of log-probs near 0
         logprobs = torch.where(likely, -(others / weight).log1p(), s - total.log()) if exact is None else exact
         return logprobs, total.log() - mean, torch.stack([peak, others, mean, s])
@@ -163,11 +169,12 @@ class _Columns:
         size, rank, vocabulary = self.group.size(), self.group.rank(), self.settings.vocab_size
         most = min(self.first // rank, vocabulary) if rank else self.real
         pieces = [z.new_empty(len(z), most) for _ in range(size)]
+        # ranks with padding have fewer real columns; all_gather needs equal sizes
         dist.all_gather(pieces, F.pad(z, (0, most - self.real)), group=self.group)
-        whole = torch.cat(pieces, 1)[:, :vocabulary]
+        all_columns = torch.cat(pieces, 1)[:, :vocabulary]
         targets = torch.where(targets >= 0, targets + self.first, -1)
         dist.all_reduce(targets, op=dist.ReduceOp.MAX, group=self.group)
-        return whole, targets
+        return all_columns, targets
 
     def coefficients(self, softmax: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
         """Return the coefficients of :meth:`softmax.Kernel.gradient`, [4, P] fp32.
@@ -176,11 +183,12 @@ class _Columns:
         """
         peak, others, mean, s = softmax
         total = others + s.exp()
+        # others / total = 1 − p without cancellation for p near 1
         a, b, at_target = -d_logprobs, torch.zeros_like(d_logprobs), d_logprobs * others
         if self.settings.with_entropy:
             a, b = a + d_entropy * mean, -d_entropy
             at_target = at_target - d_entropy * s.exp() * (s - mean)
-        return torch.stack([peak, *(each / (total * self.settings.temperature) for each in (a, b, at_target))])
+        return torch.stack([peak, *(term / (total * self.settings.temperature) for term in (a, b, at_target))])
 
     def backward(self, logits: Tensor, rows: slice, coefficients: Tensor, out: Tensor) -> None:
         """Write the gradient of ``logits`` [rows, real] to ``out``, which may be the same tensor."""
@@ -195,19 +203,21 @@ class _Columns:
         )
 
 
-def _joined(found: Tensor, group: dist.ProcessGroup, temperature: float) -> Tensor:
+def _joined(statistics: Tensor, group: dist.ProcessGroup, temperature: float) -> Tensor:
     """Combine the statistics of all ranks' columns, in place."""
     if group.size() == 1:
-        return found
-    peak = found[0].clone()
+        return statistics
+    peak = statistics[0].clone()
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    lower = (found[0] - peak) / temperature
+    lower = (statistics[0] - peak) / temperature
     factor = lower.exp()
-    found[2] = factor * (found[2] + torch.where(factor > 0, lower * found[1], 0.0))
-    found[1] *= factor
-    dist.all_reduce(found[1:], group=group)
-    found[0] = peak
-    return found
+    # where the factor underflows to 0, lower may be −∞, and 0 · −∞ is NaN
+    statistics[2] = factor * (statistics[2] + torch.where(factor > 0, lower * statistics[1], 0.0))
+    # in this order: the moment needs the unscaled sum
+    statistics[1] *= factor
+    dist.all_reduce(statistics[1:], group=group)
+    statistics[0] = peak
+    return statistics
 
 
 # ------------------------------------------------------------------ from logits
@@ -231,10 +241,12 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         columns: _Columns = ctx.columns
         logits, softmax = ctx.saved_tensors
+        # the logits are the largest tensor of a micro-batch: their gradient takes their memory
         grad = logits.detach() if columns.settings.overwrite else torch.empty_like(logits)
         coefficients = columns.coefficients(softmax, *grads)
         for rows in columns.chunks():
             columns.backward(logits[rows, : columns.real], rows, coefficients, grad[rows, : columns.real])
+        # padding has probability 0 and gets no gradient; empty_like leaves garbage there
         grad[:, columns.real :] = 0.0
         return grad, None, None, None, None
 
@@ -271,23 +283,27 @@ class _FromHidden(torch.autograd.Function):
         columns: _Columns = ctx.columns
         hidden, weight, h, b, softmax = ctx.saved_tensors
         inputs: tuple[Tensor | None, ...] = (hidden, weight, h, b)
+        # summed over blocks of columns: in bfloat16 each addition would round
         sums = torch.promote_types(hidden.dtype, torch.float32)
         kinds = (sums, weight.dtype, sums, weight.dtype)
-        found = [
+        gradients = [
             torch.zeros(tensor.shape, dtype=kind, device=tensor.device) if tensor is not None and needed else None
             for tensor, kind, needed in zip(inputs, kinds, ctx.needs_input_grad, strict=False)
         ]
         coefficients = columns.coefficients(softmax, *grads)
         every = slice(0, len(hidden))
+        # by columns: a row of the weight then gets its gradient from one product, with no sum over chunks of
+        # tokens
         for part in columns.parts():
             maps = _Maps(hidden, weight[part], h, None if b is None else b[part])
             logits = maps.logits(every)
+            # in place: each block's logits are made again anyway
             columns.part(part).backward(logits, every, coefficients, logits)
-            maps.backward(logits, part, found)
+            maps.backward(logits, part, gradients)
             del logits  # before the next part's
         wanted = [
             None if grad is None or tensor is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(found, inputs, strict=True)
+            for grad, tensor in zip(gradients, inputs, strict=True)
         ]
         return *wanted, None, None, None, None
 
@@ -306,12 +322,12 @@ class _Maps(NamedTuple):
         logits = exact_ops.product(hidden, self.head) if exact_ops.active() else hidden @ self.head.t()
         return logits if self.h is None or self.b is None else logits.addmm_(self.h[rows], self.b.t())
 
-    def backward(self, grad: Tensor, part: slice, found: list[Tensor | None]) -> None:
-        """Add to ``found``, the gradients of the four factors, the contribution of the columns ``part``.
+    def backward(self, grad: Tensor, part: slice, gradients: list[Tensor | None]) -> None:
+        """Add to ``gradients``, those of the four factors, the contribution of the columns ``part``.
 
         ``grad``: [P, columns], the gradient of their logits.
         """
-        d_hidden, d_head, d_h, d_b = found
+        d_hidden, d_head, d_h, d_b = gradients
         for d_x, d_w, x, w in ((d_hidden, d_head, self.hidden, self.head), (d_h, d_b, self.h, self.b)):
             if d_x is not None and w is not None:
                 _add_product(d_x, grad, w)
@@ -324,6 +340,7 @@ def _add_product(total: Tensor, grad: Tensor, weight: Tensor) -> None:
     if grad.dtype == total.dtype:
         total.addmm_(grad, weight)
     else:
+        # torch.addmm needs one dtype; the sum is fp32 while the product is the weight's
         total += grad @ weight
 
 
@@ -340,12 +357,14 @@ def top_logprobs(logits: Tensor, k: int, group: dist.ProcessGroup, settings: Sof
         z = logits[rows, :real].float() / settings.temperature
         here = min(k, real)
         best = z.topk(here, dim=-1)
-        found = torch.full((len(z), k), -torch.inf, dtype=torch.float32, device=z.device)
+        best_logits = torch.full((len(z), k), -torch.inf, dtype=torch.float32, device=z.device)
         named = torch.zeros(len(z), k, dtype=torch.int64, device=z.device)
-        found[:, :here], named[:, :here] = best.values, best.indices + first
+        # unfilled places have −∞ and are never chosen, as long as k is at most the vocabulary
+        best_logits[:, :here], named[:, :here] = best.values, best.indices + first
         if group.size() > 1:
-            found, named = (_side_by_side(each, group) for each in (found, named))
-        chosen = found.topk(k, dim=-1)
+            best_logits, named = (_side_by_side(part, group) for part in (best_logits, named))
+        chosen = best_logits.topk(k, dim=-1)
+        # only the chosen are normalised: a log_softmax of all columns would be another [rows, V]
         values[rows] = chosen.values - _log_z(z, group)[:, None]
         ids[rows] = named.gather(1, chosen.indices)
     return values, ids
@@ -364,19 +383,20 @@ class _LogprobsOfIds(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings) -> Tensor:
         first, real = _columns(logits, group, settings)
-        found = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+        logprobs = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
         log_z = torch.empty(len(ids), dtype=torch.float32, device=logits.device)
         for rows in _chunks(len(logits), settings):
             z = logits[rows, :real].float() / settings.temperature
             local, here = _local(ids[rows], first, real)
-            part = torch.where(here, z.gather(1, local), 0.0) if real else torch.zeros_like(found[rows])
+            # 0 where another rank has the token: the sum over ranks is then the one logit
+            part = torch.where(here, z.gather(1, local), 0.0) if real else torch.zeros_like(logprobs[rows])
             if group.size() > 1:
                 dist.all_reduce(part, group=group)
             log_z[rows] = _log_z(z, group)
-            found[rows] = part - log_z[rows, None]
+            logprobs[rows] = part - log_z[rows, None]
         ctx.save_for_backward(logits, ids, log_z)
         ctx.columns, ctx.settings = (first, real), settings
-        return found
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -385,10 +405,10 @@ class _LogprobsOfIds(torch.autograd.Function):
         for rows in _chunks(len(logits), settings):
             z = logits[rows, :real].float() / settings.temperature
             local, here = _local(ids[rows], first, real)
-            given = grads[0][rows].float()
-            grad = (z - log_z[rows, None]).exp_().mul_(-given.sum(-1, keepdim=True))
+            grad_logprobs = grads[0][rows].float()
+            grad = (z - log_z[rows, None]).exp_().mul_(-grad_logprobs.sum(-1, keepdim=True))
             if real:
-                grad.scatter_add_(1, local, torch.where(here, given, 0.0))
+                grad.scatter_add_(1, local, torch.where(here, grad_logprobs, 0.0))
             out[rows, :real] = (grad / settings.temperature).to(out.dtype)
         return out, None, None, None
 
@@ -408,6 +428,7 @@ def _local(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 def _log_z(z: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the logarithm of the partition function, [rows]. ``z``: this rank's columns, possibly none."""
+    # a rank with padding alone has no columns to take a maximum of
     peak = z.amax(-1) if z.shape[1] else torch.full((len(z),), -torch.inf, dtype=z.dtype, device=z.device)
     if group.size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)

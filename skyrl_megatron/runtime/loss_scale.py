@@ -51,14 +51,17 @@ class AuxiliaryLossScale:
 
 def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> AuxiliaryLossScale:
     """Make Megatron sum where it would average (see the table above). Call before the model is wrapped in DDP."""
+    # checked before the routers exist: a model built without it would average, and train at another rate
     assert config.calculate_per_token_loss, "build the model with SUMMED_GRADIENTS: routers read it in their __init__"
     config.finalize_model_grads_func = None  # not idempotent; the optimizer step calls it once
     config.grad_scale_func = None
+    # average_in_collective divides by the group in NCCL itself, whatever the factors above say
     ddp_config.average_in_collective = False
     config.moe_grad_scale_func = scale = AuxiliaryLossScale()
     return scale
 
 
 def loss_for_schedule[R](loss: Tensor, result: R) -> tuple[Tensor, Tensor, R]:
-    """Return the three values of a loss closure. The token count is 0, so the schedule does not divide the loss."""
+    """Return the three values of a loss closure for a scalar ``loss``. The token count is 0, so the schedule does not
+    divide the loss."""
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), result

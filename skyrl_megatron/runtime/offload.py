@@ -62,14 +62,15 @@ class HostMemory:
         return len(self._blocks) * self._block_bytes
 
     def take(self, count: int) -> Tensor:
-        """Return ``count`` contiguous bytes, uint8, uninitialised; at most one block."""
+        """Return contiguous memory, [count] uint8, uninitialised; at most one block."""
         assert count <= self._block_bytes, (count, self._block_bytes)
+        # the rest of the block stays empty: the caller needs contiguous bytes
         if self._used + count > self._block_bytes:
             self._block, self._used = self._block + 1, 0
         return self._next(count)
 
     def pieces(self, count: int) -> list[Tensor]:
-        """Return ``count`` bytes as a list of contiguous slices that fill the blocks completely."""
+        """Return ``count`` bytes as a list of contiguous slices, [n] uint8 each, that fill the blocks completely."""
         found: list[Tensor] = []
         while count:
             if self._used == self._block_bytes:
@@ -91,9 +92,10 @@ class HostMemory:
 
 
 def host_bytes(count: int) -> Tensor:
-    """Allocate ``count`` bytes of host memory, uint8: pinned on a GPU machine, else in huge pages."""
+    """Allocate host memory, [count] uint8: pinned on a GPU machine, else in huge pages."""
     if device.has_cuda():
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    # huge pages: far fewer page faults when the memory is first written
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -115,13 +117,14 @@ class WholeWeight:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> WholeWeight:
-        """Copy ``tensor`` to the host."""
+        """Copy ``tensor`` […] to the host."""
         whole = tensor.detach().cpu().contiguous()
         data = whole.reshape(-1).view(torch.uint8).numpy()
         return cls(name, str(whole.dtype).removeprefix("torch."), tuple(whole.shape), data)
 
     def tensor(self) -> Tensor:
-        """Return a copy of the weight as a tensor."""
+        """Return a copy of the weight as a tensor, [shape] in its dtype."""
+        # a copy: Ray's objects are read-only memory
         return torch.from_numpy(self.data.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
@@ -138,13 +141,14 @@ def weight_buckets(
     for weight in local_weights(model, groups):
         if weight.is_copy:
             continue
-        whole = gathered(weight, groups)
-        if whole is not None:
-            bucket.append(WholeWeight.of(weight.entry.name, whole))
+        gathered_weight = gathered(weight, groups)
+        if gathered_weight is not None:
+            bucket.append(WholeWeight.of(weight.entry.name, gathered_weight))
         passed += weight.tensor.nbytes  # equal on all ranks of the stage
         if passed >= nbytes:
             yield bucket
             bucket, passed = [], 0
+    # also if it is empty: ranks of a stage iterate over equally many buckets
     yield bucket
 
 
@@ -162,19 +166,19 @@ class ShardReceiver:
         """Copy this rank's shards of ``weights``. Raises WeightSyncError for a different shape or dtype."""
         for weight in weights:
             targets = self._missing.pop(weight.name, [])
-            whole = weight.tensor() if targets else None
+            full = weight.tensor() if targets else None
             for target in targets:
-                assert whole is not None
+                assert full is not None
                 over = self.groups.etp if target.entry.is_expert else self.groups.tp
                 rows = target.tensor.shape[0] * over.size()
                 padded_vocab = rows if target.entry.split.vocab else None
-                own = shard(whole, target.entry, over.size(), over.rank(), padded_vocab)
-                if own.shape != target.tensor.shape or own.dtype != target.tensor.dtype:
+                part = shard(full, target.entry, over.size(), over.rank(), padded_vocab)
+                if part.shape != target.tensor.shape or part.dtype != target.tensor.dtype:
                     raise WeightSyncError(
-                        f"{weight.name} is {own.dtype} {list(own.shape)} in the policy and {target.tensor.dtype} "
+                        f"{weight.name} is {part.dtype} {list(part.shape)} in the policy and {target.tensor.dtype} "
                         f"{list(target.tensor.shape)} in the reference: use one model and one dtype for both roles"
                     )
-                target.tensor.copy_(own)
+                target.tensor.copy_(part)
 
     def finish(self) -> None:
         """Raise WeightSyncError if a weight was not received, with its name."""
@@ -238,6 +242,7 @@ class Offload:
         for part in PARTS:
             if part not in parts or part in self._emptied or part in self._leaving:
                 continue
+            # an arrival that is still under way must be complete before its bytes are read
             self.wait(part)
             self._host[part].rewind()
             leaving = []
@@ -245,9 +250,13 @@ class Offload:
                 for storage in self._storages(part):
                     copies = [] if part == "gradients" else self._host[part].pieces(storage.nbytes())
                     for source, target in _pairs(storage, copies):
+                        # non_blocking: pinned memory, on the copy stream; ``device.mark`` below tells when it
+                        # is done
                         target.copy_(source, non_blocking=True)
                     leaving.append(_FreedStorage(storage, storage.nbytes(), copies))
                 self._leaving[part] = leaving, device.mark()
+            # reserved now, so that pinning does not happen within the first step: moments do not exist before
+            # it
             if part == "optimizer":
                 self._host[part].pieces(sum(map(pending_state_bytes, self._optimizers)))
 
@@ -258,9 +267,11 @@ class Offload:
         for part in PARTS:
             if part in parts and part in self._leaving:
                 self._emptied[part], copied = self._leaving.pop(part)
+                # only then: freeing earlier would free what the copy still reads
                 copied()
-                for each in self._emptied[part]:
-                    each.storage.resize_(0)
+                for freed in self._emptied[part]:
+                    freed.storage.resize_(0)
+        # freed blocks stay in torch's allocator, where engines on the same GPU cannot use them
         device.empty_cache()
 
     @torch.no_grad()
@@ -272,15 +283,17 @@ class Offload:
                     self._keep(part)
                 continue
             emptied = self._emptied.pop(part)
-            for each in emptied:
-                each.storage.resize_(each.nbytes)
+            for freed in emptied:
+                # the same storage object grows again, so every view of it is valid at once
+                freed.storage.resize_(freed.nbytes)
             with self._copying():
-                for each in emptied:
-                    if not each.copies:
-                        _bytes(each.storage).zero_()
-                    for target, source in _pairs(each.storage, each.copies):
+                for freed in emptied:
+                    if not freed.copies:
+                        _bytes(freed.storage).zero_()
+                    for target, source in _pairs(freed.storage, freed.copies):
                         target.copy_(source, non_blocking=True)
                 if device.has_cuda():
+                    # an event instead of a synchronization: the copy runs while the model computes
                     self._arriving[part] = torch.cuda.current_stream().record_event()
 
     def wait(self, *parts: Part) -> None:
@@ -293,6 +306,7 @@ class Offload:
 
     def _keep(self, part: Part) -> None:
         """Drop the copy of a part that is leaving. The current stream changes it only after it was read."""
+        # the copy may still read the memory that the current stream is about to change
         if self._leaving.pop(part, None) is not None and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -301,6 +315,7 @@ class Offload:
         if device.has_cuda() and self._stream is None:
             self._stream = torch.cuda.Stream()
         if self._stream is not None:
+            # after everything queued so far: the copy must see the last update
             self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
@@ -309,24 +324,28 @@ class Offload:
         tensors: dict[Part, Callable[[], Iterable[Tensor]]] = {
             "weights": lambda: (parameter for chunk in self._chunks for parameter in _parameters(chunk)),
             "gradients": lambda: (buffer.grad_data for chunk in self._chunks for buffer in _buffers(chunk)),
-            "optimizer": lambda: (each for optimizer in self._optimizers for each in optimizer_tensors(optimizer)),
+            "optimizer": lambda: (t for optimizer in self._optimizers for t in optimizer_tensors(optimizer)),
         }
+        # precision-aware optimizers have views of the weights as parameters: these leave with the weights
         seen = {tensor.untyped_storage()._cdata for tensor in tensors["weights"]()} if part == "optimizer" else set()
-        for tensor in (each for whole in tensors[part]() for each in memory_of(whole)):
+        for tensor in (memory for tensor_of_part in tensors[part]() for memory in memory_of(tensor_of_part)):
             storage = tensor.untyped_storage()
+            # a CPU-offloaded optimizer has part of its state on the host already
             if storage._cdata not in seen and storage.device == device.device() and storage.nbytes():
                 seen.add(storage._cdata)
+                # numpy shares some storages with a checkpoint in progress: these cannot be freed
                 if storage.resizable():
                     yield storage
 
 
 def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer on any device, some of them several times.
+    """Yield the tensors of an optimizer, […] each, on any device, some of them several times.
 
     They are parameters (masters, or views of the model's), moments, and the tensors of the optimizers inside
     Megatron's HybridDeviceOptimizer.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # one part per group of parameters (dense, experts), or the optimizer itself
         outer = getattr(part, "optimizer", None)
         if outer is None:
             continue
@@ -351,8 +370,9 @@ def pending_state_bytes(optimizer: Any | None) -> int:
             types = getattr(inner, "name_to_dtype_map", {})
             names = ["exp_avg", "exp_avg_sq"] + ["master_param"] * getattr(inner, "master_weights", False)
             matrices = getattr(inner, "scale_invariant", ())
-            for piece in (each for group in inner.param_groups for each in group["params"]):
+            for piece in (parameter for group in inner.param_groups for parameter in group["params"]):
                 if piece.device != device.device() or inner.state.get(piece):
+                    # state that exists is counted where its storages are
                     continue
                 if id(piece) in matrices:
                     size += piece.nbytes
@@ -366,7 +386,7 @@ def pending_state_bytes(optimizer: Any | None) -> int:
 
 
 def memory_of(tensor: Any) -> list[Tensor]:
-    """Return the tensors that hold a tensor's bytes: itself, or the data and the transpose of an FP8 tensor.
+    """Return the tensors […] that hold a tensor's bytes: itself, or data and transpose of an FP8 tensor.
 
     Transformer Engine's Adam allocates the transpose on GPUs before Blackwell and does not read it
     (``Float8Quantizer::create_tensor``).

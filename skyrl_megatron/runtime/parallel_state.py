@@ -42,6 +42,7 @@ def start_wait_timer() -> None:
     _counting = True
     from torch._C._distributed_c10d import Work
 
+    # replaced on the class: groups of Megatron and of torch make their own Work objects
     wait: Callable[..., Any] = Work.wait
 
     def counted(self: Work, *args: Any, **kwargs: Any) -> Any:
@@ -66,15 +67,17 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     The message is that of the lowest rank with an error, with the rank as prefix unless all ranks have an error.
     Without an error this costs one all-reduce of a flag.
     """
+    # a flag first: gathering objects costs a pickle and a size exchange in every call
     failed = torch.tensor([float(error is not None)], device=device.device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():
         return
-    found: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _portable(error))
-    errors = [(rank, each) for rank, each in enumerate(found) if each is not None]
+    gathered: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, _portable(error))
+    errors = [(rank, failure) for rank, failure in enumerate(gathered) if failure is not None]
     rank, first = errors[0]
-    raise first if len(errors) == len(found) else type(first)(f"rank {rank}: {first}")
+    # all ranks failed alike, so no rank's number says more
+    raise first if len(errors) == len(gathered) else type(first)(f"rank {rank}: {first}")
 
 
 def group_maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
@@ -88,6 +91,7 @@ def _portable(error: Exception | None) -> Exception | None:
     """Return an error that can be pickled: a ValueError if the constructor takes more than a message."""
     if error is None:
         return None
+    # some errors take other arguments than a message
     try:
         return type(error)(str(error))
     except TypeError:
@@ -157,10 +161,13 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
     problems = layout_problems(parallel)
     if problems:
         raise ConfigError(problems)
+    # before a group is created: Megatron's own assertion would name no setting
     if dist.get_world_size() != parallel.world_size:
         raise DistributedError(
-            f"the layout needs {parallel.world_size} ranks, but {dist.get_world_size()} processes were started"
+            f"the layout needs {parallel.world_size} ranks, but {dist.get_world_size()} processes were started: start "
+            "as many, or change the parallel degrees"
         )
+    # before the seeding below, which calls CUDA
     megatron_patches.install()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -170,8 +177,10 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,
+        # gloo groups in addition to NCCL's would double connections; only Megatron's own checkpoints use them
         create_gloo_process_groups=False,
     )
+    # the tracker may exist from an earlier engine of this process, with states of its own
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -200,11 +209,13 @@ def end_groups(*, world: bool = False) -> None:
     It does not wait for other ranks; ranks that wait for this one get an error. Models that use the groups must not be
     referenced any more. Megatron's own function only drops its references, so threads and connections would stay.
     """
+    # Megatron's references first, or destroyed groups would still be found through it
     mpu.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     _drop_graphs()
+    # models refer to groups in cycles, which only the collector frees
     gc.collect()
     if world and dist.is_initialized():
         dist.destroy_process_group()

@@ -48,6 +48,7 @@ class StateSnapshot:
     @torch.no_grad()
     def take(self, engine: MegatronEngine) -> None:
         """Copy the current state of ``engine``."""
+        # both must be on the device: storages that are offloaded have no bytes to copy
         engine.onload("weights", "optimizer")
         storages = list(_storages(engine))
         self.reserve(sum(storage.nbytes() for storage in storages))
@@ -60,7 +61,10 @@ class StateSnapshot:
         engine.onload("weights", "optimizer")
         storages = list(_storages(engine))
         if (held := sum(storage.nbytes() for storage in storages)) != self.nbytes:
-            raise DistributedError(f"the peer checkpoint of a rank has {self.nbytes} bytes, the rank itself {held}")
+            raise DistributedError(
+                f"the peer checkpoint of a rank has {self.nbytes} bytes, the rank itself {held}: resume the last "
+                "checkpoint on disk"
+            )
         self._copy(storages, lambda storage, host: storage.copy_(host, non_blocking=True))
         _restore_metadata(engine, pickle.loads(self.metadata))
 
@@ -71,7 +75,7 @@ class StateSnapshot:
         self._slices = self._memory.pieces(nbytes)
 
     def slices(self) -> list[Tensor]:
-        """Return the memory of the copy as uint8 tensors, in order."""
+        """Return the memory of the copy, [n] uint8 each, in order."""
         return list(self._slices)
 
     @property
@@ -87,11 +91,13 @@ class StateSnapshot:
             left = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             while len(left):
                 assert host is not None
+                # blocks of host memory end elsewhere than storages
                 if used == len(host):
                     host, used = next(slices), 0
                 size = min(len(left), len(host) - used)
                 move(left[:size], host[used : used + size])
                 left, used = left[size:], used + size
+        # the copies were queued, and the caller goes on to change the source
         device.synchronize()
 
 
@@ -128,11 +134,14 @@ def exchange(own: StateSnapshot, peer: StateSnapshot, distance: int) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     target, source = (rank + distance) % world, (rank - distance) % world
     sizes, own_sizes = torch.zeros(2, dtype=torch.int64), _sizes(own)
+    # both posted before either is waited for: in a ring where each rank first waits for its send, all would
+    # wait
     _wait([dist.irecv(sizes, source), dist.isend(own_sizes, target)])
     peer.reserve(int(sizes[0]))
     metadata = torch.zeros(int(sizes[1]), dtype=torch.uint8)
-    receives = [dist.irecv(each, source) for each in (*peer.slices(), metadata)]
-    sends = [dist.isend(each, target) for each in (*own.slices(), _as_tensor(own.metadata))]
+    # all at once: a peer's bytes arrive in order, and waiting for each would add a round trip per slice
+    receives = [dist.irecv(piece, source) for piece in (*peer.slices(), metadata)]
+    sends = [dist.isend(piece, target) for piece in (*own.slices(), _as_tensor(own.metadata))]
     _wait(receives + sends)
     peer.metadata = metadata.numpy().tobytes()
 
@@ -143,18 +152,19 @@ def hand_over(own: StateSnapshot, peer: StateSnapshot, holders: Mapping[int, int
     ``holders``: restarted rank → rank that holds its checkpoint.
     """
     rank = dist.get_rank()
+    # sorted: every rank must take the pairs in one order
     for restarted, holder in sorted(holders.items()):
         if rank == holder:
             dist.send(_sizes(peer), restarted)
-            for each in (*peer.slices(), _as_tensor(peer.metadata)):
-                dist.send(each, restarted)
+            for piece in (*peer.slices(), _as_tensor(peer.metadata)):
+                dist.send(piece, restarted)
         if rank == restarted:
             sizes = torch.zeros(2, dtype=torch.int64)
             dist.recv(sizes, holder)
             own.reserve(int(sizes[0]))
             metadata = torch.zeros(int(sizes[1]), dtype=torch.uint8)
-            for each in (*own.slices(), metadata):
-                dist.recv(each, holder)
+            for piece in (*own.slices(), metadata):
+                dist.recv(piece, holder)
             own.metadata = metadata.numpy().tobytes()
 
 
@@ -176,10 +186,11 @@ def _storages(engine: MegatronEngine) -> Iterator[torch.UntypedStorage]:
     """Yield each storage of the state once, in an order that depends only on configuration and rank."""
     seen: set[int] = set()
     for trained in engine.trained.values():
+        # moments exist only after the first step; a rebuilt engine must have the same storages
         make_state(trained.optimizer)
         for tensor in _tensors(trained, adapters_only=engine.is_adapted):
-            for each in memory_of(tensor):
-                storage = each.untyped_storage()
+            for memory in memory_of(tensor):
+                storage = memory.untyped_storage()
                 if storage._cdata not in seen and storage.nbytes():
                     seen.add(storage._cdata)
                     yield storage
@@ -215,6 +226,7 @@ def _metadata(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _restore_metadata(engine: MegatronEngine, metadata: Mapping[str, Any]) -> None:
+    # the adapter first: it decides which factors are in the tree of modules
     engine.set_adapter(metadata["adapter"])
     engine.model.experts.place(metadata["experts"])
     for name, values in metadata["trained"].items():
@@ -227,6 +239,7 @@ def _restore_metadata(engine: MegatronEngine, metadata: Mapping[str, Any]) -> No
             group.update(scalars)
         if trained.lr_schedule is not None:
             vars(trained.lr_schedule).update(values["schedule"])
+    # last, so that nothing above can advance the random states
     rng.restore_rng(metadata["random states"])
 
 

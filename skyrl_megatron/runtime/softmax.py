@@ -41,13 +41,15 @@ class Support:
 
     def kept(self, rows: slice, first: int, width: int) -> Tensor | None:
         """Return [rows, width] bool: the kept ones of ``width`` columns from ``first``; None if all rows keep all."""
-        own = slice(int(self.starts[rows.start]), int(self.starts[rows.stop]))
-        if own.start == own.stop:
+        entries = slice(int(self.starts[rows.start]), int(self.starts[rows.stop]))
+        if entries.start == entries.stop:
+            # no kernel needs a mask then, which saves [rows, width] bytes and a pass over them
             return None
-        column = self.ids[own] - first
+        column = self.ids[entries] - first
         column = torch.where((column >= 0) & (column < width), column, width)  # other ranks' entries, dropped below
+        # one column more, into which entries of other ranks fall: filtering them would wait for the device
         marked = self.whole[rows, None].repeat(1, width + 1)
-        marked[self.tokens[own] - rows.start, column] = True
+        marked[self.tokens[entries] - rows.start, column] = True
         return marked[:, :width]
 
 
@@ -85,7 +87,7 @@ class Kernel(Protocol):
 
 
 def kernel_for(logits: Tensor) -> Kernel:
-    """Return the kernel for the device of ``logits``: Triton's on a GPU if Triton is installed, else torch's."""
+    """Return the kernel for the device of ``logits`` [n, v]: Triton's on a GPU if it is installed, else torch's."""
     return (_triton() if logits.is_cuda else None) or torch_softmax
 
 

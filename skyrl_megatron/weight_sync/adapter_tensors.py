@@ -114,8 +114,8 @@ def check_adapters(metadata: Sequence[Sequence[TensorMeta]], expected: Pairs) ->
             key = f"{_of_adapter(factor.adapter, module)}.lora_{factor.letter}"
             if pair is None:
                 problems.append(f"{name} is for {module}, which this run does not adapt")
-            # a factor that all experts share has 1 in place of their number: both shapes are complete
             elif shape not in pair.of(factor.letter):
+                # a factor that all experts share has 1 in place of their number: both shapes are complete
                 problems.append(f"{name} is {list(shape)}, {module} needs {list(pair.of(factor.letter)[0])}")
             if key in tensor_of:
                 problems.append(f"{key} is sent twice")

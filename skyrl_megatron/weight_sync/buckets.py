@@ -388,8 +388,8 @@ class WeightReceiver:
                     ahead.put((bucket, buffer))
                     del buffer
                 ahead.put(None)
-            # BaseException: whatever ends this thread, the consumer waits for the queue without a deadline
             except BaseException as error:
+                # BaseException: whatever ends this thread, the consumer waits for the queue without a deadline
                 ahead.put(error)
 
         threading.Thread(target=receive, name="weights", daemon=True).start()

@@ -236,7 +236,7 @@ def plan_reshard(
     adapters = np.array([names[meta.adapter] for meta in tensors], np.int64)
     alike: dict[bytes, list[tuple[TargetMap, list[int]]]] = {}  # workers with equal target maps need equal slices
     for worker, target_map in enumerate(target_maps):
-        # The sum of the columns is a cheap key. Tables that share it by chance are told apart below.
+        # The sum of the columns is a cheap key. _equal separates tables that share it by chance.
         candidates = alike.setdefault(target_map.copies.sum(0).tobytes(), [])
         same = next((workers for first, workers in candidates if _equal(first, target_map)), None)
         if same is None:

@@ -147,8 +147,8 @@ class WeightSender:
         """
         try:
             return self._send(self._transport) if self._transfers is None else self._send_slices(self._transport)
-        # also for KeyboardInterrupt: receivers wait until the group is gone
         except BaseException:
+            # also for KeyboardInterrupt: receivers wait until the group is gone
             self.close()
             raise
 

@@ -382,7 +382,7 @@ class TransferList:
         steps = np.diff(self.copies, axis=0)
         alike = ~steps[:, [0, 2, 3, 4, 6, 7]].any(1)
         begins = np.ones(len(self.copies), bool)
-        # a run goes on while the distance stays the same: the second difference is 0
+        # a run continues while the distance stays the same: the second difference is 0
         begins[1:] = ~alike
         begins[2:] |= alike[:-1] & (steps[1:, [1, 5]] != steps[:-1, [1, 5]]).any(1)
         begins[self.buckets[:, 3][self.buckets[:, 3] < self.buckets[:, 4]]] = True

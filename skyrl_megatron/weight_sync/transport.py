@@ -278,7 +278,7 @@ class IpcTransport(Transport):
     def _header(self, buffer: Tensor) -> Tensor:
         """Return the header (number, bytes) of a buffer, after the kernels that fill it are done."""
         device.synchronize()
-        # another process cannot wait for this one's stream, so the kernels must be done before it hears of the
+        # another process cannot wait for this one's stream, so the kernels must be done before it gets the
         # buffer
         return torch.tensor([self._export(buffer), buffer.numel()])
 

@@ -192,8 +192,8 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if info.sizes:
                 measure(transport, member, info.sizes)
-        # the trainer's ranks wait for this member until it has left the group
         except BaseException:
+            # the trainer's ranks wait for this member until it has left the group
             transport.close()
             raise
         self.receiver = SliceReceiver(transfers, transport, dict(numbers), self.dtypes, info.bucket_bytes, device)

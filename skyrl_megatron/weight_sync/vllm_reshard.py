@@ -257,8 +257,8 @@ def record_targets(model: torch.nn.Module, tensors: Sequence[TensorMeta], device
             with watch:
                 loaded.load_weights(iter(fakes))
             return _target_map(model, sink, watch, {meta.name: meta for meta in tensors})
-        # vLLM's recorder raises it for every operation that is no slice
         except NotImplementedError as error:
+            # vLLM's recorder raises it for every operation that is no slice
             raise ReshardUnsupported(str(error).splitlines()[0]) from error
         finally:
             recorder._restore_after_dry_run(None, model)
@@ -293,7 +293,7 @@ def _target_map(
                         target_of[name, part] = len(targets)
                         targets.append((path, name, dtype_name(parameter), size, part))
                     copies_of.setdefault((numbers[meta.name], target_of[name, part]), []).append(inside)
-        # the kernel would go on with an expert of the previous version
+        # the kernel would continue with an expert of the previous version
         if packing and sum(part >= 0 for _, part in target_of) != sum(map(len, packing.packed.values())):
             raise ReshardUnsupported(f"no tensor is loaded into some experts of {path}")
     rows = [

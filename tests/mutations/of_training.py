@@ -222,7 +222,7 @@ MUTATIONS = (
     Mutation(
         "statistics-of-one-vocabulary-shard",
         "skyrl_megatron/runtime/logprobs.py",
-        "dist.all_reduce(found[1:], group=group)",
+        "dist.all_reduce(statistics[1:], group=group)",
         "pass",
         ("tests/runtime/test_vocab_parallel.py::test_split_over_two_ranks",),
         "with tp > 1 the softmax would be over a part of the vocabulary",
@@ -238,7 +238,7 @@ MUTATIONS = (
     Mutation(
         "gradients-without-temperature",
         "skyrl_megatron/runtime/logprobs.py",
-        "each / (total * self.settings.temperature)",
+        "term / (total * self.settings.temperature)",
         "each / total",
         ("tests/runtime/test_vocab_parallel.py::test_from_logits",),
         "steps would be too small by the temperature",

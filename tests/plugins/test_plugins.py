@@ -184,7 +184,8 @@ def test_families_of_a_module_named_to_bridges(folder):
     assert listed.returncode == 0 and json.loads(listed.out)["families"][-1]["model_type"] == "mistral"
     lost, _ = command(folder, "-m", "bridges", "--plugin", "nowhere", "list")
     assert lost.returncode == 2
-    assert lost.err == "error: --plugin nowhere: cannot be imported (No module named 'nowhere')\n"
+    why = "cannot be imported (No module named 'nowhere'); give a module on PYTHONPATH"
+    assert lost.err == f"error: --plugin nowhere: {why}\n"
 
 
 def test_unknown_names_are_refused_with_what_is_known(folder):

@@ -115,12 +115,15 @@ class Checkpointer:
             for ranks in self.roles.values():
                 ranks.save_checkpoint(folder, step, background=self._asynchronous)
         except BaseException:
+            # the ranks that did write have left files; nobody will complete this folder
             self.store.discard(step)
             raise
 
         def commit() -> None:
             self.store.commit(step, sizes, extras, timeout_s=self._timeout_s)
 
+        # The ranks' files are awaited in a thread too: otherwise the fast ranks' steps would wait for the
+        # slowest disk.
         if self._asynchronous:
             self._commit.start(commit)
         else:
@@ -137,23 +140,26 @@ class Checkpointer:
         that one cannot be loaded.
         """
         candidates = resume_candidates(self.store, mode, path)
-        for found in candidates:
-            self._accept(found)
+        for checkpoint in candidates:
+            # an error of ``accept`` means another run's checkpoint: an older one of it is no better, so it is
+            # not skipped
+            self._accept(checkpoint)
             try:
                 for ranks in self.roles.values():
-                    ranks.load_checkpoint(found.folder)
-                data, state = (self.store.read_json(found, name) for name in (DATA, TRAINER_STATE))
-                rollouts = self.store.read_rollouts(found)
+                    ranks.load_checkpoint(checkpoint.folder)
+                data, state = (self.store.read_json(checkpoint, name) for name in (DATA, TRAINER_STATE))
+                rollouts = self.store.read_rollouts(checkpoint)
             except CheckpointError as error:
                 candidates.reject(str(error))
                 continue
-            self.saved_step = found.step
-            self.store.continue_from(found)
-            return ResumePoint(found.step, found.folder, data, state, rollouts)
+            self.saved_step = checkpoint.step
+            self.store.continue_from(checkpoint)
+            return ResumePoint(checkpoint.step, checkpoint.folder, data, state, rollouts)
         return None
 
     def finish(self) -> None:
         """Wait until no save is in progress. Raises CheckpointError if the last save failed."""
+        # the ranks first: their error says what went wrong, the commit's only that files are missing
         try:
             if self._asynchronous:
                 for ranks in self.roles.values():
@@ -177,6 +183,7 @@ class Checkpointer:
         """
         if not self._commit.busy or self.saved_step is None:
             return
+        # otherwise the commit waits for their notes until its timeout
         for role, ranks in lost.items():
             self.store.mark_lost(self.saved_step, role, ranks)
         try:

@@ -38,6 +38,8 @@ PARTS = "parts"
 """Folder of the notes that ranks leave for the process that completes a checkpoint."""
 BLOCK_BYTES = 4 * 2**20
 FORMAT = 1
+RESTORE = "restore the file, or resume another checkpoint (trainer.resume_mode=from_path)"
+"""What to do about a damaged file, for messages."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class BlockHasher:
 
     def entry(self) -> FileEntry:
         """Size and hashes of all bytes so far."""
+        # an empty file has the hash of nothing: each file has one at least, so none escapes the check
         tail = [self._open.hexdigest()] if self._bytes % BLOCK_BYTES or not self._bytes else []
         return FileEntry(self._bytes, self._done + tail)
 
@@ -124,6 +127,7 @@ class Manifest:
             "block_bytes": BLOCK_BYTES,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
+        # the hash of the others: it cannot be in what it hashes
         return json.dumps(body | {"self": _self_hash(body)}, indent=1).encode()
 
     @classmethod
@@ -135,17 +139,24 @@ class Manifest:
             stated = body.pop("self")
             intact = stated == _self_hash(body)
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged ({error})") from error
+            raise CheckpointError(f"{path} is damaged ({error}); {RESTORE}") from error
         if not intact:
-            raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
+            raise CheckpointError(f"{path} is damaged: its content does not match its own hash; {RESTORE}")
         if body.get("format") != FORMAT or body.get("block_bytes") != BLOCK_BYTES:
-            raise CheckpointError(f"{path} has format {body.get('format')}, this version reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {body.get('format')}, this version reads {FORMAT}: resume with the version that "
+                "saved it"
+            )
         absent = {"hub_commits": {}, "bases": {}, "branch": "", "ancestry": {}, "identity": {}}  # in older checkpoints
         filled = absent | body
+        # the hash shows damage, not who wrote the file: types are checked before anything uses them
         if wrong := [name for name, fits in _FIELDS.items() if not fits(filled.get(name))]:
-            raise CheckpointError(f"{path} is not a valid manifest: wrong type or value of {', '.join(wrong)}")
+            raise CheckpointError(
+                f"{path} is not a valid manifest: wrong type or value of {', '.join(wrong)}; {RESTORE}"
+            )
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
         for name in files:
+            # a manifest may come from a stranger: paths in it must not lead to other files
             if name.startswith("/") or ".." in name.split("/"):
                 raise CheckpointError(f"{path} names {name}, which is outside of the checkpoint: refused")
         return cls(
@@ -223,9 +234,11 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     try:
         data = storage.read(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a complete checkpoint") from error
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: it is not a complete checkpoint; give a folder global_step_N that has one"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); check the storage") from error
     return Manifest.from_bytes(data, path)
 
 
@@ -237,17 +250,20 @@ def check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
         try:
             size = storage.size(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing") from error
+            raise CheckpointError(f"{path} is missing; {RESTORE}") from error
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from error
+            raise CheckpointError(f"{path} cannot be read ({error}); check the storage") from error
         if size != entry.bytes:
-            raise CheckpointError(f"{path} has {size} bytes instead of {entry.bytes}")
+            raise CheckpointError(f"{path} has {size} bytes instead of {entry.bytes}; {RESTORE}")
 
 
 def check_block(path: str, index: int, data: memoryview, expected: str) -> None:
     """Raise CheckpointError if a block does not have its hash."""
+    # of the bytes that were read: hashing the file apart would not show what changes in between
     if blake3.blake3(data).hexdigest() != expected:
-        raise CheckpointError(f"{path} is damaged between bytes {index * BLOCK_BYTES} and {(index + 1) * BLOCK_BYTES}")
+        raise CheckpointError(
+            f"{path} is damaged between bytes {index * BLOCK_BYTES} and {(index + 1) * BLOCK_BYTES}; {RESTORE}"
+        )
 
 
 def check_hashes(storage: Storage, folder: str, manifest: Manifest, names: Iterable[str] | None = None) -> None:
@@ -268,9 +284,9 @@ def read_into(file: Any, buffer: memoryview, path: str) -> int:
         try:
             count = file.readinto(buffer[filled:])
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from error
+            raise CheckpointError(f"{path} cannot be read ({error}); check the storage") from error
         if not count:
-            raise CheckpointError(f"{path} is truncated")
+            raise CheckpointError(f"{path} is truncated; {RESTORE}")
         filled += count
     return filled
 
@@ -279,14 +295,14 @@ def read_verified(storage: Storage, folder: str, manifest: Manifest, name: str) 
     """Return the content of a small file of the checkpoint after checking its hash. Raises CheckpointError."""
     path = f"{folder}/{name}"
     if name not in manifest.files:
-        raise CheckpointError(f"{path} is not listed in the checkpoint's {MANIFEST}")
+        raise CheckpointError(f"{path} is not listed in the checkpoint's {MANIFEST}; resume another checkpoint")
     storage.refuse_escape(folder, path)
     try:
         data = storage.read(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); check the storage") from error
     if hash_bytes(data) != manifest.files[name]:
-        raise CheckpointError(f"{path} is damaged: its hash differs from the manifest's")
+        raise CheckpointError(f"{path} is damaged: its hash differs from the manifest's; {RESTORE}")
     return data
 
 
@@ -306,6 +322,7 @@ def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, ti
     exited: float | None = None
     while True:
         names = set(storage.names(parts))
+        # a failed rank first: waiting for its note would end in a timeout without the reason
         for name in sorted(names):
             if name.endswith(".failed"):
                 raise CheckpointError(storage.read(f"{parts}/{name}").decode(errors="replace"))
@@ -313,11 +330,17 @@ def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, ti
         if not late:
             return [json.loads(storage.read(f"{parts}/{rank}.json")) for rank in range(world_size)]
         now = time.monotonic()
+        # At exit the interpreter waits for this thread. Ranks of a run that ends may never write their notes.
         if exited is None and not threading.main_thread().is_alive():
             exited = now
         if now - began > timeout_s or (exited is not None and now - exited > _AFTER_EXIT_S):
-            raise CheckpointError(f"{folder}: {role} ranks {late} have not written within {now - began:.0f} s")
+            raise CheckpointError(
+                f"{folder}: {role} ranks {late} have not written within {now - began:.0f} s; check the storage from "
+                "their nodes"
+            )
         time.sleep(pause)
+        # from 5 ms, because small models are written at once, to 0.25 s: listing an object store costs a
+        # request
         pause = min(pause * 1.5, 0.25)
 
 
@@ -330,9 +353,13 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[RankNote
 
     target = f"{folder}/{role}"
     metadata = _metadata(notes, target)
+    # None: the role has no optimizer
     counts = {note["optimizer_step"] for note in notes if note["optimizer_step"] is not None}
     if len(counts) > 1 or len({note["step"] for note in notes}) != 1:
-        raise CheckpointError(f"{target}: the ranks are at different steps; this is a bug in the training loop")
+        raise CheckpointError(
+            f"{target}: the ranks are at different steps; this is a bug in the training loop: report it, and resume "
+            "the checkpoint before it"
+        )
     state = {
         "step": notes[0]["step"],
         "layout": notes[0]["layout"],
@@ -340,18 +367,24 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[RankNote
         "lr_schedule": notes[0]["lr_schedule"],
     }
     slots = [note.get("experts", {}) for note in notes]
-    if any(each != slots[0] for each in slots):
-        raise CheckpointError(f"{target}: the ranks place experts differently; this is a bug in the training loop")
+    if any(slot != slots[0] for slot in slots):
+        raise CheckpointError(
+            f"{target}: the ranks place experts differently; this is a bug in the training loop: report it, and "
+            "resume the checkpoint before it"
+        )
     if slots[0]:
         state["experts"] = slots[0]
     files = {name: FileEntry(**entry) for note in notes for name, entry in note["files"].items()}
     for name, data in {
+        # torch's own loader expects a pickle; this package reads it back through an allow-list
+        # (bridges.metadata)
         ".metadata": pickle.dumps(metadata),
         "metadata.json": json.dumps(FORMAT).encode(),
         STATE: json.dumps(state, indent=1).encode(),
     }.items():
         storage.write(f"{target}/{name}", data)
         files[name] = hash_bytes(data)
+    # the last trace of the notes goes before the manifest, so a complete checkpoint has none
     storage.remove(f"{target}/{PARTS}")
     storage.sync_folder(target)
     return {f"{role}/{name}": entry for name, entry in files.items()}
@@ -366,7 +399,10 @@ def _metadata(notes: list[RankNote], target: str) -> Metadata:
         for key, (dtype, shape) in note["tensors"].items():
             kind = (tuple(shape), getattr(torch, dtype))
             if kinds.setdefault(key, kind) != kind:
-                raise CheckpointError(f"{target}: ranks have {key} as {kinds[key]} and as {kind}")
+                raise CheckpointError(
+                    f"{target}: ranks have {key} as {kinds[key]} and as {kind}; all ranks must run "
+                    "one model and one version"
+                )
     written = [
         (key, Chunk(tuple(offsets), tuple(sizes), file, start, length))
         for note in notes

@@ -23,6 +23,7 @@ from bridges.torch_dist import Chunk, StoredTensor, common_state_chunk, overlap,
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.manifest import (
     BLOCK_BYTES,
+    RESTORE,
     FileEntry,
     Manifest,
     check_block,
@@ -41,7 +42,7 @@ class HostBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, count: int) -> torch.Tensor:
-        """Return ``count`` bytes, uint8; the previous content is lost."""
+        """Return host memory, [count] uint8; the previous content is lost."""
         if self._bytes.numel() < count:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             self._bytes = host_bytes(count)
@@ -53,7 +54,7 @@ class HostBuffer:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor; a host copy (at most a bucket) if it is on a GPU."""
+    """Return the memory of a contiguous tensor […]; a host copy (at most a bucket) if it is on a GPU."""
     return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -78,6 +79,7 @@ class VerifiedFile:
         spans = [(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) for start, stop in ranges]
         self._needed = {block for first, end in spans for block in range(first, end)}
         longest = max((end - first for first, end in spans), default=0)
+        # one more than the longest range, which rarely starts at a block
         self._capacity = max(longest + 1, WINDOW_BLOCKS)
         request = max(storage.request_bytes // BLOCK_BYTES, 1)
         requests = [
@@ -101,11 +103,14 @@ class VerifiedFile:
 
     def _fill(self, first: int, end: int) -> None:
         """Read blocks ``[first, end)`` into the window, and needed blocks right after them while they fit."""
+        # neighbours that are needed anyway: small tensors of one block are then read from the disk once
         while end in self._needed and end - first < self._capacity:
             end += 1
         begin, end_byte = first * BLOCK_BYTES, min(end * BLOCK_BYTES, self._entry.bytes)
         kept = max(0, self._end - begin) if self._begin <= begin else 0
         if kept:
+            # the windows overlap where two tensors share a block; Python copies overlapping memoryviews
+            # correctly
             self._memory[:kept] = self._memory[begin - self._begin : begin - self._begin + kept]
         self._begin = self._end = begin  # until the rest is verified, only the kept bytes are valid
         self._end += kept
@@ -158,17 +163,21 @@ class _ReadAhead:
     def requests(self) -> Iterator[tuple[int, memoryview]]:
         """Yield (first byte, bytes) of each request in order; valid until the next one. Raises CheckpointError."""
         for _ in self._requests:
+            # the thread puts an error in place of data, so this never waits for a thread that ended
             item = self._read.get()
             if isinstance(item, BaseException):
                 raise item
             start, data, slot = item
             yield start, data
+            # the consumer is done with the slot when it asks for the next request
             self._free.put(slot)
 
     def close(self) -> None:
         """Stop reading and close the file."""
         self._stopped = True
+        # wakes the thread if it waits for a free slot
         self._free.put(None)
+        # the thread reads from the file that is closed next
         self._thread.join()
         self._file.close()
 
@@ -199,8 +208,9 @@ class RoleReader:
     @_format_errors()
     def __init__(self, storage: Storage, folder: str, manifest: Manifest, role: str) -> None:
         if role not in manifest.layouts:
-            named = any("/" in each for each in (role, *manifest.roles()))
+            named = any("/" in name for name in (role, *manifest.roles()))
             fix = "; check the names in trainer.policy.model.lora.adapters" if named else ""
+            fix = fix or "; resume a run with these roles, or set trainer.resume_mode=none"
             raise CheckpointError(f"{folder} holds {', '.join(manifest.roles())}, not {role}{fix}")
         self._storage, self._manifest, self._role = storage, manifest, role
         self._folder = f"{folder}/{role}"
@@ -232,6 +242,7 @@ class RoleReader:
         for block in blocks:
             stored = self._stored(block)
             resized = stored.shape != block.global_shape
+            # padding of the vocabulary or of experts may differ between layouts: what the file lacks is zero
             if resized:
                 block.data.zero_()
             covered = 0
@@ -241,8 +252,11 @@ class RoleReader:
                 covered += math.prod(shared[1])
                 wanted[chunk.file][chunk].append((block, *shared))
             if covered != block.data.numel() and not (resized and covered < block.data.numel()):
-                raise CheckpointError(f"{self._folder}: {block.key} is incomplete at offsets {block.offsets}")
+                raise CheckpointError(
+                    f"{self._folder}: {block.key} is incomplete at offsets {block.offsets}; {RESTORE}"
+                )
         for name in sorted(wanted):
+            # in the order of the file: each block is read and hashed once, whatever the order of tensors
             chunks = sorted(wanted[name], key=lambda chunk: chunk.start)
             file = self._open(name, chunks)
             try:
@@ -250,12 +264,16 @@ class RoleReader:
                     self._copy(file, chunk, wanted[name][chunk])
             finally:
                 file.close()
+        # as large as the largest tensor, and needed only at the start of a run
         self._buffer.release()
 
     def _stored(self, block: Block) -> StoredTensor:
         stored = self.tensors.get(block.key)
         if stored is None:
-            raise CheckpointError(f"{self._folder} has no tensor {block.key}; it was saved from another model")
+            raise CheckpointError(
+                f"{self._folder} has no tensor {block.key}; it was saved from another model: set "
+                "trainer.policy.model.path to that one"
+            )
         if stored.shape != block.global_shape and not (block.flexible and len(stored.shape) == len(block.offsets)):
             fix = "; set trainer.policy.model.lora as in the checkpoint" * block.key.startswith("adapters.")
             raise CheckpointError(
@@ -271,7 +289,7 @@ class RoleReader:
         try:
             return VerifiedFile(self._storage, path, entry, self._buffer, ranges)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from error
+            raise CheckpointError(f"{path} cannot be read ({error}); check the storage") from error
 
     def _copy(self, file: VerifiedFile, chunk: Chunk, targets: list[tuple[Block, Shape, Shape]]) -> None:
         archive = file.read(chunk.start, chunk.start + chunk.length)

@@ -69,6 +69,7 @@ class BackgroundTask:
         if self._thread.is_alive():
             raise CheckpointError(f"{self._name} did not end within {timeout_s:.0f} s; check the storage")
         self._thread = None
+        # raised once: the next save starts without the failure of this one
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(f"{self._name} failed: {failure}") from failure
@@ -115,6 +116,7 @@ class LocalStorage:
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading, unbuffered. Raises FileNotFoundError."""
         _refuse_special(path)
+        # unbuffered, because whole blocks go straight into the caller's memory
         return cast(IO[bytes], open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
@@ -129,6 +131,7 @@ class LocalStorage:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
+            # before the rename: after a power failure the name must not lead to an empty file
             os.fsync(file.fileno())
         os.replace(temporary, path)
         self.sync_folder(os.path.dirname(path))
@@ -147,6 +150,7 @@ class LocalStorage:
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder durable."""
+        # POSIX keeps a new name only once its folder is synchronized
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -155,6 +159,7 @@ class LocalStorage:
 
     def refuse_escape(self, folder: str, path: str) -> None:
         """Raise CheckpointError if ``path`` leads out of ``folder`` through a symbolic link."""
+        # both resolved: the root itself may be a link, which is allowed
         inside = os.path.realpath(folder)
         target = os.path.realpath(path)
         if os.path.commonpath([inside, target]) != inside:
@@ -177,6 +182,7 @@ def _client_errors(address: str) -> Iterator[None]:
     except (FileNotFoundError, FileExistsError):
         raise
     except Exception as error:
+        # each client has exceptions of its own, and callers only know OSError
         lines = str(error).splitlines() or [""]
         raise OSError(errno.EIO, f"{type(error).__name__}: {lines[0]}", address) from error
 
@@ -221,11 +227,13 @@ class ObjectStorage:
         except (ImportError, ValueError) as error:
             scheme = address.split("://", 1)[0]
             raise CheckpointError(f"{address}: {error}; install the fsspec package for {scheme}://") from error
+        # fsspec caches listings; another process writes the files that this one waits for
         self._files.use_listings_cache = False
         self.root = address.rstrip("/")
 
     def _at(self, path: str) -> str:
         """Return the name of an address within its store."""
+        # private, but every file system of fsspec has it, and url_to_fs itself uses it
         return str(self._files._strip_protocol(path))
 
     def path(self, *parts: str) -> str:
@@ -234,6 +242,7 @@ class ObjectStorage:
 
     def names(self, path: str) -> list[str]:
         """Return the sorted names under a prefix; an empty list if there are none."""
+        # another process may have written since: never a listing from the client's cache
         self._files.invalidate_cache(self._at(path))
         try:
             with _listing_errors(path):
@@ -266,6 +275,7 @@ class ObjectStorage:
     @_raises_os_errors
     def open(self, path: str) -> IO[bytes]:
         """Open an object for reading by ranges. Raises FileNotFoundError."""
+        # no cache: blocks are read in order and once, and fsspec would read ahead what is not needed
         return cast(IO[bytes], _ReadObject(path, self._files.open(self._at(path), "rb", cache_type="none")))
 
     @_raises_os_errors
@@ -309,6 +319,7 @@ class _WrittenObject:
             self._file.close()
 
     def abandon(self) -> None:
+        # not every client can discard an upload; one that is not closed never becomes an object
         discard = getattr(self._file, "discard", None)
         if discard is not None and not self._file.closed:
             with _client_errors(self._address):

@@ -94,6 +94,8 @@ class CheckpointStore:
         self.keep, self.hub_commits = keep, dict(hub_commits or {})
         self.identity = dict(identity or {})
         self._lock: FolderLock | None = None
+        # a branch per process: two runs that resume one checkpoint must not take each other's later steps for
+        # their own
         self._branch, self._ancestry = uuid.uuid4().hex, dict[str, int]()
 
     # ------------------------------------------------------------------------------------------ writing
@@ -118,6 +120,7 @@ class CheckpointStore:
         folder = self.storage.path(self._name(step, writing=True))
         try:
             self.open_for_writing()
+            # what a killed save of this step left, whose files the ranks could not create again
             self.storage.remove(folder)
             for role in roles:
                 self.storage.make_folder(f"{folder}/{role}/{PARTS}")
@@ -146,13 +149,19 @@ class CheckpointStore:
             self.discard(step)
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{error.filename or folder} cannot be written ({error.strerror})") from error
+            raise CheckpointError(
+                f"{error.filename or folder} cannot be written ({error.strerror}); free space or check "
+                "trainer.ckpt_path"
+            ) from error
         try:
+            # the pointer after the folder: it must never name what is not complete
             self.storage.write(self.storage.path(POINTER), f"{step}\n".encode())
+            # only now, when the new checkpoint is durable, older ones may go
             self.prune(self.keep, intact=step)
         except OSError as error:
             raise CheckpointError(
-                f"{self.root}: {error.strerror}; step {step} is saved, but {POINTER} is stale or old steps remain"
+                f"{self.root}: {error.strerror}; step {step} is saved, but {POINTER} is stale or old steps remain: "
+                "check the storage, then resume"
             ) from error
         return final
 
@@ -166,6 +175,7 @@ class CheckpointStore:
     def discard(self, step: int) -> None:
         """Remove the folder of an incomplete save."""
         folder = self.storage.path(self._name(step, writing=True))
+        # without renames the folder of this step may be an older, complete checkpoint
         if self.storage.renames or not self.storage.exists(f"{folder}/{MANIFEST}"):
             self.storage.remove(folder)
 
@@ -179,15 +189,18 @@ class CheckpointStore:
         for name in self.storage.names(self.root):
             if not _STEP.match(name):
                 continue
+            # nothing here was ever complete, or it was already being removed
             if name.endswith((_TMP, _REMOVED)):
                 logger.warning("%s: removed, because a run was interrupted while writing it", self.storage.path(name))
                 self.storage.remove(self.storage.path(name))
             elif name.endswith(_REPLACED):
-                whole = self.storage.path(name.removesuffix(_REPLACED))
-                if self.storage.exists(whole):
+                published = self.storage.path(name.removesuffix(_REPLACED))
+                # the replacement was published: the old checkpoint goes. Otherwise it is the only one of this
+                # step.
+                if self.storage.exists(published):
                     self.storage.remove(self.storage.path(name))
                 else:
-                    self.storage.rename(self.storage.path(name), whole)
+                    self.storage.rename(self.storage.path(name), published)
 
     def close(self) -> None:
         """Release the lock."""
@@ -217,11 +230,13 @@ class CheckpointStore:
         return manifest
 
     def _publish(self, step: int, folder: str, manifest: Manifest) -> str:
+        # last: with it the folder is a checkpoint
         self.storage.write(f"{folder}/{MANIFEST}", manifest.to_bytes())
         if not self.storage.renames:
             return folder
         final = self.folder(step)
         aside = final + _REPLACED
+        # moved aside and not removed: until the next rename it is the only complete one of this step
         if self.storage.exists(final):  # a step saved again, after a resume from an older one
             self.storage.rename(final, aside)
         try:
@@ -283,8 +298,11 @@ class CheckpointStore:
 
     def _open(self, folder: str, step: int | None = None) -> SavedCheckpoint:
         manifest = read_manifest(self.storage, folder)
+        # a folder that someone copied or renamed has another step than its name
         if step is not None and manifest.step != step:
-            raise CheckpointError(f"{folder}/{MANIFEST} belongs to step {manifest.step}, not {step}")
+            raise CheckpointError(
+                f"{folder}/{MANIFEST} belongs to step {manifest.step}, not {step}: rename the folder to its step"
+            )
         check_files(self.storage, folder, manifest)
         return SavedCheckpoint(folder, manifest)
 
@@ -356,7 +374,9 @@ class CheckpointStore:
         try:
             self.storage.write(self.storage.path(BEST), json_bytes(facts, BEST))
         except OSError as error:
-            raise CheckpointError(f"{self.root}/{BEST} cannot be written ({error.strerror})") from error
+            raise CheckpointError(
+                f"{self.root}/{BEST} cannot be written ({error.strerror}); free space or check trainer.ckpt_path"
+            ) from error
 
     def best(self) -> dict[str, Any] | None:
         """Return ``step``, ``metric`` and ``value`` of the best checkpoint of the pointer's line; None if none is
@@ -366,6 +386,7 @@ class CheckpointStore:
             step, branch = int(facts["step"]), str(facts["branch"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        # another run may have replaced the step since it was marked
         manifest = self._manifest(step) if step in self._line(self.steps())[0] else None
         return facts if manifest is not None and manifest.branch == branch else None
 
@@ -383,6 +404,7 @@ class CheckpointStore:
         surplus = complete[max(keep, 1) :]
         if not surplus:
             return []
+        # a complete checkpoint may still be damaged: without one that was read in full, nothing is removed
         if intact not in complete:
             intact = next((step for step in complete if self._is_intact(step)), None)
         best = (self.best() or {}).get("step")
@@ -390,9 +412,12 @@ class CheckpointStore:
         for step in removed:
             folder = self.folder(step)
             if self.storage.renames:
+                # renamed first, as removing takes long: a checkpoint must never look complete with files
+                # missing
                 self.storage.rename(folder, folder + _REMOVED)
                 folder += _REMOVED
             else:
+                # the manifest first, for the same reason: without it the prefix is no checkpoint
                 self.storage.remove(f"{folder}/{MANIFEST}")
             self.storage.remove(folder)
         return removed

@@ -46,7 +46,8 @@ class HfFactor:
 def stream_factors(
     adapters: Adapters, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
 ) -> Iterator[HfFactor]:
-    """Yield every factor exactly once over all ranks, on the rank that gathers its shards, in module order.
+    """Yield every factor, [rank, in] or [out, rank], exactly once over all ranks, on the rank that gathers its shards,
+    in module order.
 
     Every rank must exhaust the iterator (tp and etp groups gather). A factor that serves several projections or
     experts is yielded once for each of them. ``of`` selects the tensor of each parameter, such as its gradient.
@@ -54,19 +55,21 @@ def stream_factors(
     for chunk in adapters.model.chunks:
         for adapter in adapter_modules(chunk):
             for factor in adapter.factors():
-                whole = _gathered(factor, of(factor.tensor), adapter, groups)
-                if whole is None:
+                tensor = _gathered(factor, of(factor.tensor), adapter, groups)
+                if tensor is None:
                     continue
-                for entry, matrix in _of_experts(adapters, adapter, factor, whole):
+                for entry, matrix in _of_experts(adapters, adapter, factor, tensor):
                     yield from _projections(adapter, factor, entry, matrix)
 
 
 def _gathered(factor: Factor, share: Tensor, adapter: Adapter, groups: ProcessGroups) -> Tensor | None:
     """Return the whole tensor (for this rank's experts) on the first rank of the group that it is split over."""
     over, replicas = (groups.tp, groups.dp_cp) if factor.experts is None else (groups.etp, groups.edp)
+    # replicas hold the same factors
     if replicas.rank() != 0:
         return None
     if factor.split is None or over.size() == 1:
+        # rows beyond factor.rows are padding of the vocabulary
         return share[: factor.rows] if over.rank() == 0 else None
     share = share.contiguous()
     shares = [torch.empty_like(share) for _ in range(over.size())] if over.rank() == 0 else None
@@ -74,7 +77,8 @@ def _gathered(factor: Factor, share: Tensor, adapter: Adapter, groups: ProcessGr
     if shares is None:
         return None
     dim = factor.split - 2
-    pieces = [each.chunk(factor.parts, dim) for each in shares]
+    pieces = [shard.chunk(factor.parts, dim) for shard in shares]
+    # a shard has its part of each stacked matrix (gate, up): parts of all ranks are put together one by one
     return torch.cat([rank[part] for part in range(factor.parts) for rank in pieces], dim)[: factor.rows]
 
 
@@ -109,8 +113,9 @@ def _projections(adapter: Adapter, factor: Factor, entry: Entry, matrix: Tensor)
     if not adapter.is_joined:
         yield HfFactor(modules[factor.name.split(".")[-2]], letter, matrix, adapter.scale)
         return
-    each = (matrix,) * len(modules) if letter == "A" else entry.to_hf(matrix)
-    for module, tensor in zip(modules.values(), each, strict=True):
+    # one A serves all projections, so each gets the same; B has the rows of all of them
+    tensors = (matrix,) * len(modules) if letter == "A" else entry.to_hf(matrix)
+    for module, tensor in zip(modules.values(), tensors, strict=True):
         yield HfFactor(module, letter, tensor, adapter.scale)
 
 
@@ -120,7 +125,8 @@ class FactorMismatch(Exception):
 
 @torch.no_grad()
 def fill_factors(adapters: Adapters, groups: ProcessGroups, find: Callable[[str, str], Tensor]) -> None:
-    """Set this rank's shard of every factor. ``find(module, letter)`` returns the whole factor of an HF projection.
+    """Set this rank's shard of every factor. ``find(module, letter)`` returns the whole factor of an HF projection,
+    [rank, in] or [out, rank].
 
     Raises FactorMismatch if projections that share a factor here have different ones, or shapes differ.
     """
@@ -128,8 +134,8 @@ def fill_factors(adapters: Adapters, groups: ProcessGroups, find: Callable[[str,
         for adapter in adapter_modules(chunk):
             for factor in adapter.factors():
                 for expert, matrix in factor.matrices():
-                    whole = _whole(adapters, adapter, factor, expert, find)
-                    matrix.copy_(_share(whole, factor, matrix, groups))
+                    tensor = _whole(adapters, adapter, factor, expert, find)
+                    matrix.copy_(_share(tensor, factor, matrix, groups))
 
 
 def _whole(
@@ -143,16 +149,17 @@ def _whole(
     if not adapter.is_joined:
         projection = factor.name.split(".")[-2]
         return find(next(module for module in modules if module.endswith(f".{projection}")), letter)
-    found = [find(module, letter) for module in modules]
+    factors = [find(module, letter) for module in modules]
     if letter == "B":
-        return entry.to_megatron(found)
-    for module, other in zip(modules[1:], found[1:], strict=True):
-        if not torch.equal(found[0], other):
+        return entry.to_megatron(factors)
+    for module, other in zip(modules[1:], factors[1:], strict=True):
+        # the folder's format has one A per projection, and here there is one for all
+        if not torch.equal(factors[0], other):
             raise FactorMismatch(
                 f"{modules[0]} and {module} have different lora_A, but lora_type=lora shares one; set "
                 "trainer.policy.megatron_config.lora_config.lora_type=canonical_lora"
             )
-    return found[0]
+    return factors[0]
 
 
 def _of_all_experts(
@@ -170,16 +177,20 @@ def _of_all_experts(
     return first
 
 
-def _share(whole: Tensor, factor: Factor, like: Tensor, groups: ProcessGroups) -> Tensor:
+def _share(tensor: Tensor, factor: Factor, like: Tensor, groups: ProcessGroups) -> Tensor:
     over = groups.tp if factor.experts is None else groups.etp
-    share = whole
+    share = tensor
     if factor.rows is not None:  # the rest is padding of the vocabulary
-        share = whole = F.pad(whole, (0, 0, 0, max(0, like.shape[0] * over.size() - factor.rows)))
+        share = tensor = F.pad(tensor, (0, 0, 0, max(0, like.shape[0] * over.size() - factor.rows)))
     if factor.split is not None:
-        pieces = whole.chunk(factor.parts, 0) if factor.split == 0 else (whole,)
+        # gate and up are split apart: cutting the joined rows would give one rank gate alone
+        pieces = tensor.chunk(factor.parts, 0) if factor.split == 0 else (tensor,)
         share = torch.cat([piece.chunk(over.size(), factor.split)[over.rank()] for piece in pieces])
     if share.shape != like.shape:
-        raise FactorMismatch(f"{factor.name} is {list(share.shape)}, the model needs {list(like.shape)}")
+        raise FactorMismatch(
+            f"{factor.name} is {list(share.shape)}, the model needs {list(like.shape)}: use an adapter of this model "
+            "and rank"
+        )
     return share
 
 
@@ -200,6 +211,7 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, bas
                 tensors = _declared(adapters)
                 needed = sum(4 * shape[0] * shape[1] for shape, _ in tensors.values())
                 folder = stack.enter_context(staged(out, needed))
+                # one file: PEFT reads no index
                 writer = HfWriter(folder, tensors, 2**63, WEIGHTS.removesuffix(".safetensors"))
                 stack.callback(writer.close)
             except (BridgeError, OSError) as error:
@@ -218,6 +230,7 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, bas
             except (BridgeError, OSError) as error:
                 problem = str(error)
         raise_on_all_ranks(CheckpointError(problem) if problem else None)
+    # after the export is complete: as an error, the warning would otherwise leave a part of it
     if writer is not None:
         _warn_of_peft(adapters)
 
@@ -255,6 +268,7 @@ def in_common_rank(factor: HfFactor, settings: AdapterSettings) -> HfFactor:
         return factor
     tensor = factor.tensor
     if factor.letter == "B":
+        # B makes up for the scale: with α / rank a larger rank alone would shrink the product
         tensor = tensor * (factor.scale / settings.scale(settings.rank))
     zeros = tensor.new_zeros(*(missing if axis == dim else size for axis, size in enumerate(tensor.shape)))
     return HfFactor(factor.module, factor.letter, torch.cat([tensor, zeros], dim), settings.scale(settings.rank))
@@ -334,12 +348,13 @@ class _OwnRanks:
         }
 
     def __call__(self, module: str, letter: str) -> Tensor:
-        whole = self.peft.factor(module, letter)
+        stored = self.peft.factor(module, letter)
         rank = self.expert_rank if module in self._of_experts else self.settings.rank
         if rank == self.settings.rank:
-            return whole
+            return stored
         dim = 0 if letter == "A" else 1
-        kept, cut = whole.split([rank, self.settings.rank - rank], dim)
+        kept, cut = stored.split([rank, self.settings.rank - rank], dim)
+        # zeros that an export added are cut again; anything else there was trained
         if cut.count_nonzero():
             raise FactorMismatch(
                 f"{module} has a rank above {rank}, which is all that normalize_moe_lora leaves to experts: set "
@@ -347,5 +362,5 @@ class _OwnRanks:
             )
         if letter == "B":
             kept = kept * (self.settings.scale(self.settings.rank) / self.settings.scale(rank))
-        own: Tensor = kept
-        return own
+        factor: Tensor = kept
+        return factor

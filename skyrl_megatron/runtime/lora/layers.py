@@ -61,6 +61,7 @@ def add_factor_product(base: Tensor, x: Tensor, weight: Tensor, counts: Tensor |
     forward hook meets this, because it replaces the layer's output. The dtype is that of ``base``.
     """
     if weight.dim() == 3 and base.is_cuda:
+        # grouped kernels cannot add to a matrix, so this costs one more tensor of the output's size on GPUs
         return base + _grouped(x * scale, weight, _required(counts))
     return _product(base, x, weight, counts, scale)
 
@@ -72,6 +73,7 @@ def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     missing_in, missing_out = (-size % (_ALIGNED // x.element_size()) for size in (x.shape[-1], weight.shape[-2]))
     if not missing_in and not missing_out:
+        # the common case: ranks are multiples of 8 in bfloat16
         return grouped_gemm(x, weight, counts)
     padded = grouped_gemm(F.pad(x, (0, missing_in)), F.pad(weight, (0, missing_in, 0, missing_out)), counts)
     return padded[..., : weight.shape[-2]]
@@ -91,6 +93,8 @@ class _FactorProduct(torch.autograd.Function):
     def forward(ctx: Any, base: Tensor | None, x: Tensor, weight: Tensor, counts: list[int], scale: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.scale = counts, scale
+        # detach() shares memory and version counter: a backward pass that needs the old values raises an error
+        # instead of using the sum
         out = x.new_empty(*x.shape[:-1], weight.shape[-2]) if base is None else base.detach().contiguous()
         kept = 0.0 if base is None else 1.0  # with beta=0, memory is not read: it is uninitialised
         for rows, own, matrix in zip(_split(out, counts), _split(x, counts), _each(weight), strict=True):
@@ -110,6 +114,7 @@ class _FactorProduct(torch.autograd.Function):
             # An expert without rows gets zeros.
             products = [_weight_gradient(*pair) for pair in zip(shares, _split(x, ctx.counts), strict=True)]
             grad_weight = torch.stack(products).view(weight.shape).mul_(ctx.scale)
+        # the base's gradient passes through unchanged: it was added to
         return grads[0] if ctx.needs_input_grad[0] else None, grad_x, grad_weight, None, None
 
 
@@ -161,6 +166,7 @@ class RowOrder:
             like.new_zeros(*lead, self.groups, size) if out is None else out.reshape(*lead, self.groups, size)
             for out, size in zip(outputs, self.sizes, strict=True)
         ]
+        # expert, group, part: the order in which Megatron's rows alternate
         return torch.cat(pieces, dim=-1).flatten(-2)
 
 
@@ -199,7 +205,7 @@ class Factor:
     """Rows of the whole matrix without padding, if the rows are the vocabulary; else None."""
 
     def matrices(self, tensor: Tensor | None = None) -> Iterator[tuple[int | None, Tensor]]:
-        """Yield (expert, matrix) of the parameter, or of another ``tensor`` of its shape."""
+        """Yield (expert, matrix [rows, columns]) of the parameter, or of another ``tensor`` of its shape."""
         tensor = self.tensor.data if tensor is None else tensor
         if self.experts is None or tensor.dim() == 2:
             yield (None if self.experts is None else self.experts[0]), tensor
@@ -251,7 +257,7 @@ class LowRank(torch.nn.Module):
         return factor_product(self.narrow(x, counts), self.B, counts)
 
     def add_to(self, base: Tensor, x: Tensor, counts: Tensor | None, scale: float) -> Tensor:
-        """Add scale · :meth:`forward` to ``base``, as :func:`add_factor_product` does."""
+        """Add scale · :meth:`forward` of ``x`` [..., in] to ``base`` [..., out], see :func:`add_factor_product`."""
         return add_factor_product(base, self.narrow(x, counts), self.B, counts, scale)
 
     def narrow(self, x: Tensor, counts: Tensor | None) -> Tensor:
@@ -275,6 +281,7 @@ class EmbeddingLowRank(LowRank):
     def __init__(self, a: Tensor, b: Tensor, embedding: torch.nn.Module, groups: ProcessGroups) -> None:
         super().__init__(a, b, TensorSplit.COLUMN, groups, expert=False)
         lookup: Any = copy.copy(embedding)
+        # without the adapter's own hook, which the copy would otherwise call for ever
         lookup._forward_hooks = type(embedding._forward_hooks)()
         lookup._parameters = {"weight": self.B}
         self._lookup = (lookup,)  # in a tuple, so that it is not a submodule: it shares the parameter B
@@ -322,6 +329,7 @@ class Adapter(torch.nn.Module):
             return base + embedded.to(base.dtype)
         x = self._dropped(x, self._random_state())
         if self.is_joined:
+            # in place only if no value is converted: the sum is in the base's dtype
             if base.dtype == x.dtype:
                 return low_rank_of(self, JOINED).add_to(base, x, counts, self.scale)
             joined: Tensor = self.low_ranks[JOINED](x, counts) * self.scale
@@ -335,6 +343,7 @@ class Adapter(torch.nn.Module):
         """Return (scale · A·x [..., rank], this rank's rows of B). Their product is what :meth:`forward` adds, for
         inputs that are equal on every tp rank."""
         low_rank = low_rank_of(self, JOINED)
+        # the output layer's input is equal on all tp ranks, so its masks must be equal as well
         x = self._dropped(x, (get_data_parallel_rng_tracker_name(),))
         return F.linear(x, low_rank.A) * self.scale, low_rank.B
 
@@ -389,19 +398,20 @@ class Adapter(torch.nn.Module):
         if self.is_joined:
             return factors[JOINED].A.float(), factors[JOINED].B.float()
         lead = () if self.experts is None else (len(self.experts),)
-        a = torch.cat([each.A.float().expand(*lead, -1, -1) for each in factors.values()], -2)
+        # one product for all projections: their factors stand side by side, with zeros between them
+        a = torch.cat([low_rank.A.float().expand(*lead, -1, -1) for low_rank in factors.values()], -2)
         columns: dict[str, Tensor] = {}  # of B, transposed
         before = 0
-        for name, each in factors.items():
-            own = each.B.float().expand(*lead, -1, -1).transpose(-1, -2)
-            after = a.shape[-2] - before - own.shape[-2]
-            columns[name] = F.pad(own, (0, 0, before, after))
-            before += own.shape[-2]
+        for name, low_rank in factors.items():
+            b = low_rank.B.float().expand(*lead, -1, -1).transpose(-1, -2)
+            after = a.shape[-2] - before - b.shape[-2]
+            columns[name] = F.pad(b, (0, 0, before, after))
+            before += b.shape[-2]
         return a, self.order.join([columns.get(name) for name in self.projections], a).transpose(-1, -2)
 
     def factors(self) -> list[Factor]:
         """List the parameters."""
-        found = []
+        factors = []
         for projection in self.low_ranks:
             low_rank = low_rank_of(self, projection)
             prefix = self.name if projection == JOINED else f"{self.name}.{projection}"
@@ -410,8 +420,8 @@ class Adapter(torch.nn.Module):
                 parts = self.parts if letter == "B" and projection == JOINED and split == 0 else 1
                 experts = None if letter == low_rank.shared else self.experts
                 rows = self.vocab_size if letter == "B" else None
-                found.append(Factor(f"{prefix}.{letter}", parameter, split, parts, experts, rows))
-        return found
+                factors.append(Factor(f"{prefix}.{letter}", parameter, split, parts, experts, rows))
+        return factors
 
 
 JOINED = "joined"
@@ -443,7 +453,7 @@ def first_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -
         case "zero":
             matrix.zero_()
         case _:
-            raise ValueError(f"unknown init {settings.init}")
+            raise ValueError(f"unknown init {settings.init}: choose kaiming, xavier, normal or zero")
     return matrix
 
 
@@ -458,4 +468,5 @@ def second_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) 
 
 
 def _seed(name: str, seed: int) -> int:
+    # 7 bytes: torch's seeds are signed 64-bit numbers
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")

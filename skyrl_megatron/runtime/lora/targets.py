@@ -116,7 +116,9 @@ def select(
         problems += _tied(chosen, unembed, names, key)
     if not chosen and not problems:
         problems.append(Problem(f"{key}.target_modules", names, "selects no linear layer: name at least one"))
+    # the same problem once: every layer of the model reports it
     if problems:
+        # dict, not set: the order of the problems is that of the layers
         raise ConfigError(list({str(problem): problem for problem in problems}.values()))
     return Selection(chosen)
 
@@ -215,12 +217,13 @@ def rank_problems(
     for entry in plan.entries:
         if entry.name.removesuffix(".weight") not in selection.modules:
             continue
-        own, over = (expert_rank, parallel.etp) if entry.is_expert else (rank, parallel.tp)
+        wanted_rank, over = (expert_rank, parallel.etp) if entry.is_expert else (rank, parallel.tp)
         sides = [size // (over if axis == entry.split.dim else 1) for axis, size in enumerate(entry.shape)]
         most = min(sides)
-        if own > most and (worst is None or most < worst[0]):
+        # only the smallest side is reported: the fix for it covers the others
+        if wanted_rank > most and (worst is None or most < worst[0]):
             fix = f"{entry.name} is {sides} on a rank: set a rank of at most {most}, or exclude it"
-            worst = most, Problem(f"{KEY}.rank", own, fix)
+            worst = most, Problem(f"{KEY}.rank", wanted_rank, fix)
     if worst is not None:
         yield worst[1]
 
@@ -240,8 +243,9 @@ def fingerprint(folder: Path) -> str:
             header = file.read(8)
             hasher.update(header + file.read(min(int.from_bytes(header, "little"), size)))
             start = file.tell()
-            for place in _sample_offsets(start, size):
-                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, place))
+            for offset in _sample_offsets(start, size):
+                # pread: no seek, so the file's position after the header is not needed
+                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
     return hasher.hexdigest()
 
 
@@ -303,6 +307,7 @@ def base_mismatch(folder: Path, base: str | Path) -> str | None:
     try:
         saved = read_json(folder / BASE).get(_HASH)
     except BridgeError:
+        # other programs write no base: an adapter of theirs is accepted without this check
         return None
     ours = base if isinstance(base, str) else fingerprint(base)
     if not isinstance(saved, str) or saved == ours:

@@ -43,6 +43,7 @@ def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tens
     pieces, start = [], 0
     for length in padded_lengths:
         chunk = length // (2 * cp)
+        # one chunk of the first half and its mirror image: both together attend to as many pairs on every rank
         for index in (rank, 2 * cp - 1 - rank):
             pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
         start += length
@@ -73,11 +74,13 @@ class _GatherTokens(torch.autograd.Function):
         local = local.contiguous()
         gathered = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
         dist.all_gather_into_tensor(gathered, local, group=group)
+        # ranks hold their chunks in zig-zag order; keys have to stand in the order of the sequence
         return gathered[global_order(padded_lengths, group.size()).to(local.device)]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
+        # each rank's queries used all keys, so each has a part of their gradient
         if not ctx.shared_loss:
             grad = grad.contiguous()
             dist.all_reduce(grad, group=ctx.group)
@@ -188,13 +191,14 @@ class AttentionPlan:
 
 
 def with_deterministic_backward(out: Tensor) -> Tensor:
-    """Make the kernel that computed ``out`` use its deterministic backward pass in a deterministic run.
+    """Make the kernel that computed ``out`` […] use its deterministic backward pass in a deterministic run.
 
     torch's attention kernels use it only if nondeterministic operations raise, not if they warn
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu), and ``device.use_deterministic_kernels`` warns.
     """
     warns = torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     if warns and out.grad_fn is not None:
+        # the mode is global and read when the backward kernel starts, so it is switched around it alone
         out.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
     return out
@@ -221,11 +225,13 @@ def attention_plan(
             pieces.append(_QueryChunk(query_start, chunk, key_start, (index + 1) * chunk))
             query_start += chunk
         key_start += length
+    # longest first: a group is padded to its first member
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].keys, -pieces[i].queries))
     groups: list[ChunkGroup] = []
     members: list[int] = []
     for i in order:
         if members and not _similar(pieces[members[0]], pieces[i]):
+            # in the order of the pack, so that a group of neighbours is a view of its memory
             groups.append(_group([pieces[m] for m in sorted(members)], cp, window, device))
             members = []
         members.append(i)
@@ -246,10 +252,12 @@ def _group(pieces: list[_QueryChunk], cp: int, window: int | None, device: torch
     keys = torch.tensor([p.keys for p in pieces])[:, None]
     query_start = torch.tensor([p.query_start for p in pieces])[:, None]
     key_start = torch.tensor([p.key_start for p in pieces])[:, None]
+    # padding repeats the last real index: reading it is harmless, and its result is dropped
     query_index = (query_start + torch.minimum(step_q, queries - 1)).flatten()
     key_index = (key_start + torch.minimum(step_k, keys - 1)).flatten()
     mask = None
     if cp > 1 or window is not None:
+        # a chunk's queries are the last of its keys
         position = (keys - queries)[..., None] + step_q[None, :, None]  # of each query in its sequence
         mask = step_k[None, None, :] <= position
         if window is not None:
@@ -340,6 +348,7 @@ class PackedAttention(torch.nn.Module):
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
+        # Megatron applied no rotary embedding to a packed input, see PackedRotary
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
         if self.measures and self.training and torch.is_grad_enabled():
@@ -347,6 +356,7 @@ class PackedAttention(torch.nn.Module):
         if exact_ops.active():
             return self._attend_exactly(query, key, value, lengths)
         cp = self.groups.cp
+        # the kernel has no context parallelism, no selection of keys and no float32
         if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
@@ -394,6 +404,7 @@ class PackedAttention(torch.nn.Module):
         if group.contiguous and n * q == len(query):
             rows = [x.view(n, -1, *x.shape[1:]) for x in (query, key, value)]
         else:
+            # padded copies, because SDPA takes batches of one length
             rows = [query.index_select(0, group.query_index).view(n, q, *query.shape[1:])]
             rows += [x.index_select(0, group.key_index).view(n, k, *x.shape[1:]) for x in (key, value)]
         queries, keys, values = (x.transpose(1, 2) for x in rows)
@@ -418,6 +429,7 @@ class PackedAttention(torch.nn.Module):
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         scores = (query @ key.transpose(-1, -2) * self.scale).masked_fill(~mask, -torch.inf)
         sink = self.softmax_offset.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        # fp32: a sink is a logit like any other, and its exponential must not be rounded to half precision
         weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
         return F.dropout(weights, dropout) @ value
 
@@ -441,6 +453,7 @@ class PackedAttention(torch.nn.Module):
 
         longest = int(params.max_seqlen_q or 0)
         width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+        # zeros in the values add nothing, and their columns are cut off the result
         if missing:
             value = F.pad(value, (0, missing))
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()

@@ -98,6 +98,7 @@ def require_deterministic(config: TransformerConfig, sequences: int, tokens: int
 
     The unfused kernel stores the scores of all pairs of tokens. ``prefix``: the role's ``megatron_config`` key.
     """
+    # the user asked for the unfused kernel, so its memory is accepted
     if not config.deterministic_mode or config.attention_backend.name == "unfused":
         return
     case = AttentionCase.of(config, sequences, tokens)

@@ -47,6 +47,7 @@ class Starts:
     on_host: Tensor
 
 
+# cached: all layers of a pack have the same starts, and each would copy them to the device again
 @lru_cache(maxsize=64)
 def sequence_starts(lengths: tuple[int, ...], device: torch.device) -> Starts:
     """Return the starts of sequences of these ``lengths``."""
@@ -61,7 +62,12 @@ def convolve(x: Tensor, weight: Tensor, starts: Starts) -> Tensor:
     """
     kernels: Any = importlib.import_module("fla.modules.causal_conv1d")
     out: Tensor = kernels.causal_conv1d(
-        x.unsqueeze(0), weight, activation="silu", cu_seqlens=starts.on_device, cu_seqlens_cpu=starts.on_host
+        # the kernels take one row with boundaries, not a batch
+        x.unsqueeze(0),
+        weight,
+        activation="silu",
+        cu_seqlens=starts.on_device,
+        cu_seqlens_cpu=starts.on_host,
     )[0]
     return out.squeeze(0)
 
@@ -79,6 +85,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
         v.flatten(1, 2).unsqueeze(0),
         g.flatten(1).unsqueeze(0),
         beta.flatten(1).unsqueeze(0),
+        # as in the reference: normalising before the kernel would round to bfloat16 in between
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=starts.on_device,
         cu_seqlens_cpu=starts.on_host,

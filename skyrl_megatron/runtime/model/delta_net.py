@@ -76,6 +76,7 @@ class GatedDeltaNet(MegatronModule):
         heads = mixed.transpose(0, 1).flatten(0, 1).unflatten(-1, (self.heads, -1))  # [p, n, rows]
         result = self._mix(tokens_to_heads(heads, lengths, self.groups.cp), lengths)
         result = heads_to_tokens(result, lengths, self.groups.cp).flatten(1)
+        # Megatron's layers expect [s, b, …]
         out, _ = self.linear_out(result.unflatten(0, (batch, length)).transpose(0, 1))
         return out, None
 
@@ -92,12 +93,14 @@ class GatedDeltaNet(MegatronModule):
             mixed = F.silu(short_convolution(mixed.flatten(1), weight, plan.positions))
         q, k, v = mixed.unflatten(1, (heads.shape[1], -1)).split([self.key_size, self.key_size, self.value_rows], -1)
         shape = (heads.shape[1], self.ratio)
+        # fp32 for the decay: its exponential is taken over whole sequences
         rate = self._mine(self.A_log).float().exp().view(shape)
         kept = -rate * F.softplus(step.float() + self._mine(self.dt_bias).float().view(shape))
         v, beta = v.unflatten(-1, (self.ratio, self.value_size)), beta.sigmoid()
         if fused:
             out = delta_kernels.gated_delta_rule(q, k, v, kept, beta, starts)
         else:
+            # back to the layer's dtype only here: the rule itself runs in fp32
             out = gated_delta_rule(l2_normalize(q), l2_normalize(k), v, kept, beta, plan)[0].to(heads.dtype)
         gate = gate.view(out.shape)
         normed: Tensor = (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
@@ -117,9 +120,14 @@ class GatedDeltaNet(MegatronModule):
         tp_group: Any = None,
     ) -> dict[str, Any]:
         """Declare these parameters as split by head; Megatron's default would declare them as replicated."""
-        own = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
+        parameters = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(own, 0), sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp
+            parameters,
+            prefix,
+            dict.fromkeys(parameters, 0),
+            sharded_offsets,
+            tp_group=self.groups.tp,
+            dp_cp_group=self.groups.dp_cp,
         )
         for name, module in self.named_children():
             sharded |= sharded_state_dict_default(

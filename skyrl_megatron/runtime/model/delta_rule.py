@@ -42,6 +42,7 @@ def chunk_plan(lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
     starts = [0]
     for length in lengths[:-1]:
         starts.append(starts[-1] + length)
+    # sequences that still have a chunk are then the first ``count`` rows of the state in every step
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     pieces: list[tuple[int, int]] = []
     active = []
@@ -78,6 +79,7 @@ def gated_delta_rule(
     fp32, or in fp64 for fp64 inputs.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
+    # scaled queries, as attention is
     q, k, v = (_chunks(x.to(dtype), plan) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, n, …, CHUNK, size]
     q, k = q.unsqueeze(2), k.unsqueeze(2)  # [C, n, 1, CHUNK, key size]
     real = plan.real[:, None, None]
@@ -90,6 +92,7 @@ def gated_delta_rule(
     since_start, until_end = total.exp().unsqueeze(-1), (total[..., -1:] - total).exp().unsqueeze(-1)
     system = k @ k.mT * decay * beta
     wanted = torch.cat([v * beta, k * beta * since_start], -1)
+    # a triangular system instead of a loop over tokens: the rule's corrections depend on all earlier ones
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     inside, q, k, kept = q @ k.mT * decay, q * since_start, k * until_end, since_start[..., -1:, :]
@@ -112,7 +115,7 @@ def gated_delta_rule(
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """Normalise the last dimension to L2 norm 1, in fp32."""
+    """Normalise the last dimension of [..., size] to L2 norm 1, in fp32."""
     x = x.float()
     normalized: Tensor = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
     return normalized
@@ -133,6 +136,7 @@ def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     values, weight = x.to(dtype), weight.to(dtype)
     out = values * weight[:, -1]
     for back in range(1, weight.shape[1]):
+        # the start of a sequence must not see the end of the one before it in the pack
         before = F.pad(values[:-back], (0, 0, back, 0)) if back < len(values) else torch.zeros_like(values)
         out = out + before.masked_fill((positions < back)[:, None], 0.0) * weight[:, -1 - back]
     return out.to(x.dtype)

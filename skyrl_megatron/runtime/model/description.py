@@ -89,6 +89,7 @@ def read_hf_model(
                 f"{where}: auto_map would run code of the folder ({_first_value(config['auto_map'])}); set "
                 "trainer.trust_remote_code=true if you trust it, or remove auto_map from the file"
             )
+        # before the plan: a changed field may change which tensors there are
         config = with_changes(config, changes or {})
         plan = Plan.of(config, draft=draft)
         return HfModel(path, text_config(config), config, plan, plan.family.megatron_config(config))
@@ -109,10 +110,12 @@ def with_rotary(
     old = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope_theta or (rope_scaling or {}).get("rope_theta") or old.get("rope_theta") or config.get("rope_theta")
     new = dict(rope_scaling) if rope_scaling else old
+    # a model with rotary embeddings on part of a head keeps that part under any scaling
     if "partial_rotary_factor" in old:
         new.setdefault("partial_rotary_factor", old["partial_rotary_factor"])
     if theta is not None:
         new["rope_theta"] = theta
+    # the old key is removed: with two scalings the config would be ambiguous
     changes = {"rope_parameters": new, "rope_scaling": None}
     return changes if theta is None else changes | {"rope_theta": theta}
 
@@ -143,6 +146,7 @@ def use_transformer_engine(
     if missing:
         fix = f"Transformer Engine's layers do not support {missing}: set it to {LOCAL} or remove it"
         raise ConfigError([Problem(key, asked, fix)])
+    # before the question of a GPU: on meta nothing is computed, and --check runs on any machine
     if on_meta:
         return asked == TRANSFORMER_ENGINE
     if not device.has_cuda():
@@ -225,28 +229,29 @@ def check_tensors(plan: Plan, source: Source, head: Literal["lm", "value"], pref
     head of a critic that is not [1, H] or has a bias.
     """
     shapes, where = dict(source.shapes()), str(source.path)
-    found = {}
+    of_value_head = {}
     for name in (f"{prefix}.weight", SCORE):
         for tensor in (name, _bias(name)):
             if tensor in shapes and tensor not in plan.hf:
-                found[tensor] = shapes.pop(tensor)
+                of_value_head[tensor] = shapes.pop(tensor)
     if head == "value":
+        # a critic has no output layer: folders with and without one are both complete
         shapes = {name: shape for name, shape in plan.hf.items() if name == "lm_head.weight"} | shapes
     plan.check(shapes, where)
     if head == "lm":
         fix = "use the whole folder, or the text model that transformers takes out of it"
         plan.require_vision(shapes, f"{where} cannot be exported again: {fix}")
-    weight = next((name for name in found if name.endswith(".weight")), None)
+    weight = next((name for name in of_value_head if name.endswith(".weight")), None)
     if weight is None or head != "value":
         return None
     hidden = plan.shape.dims["H"]
-    if found[weight] != (1, hidden):
+    if of_value_head[weight] != (1, hidden):
         raise BridgeError(
-            f"{where}: {weight} has shape {list(found[weight])}, a value head needs [1, {hidden}]: set "
+            f"{where}: {weight} has shape {list(of_value_head[weight])}, a value head needs [1, {hidden}]: set "
             "trainer.algorithm.value_head_prefix to the critic's tensor, or use a folder without a value head to "
             "initialise a new one"
         )
-    if _bias(weight) in found:
+    if _bias(weight) in of_value_head:
         raise BridgeError(f"{where}: {_bias(weight)}: a bias of the value head is not supported; remove the tensor")
     return weight
 

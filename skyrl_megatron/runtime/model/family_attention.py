@@ -49,10 +49,11 @@ class HeadsByLayer(SelfAttention):
     ) -> None:
         heads: VaryingHeads = config.heads_by_layer
         self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        own = copy.copy(config)
+        # a copy: the configuration is shared by all layers
+        layer_config = copy.copy(config)
         if self.windowed:
-            own.num_query_groups, own.softmax_type = heads.window_groups, "learnable"
-        super().__init__(own, submodules, layer_number, **options)
+            layer_config.num_query_groups, layer_config.softmax_type = heads.window_groups, "learnable"
+        super().__init__(layer_config, submodules, layer_number, **options)
         self.heads, self.rotary = heads, None
         if self.windowed:
             self.rotary = PackedRotary(
@@ -64,12 +65,17 @@ class HeadsByLayer(SelfAttention):
                     cp_group=self.pg_collection.cp,
                 )
             )
-        groups, width, count = own.num_query_groups, own.kv_channels, own.num_attention_heads
-        linear: dict[str, Any] = dict(config=own, bias=False, is_expert=False, tp_group=self.pg_collection.tp)
+        groups, width, count = (
+            layer_config.num_query_groups,
+            layer_config.kv_channels,
+            layer_config.num_attention_heads,
+        )
+        linear: dict[str, Any] = dict(config=layer_config, bias=False, is_expert=False, tp_group=self.pg_collection.tp)
+        # Megatron's own projections assume that keys and values have one size, and are replaced
         self.linear_qkv = submodules.linear_qkv(
-            own.hidden_size,
+            layer_config.hidden_size,
             count * width + groups * (width + heads.value_size),
-            init_method=own.init_method,
+            init_method=layer_config.init_method,
             gather_output=False,
             skip_bias_add=False,
             tp_comm_buffer_name="qkv",
@@ -77,8 +83,8 @@ class HeadsByLayer(SelfAttention):
         )
         self.linear_proj = submodules.linear_proj(
             count * heads.value_size,
-            own.hidden_size,
-            init_method=own.output_layer_init_method,
+            layer_config.hidden_size,
+            init_method=layer_config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,
             tp_comm_buffer_name="proj",
@@ -104,7 +110,8 @@ class HeadsByLayer(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as Megatron does, with the layer's own rotary base."""
+        """Attend as Megatron does, with the layer's own rotary base: [s, b, hidden] → (same shape, bias)."""
+        # with sequence parallelism a rank sees a tp-th of the positions
         if self.rotary is not None and packed_seq_params is None:
             length = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
             rotary_pos_emb = self.rotary(length)
@@ -182,20 +189,23 @@ class SelectedAttention(PackedAttention):
         indexer in training still needs its scores.
         """
         learns, top_k = self._learns, self.config.indexer.top_k
+        # detached: the indexer must not train the layers below it
         x: Tensor = inputs["x"].detach()
         hidden, compressed = self._whole(x), self._whole(inputs["qr"].detach().view(*x.shape[:2], -1))
         length, batch = hidden.shape[:2]
-        hidden, compressed = (each.transpose(0, 1).flatten(0, 1) for each in (hidden, compressed))
+        # tokens first, in the order of the pack
+        hidden, compressed = (x_.transpose(0, 1).flatten(0, 1) for x_ in (hidden, compressed))
         if packed_seq_params is None:
             if length <= top_k and not learns:
                 return None
             positions = torch.arange(length, device=x.device).repeat(batch)
             with torch.set_grad_enabled(learns):
                 queries, keys, weights = self.indexer(hidden, compressed, self.rotary.table(positions, length))
-                queries, keys, weights = (each.unflatten(0, (batch, length)) for each in (queries, keys, weights))
+                queries, keys, weights = (x_.unflatten(0, (batch, length)) for x_ in (queries, keys, weights))
                 scores = _scores(queries, keys, weights)
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             mask = _top_k_mask(scores.detach(), causal, top_k)
+            # scores are kept only for the loss: [n, q, k] for every layer otherwise
             selection = KeySelection(mask)
             if learns:
                 selection = KeySelection(mask, scores, torch.ones(scores.shape[:2], device=x.device))
@@ -207,6 +217,7 @@ class SelectedAttention(PackedAttention):
         with torch.set_grad_enabled(learns):
             queries, keys, weights = self.indexer(hidden, compressed, table)
             keys = gather_tokens(keys, lengths, self.groups.cp, shared_loss=False)
+        # padding has no loss
         real = (~packed_seq_params.padding).float()
 
         def choose(group: ChunkGroup | None) -> KeySelection:
@@ -214,7 +225,7 @@ class SelectedAttention(PackedAttention):
             n, q, k = group.shape
             with torch.set_grad_enabled(learns):
                 group_queries, group_weights = (
-                    each.index_select(0, group.query_index).unflatten(0, (n, q)) for each in (queries, weights)
+                    x_.index_select(0, group.query_index).unflatten(0, (n, q)) for x_ in (queries, weights)
                 )
                 group_keys = keys.index_select(0, group.key_index).unflatten(0, (n, k))
                 scores = _scores(group_queries, group_keys, group_weights)
@@ -222,6 +233,7 @@ class SelectedAttention(PackedAttention):
                 visible = group.mask[:, 0]
             else:
                 visible = torch.ones(q, k, dtype=torch.bool, device=x.device).tril()
+            # selected without gradient: top-k has none, and the indexer learns through its loss alone
             mask = _top_k_mask(scores.detach(), visible, top_k)
             if not learns:
                 return KeySelection(mask)
@@ -235,6 +247,8 @@ class SelectedAttention(PackedAttention):
         out = super()._attend(query, key, value, mask)
         if not isinstance(mask, KeySelection) or mask.scores is None:
             return out
+        # attached to the output, so that every schedule and recomputation runs its backward pass with the
+        # layer's
         loss = self.config.dsa_indexer_loss_coeff * self._divergence(query, key, mask)
         result: Tensor = _AttachLoss.apply(out, loss * self.config.moe_grad_scale_func())  # type: ignore[no-untyped-call]
         return result
@@ -250,13 +264,15 @@ class SelectedAttention(PackedAttention):
             logits = query.float() @ key.float().transpose(-1, -2) * self.scale
             attention = logits.masked_fill(~selection.mask, -torch.inf).softmax(-1).sum(1)
             if self.groups.tp.size() > 1:
+                # heads are split over tp, and the target is the mean over all of them
                 dist.all_reduce(attention, group=self.groups.tp)
             attention /= self.config.num_attention_heads
         seen = selection.mask[:, 0]
         logs = selection.scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+        # xlogy: 0 · log 0 is 0 for keys that are not attended to
         divergence = (torch.xlogy(attention, attention) - attention * logs).sum(-1) * selection.counted
-        found = torch.stack([divergence.detach().sum(), selection.counted.sum()]).double()
-        self.divergence = found if self.divergence is None else self.divergence + found
+        totals = torch.stack([divergence.detach().sum(), selection.counted.sum()]).double()
+        self.divergence = totals if self.divergence is None else self.divergence + totals
         return divergence.sum()
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -288,6 +304,7 @@ def _top_k_mask(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     """
     total = scores.masked_fill(~visible, -torch.inf)
     best = total.topk(min(top_k, total.shape[-1]), dim=-1).indices
+    # topk also picks hidden keys where fewer than k are visible; the mask below drops them
     mask = torch.zeros_like(total, dtype=torch.bool).scatter(-1, best, True)
     return (mask & visible).unsqueeze(1)
 

@@ -52,6 +52,7 @@ def layer_spec(
     else:
         mixer = _latent_attention(model) if latent else _grouped_query_attention(config, model, groups)
         if "heads_by_layer" in model.attributes:
+            # the projections are those of grouped-query attention, the sizes are made in the module
             mixer.module = HeadsByLayer
     return ModuleSpec(
         module=TransformerLayer,
@@ -62,6 +63,7 @@ def layer_spec(
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts(config, model) if moe else _dense(),
             mlp_bda=get_bias_dropout_add,
+            # checkpoints name norms as Transformer Engine's layers do, which fuse them into the next matrix
             sharded_state_dict_keys_map=fused_norms(mla=latent, moe=moe, delta_net=delta_net),  # keys of TE
         ),
     )

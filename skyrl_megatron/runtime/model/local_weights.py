@@ -46,7 +46,7 @@ class LocalWeight:
 def local_weights(
     model: ModelChunks, groups: ProcessGroups, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
 ) -> Iterator[LocalWeight]:
-    """Yield every weight of this rank, by chunk, in module order.
+    """Yield every weight of this rank, [shape of its shard], by chunk, in module order.
 
     ``of`` maps a parameter to the tensor to yield, for example its data or its gradient. Buffers are not mapped. The
     last stage's copy of a tied embedding has its own name and the embedding's entry. A critic's value head is not
@@ -55,13 +55,14 @@ def local_weights(
     for index, chunk in enumerate(model.chunks):
         names = _Names(model, groups, index)
         for name, parameter in _tensors(chunk):
+            # an expert tensor is one parameter with many names
             full, tensor, scaled = names.of(name, parameter), parameter, scaled_weight(parameter)
             if isinstance(parameter, torch.nn.Parameter):
                 tensor = of(parameter)
             stacked = names.stacked(name)
-            for number, each in enumerate(full):
+            for number, full_name in enumerate(full):
                 make = partial(scaled.part, expert=number if stacked else None) if scaled else None
-                yield LocalWeight(each, tensor[number] if stacked else tensor, names.entry(each), make)
+                yield LocalWeight(full_name, tensor[number] if stacked else tensor, names.entry(full_name), make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +112,11 @@ class _Names:
             layer = self.model.hf.plan.draft_layer
             assert layer is not None
             tail = name.removeprefix(_OF_DRAFT).removeprefix("layer.")
+            # the draft layer's number counts through the model; the chunk's names start at its first layer
             name = f"{LAYERS}{layer - self.layer_offset}.{tail}"
-        own = [f"{name}{number}" for number in range(len(tensor))] if self.stacked(name) else [name]
-        return [canonical(each, layer_offset=self.layer_offset, expert=self._expert) for each in own]
+        local_names = [f"{name}{number}" for number in range(len(tensor))] if self.stacked(name) else [name]
+        # experts may have moved between ranks: the number is that of the model, not of the slot
+        return [canonical(local, layer_offset=self.layer_offset, expert=self._expert) for local in local_names]
 
     def _expert(self, layer: int, number: int) -> int:
         return self.model.experts.held(layer, self.expert_rank)[number]
@@ -126,6 +129,7 @@ class _Names:
 def _entries(model: ModelChunks) -> Mapping[str, Entry]:
     """Return the table's entries by name, with the split that the model's layers use."""
     entries = model.hf.plan.by_name
+    # Transformer Engine keeps MLA's down projections whole on every rank (parallel_mode="duplicated")
     if model.config.transformer_impl != "transformer_engine":
         return entries
     return {name: entry.whole() if entry.split.whole_under_te else entry for name, entry in entries.items()}
@@ -135,6 +139,7 @@ def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and the buffers that are weights; other buffers are derived."""
     yield from _parameters(chunk)
     for name, buffer in chunk.named_buffers():
+        # the router's bias is learned outside of the gradient, and exported as a weight
         if name.endswith(".expert_bias"):
             yield name, buffer
 

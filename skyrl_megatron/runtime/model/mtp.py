@@ -46,25 +46,30 @@ class DraftHead(MegatronModule):
     """
 
     def __init__(self, config: TransformerConfig, spec: ModuleSpec, layer_number: int, groups: ProcessGroups) -> None:
-        own = copy.copy(config)
-        own.moe_router_load_balancing_type, own.moe_aux_loss_coeff, own.moe_z_loss_coeff = "none", 0.0, None
-        super().__init__(config=own)
+        # a copy: the auxiliary losses of the draft's router must not be added to the policy's
+        draft_config = copy.copy(config)
+        draft_config.moe_router_load_balancing_type, draft_config.moe_aux_loss_coeff, draft_config.moe_z_loss_coeff = (
+            "none",
+            0.0,
+            None,
+        )
+        super().__init__(config=draft_config)
         self.groups = groups
-        self.enorm = RMSNorm(own, own.hidden_size, own.layernorm_epsilon)
-        self.hnorm = RMSNorm(own, own.hidden_size, own.layernorm_epsilon)
+        self.enorm = RMSNorm(draft_config, draft_config.hidden_size, draft_config.layernorm_epsilon)
+        self.hnorm = RMSNorm(draft_config, draft_config.hidden_size, draft_config.layernorm_epsilon)
         self.eh_proj = ColumnParallelLinear(
-            2 * own.hidden_size,
-            own.hidden_size,
-            config=own,
-            init_method=own.init_method,
+            2 * draft_config.hidden_size,
+            draft_config.hidden_size,
+            config=draft_config,
+            init_method=draft_config.init_method,
             bias=False,
             gather_output=False,
             tp_group=groups.tp,
         )
         self.layer = build_module(
-            spec, config=own, layer_number=layer_number, is_mtp_layer=True, pg_collection=groups.collection
+            spec, config=draft_config, layer_number=layer_number, is_mtp_layer=True, pg_collection=groups.collection
         )
-        self.final_layernorm = RMSNorm(own, own.hidden_size, own.layernorm_epsilon)
+        self.final_layernorm = RMSNorm(draft_config, draft_config.hidden_size, draft_config.layernorm_epsilon)
         for parameter in self.parameters():
             parameter.grad_norm_group = "mtp"  # a name that Megatron's optimizer knows
         self._captured: tuple[Tensor, dict[str, Any]] | None = None
@@ -74,6 +79,7 @@ class DraftHead(MegatronModule):
         """Capture the output and the arguments of the last training pass of the chunk's decoder."""
 
         def capture(module: torch.nn.Module, _: Any, arguments: dict[str, Any], hidden: Tensor) -> None:
+            # scoring passes have no gradient, and would replace what the training pass left
             if module.training and torch.is_grad_enabled():
                 for_layer = {name: value for name, value in arguments.items() if name not in _DECODER_ONLY}
                 self._captured = hidden.detach(), for_layer
@@ -91,6 +97,7 @@ class DraftHead(MegatronModule):
         head = chunks[-1].output_layer.weight
         if self._embedding is None:
             self._embedding = torch.empty_like(head, requires_grad=False)
+        # tied or not, embd joins the first and the last stage
         dist.broadcast(self._embedding, group_src=0, group=self.groups.embd)
 
     def forward(self, next_tokens: Tensor, positions: Tensor) -> Tensor:
@@ -101,6 +108,7 @@ class DraftHead(MegatronModule):
         engines (vLLM's ``deepseek_mtp``).
         """
         assert self._captured is not None, "the draft head needs a training pass of its chunk before each call"
+        # taken, so that a second call without a pass fails instead of using old states
         (hidden, arguments), self._captured = self._captured, None
         embedded = self._embedded(next_tokens, positions)
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
@@ -120,12 +128,13 @@ class DraftHead(MegatronModule):
         assert self._embedding is not None
         tp, rows = self.groups.tp, len(self._embedding)
         local = tokens - tp.rank() * rows
+        # position 0 has no token before it: engines feed zeros there
         here = (local >= 0) & (local < rows) & (positions > 0)
-        found: Tensor = torch.where(here[..., None], self._embedding[torch.where(here, local, 0)], 0.0)
+        rows_of_tokens: Tensor = torch.where(here[..., None], self._embedding[torch.where(here, local, 0)], 0.0)
         if tp.size() > 1:
-            dist.all_reduce(found, group=tp)
-        found = found.transpose(0, 1)
-        return found.chunk(tp.size())[tp.rank()] if self.config.sequence_parallel else found
+            dist.all_reduce(rows_of_tokens, group=tp)
+        rows_of_tokens = rows_of_tokens.transpose(0, 1)
+        return rows_of_tokens.chunk(tp.size())[tp.rank()] if self.config.sequence_parallel else rows_of_tokens
 
 
 def send_embedding(chunks: Sequence[Any], groups: ProcessGroups) -> None:

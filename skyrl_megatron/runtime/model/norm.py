@@ -41,12 +41,14 @@ class RMSNorm(torch.nn.Module):
         self.zero_centred = config.layernorm_zero_centered_gamma if zero_centred is None else zero_centred
         first = torch.zeros if self.zero_centred else torch.ones
         weight: Any = torch.nn.Parameter(first(hidden_size, dtype=config.params_dtype))
+        # with sequence parallelism a rank sees part of the tokens; the mark makes Megatron sum the gradient
         weight.sequence_parallel = config.sequence_parallel
         self.weight: torch.nn.Parameter = weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., hidden]: same shape and dtype, computed in fp32."""
         weight = self.weight.float()
+        # added in fp32: 1 + w in bfloat16 loses the small part that was trained
         if self.zero_centred:
             weight = 1 + weight
         if exact_ops.active():
@@ -83,6 +85,7 @@ class FullWidthNorm(torch.nn.Module):
         """Normalise [..., heads / tp, head size]: same shape and dtype, computed in fp32."""
         flat = x.flatten(-2).float()
         width = flat.shape[-1]
+        # the sum over all heads, of which this rank has some
         squares = _SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self.tp)  # type: ignore[no-untyped-call]
         scale = torch.rsqrt(squares / len(self.weight) + self.eps)
         weight = self.weight[self.tp.rank() * width :][:width]
@@ -105,6 +108,7 @@ class _SumOverRanks(torch.autograd.Function):
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
+    # a copy: autograd may need the input, and all_reduce works in place
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

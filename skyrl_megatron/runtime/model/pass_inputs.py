@@ -40,9 +40,11 @@ class PassInput[T]:
     def take(self) -> T | None:
         """Return the value of the pass that calls the router. Call it once for each of the router's calls."""
         if self.in_pass:
+            # without gradients in training: the first run of a block that is recomputed in the backward pass
             if self.queues and not torch.is_grad_enabled():
                 self.queue.append(self.value)
             return self.value
+        # the backward pass calls layers without the model: only the queue knows their micro-batch
         if not self.queue:
             raise RuntimeError(f"layer {self.layer}: the router runs outside of a pass and nothing is queued for it")
         return self.queue.popleft()
@@ -54,15 +56,15 @@ def give_inputs[T](
     """Let the forward pass of a model chunk take an argument; each input gets ``value_of(argument, layer)``."""
 
     def begin(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = keywords.pop(name, None)
-        for each in inputs:
-            each.in_pass, each.queues = True, chunk.training
-            each.value = None if given is None else value_of(given, each.layer)
+        argument = keywords.pop(name, None)
+        for router_input in inputs:
+            router_input.in_pass, router_input.queues = True, chunk.training
+            router_input.value = None if argument is None else value_of(argument, router_input.layer)
         return arguments, keywords
 
     def end(*_: Any) -> None:
-        for each in inputs:
-            each.in_pass, each.value = False, None
+        for router_input in inputs:
+            router_input.in_pass, router_input.value = False, None
 
     chunk.register_forward_pre_hook(begin, with_kwargs=True)
     chunk.register_forward_hook(end, always_call=True)

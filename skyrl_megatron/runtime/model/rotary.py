@@ -44,12 +44,14 @@ class PackedRotary(torch.nn.Module):
             length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config)
             return length
         params.rotary = self.table(params.positions, params.max_seqlen_q)
+        # not used: forward makes no table for packed inputs
         return 0
 
     def forward(self, length: int, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Return the value that ``GPTModel`` passes to its layers: None if the table is in the ``PackedSeqParams``."""
         if not packed_seq:
             return self.stock(length, packed_seq=False, cp_group=cp_group)
+        # Yarn's module returns a pair, and its caller unpacks one
         return (None, None) if isinstance(self.stock, YarnRotaryEmbedding) else None
 
     def with_table(self, params: PackedSeqParams) -> PackedSeqParams:
@@ -93,6 +95,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -
     width = cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if width < x.shape[-1]:
+        # entries beyond the rotary part are not rotated
         out[..., width:] = x[..., width:]
     (a, b), (to_a, to_b), (cos, _), (sin, _) = (_pairs(t, width, interleaved) for t in (x, out, cos, sin))
     torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-sign)

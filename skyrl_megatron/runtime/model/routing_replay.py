@@ -38,13 +38,16 @@ class RoutingReplay(PassInput[Tensor]):
     ) -> tuple[Tensor, Tensor]:
         """Return (scores, experts) [t, K] of the replayed routes. ``choose``: the model's own top-k function."""
         routes = self.take()
+        # the model's own choice is still made, for tokens without a route and to count differences
         values, experts = choose(scores, topk, num_groups, group_topk)
         if routes is not None:
-            natural, known = experts, routes >= 0
-            experts = torch.where(known, routes.long(), natural)
+            natural, recorded = experts, routes >= 0
+            experts = torch.where(recorded, routes.long(), natural)
+            # gathered from all scores, so that the gradient reaches the router
             values = scores.gather(1, experts)
+            # in a recomputed pass gradients are on in the second run alone, so each token counts once
             if torch.is_grad_enabled():
-                self._count(known[:, 0], natural, experts)
+                self._count(recorded[:, 0], natural, experts)
         if self.listener is not None and not torch.is_grad_enabled():
             self.listener(experts)
         return values, experts

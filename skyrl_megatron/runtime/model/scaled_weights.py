@@ -39,23 +39,23 @@ class ScaledWeight:
         return ScaledMatrix(values, scales, self.columns, self.first)
 
     def dequantized(self) -> Tensor:
-        """Return the weight in the dtype of its parameter."""
+        """Return the weight, [out, in] or [experts, out, in], in the dtype of its parameter."""
         return self.matrix().dequantized(self.dtype)
 
     def part(self, rows: slice, columns: slice, expert: int | None = None) -> Tensor:
-        """Return dequantised rows and columns of the weight, or of one expert's weight."""
+        """Return dequantised rows and columns of the weight, or of one expert's weight: [rows, columns]."""
         index = rows if expert is None else (expert, rows)
         return self.matrix().rows(lambda tensor: tensor[index]).dequantized(self.dtype)[:, columns]
 
 
 def scaled_weight(parameter: Tensor) -> ScaledWeight | None:
-    """Return the :class:`ScaledWeight` of an 8-bit parameter; None for any other parameter."""
+    """Return the :class:`ScaledWeight` of an 8-bit parameter […]; None for any other parameter."""
     found: ScaledWeight | None = getattr(parameter, "scaled_weight", None)
     return found
 
 
 def weight_data(parameter: Tensor) -> Tensor:
-    """Return a parameter's data, dequantised if it is kept in 8 bits."""
+    """Return a parameter's data, […] in its dtype, dequantised if it is kept in 8 bits."""
     scaled = scaled_weight(parameter)
     return parameter.data if scaled is None else scaled.dequantized()
 
@@ -65,16 +65,19 @@ def keep_scaled(module: torch.nn.Module, name: str, matrix: ScaledMatrix) -> Non
     parameter: Any = module.get_parameter(name)
     assert matrix.values.shape == parameter.shape, (name, matrix.values.shape, parameter.shape)
     for end, tensor in ((VALUES, matrix.values), (SCALES, matrix.scales)):
+        # not persistent: checkpoints of a frozen base would otherwise store it
         module.register_buffer(name + end, tensor.to(parameter.device, copy=True), persistent=False)
     parameter.requires_grad_(False)
+    # the handle stays: adapters, exports and checkpoints find the weight by its parameter
     parameter.data = without_memory(parameter)
     parameter.scaled_weight = ScaledWeight(module, name, matrix.columns, matrix.first, parameter.dtype)
+    # once per module, which may have several such weights
     if "forward" not in vars(module):
         module.forward = _Forward(module, module.forward)
 
 
 def without_memory(like: Tensor) -> Tensor:
-    """Return a tensor of the same shape whose entries all share one NaN, so that an accidental read is visible."""
+    """Return a tensor […] of the same shape whose entries all share one NaN, so that an accidental read is visible."""
     return like.new_full((), torch.nan).expand(like.shape)
 
 
@@ -85,9 +88,12 @@ class _Forward:
         self.module, self.plain = module, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = {name: p for name, p in self.module._parameters.items() if p is not None and scaled_weight(p)}
-        dequantized = {name: weight_data(parameter) for name, parameter in own.items()}
-        of_storage = {tensor.untyped_storage()._cdata: own[name] for name, tensor in dequantized.items()}
+        scaled_parameters = {
+            name: p for name, p in self.module._parameters.items() if p is not None and scaled_weight(p)
+        }
+        dequantized = {name: weight_data(parameter) for name, parameter in scaled_parameters.items()}
+        # by storage: autograd saves views of it, a transposed one for example
+        of_storage = {tensor.untyped_storage()._cdata: scaled_parameters[name] for name, tensor in dequantized.items()}
 
         def pack(saved: Tensor) -> Tensor | _SavedView:
             parameter = of_storage.get(saved.untyped_storage()._cdata)
@@ -101,7 +107,8 @@ class _Forward:
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return self.plain(*args, **kwargs)
         finally:
-            parameters.update(own)
+            # also after an error: the module must never be left with weights that have memory
+            parameters.update(scaled_parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ def _unpack(saved: Tensor | _SavedView) -> Tensor:
 
 
 def scaled_buffers(chunk: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the values and scales of a chunk's weights."""
+    """Yield the values [out, in] and scales of a chunk's weights; experts are a leading axis."""
     for parameter in chunk.parameters():
         if scaled := scaled_weight(parameter):
             matrix = scaled.matrix()
@@ -149,5 +156,6 @@ def built_without_memory() -> Iterator[None]:
 
 def give_memory(parameter: torch.nn.Parameter) -> None:
     """Allocate memory for a parameter that was built without."""
+    # stride 0 in all dimensions marks what without_memory made
     if parameter.dim() and not any(parameter.stride()):
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -39,6 +39,7 @@ class Pack:
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
     """Return the output [p, heads, d] and the log-sum-exp of the scores [heads, p] fp32, without sinks."""
     sizes = (pack.starts, pack.starts, pack.longest, pack.longest)
+    # torch's own operator, because varlen_attn does not return the log-sum-exp
     found = torch.ops.aten._flash_attention_forward(
         query, key, value, *sizes, 0.0, pack.window is None, return_debug_mask=False, **pack.options
     )
@@ -48,14 +49,14 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> tupl
 def flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, pack: Pack
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query [p, heads, d], key and value [p, kv heads, d], in their dtypes."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
     unused = torch.empty(0, device=query.device)
     sizes = (pack.starts, pack.starts, pack.longest, pack.longest)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         gradient, query, key, value, out, logsumexp, *sizes, 0.0, pack.window is None, state, unused, **pack.options
     )
-    return found
+    return gradients
 
 
 class SinkAttention(torch.autograd.Function):
@@ -66,7 +67,9 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, pack: Pack) -> Tensor:
+        """Return [p, heads, d], in the dtype of ``query``."""
         out, logsumexp = flash_forward(query, key, value, pack)
+        # in fp32, as the log-sum-exp is
         total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
         out = (out * (logsumexp - total).exp().mT.unsqueeze(-1)).to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, total)
@@ -75,8 +78,10 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value [p, heads, d] and sinks [heads]."""
         query, key, value, sinks, out, total = ctx.saved_tensors
         gradient = gradients[0].contiguous()
+        # the kernel forms P from the log-sum-exp that it is given: with the sink in it, P is that of the sinks
         found = flash_backward(gradient, query, key, value, out, total, ctx.pack)
         products = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1).mT  # [heads, p]
         share = (sinks.to(total.dtype)[:, None] - total).exp()
