@@ -105,15 +105,15 @@ class MegatronEngine(TrainedModel):
             if not measured:
                 raise ValueError("no trainable token in the mini-batch: the loss mask is 0 everywhere")
         seconds = time.perf_counter() - started
-        metrics = self._reduce(merge_metrics(*(each for results in measured.values() for each in results)))
+        metrics = self._reduce(merge_metrics(*(result for results in measured.values() for result in results)))
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
         metrics |= routing | metrics_of(self.parts, "end_pass", loads)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
         for name, results in measured.items() if self.adapter_names != ("",) else ():
-            own = self._reduce(merge_metrics(*results))
-            metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
+            of_adapter = self._reduce(merge_metrics(*results))
+            metrics |= {f"adapter/{name}/{metric}": value for metric, value in of_adapter.items()}
         return metrics | self._speed(batch, seconds, sum(map(len, measured.values())))
 
     def _add_gradient(
@@ -308,7 +308,7 @@ class MegatronEngine(TrainedModel):
     def step_totals(self, batch: TrainingBatch, objective: Objective | None = None) -> StepTotals:
         """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
         objective = objective or self.objective()
-        mine = objective.totals(
+        of_replica = objective.totals(
             batch.loss_mask,
             old_log_probs=batch.old_logprobs,
             rollout_log_probs=batch.rollout_logprobs,
@@ -317,7 +317,7 @@ class MegatronEngine(TrainedModel):
         )
         # Totals hold counts per prompt, whose rows may be on several replicas: no fixed shape, so no all-reduce.
         gathered: list[StepTotals | None] = [None] * self.dp_size
-        dist.all_gather_object(gathered, mine, group=self.groups.dp)
+        dist.all_gather_object(gathered, of_replica, group=self.groups.dp)
         return sum((totals for totals in gathered if totals is not None), StepTotals())
 
     @property
@@ -338,8 +338,8 @@ class MegatronEngine(TrainedModel):
         except ValueError as error:
             problem = error
         raise_on_all_ranks(problem)
-        counts = group_maximum([len(own) for own in rows.values()], self.groups.dp)
-        return [(name, own) for (name, own), count in zip(rows.items(), counts, strict=True) if count]
+        counts = group_maximum([len(of_adapter) for of_adapter in rows.values()], self.groups.dp)
+        return [(name, of_adapter) for (name, of_adapter), count in zip(rows.items(), counts, strict=True) if count]
 
     def head(self, temperature: float | None = None) -> LogprobHead:
         """Return the head that maps the model's output to log-probs, at ``algorithm.temperature`` by default."""
@@ -368,14 +368,14 @@ class MegatronEngine(TrainedModel):
         plan = planned(self.parts, batch, parts, plan, rows)
         target = device.device()
         micro_batches = []
-        for own in (joined(parts, share) for share in plan):
+        for chosen in (joined(parts, share) for share in plan):
             # A replica with fewer rows runs padding, because all replicas must enter the same expert collectives.
-            part = batch.select(own) if len(own) else batch.blank_row()
+            part = batch.select(chosen) if len(chosen) else batch.blank_row()
             padded = not trainer.use_sample_packing
             packed = pack(
                 part, self.groups, target, padded=padded, replayed=self._replayed, by_sequence=self._by_sequence
             )
-            micro_batches.append(MicroBatch(own, part.to(target), packed))
+            micro_batches.append(MicroBatch(chosen, part.to(target), packed))
         return micro_batches
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:

@@ -147,16 +147,16 @@ class RankProcess:
         result = self.engine.optim_step(more_follow=more_follow)
         if not more_follow:
             self.engine.start_offload()
-        named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
+        named = {f"adapter/{name}/": step for name, step in result.adapters.items()}
         return {
             f"{prefix}{metric}": value
-            for prefix, own in {"": result, **named}.items()
+            for prefix, step in {"": result, **named}.items()
             for metric, value in (
-                *own.metrics.items(),
-                ("grad_norm", own.grad_norm),
-                ("lr", own.learning_rate),
-                ("skipped", own.skipped),
-                ("num_zeros_in_grad", own.zeros_in_grad),
+                *step.metrics.items(),
+                ("grad_norm", step.grad_norm),
+                ("lr", step.learning_rate),
+                ("skipped", step.skipped),
+                ("num_zeros_in_grad", step.zeros_in_grad),
             )
             if value is not None
         }
@@ -229,12 +229,12 @@ class RankProcess:
         outside of the layers. A stacked expert tensor is returned per expert, as ``<name>.<expert>``."""
         from skyrl_megatron.runtime.hf_weights import stream_hf
 
-        engine, found = self.engine, {}
+        engine, tensors = self.engine, {}
         for piece in stream_hf(engine.model, engine.groups):
             if layer_of(piece.name) == layer:
                 name = piece.name if piece.index is None else f"{piece.name}.{piece.index}"
-                found[name] = piece.tensor.float().cpu().numpy()
-        return found
+                tensors[name] = piece.tensor.float().cpu().numpy()
+        return tensors
 
     # ------------------------------------------------------------------ weights for the engines
     def weight_metadata(self) -> list[TensorMeta]:

@@ -331,8 +331,8 @@ def _weight(module: torch.nn.Module) -> Tensor | None:
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """Return the weights of a layer: one, or one per expert with Transformer Engine's grouped experts."""
     if _is_te_grouped(module):
-        own = dict(module.named_parameters(recurse=False))
-        return [own[f"weight{number}"] for number in range(len(own)) if f"weight{number}" in own]
+        parameters = dict(module.named_parameters(recurse=False))
+        return [parameters[f"weight{number}"] for number in range(len(parameters)) if f"weight{number}" in parameters]
     weight = module._parameters.get("weight")
     return [] if weight is None else [weight]
 
