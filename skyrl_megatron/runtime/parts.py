@@ -81,9 +81,9 @@ class RankPart:
     ) -> list[np.ndarray]:
         """Return the units of each micro-batch of this replica; by default ``plan``, which balances tokens.
 
-        Called in every pass, also without gradients. ``units``: rows of ``batch`` that stay together, int64.
-        ``plan``: for each micro-batch the indices of its units, int64. ``rows``: most rows of a micro-batch if
-        ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches.
+        Called in every pass, also without gradients. ``units``: rows of ``batch`` that stay together, [n] int64
+        each. ``plan``: for each micro-batch the indices of its units, [m] int64. ``rows``: most rows of a micro-batch
+        if ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches.
         """
         return plan
 
@@ -147,7 +147,7 @@ def planned(
     plan: list[np.ndarray],
     rows: int,
 ) -> list[np.ndarray]:
-    """Return the plan of micro-batches after every part has changed it (:meth:`RankPart.plan`)."""
+    """Return the plan of micro-batches, [m] int64 each, after every part has changed it (:meth:`RankPart.plan`)."""
     for part in parts:
         # Each part sees the plan of the one before it, so the last one decides.
         if type(part).plan is not RankPart.plan:

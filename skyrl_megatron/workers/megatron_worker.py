@@ -208,8 +208,9 @@ class RankProcess:
     def compute_recorded(
         self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
-        """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica the
-        experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the chunk.
+        """Return log-probs [rows, T] as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a
+        replica the experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the
+        chunk.
 
         ``perturbation``: relative change of every embedding before the pass (``runtime/scoring.py``)."""
         from skyrl_megatron.runtime.recording import Recorder

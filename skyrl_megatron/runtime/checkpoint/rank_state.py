@@ -129,7 +129,8 @@ def make_fused_state(adam: Any) -> None:
 
 
 def fused_state(adam: Any, shard: Tensor) -> dict[str, Tensor]:
-    """Return ``param`` and the moments in fp32 or bf16, in the optimizer's own memory where possible."""
+    """Return ``param`` and the moments of a ``shard`` [n], [n] each in fp32 or bf16, in the optimizer's own memory
+    where possible."""
     tensors = {}
     for name in adam.state[shard]:
         state = adam.state[shard][name]
@@ -143,7 +144,8 @@ def fused_state(adam: Any, shard: Tensor) -> dict[str, Tensor]:
 
 
 def write_back_fused(adam: Any, shard: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Write the changed ``tensors`` of :func:`fused_state` back. The weights in ``shard`` must be loaded before."""
+    """Write the changed ``tensors``, [n] each, of :func:`fused_state` back. The weights in ``shard`` [n] must be loaded
+    before."""
     for name, value in tensors.items():
         state_name = "master_param" if name == "param" else name
         state = adam.state[shard][state_name]
@@ -158,13 +160,14 @@ def _is_remainder(name: str, state: Tensor) -> bool:
 
 
 def join_master(weight: Tensor, lower: Tensor) -> Tensor:
-    """Return the fp32 masters of bf16 ``weight`` and int16 remainders ``lower``, in new memory."""
+    """Return the fp32 masters [n] of bf16 ``weight`` [n] and int16 remainders ``lower`` [n], in new memory."""
     bits = weight.detach().view(torch.int16).to(torch.int32)
     return bits.mul_(_HALF).add_(lower).view(torch.float32)
 
 
 def remainder(weight: Tensor, master: Tensor) -> Tensor:
-    """Return the int16 remainders of fp32 ``master`` relative to the bf16 ``weight`` that it was rounded to."""
+    """Return the int16 remainders [n] of fp32 ``master`` [n] relative to the bf16 ``weight`` [n] that it was rounded
+    to."""
     bits = weight.detach().view(torch.int16).to(torch.int32).mul_(_HALF)
     # A tie rounded down does not fit into int16: the nearest value that does (see the top of the file).
     return torch.sub(master.view(torch.int32), bits).clamp_(-_HALF // 2, _HALF // 2 - 1).to(torch.int16)

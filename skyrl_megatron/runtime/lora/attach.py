@@ -92,7 +92,8 @@ class Adapters:
                 yield from adapter.factors()
 
     def merged(self, parameter: Tensor) -> Tensor:
-        """Return a base weight with its adapter merged, in the weight's dtype; the weight itself if it has none."""
+        """Return a base weight, [out, in] or [E, out, in], with its adapter merged, in the weight's dtype; the weight
+        itself if it has none."""
         adapter, weight = self.by_weight.get(id(parameter)), weight_data(parameter)
         if adapter is None:
             return weight
