@@ -144,8 +144,8 @@ def fused_state(adam: Any, shard: Tensor) -> dict[str, Tensor]:
 
 
 def write_back_fused(adam: Any, shard: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Write the changed ``tensors``, [n] each, of :func:`fused_state` back. The weights in ``shard`` [n] must be loaded
-    before."""
+    """Write the changed ``tensors``, [n] each, of :func:`fused_state` back. The weights in ``shard`` [n] must be
+    loaded before."""
     for name, value in tensors.items():
         state_name = "master_param" if name == "param" else name
         state = adam.state[shard][state_name]
