@@ -33,7 +33,6 @@ from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
-    DraftLoss,
     ForwardStep,
     LogprobHead,
     LogprobStep,
@@ -45,7 +44,6 @@ from skyrl_megatron.runtime.forward_step import (
 )
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
 from skyrl_megatron.runtime.model.moe import forget_pass_inputs, router_metrics
-from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
 from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
@@ -132,8 +130,6 @@ class MegatronEngine(TrainedModel):
             now.scale_gradients(1.0 - share, of_tokens=now.accumulated.tokens / combined.tokens)
         # Megatron adds the gradients of auxiliary losses within the layers, out of reach of the objective's weights.
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
-        if self._has_draft:
-            self._refresh_draft()
         step = self._training_step(objective, combined)
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
         self._set_training(True)
@@ -148,26 +144,8 @@ class MegatronEngine(TrainedModel):
         assert isinstance(objective, PolicyObjective)
         seed = (self.cfg.trainer.seed, self._now.steps, self.dp_rank)
         head, entropy = self.head(), objective.config.use_entropy_loss
-        return PolicyStep(head, objective, totals, entropy=entropy, seed=seed, draft=self._draft_loss(head))
-
-    @property
-    def _has_draft(self) -> bool:
-        """Whether a draft head is trained, on the last stage."""
-        return self.role == "policy" and self.megatron.mtp.train
-
-    def _refresh_draft(self) -> None:
-        if (draft := draft_of(self.model.chunks)) is not None:
-            draft.refresh(self.model.chunks)
-        else:
-            send_embedding(self.model.chunks, self.groups)
-
-    def _draft_loss(self, head: LogprobHead) -> DraftLoss | None:
-        if not self._has_draft or (draft := draft_of(self.model.chunks)) is None:
-            return None
-        last = self.model.chunks[-1]
-        tied = last.share_embeddings_and_output_weights
-        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
-        return DraftLoss(draft, weight, head.settings, self.megatron.mtp.loss_scale)
+        extra = [loss for loss in call_parts(self.parts, "extra_loss", head) if loss is not None]
+        return PolicyStep(head, objective, totals, entropy=entropy, seed=seed, extra=extra)
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
         """Reduce the accumulated gradients over dp, clip them, take a step and clear them.
@@ -198,9 +176,10 @@ class MegatronEngine(TrainedModel):
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
+        norm_groups = [part.norm_group for part in self.parts if part.norm_group is not None]
         with self._parts_around("optim_step"):
             call_parts(self.parts, "begin_step", now)
-            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, with_draft=self._has_draft)
+            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, norm_groups=norm_groups)
             if not result.skipped:
                 result = dataclasses.replace(result, metrics=metrics_of(self.parts, "updated", now))
         self._clear(now)

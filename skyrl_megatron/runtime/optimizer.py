@@ -258,7 +258,7 @@ def step_if_finite(
     schedule: OptimizerParamScheduler,
     chunks: list[DistributedDataParallel],
     *,
-    with_draft: bool = False,
+    norm_groups: Sequence[str] = (),
 ) -> StepResult:
     """Clip gradients and step, unless a gradient on any rank is not finite, or the norm is above
     ``grad_norm_skip_threshold``. Gradients must be reduced over dp before.
@@ -267,8 +267,9 @@ def step_if_finite(
     change its share in the momentum.
 
     This follows ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py, but checks the norm first: without
-    a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
-    parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
+    a loss scaler Megatron does not check it and would write NaN into all weights. ``norm_groups``: names of
+    parameters, of any rank, that are clipped by a norm of their own; if that is not finite, their gradients are set
+    to 0.
     """
     learning_rate = current_lr(optimizer)
     # Gives the masters their gradients, of which the norm is taken; without it they have those of the last step.
@@ -282,7 +283,7 @@ def step_if_finite(
     options: Any = optimizer.config
     if grad_norm > options.grad_norm_skip_threshold:  # Megatron's value without a limit is infinity
         return StepResult(grad_norm, learning_rate, True)
-    norms = {None: grad_norm} | ({_DRAFT: _draft_norm(optimizer)} if with_draft else {})
+    norms = {None: grad_norm} | {group: _group_norm(optimizer, group) for group in norm_groups}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -293,7 +294,7 @@ def step_if_finite(
             ]
             if math.isfinite(norm):
                 clipped = [parameter for parameter in clipped if id(parameter) not in scale_invariant]
-            # Only the draft head's norm can be infinite here. The policy takes its step without it.
+            # Only the norm of such a group can be infinite here. The other parameters take their step without it.
             if not math.isfinite(norm):
                 _zero(clipped, decoupled)
             elif clipped and part.config.clip_grad > 0.0:
@@ -306,16 +307,12 @@ def step_if_finite(
     return StepResult(grad_norm, learning_rate, False, zeros_in_grad=zeros)
 
 
-_DRAFT = "mtp"
-"""Megatron's name of the parameter group with a separate gradient norm (``GRAD_NORM_GROUP_ATTR``)."""
-
-
-def _draft_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the gradient norm of the draft head on every rank, reduced as Megatron reduces the other norms."""
+def _group_norm(optimizer: MegatronOptimizer, group: str) -> float:
+    """Return the gradient norm of a group of parameters on every rank, reduced as Megatron reduces the other norms."""
     # A chained optimizer has it, a single one not.
     if hasattr(optimizer, "_get_grad_norm_for_group"):
-        return float(optimizer._get_grad_norm_for_group(_DRAFT))
-    grads = optimizer.get_grads_for_grad_norm(_DRAFT)
+        return float(optimizer._get_grad_norm_for_group(group))
+    grads = optimizer.get_grads_for_grad_norm(group)
     return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group()))
 
 

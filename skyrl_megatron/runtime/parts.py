@@ -3,7 +3,7 @@
 The core names no part. A package registers its parts with :func:`skyrl_megatron.plugins.register_part`; each rank asks
 all registered classes whether they act in this run, and calls those that do in the order of registration::
 
-    forward_backward   begin_pass · micro-batches: plan · around("forward_backward") · end_pass
+    forward_backward   begin_pass · extra_loss · plan of micro-batches · around("forward_backward") · end_pass
     optim_step         around("optim_step"): begin_step · [clip and update] · updated — then end_step
     after the last step of a batch: end_batch
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.runtime.forward_step import ExtraLoss, LogprobHead
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.optimizer import TrainingState
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -59,6 +60,8 @@ class RankPart:
 
     name: ClassVar[str] = "part"
     """Stands in errors."""
+    norm_group: ClassVar[str | None] = None
+    """Megatron's name (``GRAD_NORM_GROUP_ATTR``) of parameters that are clipped by a norm of their own."""
 
     @classmethod
     def acts(cls, setup: PartSetup) -> bool:
@@ -86,6 +89,11 @@ class RankPart:
         if ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches.
         """
         return plan
+
+    def extra_loss(self, head: LogprobHead) -> ExtraLoss | None:
+        """Return a loss that is added to a policy's objective, on the last stage; None elsewhere. ``head``: maps the
+        model's output to log-probs."""
+        return None
 
     def around(self, phase: str, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager of ``forward_backward`` (Megatron's schedule) or ``optim_step`` (clipping and
