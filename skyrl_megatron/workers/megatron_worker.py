@@ -145,6 +145,7 @@ class RankProcess:
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Take an optimizer step with the gradients since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
+        # Nothing reads the optimizer before the next batch: its copies overlap with what the driver does next.
         if not more_follow:
             self.engine.start_offload()
         named = {f"adapter/{name}/": step for name, step in result.adapters.items()}
@@ -168,6 +169,7 @@ class RankProcess:
     def take_expert_load(self) -> dict[int, list[int]] | None:
         """Return on rank 0 the tokens that each expert got in training since the last call, by layer; None
         elsewhere."""
+        # Every rank takes, so that all start anew; their answers are equal.
         load = self.engine.take_expert_load()
         return load if self.rank == 0 else None
 
@@ -521,6 +523,7 @@ def engine_class(cfg: SkyRLTrainConfig, role: str) -> Callable[..., MegatronEngi
 
     if role == "critic":
         return CriticEngine
+    # After the critic, which has a value head too.
     if has_value_head(cfg, role):
         kind = "reward"
     elif role == "policy" and preferences(cfg) is not None:
