@@ -2,6 +2,7 @@
 
 from skyrl_megatron.plugins import OPTIMIZERS, PARTS
 
+PARTS.register_path("skyrl_megatron_parts.draft:DraftTraining")
 PARTS.register_path("skyrl_megatron_parts.experts.balance:ExpertBalance")
 PARTS.register_path("skyrl_megatron_parts.experts.moves:ExpertMoves")
 PARTS.register_path("skyrl_megatron_parts.indexer:IndexerLoss")

@@ -130,7 +130,7 @@ class PreferenceObjective:
         self.settings = settings
 
     def totals(self, loss_mask: Tensor, *, uids: Sequence[str] | None = None, **_: Any) -> StepTotals:
-        """Count a shard of the mini-batch; add the counts up over shards before the step."""
+        """Count a shard of the mini-batch, ``loss_mask`` [B, T]; add the counts up over shards before the step."""
         return step_totals(loss_mask, "prompt_mean", uids)
 
     def weight(self, totals: StepTotals) -> float:

@@ -75,6 +75,7 @@ class CriticStep(TrainingStep):
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
         batch, values = micro_batch.batch, response_values(output, micro_batch.packed)
+        # Checked before the schedule, where an error of one rank would block the others.
         assert batch.values is not None and batch.returns is not None
         loss, metrics = self.objective(self.totals, values, batch.values, batch.returns, batch.loss_mask)
         return loss_for_schedule(loss, metrics)

@@ -33,7 +33,6 @@ from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
-    DraftLoss,
     ForwardStep,
     LogprobHead,
     LogprobStep,
@@ -45,7 +44,6 @@ from skyrl_megatron.runtime.forward_step import (
 )
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
 from skyrl_megatron.runtime.model.moe import forget_pass_inputs, router_metrics
-from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
 from skyrl_megatron.runtime.optimizer import StepResult, TrainingState, combine_results, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
@@ -105,15 +103,15 @@ class MegatronEngine(TrainedModel):
             if not measured:
                 raise ValueError("no trainable token in the mini-batch: the loss mask is 0 everywhere")
         seconds = time.perf_counter() - started
-        metrics = self._reduce(merge_metrics(*(each for results in measured.values() for each in results)))
+        metrics = self._reduce(merge_metrics(*(result for results in measured.values() for result in results)))
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
         metrics |= routing | metrics_of(self.parts, "end_pass", loads)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
         for name, results in measured.items() if self.adapter_names != ("",) else ():
-            own = self._reduce(merge_metrics(*results))
-            metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
+            of_adapter = self._reduce(merge_metrics(*results))
+            metrics |= {f"adapter/{name}/{metric}": value for metric, value in of_adapter.items()}
         return metrics | self._speed(batch, seconds, sum(map(len, measured.values())))
 
     def _add_gradient(
@@ -132,8 +130,6 @@ class MegatronEngine(TrainedModel):
             now.scale_gradients(1.0 - share, of_tokens=now.accumulated.tokens / combined.tokens)
         # Megatron adds the gradients of auxiliary losses within the layers, out of reach of the objective's weights.
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
-        if self._has_draft:
-            self._refresh_draft()
         step = self._training_step(objective, combined)
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
         self._set_training(True)
@@ -148,26 +144,8 @@ class MegatronEngine(TrainedModel):
         assert isinstance(objective, PolicyObjective)
         seed = (self.cfg.trainer.seed, self._now.steps, self.dp_rank)
         head, entropy = self.head(), objective.config.use_entropy_loss
-        return PolicyStep(head, objective, totals, entropy=entropy, seed=seed, draft=self._draft_loss(head))
-
-    @property
-    def _has_draft(self) -> bool:
-        """Whether a draft head is trained, on the last stage."""
-        return self.role == "policy" and self.megatron.mtp.train
-
-    def _refresh_draft(self) -> None:
-        if (draft := draft_of(self.model.chunks)) is not None:
-            draft.refresh(self.model.chunks)
-        else:
-            send_embedding(self.model.chunks, self.groups)
-
-    def _draft_loss(self, head: LogprobHead) -> DraftLoss | None:
-        if not self._has_draft or (draft := draft_of(self.model.chunks)) is None:
-            return None
-        last = self.model.chunks[-1]
-        tied = last.share_embeddings_and_output_weights
-        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
-        return DraftLoss(draft, weight, head.settings, self.megatron.mtp.loss_scale)
+        extra = [loss for loss in call_parts(self.parts, "extra_loss", head) if loss is not None]
+        return PolicyStep(head, objective, totals, entropy=entropy, seed=seed, extra=extra)
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
         """Reduce the accumulated gradients over dp, clip them, take a step and clear them.
@@ -198,9 +176,10 @@ class MegatronEngine(TrainedModel):
 
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
+        norm_groups = [part.norm_group for part in self.parts if part.norm_group is not None]
         with self._parts_around("optim_step"):
             call_parts(self.parts, "begin_step", now)
-            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, with_draft=self._has_draft)
+            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, norm_groups=norm_groups)
             if not result.skipped:
                 result = dataclasses.replace(result, metrics=metrics_of(self.parts, "updated", now))
         self._clear(now)
@@ -308,7 +287,7 @@ class MegatronEngine(TrainedModel):
     def step_totals(self, batch: TrainingBatch, objective: Objective | None = None) -> StepTotals:
         """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
         objective = objective or self.objective()
-        mine = objective.totals(
+        of_replica = objective.totals(
             batch.loss_mask,
             old_log_probs=batch.old_logprobs,
             rollout_log_probs=batch.rollout_logprobs,
@@ -317,7 +296,7 @@ class MegatronEngine(TrainedModel):
         )
         # Totals hold counts per prompt, whose rows may be on several replicas: no fixed shape, so no all-reduce.
         gathered: list[StepTotals | None] = [None] * self.dp_size
-        dist.all_gather_object(gathered, mine, group=self.groups.dp)
+        dist.all_gather_object(gathered, of_replica, group=self.groups.dp)
         return sum((totals for totals in gathered if totals is not None), StepTotals())
 
     @property
@@ -338,8 +317,8 @@ class MegatronEngine(TrainedModel):
         except ValueError as error:
             problem = error
         raise_on_all_ranks(problem)
-        counts = group_maximum([len(own) for own in rows.values()], self.groups.dp)
-        return [(name, own) for (name, own), count in zip(rows.items(), counts, strict=True) if count]
+        counts = group_maximum([len(of_adapter) for of_adapter in rows.values()], self.groups.dp)
+        return [(name, of_adapter) for (name, of_adapter), count in zip(rows.items(), counts, strict=True) if count]
 
     def head(self, temperature: float | None = None) -> LogprobHead:
         """Return the head that maps the model's output to log-probs, at ``algorithm.temperature`` by default."""
@@ -368,14 +347,14 @@ class MegatronEngine(TrainedModel):
         plan = planned(self.parts, batch, parts, plan, rows)
         target = device.device()
         micro_batches = []
-        for own in (joined(parts, share) for share in plan):
+        for chosen in (joined(parts, share) for share in plan):
             # A replica with fewer rows runs padding, because all replicas must enter the same expert collectives.
-            part = batch.select(own) if len(own) else batch.blank_row()
+            part = batch.select(chosen) if len(chosen) else batch.blank_row()
             padded = not trainer.use_sample_packing
             packed = pack(
                 part, self.groups, target, padded=padded, replayed=self._replayed, by_sequence=self._by_sequence
             )
-            micro_batches.append(MicroBatch(own, part.to(target), packed))
+            micro_batches.append(MicroBatch(chosen, part.to(target), packed))
         return micro_batches
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:

@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from skyrl_megatron.algorithms.losses import seed_random_picks
-from skyrl_megatron.algorithms.masked import keep_masked
-from skyrl_megatron.algorithms.metrics import ReducibleMetrics, mismatch_metrics, token_mean
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.logprobs import (
@@ -31,7 +30,6 @@ from skyrl_megatron.runtime.logprobs import (
 )
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.model.moe import routers_of
-from skyrl_megatron.runtime.model.mtp import DraftHead
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 
@@ -79,57 +77,8 @@ def share_from_last_stage[V](value: V, group: dist.ProcessGroup) -> V:
     return objects[0]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftLoss:
-    """Loss of the draft head: ``scale`` times the summed cross-entropy, divided by all trained tokens of the step.
-
-    The result does not depend on how a batch is split into micro-batches. The draft head does not predict the second
-    token of a sequence. Uses the temperature of ``settings``.
-    """
-
-    draft: DraftHead
-    weight: Tensor
-    """[V_padded / tp, H]: weight of the model's output layer."""
-    settings: SoftmaxSettings
-    scale: float
-
-    def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (log-probs, valid), equal on all tp and cp ranks.
-
-        Log-probs: [b, T] in nats, of each response token as predicted two positions before it. Valid: [b, T] bool,
-        True where such a position exists.
-        """
-        packed = micro_batch.packed
-        tokens = packed.targets.view(packed.tokens.shape)
-        hidden = self.draft(tokens, packed.position_ids)
-        # detached: the head's weight is the policy's, which the draft loss must not train
-        logprobs, _ = fused_logprobs_and_entropy(
-            hidden,
-            self.weight.detach(),
-            packed.further_targets,
-            packed.groups.tp,
-            self.settings,
-        )
-        return packed.further_responses(logprobs)
-
-    def __call__(self, micro_batch: MicroBatch, policy: Tensor, totals: StepTotals) -> tuple[Tensor, ReducibleMetrics]:
-        """Return the micro-batch's share of the loss, and its metrics. ``policy``: log-probs of the policy, [b, T].
-
-        ``mtp_acceptance`` is the mean of min(1, q / p) over sampled tokens, where q is the draft's probability and p
-        the policy's. If the tokens are samples of p, this is the share of draft tokens that speculative sampling
-        accepts (arXiv:2211.17192).
-        """
-        logprobs, valid = self.logprobs(micro_batch)
-        mask = micro_batch.batch.loss_mask * valid
-        # by all trained tokens, not by those with a draft: the loss then does not depend on how rows are packed
-        loss = -keep_masked(logprobs, mask).sum() * (self.scale / totals.tokens)
-        # min(1, q / p) without overflow: the difference is cut at 0 before the exponential
-        accepted = (logprobs.detach() - policy).clamp(max=0.0).exp()
-        return loss, {"mtp_loss": token_mean(-logprobs, mask), "mtp_acceptance": token_mean(accepted, mask)}
-
-
 Closure = Callable[[Tensor], Any]
-type DraftLossFunc = Callable[[MicroBatch, Tensor, StepTotals], tuple[Tensor, ReducibleMetrics]]
+type ExtraLoss = Callable[[MicroBatch, Tensor, StepTotals], tuple[Tensor, ReducibleMetrics]]
 """(micro-batch, log-probs of the policy [b, T], denominators of the step) → (share of the loss, metrics)."""
 
 
@@ -236,10 +185,10 @@ class PolicyStep(TrainingStep):
         *,
         entropy: bool,
         seed: tuple[int, ...],
-        draft: DraftLossFunc | None = None,
+        extra: Sequence[ExtraLoss] = (),
     ) -> None:
-        self.draft = draft
-        """The loss of the draft head, if the last stage trains one."""
+        self.extra = extra
+        """Losses of parts of the rank, which are added to the objective."""
         self.head, self.objective, self.totals, self.entropy = head, objective, totals, entropy
         self.seed = seed
         """Seed of random choices in a loss, with the micro-batch's number: equal on all tp, cp and pp ranks."""
@@ -280,9 +229,9 @@ class PolicyStep(TrainingStep):
         # nobody scored the batch before the step, so the mismatch is measured in this pass
         if batch.old_logprobs is None and batch.rollout_logprobs is not None:
             metrics = metrics | mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
-        if self.draft is not None:
-            draft_loss, draft_metrics = self.draft(micro_batch, logprobs.detach(), self.totals)
-            loss, metrics = loss + draft_loss, metrics | draft_metrics
+        for extra in self.extra:
+            extra_loss, extra_metrics = extra(micro_batch, logprobs.detach(), self.totals)
+            loss, metrics = loss + extra_loss, metrics | extra_metrics
         return loss_for_schedule(loss, metrics)
 
     def top_log_probs(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -258,7 +258,7 @@ def step_if_finite(
     schedule: OptimizerParamScheduler,
     chunks: list[DistributedDataParallel],
     *,
-    with_draft: bool = False,
+    norm_groups: Sequence[str] = (),
 ) -> StepResult:
     """Clip gradients and step, unless a gradient on any rank is not finite, or the norm is above
     ``grad_norm_skip_threshold``. Gradients must be reduced over dp before.
@@ -267,8 +267,9 @@ def step_if_finite(
     change its share in the momentum.
 
     This follows ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py, but checks the norm first: without
-    a loss scaler Megatron does not check it and would write NaN into all weights. ``with_draft``: some rank has the
-    parameters of a draft head. They are clipped by a separate norm; if it is not finite, their gradients are set to 0.
+    a loss scaler Megatron does not check it and would write NaN into all weights. ``norm_groups``: names of
+    parameters, of any rank, that are clipped by a norm of their own; if that is not finite, their gradients are set
+    to 0.
     """
     learning_rate = current_lr(optimizer)
     # Gives the masters their gradients, of which the norm is taken; without it they have those of the last step.
@@ -282,21 +283,23 @@ def step_if_finite(
     options: Any = optimizer.config
     if grad_norm > options.grad_norm_skip_threshold:  # Megatron's value without a limit is infinity
         return StepResult(grad_norm, learning_rate, True)
-    norms = {None: grad_norm} | ({_DRAFT: _draft_norm(optimizer)} if with_draft else {})
+    norms = {None: grad_norm} | {group: _group_norm(optimizer, group) for group in norm_groups}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         scale_invariant = getattr(getattr(part, "optimizer", None), "scale_invariant", ())
         for group, norm in norms.items():
-            own = [each for each in parameters if getattr(each, GRAD_NORM_GROUP_ATTR, None) == group]
+            clipped = [
+                parameter for parameter in parameters if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) == group
+            ]
             if math.isfinite(norm):
-                own = [each for each in own if id(each) not in scale_invariant]
-            # Only the draft head's norm can be infinite here. The policy takes its step without it.
+                clipped = [parameter for parameter in clipped if id(parameter) not in scale_invariant]
+            # Only the norm of such a group can be infinite here. The other parameters take their step without it.
             if not math.isfinite(norm):
-                _zero(own, decoupled)
-            elif own and part.config.clip_grad > 0.0:
+                _zero(clipped, decoupled)
+            elif clipped and part.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(
-                    own, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
+                    clipped, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
                 )
     zeros = float(optimizer.count_zeros()) if options.log_num_zeros_in_grad else None
     optimizer.step_with_ready_grads()
@@ -304,16 +307,12 @@ def step_if_finite(
     return StepResult(grad_norm, learning_rate, False, zeros_in_grad=zeros)
 
 
-_DRAFT = "mtp"
-"""Megatron's name of the parameter group with a separate gradient norm (``GRAD_NORM_GROUP_ATTR``)."""
-
-
-def _draft_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the gradient norm of the draft head on every rank, reduced as Megatron reduces the other norms."""
+def _group_norm(optimizer: MegatronOptimizer, group: str) -> float:
+    """Return the gradient norm of a group of parameters on every rank, reduced as Megatron reduces the other norms."""
     # A chained optimizer has it, a single one not.
     if hasattr(optimizer, "_get_grad_norm_for_group"):
-        return float(optimizer._get_grad_norm_for_group(_DRAFT))
-    grads = optimizer.get_grads_for_grad_norm(_DRAFT)
+        return float(optimizer._get_grad_norm_for_group(group))
+    grads = optimizer.get_grads_for_grad_norm(group)
     return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group()))
 
 
@@ -327,19 +326,19 @@ def _zero(parameters: list[torch.nn.Parameter], decoupled: bool) -> None:
 
 def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
     """Return the first parameter, by rank then by position, whose reduced gradient has a NaN or infinity."""
-    mine = None
+    offender = None
     # Only after a failed step: it reads every gradient once more.
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():
             grad = getattr(parameter, "main_grad", None)
             if grad is not None and not torch.isfinite(grad).all():
-                mine = f"{name} (rank {dist.get_rank()})"
+                offender = f"{name} (rank {dist.get_rank()})"
                 break
-        if mine:
+        if offender:
             break
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return next((name for name in found if name), None)
+    offenders: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(offenders, offender)
+    return next((name for name in offenders if name), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -449,9 +448,9 @@ def prepare_training(
     draft = None
     if head is not None:
         # The schedule's hooks know the chunks alone and would never start the draft head's buckets.
-        own = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
+        without_overlap = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
         draft = DistributedDataParallel(
-            model.config, own, head, disable_bucketing=True, pg_collection=groups.collection
+            model.config, without_overlap, head, disable_bucketing=True, pg_collection=groups.collection
         )
     optimizer = build_optimizer(
         chunks if draft is None else [*chunks, draft],
@@ -487,7 +486,9 @@ def fuse_gradients(chunks: Sequence[DistributedDataParallel]) -> int:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):
             # Only the GEMM of a matrix can add to the buffer; gradients of biases arrive by autograd as always.
-            matrices = [each for each in module.parameters(recurse=False) if each.dim() > 1]
-            module.fuse_wgrad_accumulation = bool(matrices) and all(hasattr(each, "main_grad") for each in matrices)
+            matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+            module.fuse_wgrad_accumulation = bool(matrices) and all(
+                hasattr(parameter, "main_grad") for parameter in matrices
+            )
             changed += module.fuse_wgrad_accumulation
     return changed

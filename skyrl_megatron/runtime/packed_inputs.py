@@ -85,10 +85,10 @@ def _bad_routes(
     A valid route is ``topk`` different experts below ``experts``, in each of the ``replayed`` layers; ``layers``: the
     number of all layers.
     """
-    known = [(row, routes) for row, routes in enumerate(batch.rollout_routes) if routes is not None]
+    recorded = [(row, routes) for row, routes in enumerate(batch.rollout_routes) if routes is not None]
     # Sorting all routes of a long batch takes long; an engine of another model shows in any sample.
-    stride = max(-(-sum(len(routes) for _, routes in known) * len(replayed) // CHECKED_ROUTES), 1)
-    for row, routes in known:
+    stride = max(-(-sum(len(routes) for _, routes in recorded) * len(replayed) // CHECKED_ROUTES), 1)
+    for row, routes in recorded:
         uid = batch.uids[row] if batch.uids else row
         if routes.shape[1:] != (layers, topk):
             return ValueError(
@@ -99,7 +99,7 @@ def _bad_routes(
         checked = np.sort(routes[::stride, list(replayed)], axis=-1)
         wrong = (checked >= experts).any(-1) | (checked[..., 1:] == checked[..., :-1]).any(-1)
         if wrong.any():
-            token, index = (int(each) for each in np.argwhere(wrong)[0])
+            token, index = (int(position) for position in np.argwhere(wrong)[0])
             token, layer = token * stride, replayed[index]
             return ValueError(
                 f"uid {uid}, token {token}, layer {layer}: the engine's route {routes[token, layer].tolist()} does "
@@ -115,9 +115,9 @@ def _missing_routes(batch: TrainingBatch) -> Exception | None:
         trained = batch.loss_mask[row].nonzero()
         needed = length - (width - int(trained[-1])) if len(trained) else 0
         routes = batch.rollout_routes[row] if batch.rollout_routes else None
-        if (known := 0 if routes is None else len(routes)) < needed:
+        if (routed := 0 if routes is None else len(routes)) < needed:
             return ValueError(
-                f"uid {batch.uids[row] if batch.uids else row}: the engine returned no experts for token {known} of "
+                f"uid {batch.uids[row] if batch.uids else row}: the engine returned no experts for token {routed} of "
                 f"{needed} before the last trained token: look for the cause in the engine's log, or set "
                 "moe_routing_replay_missing=natural"
             )
@@ -204,8 +204,8 @@ class PackedInputs:
         """Map [b, T, …] → [p, …]: each value at the position that predicts its token; 0 elsewhere."""
         whole = per_response.new_zeros(sum(self.padded_lengths), *per_response.shape[2:])
         whole[self.response_columns[self.response_valid]] = per_response[self.response_valid]
-        mine = local_positions(self.padded_lengths, self.groups.cp.size(), self.groups.cp.rank())
-        return whole[mine.to(whole.device)]
+        local = local_positions(self.padded_lengths, self.groups.cp.size(), self.groups.cp.rank())
+        return whole[local.to(whole.device)]
 
 
 def pack(
@@ -248,15 +248,15 @@ def pack(
     further = targets.roll(-1).masked_fill(nothing_follows, 0)
 
     columns, valid = _response_index(batch, lengths, starts)
-    mine: Tensor | slice = slice(None)
+    local: Tensor | slice = slice(None)
     if padded:
         # The split over cp follows the boundaries of the pack, which a padded batch does not have.
         assert groups.cp.size() == 1, "padded inputs cannot be split over context-parallel ranks"
         shape, params = (len(lengths), width), None
     else:
-        mine = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
+        local = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
         tokens, targets, further, positions, padding = (
-            each[mine] for each in (tokens, targets, further, positions, padding)
+            values[local] for values in (tokens, targets, further, positions, padding)
         )
         shape, params = (1, len(tokens)), _sequence_params(padded_lengths, positions, padding, device)
     return PackedInputs(
@@ -270,9 +270,9 @@ def pack(
         response_columns=columns.to(device),
         response_valid=valid.to(device),
         groups=groups,
-        support=_support(batch, lengths, starts, total, mine, device),
-        routes=_routes(batch, lengths, starts, total, mine, shape, replayed, groups, device),
-        sequences=_sequences(padded_lengths, mine, shape, groups, device) if by_sequence else None,
+        support=_support(batch, lengths, starts, total, local, device),
+        routes=_routes(batch, lengths, starts, total, local, shape, replayed, groups, device),
+        sequences=_sequences(padded_lengths, local, shape, groups, device) if by_sequence else None,
     )
 
 
@@ -293,7 +293,12 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
 
 
 def _support(
-    batch: TrainingBatch, lengths: list[int], starts: list[int], total: int, mine: Tensor | slice, device: torch.device
+    batch: TrainingBatch,
+    lengths: list[int],
+    starts: list[int],
+    total: int,
+    local: Tensor | slice,
+    device: torch.device,
 ) -> Support | None:
     """Return the sampling support of response tokens at the predicting positions of this rank."""
     if not batch.rollout_support:
@@ -301,14 +306,14 @@ def _support(
     counts = np.zeros(total, np.int64)
     pieces = [np.zeros(0, np.uint16)]
     for start, length, support in zip(starts, lengths, batch.rollout_support, strict=True):
-        known = support.last(min(len(support), max(length - 1, 0)))  # no position predicts the first token
+        predicted = support.last(min(len(support), max(length - 1, 0)))  # no position predicts the first token
         end = start + length - 1
-        counts[end - len(known) : end] = known.counts
-        pieces.append(known.ids)
+        counts[end - len(predicted) : end] = predicted.counts
+        pieces.append(predicted.ids)
     ids = np.concatenate(pieces)
     begins = np.cumsum(counts) - counts
-    if isinstance(mine, Tensor):
-        begins, counts = begins[mine.numpy()], counts[mine.numpy()]
+    if isinstance(local, Tensor):
+        begins, counts = begins[local.numpy()], counts[local.numpy()]
         before = np.cumsum(counts) - counts
         ids = ids[np.repeat(begins - before, counts) + np.arange(counts.sum())]
     return Support.of(ids, counts, device)
@@ -319,34 +324,34 @@ def _routes(
     lengths: list[int],
     starts: list[int],
     total: int,
-    mine: Tensor | slice,
+    local: Tensor | slice,
     shape: tuple[int, int],
     layers: Sequence[int],
     groups: ProcessGroups,
     device: torch.device,
 ) -> Mapping[int, Tensor] | None:
     """Return the experts of the tokens that this rank routes, by replayed layer."""
-    known = [routes for routes in batch.rollout_routes if routes is not None]
-    if not layers or not known:
+    recorded = [routes for routes in batch.rollout_routes if routes is not None]
+    if not layers or not recorded:
         return None
-    placed = np.full((total, len(layers), known[0].shape[2]), -1, np.int16)
+    placed = np.full((total, len(layers), recorded[0].shape[2]), -1, np.int16)
     for start, length, routes in zip(starts, lengths, batch.rollout_routes, strict=True):
         if routes is not None:
             count = min(len(routes), length)
             placed[start : start + count] = routes[:count, layers]
-    here = _for_routers(torch.from_numpy(placed)[mine], shape, groups).transpose(0, 1).contiguous().to(device)
+    here = _for_routers(torch.from_numpy(placed)[local], shape, groups).transpose(0, 1).contiguous().to(device)
     return dict(zip(layers, here, strict=True))
 
 
 def _sequences(
     padded_lengths: tuple[int, ...],
-    mine: Tensor | slice,
+    local: Tensor | slice,
     shape: tuple[int, int],
     groups: ProcessGroups,
     device: torch.device,
 ) -> SequenceNumbers:
     count = len(padded_lengths)
-    numbers = torch.arange(count).repeat_interleave(torch.tensor(padded_lengths))[mine]
+    numbers = torch.arange(count).repeat_interleave(torch.tensor(padded_lengths))[local]
     return SequenceNumbers(_for_routers(numbers, shape, groups).to(device), count)
 
 

@@ -46,9 +46,11 @@ def partial_optimizer(
     name: str, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str
 ) -> PartialOptimizer | None:
     """Return the registered optimizer ``name``; None for Adam alone. Raises ConfigError if there is none."""
+    # Megatron's own, which needs nothing in its place.
     if name == "adam":
         return None
     cls = OPTIMIZERS.find(name)
+    # The configuration knows all names; the package of this one may not be installed where the ranks run.
     if cls is None:
         raise ConfigError([Problem(key, name, "no installed package registers this optimizer: use adam")])
     optimizer: PartialOptimizer = cls(model, groups, adapters, key)

@@ -3,7 +3,7 @@
 The core names no part. A package registers its parts with :func:`skyrl_megatron.plugins.register_part`; each rank asks
 all registered classes whether they act in this run, and calls those that do in the order of registration::
 
-    forward_backward   begin_pass · micro-batches: plan · around("forward_backward") · end_pass
+    forward_backward   begin_pass · extra_loss · plan of micro-batches · around("forward_backward") · end_pass
     optim_step         around("optim_step"): begin_step · [clip and update] · updated — then end_step
     after the last step of a batch: end_batch
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.runtime.forward_step import ExtraLoss, LogprobHead
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.optimizer import TrainingState
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -59,6 +60,8 @@ class RankPart:
 
     name: ClassVar[str] = "part"
     """Stands in errors."""
+    norm_group: ClassVar[str | None] = None
+    """Megatron's name (``GRAD_NORM_GROUP_ATTR``) of parameters that are clipped by a norm of their own."""
 
     @classmethod
     def acts(cls, setup: PartSetup) -> bool:
@@ -81,11 +84,16 @@ class RankPart:
     ) -> list[np.ndarray]:
         """Return the units of each micro-batch of this replica; by default ``plan``, which balances tokens.
 
-        Called in every pass, also without gradients. ``units``: rows of ``batch`` that stay together, int64.
-        ``plan``: for each micro-batch the indices of its units, int64. ``rows``: most rows of a micro-batch if
-        ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches.
+        Called in every pass, also without gradients. ``units``: rows of ``batch`` that stay together, [n] int64
+        each. ``plan``: for each micro-batch the indices of its units, [m] int64. ``rows``: most rows of a micro-batch
+        if ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches.
         """
         return plan
+
+    def extra_loss(self, head: LogprobHead) -> ExtraLoss | None:
+        """Return a loss that is added to a policy's objective, on the last stage; None elsewhere. ``head``: maps the
+        model's output to log-probs."""
+        return None
 
     def around(self, phase: str, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager of ``forward_backward`` (Megatron's schedule) or ``optim_step`` (clipping and
@@ -147,7 +155,7 @@ def planned(
     plan: list[np.ndarray],
     rows: int,
 ) -> list[np.ndarray]:
-    """Return the plan of micro-batches after every part has changed it (:meth:`RankPart.plan`)."""
+    """Return the plan of micro-batches, [m] int64 each, after every part has changed it (:meth:`RankPart.plan`)."""
     for part in parts:
         # Each part sees the plan of the one before it, so the last one decides.
         if type(part).plan is not RankPart.plan:

@@ -53,7 +53,8 @@ class Recorder:
         return RecordingStep(head, self, rows)
 
     def keep(self, micro_batch: MicroBatch, rows: np.ndarray) -> None:
-        """Store the values of a micro-batch in ``found``. ``rows``: row of the micro-batch → row of the batch."""
+        """Store the values of a micro-batch in ``found``. ``rows``, [b] int64: row of the micro-batch → row
+        of the batch."""
         width, lengths = micro_batch.packed.tokens.shape[0], micro_batch.batch.lengths
         # Once per micro-batch and not in the hooks: gathering there would interleave with the model's collectives.
         for name, seen in self._seen.items():

@@ -145,18 +145,19 @@ class RankProcess:
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Take an optimizer step with the gradients since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
+        # Nothing reads the optimizer before the next batch: its copies overlap with what the driver does next.
         if not more_follow:
             self.engine.start_offload()
-        named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
+        named = {f"adapter/{name}/": step for name, step in result.adapters.items()}
         return {
             f"{prefix}{metric}": value
-            for prefix, own in {"": result, **named}.items()
+            for prefix, step in {"": result, **named}.items()
             for metric, value in (
-                *own.metrics.items(),
-                ("grad_norm", own.grad_norm),
-                ("lr", own.learning_rate),
-                ("skipped", own.skipped),
-                ("num_zeros_in_grad", own.zeros_in_grad),
+                *step.metrics.items(),
+                ("grad_norm", step.grad_norm),
+                ("lr", step.learning_rate),
+                ("skipped", step.skipped),
+                ("num_zeros_in_grad", step.zeros_in_grad),
             )
             if value is not None
         }
@@ -168,6 +169,7 @@ class RankProcess:
     def take_expert_load(self) -> dict[int, list[int]] | None:
         """Return on rank 0 the tokens that each expert got in training since the last call, by layer; None
         elsewhere."""
+        # Every rank takes, so that all start anew; their answers are equal.
         load = self.engine.take_expert_load()
         return load if self.rank == 0 else None
 
@@ -208,8 +210,9 @@ class RankProcess:
     def compute_recorded(
         self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
-        """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica the
-        experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the chunk.
+        """Return log-probs [rows, T] as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a
+        replica the experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the
+        chunk.
 
         ``perturbation``: relative change of every embedding before the pass (``runtime/scoring.py``)."""
         from skyrl_megatron.runtime.recording import Recorder
@@ -229,12 +232,12 @@ class RankProcess:
         outside of the layers. A stacked expert tensor is returned per expert, as ``<name>.<expert>``."""
         from skyrl_megatron.runtime.hf_weights import stream_hf
 
-        engine, found = self.engine, {}
+        engine, tensors = self.engine, {}
         for piece in stream_hf(engine.model, engine.groups):
             if layer_of(piece.name) == layer:
                 name = piece.name if piece.index is None else f"{piece.name}.{piece.index}"
-                found[name] = piece.tensor.float().cpu().numpy()
-        return found
+                tensors[name] = piece.tensor.float().cpu().numpy()
+        return tensors
 
     # ------------------------------------------------------------------ weights for the engines
     def weight_metadata(self) -> list[TensorMeta]:
@@ -520,6 +523,7 @@ def engine_class(cfg: SkyRLTrainConfig, role: str) -> Callable[..., MegatronEngi
 
     if role == "critic":
         return CriticEngine
+    # After the critic, which has a value head too.
     if has_value_head(cfg, role):
         kind = "reward"
     elif role == "policy" and preferences(cfg) is not None:

@@ -122,7 +122,7 @@ class ExpertMoves(RankPart):
         )
 
     def end_pass(self, loads: Mapping[int, Tensor]) -> dict[str, float]:
-        """Count the tokens of each expert for the next plan."""
+        """Count the tokens of each expert, [E] float64 by layer, for the next plan."""
         for layer, load in loads.items():
             self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
         return {}

@@ -111,7 +111,7 @@ def rank_loads(load: Sequence[float], slots: Sequence[int], ranks: int) -> np.nd
 
 
 def imbalance(loads: np.ndarray) -> float:
-    """Return the largest load over the mean; 1 without tokens."""
+    """Return the largest of the loads, [ranks], over their mean; 1 without tokens."""
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 

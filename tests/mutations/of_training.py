@@ -326,7 +326,7 @@ MUTATIONS = (
     Mutation(
         "matrices-that-are-clipped",
         "skyrl_megatron/runtime/optimizer.py",
-        "own = [each for each in own if id(each) not in scale_invariant]",
+        "clipped = [parameter for parameter in clipped if id(parameter) not in scale_invariant]",
         "pass",
         ("tests/parts/test_muon.py::test_clipping_and_the_other_rate",),
         "one large gradient would vanish from the momentum of Muon",

@@ -2,7 +2,7 @@
 
 from tests.training import bodies
 
-HOOKS = ("prepared", "begin_pass", "plan", "end_pass", "begin_step", "updated", "end_step", "end_batch")
+HOOKS = ("prepared", "begin_pass", "extra_loss", "plan", "end_pass", "begin_step", "updated", "end_step", "end_batch")
 FAULTS = tuple(hook for hook in HOOKS if hook != "prepared")
 
 
@@ -73,6 +73,7 @@ def test_a_part_sees_passes_and_steps(ranks, folder, batch):
         return [
             *(
                 "begin_pass",
+                "extra_loss",
                 "plan 3",
                 f"begin forward_backward_{number}",
                 f"end forward_backward_{number}",

@@ -152,3 +152,26 @@ def test_a_checkpoint_with_a_value_head_is_converted(ranks, folder, scorer, tmp_
         assert type(model).__name__.endswith(auto.__name__.removeprefix("AutoModel"))
     assert convert(["verify", str(tmp_path / "global_step_1"), str(out), "--hf-template", str(folder)]) == 0
     assert "every tensor is bit-equal" in capsys.readouterr().out
+
+
+def engines(sections):
+    """Names of the engines of policy, critic and reference in runs with these sections."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.schema import generator
+    from skyrl_megatron.workers.megatron_worker import engine_class
+
+    names = []
+    for section in sections:
+        cfg = SkyRLTrainConfig()
+        if section:
+            setattr(cfg, section, {"dpo": generator.DPOConfig, "reward": generator.RewardConfig}[section]())
+        names.append([engine_class(cfg, role).__name__ for role in ("policy", "critic", "ref")])
+    return names
+
+
+def test_the_engine_of_a_rank_is_that_of_what_the_run_trains(ranks):
+    assert ranks(1, engines, ["", "dpo", "reward"])[0] == [
+        ["MegatronEngine", "CriticEngine", "MegatronEngine"],
+        ["PreferenceEngine", "CriticEngine", "MegatronEngine"],
+        ["RewardEngine", "CriticEngine", "MegatronEngine"],
+    ]

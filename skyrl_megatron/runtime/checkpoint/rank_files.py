@@ -114,10 +114,10 @@ def derive_rng(seed: int, step: int, data_parallel_rank: int, pipeline_rank: int
     base = zlib.crc32(f"{seed}/{step}".encode()) & 0x3FFFFFFF
     # Steps of 100 leave room for the tensor-parallel rank, which Megatron adds.
     model_parallel_cuda_manual_seed(base + 100 * pipeline_rank, force_reset_rng=True)
-    own = base + 100 * pipeline_rank + 1_000_003 * data_parallel_rank
-    random.seed(own)
-    np.random.seed(own & 0xFFFFFFFF)
-    torch.manual_seed(own)
+    of_replica = base + 100 * pipeline_rank + 1_000_003 * data_parallel_rank
+    random.seed(of_replica)
+    np.random.seed(of_replica & 0xFFFFFFFF)
+    torch.manual_seed(of_replica)
 
 
 ALIGNMENT = 64  # bytes: sufficient for every dtype
@@ -258,18 +258,18 @@ def run_on_all_ranks[T](work: Callable[[], T]) -> list[T]:
     """Run ``work()`` on every rank and return the results by rank. If it fails on any rank, raise CheckpointError on
     all, so that no rank waits for another. Collective over the default process group."""
     try:
-        mine: tuple[Any, str | None] = (work(), None)
+        outcome: tuple[Any, str | None] = (work(), None)
     except (CheckpointError, OSError) as error:
-        mine = (None, str(error))
+        outcome = (None, str(error))
     except Exception as error:
-        mine = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        outcome = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     # As text: not every error can be pickled, and one rank's traceback means nothing on another.
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for _, failure in everyone:
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    for _, failure in outcomes:
         if failure is not None:
             raise CheckpointError(failure)
-    return [value for value, _ in everyone]
+    return [value for value, _ in outcomes]
 
 
 def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
@@ -298,7 +298,7 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
 
     # No rank overwrites a weight before all have found what they need.
     keys = run_on_all_ranks(prepare)
-    wanted, stored = set().union(*(mine for mine, _ in keys)), keys[0][1]
+    wanted, stored = set().union(*(of_rank for of_rank, _ in keys)), keys[0][1]
     fresh, replaced = fresh_moments(wanted, stored)
     _refuse_unread(wanted, stored - replaced, folder, state)
     if fresh:
@@ -314,9 +314,9 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
                     block.data.zero_()
             reader.load([block for block in blocks if block.key not in fresh])
             # Scaled and split states are not the optimizer's memory: what was read goes back through its own code.
-            for each in ranges:
-                if each.write_back is not None:
-                    each.write_back(each.tensors)
+            for owned in ranges:
+                if owned.write_back is not None:
+                    owned.write_back(owned.tensors)
         restart = any(key.startswith(f"{OPTIMIZER_PREFIX}exp_avg.") for key in fresh)
         return _restore_counters(storage, storage.root, role, state, seed, restart)
 
@@ -343,11 +343,11 @@ def fresh_moments(wanted: set[str], stored: set[str]) -> tuple[set[str], set[str
     """
     moments: defaultdict[str, set[str]] = defaultdict(set)
     weights: defaultdict[str, set[str]] = defaultdict(set)
-    for keys, found in ((wanted, moments), (stored, weights)):
+    for keys, names_of in ((wanted, moments), (stored, weights)):
         for key in keys:
             if key.startswith(OPTIMIZER_PREFIX):
                 name, weight = key.removeprefix(OPTIMIZER_PREFIX).split(".", 1)
-                found[weight].add(name)
+                names_of[weight].add(name)
     changed = {
         weight
         for weight, names in moments.items()

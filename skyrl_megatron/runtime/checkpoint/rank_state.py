@@ -129,21 +129,23 @@ def make_fused_state(adam: Any) -> None:
 
 
 def fused_state(adam: Any, shard: Tensor) -> dict[str, Tensor]:
-    """Return ``param`` and the moments in fp32 or bf16, in the optimizer's own memory where possible."""
-    found = {}
+    """Return ``param`` and the moments of a ``shard`` [n], [n] each in fp32 or bf16, in the optimizer's own memory
+    where possible."""
+    tensors = {}
     for name in adam.state[shard]:
         state = adam.state[shard][name]
         if _is_remainder(name, state):
-            found["param"] = join_master(shard, state).cpu()
+            tensors["param"] = join_master(shard, state).cpu()
         else:
             # bf16 states carry no scale, and unscaling would copy them to fp32.
             plain = adam.get_unscaled_state(shard, name, skip_unscale=state.dtype == torch.bfloat16)
-            found["param" if name == "master_param" else name] = plain if plain is state else plain.cpu()
-    return found
+            tensors["param" if name == "master_param" else name] = plain if plain is state else plain.cpu()
+    return tensors
 
 
 def write_back_fused(adam: Any, shard: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Write the changed ``tensors`` of :func:`fused_state` back. The weights in ``shard`` must be loaded before."""
+    """Write the changed ``tensors``, [n] each, of :func:`fused_state` back. The weights in ``shard`` [n] must be
+    loaded before."""
     for name, value in tensors.items():
         state_name = "master_param" if name == "param" else name
         state = adam.state[shard][state_name]
@@ -158,13 +160,14 @@ def _is_remainder(name: str, state: Tensor) -> bool:
 
 
 def join_master(weight: Tensor, lower: Tensor) -> Tensor:
-    """Return the fp32 masters of bf16 ``weight`` and int16 remainders ``lower``, in new memory."""
+    """Return the fp32 masters [n] of bf16 ``weight`` [n] and int16 remainders ``lower`` [n], in new memory."""
     bits = weight.detach().view(torch.int16).to(torch.int32)
     return bits.mul_(_HALF).add_(lower).view(torch.float32)
 
 
 def remainder(weight: Tensor, master: Tensor) -> Tensor:
-    """Return the int16 remainders of fp32 ``master`` relative to the bf16 ``weight`` that it was rounded to."""
+    """Return the int16 remainders [n] of fp32 ``master`` [n] relative to the bf16 ``weight`` [n] that it was rounded
+    to."""
     bits = weight.detach().view(torch.int16).to(torch.int32).mul_(_HALF)
     # A tie rounded down does not fit into int16: the nearest value that does (see the top of the file).
     return torch.sub(master.view(torch.int32), bits).clamp_(-_HALF // 2, _HALF // 2 - 1).to(torch.int16)
@@ -212,8 +215,8 @@ def held_ranges(part: Any) -> Iterator[HeldRange]:
     for parameter, (group, order) in part.model_param_group_index_map.items():
         main = part.optimizer.param_groups[group]["params"][order]
         # Private, but the only map from a parameter to its shard; Megatron's own checkpoints use it.
-        place = part._get_model_param_range_map(parameter)["param"]
-        yield HeldRange(parameter, main, place.start, place.end)
+        interval = part._get_model_param_range_map(parameter)["param"]
+        yield HeldRange(parameter, main, interval.start, interval.end)
 
 
 def parameters_of(part: Any) -> Iterator[Tensor]:
@@ -254,11 +257,11 @@ def make_optimizer_state(optimizer: MegatronOptimizer | None) -> None:
 
 def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
     """Return ``id`` of every parameter whose optimizer state is sharded over the data-parallel group."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for part in inner_optimizers(optimizer):
         for buffer in getattr(part, "buffers", []):
-            found.update(id(parameter) for parameter in buffer.param_index_map)
-    return found
+            ids.update(id(parameter) for parameter in buffer.param_index_map)
+    return ids
 
 
 def _distributed(part: Any) -> Iterator[OwnedRange]:
@@ -268,7 +271,7 @@ def _distributed(part: Any) -> Iterator[OwnedRange]:
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    place, write_back = ranges["param"], None
+                    interval, write_back = ranges["param"], None
                     if _is_fused(part):
                         group, order = part.model_param_group_index_map[parameter]
                         shard = part.optimizer.param_groups[group]["params"][order]
@@ -279,7 +282,7 @@ def _distributed(part: Any) -> Iterator[OwnedRange]:
                         for repeated in ("step", "master_param"):  # HybridDeviceOptimizer's master is a duplicate
                             tensors.pop(repeated, None)
                     flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-                    yield OwnedRange(parameter, place.start, place.end, flat, True, write_back)
+                    yield OwnedRange(parameter, interval.start, interval.end, flat, True, write_back)
 
 
 def _replicated(part: Any) -> Iterator[OwnedRange]:
@@ -462,7 +465,7 @@ def unwrapped(chunk: Any) -> Any:
 def local_blocks(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[torch.Tensor, list[LocalBlock]]]:
     """Return every tensor of this rank's model chunks with its blocks, without the layers' ``_extra_state``. If
     adapters are trained, only their tensors: the base does not change."""
-    found: list[tuple[torch.Tensor, list[LocalBlock]]] = []
+    blocks: list[tuple[torch.Tensor, list[LocalBlock]]] = []
     for chunk in chunks:
         model = unwrapped(chunk)
         state = getattr(model, ADAPTERS, model).sharded_state_dict(metadata=CONTENT | {"dp_cp_group": groups.dp_cp})
@@ -472,8 +475,8 @@ def local_blocks(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[tor
                     raise CheckpointError(f"{entry.key} is an object of the model; only tensors can be saved")
                 continue
             built = list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
-            found.append((entry.data, [_piece(part, entry.data, placement_of(model)) for part in built]))
-    return found
+            blocks.append((entry.data, [_piece(part, entry.data, placement_of(model)) for part in built]))
+    return blocks
 
 
 def _piece(part: ShardedTensor, whole: torch.Tensor, placement: ExpertPlacement | None) -> LocalBlock:
@@ -516,22 +519,22 @@ def blocks_to_save(
     placement = placement_of(unwrapped(chunks[0])) if chunks else None
     if placement is not None and placement.moving:
         raise CheckpointError("a move of experts failed: the weights of this process cannot be saved; start again")
-    owned = {id(each.parameter): each for each in owned_ranges(optimizer)}
+    owned = {id(held.parameter): held for held in owned_ranges(optimizer)}
     spread = sharded_parameters(optimizer)
     for tensor, pieces in local_blocks(chunks, groups):
-        mine = owned.get(id(tensor))
+        updated = owned.get(id(tensor))
         if any(pieces[0].replica[:-1]):
             continue  # another tp or pp rank writes it
         if id(tensor) in spread:
             # What the rank updates it also writes: no gather, and every rank writes equally much.
-            start, stop = (mine.start, mine.stop) if mine else (0, 0)
+            start, stop = (updated.start, updated.stop) if updated else (0, 0)
         else:
             start, stop = _share(tensor, pieces[0].replica[-1], groups)
         weight = tensor.detach().view(-1)[start:stop]
         yield from _blocks(pieces, weight, start, stop, "")
-        if mine is not None:
-            for name, state in mine.tensors.items():
-                flat = state[start - mine.start : stop - mine.start]
+        if updated is not None:
+            for name, state in updated.tensors.items():
+                flat = state[start - updated.start : stop - updated.start]
                 yield from _blocks(pieces, flat, start, stop, f"{OPTIMIZER_PREFIX}{name}.")
 
 
@@ -545,13 +548,13 @@ def _share(tensor: torch.Tensor, index: int, groups: ProcessGroups) -> tuple[int
 
 def blocks_to_load(chunks: Iterable[Any], ranges: Iterable[OwnedRange], groups: ProcessGroups) -> Iterator[Block]:
     """Yield the blocks that this rank loads: every weight that it holds, and ``ranges`` of the optimizer."""
-    owned = {id(each.parameter): each for each in ranges}
+    owned = {id(held.parameter): held for held in ranges}
     for tensor, pieces in local_blocks(chunks, groups):
         yield from _blocks(pieces, tensor.detach().view(-1), 0, tensor.numel(), "")
-        mine = owned.get(id(tensor))
-        if mine is not None:
-            for name, state in mine.tensors.items():
-                yield from _blocks(pieces, state, mine.start, mine.stop, f"{OPTIMIZER_PREFIX}{name}.")
+        updated = owned.get(id(tensor))
+        if updated is not None:
+            for name, state in updated.tensors.items():
+                yield from _blocks(pieces, state, updated.start, updated.stop, f"{OPTIMIZER_PREFIX}{name}.")
 
 
 def _blocks(pieces: list[LocalBlock], flat: torch.Tensor, start: int, stop: int, prefix: str) -> Iterator[Block]:
@@ -560,13 +563,13 @@ def _blocks(pieces: list[LocalBlock], flat: torch.Tensor, start: int, stop: int,
     for piece in pieces:
         begin, end = max(start, piece.start), min(stop, piece.start + piece.numel)
         for box in boxes(piece.shape, begin - piece.start, end - piece.start, limit):
-            place = piece.start + box.start - start
+            begin_of_box = piece.start + box.start - start
             local = (0,) * piece.lead + box.offsets
             yield Block(
                 key=prefix + piece.key,
                 global_shape=piece.global_shape,
                 offsets=tuple(a + b for a, b in zip(piece.offsets, local, strict=True)),
                 sizes=(1,) * piece.lead + box.sizes,
-                data=flat[place : place + box.numel],
+                data=flat[begin_of_box : begin_of_box + box.numel],
                 flexible=piece.flexible,
             )

@@ -92,7 +92,8 @@ class Adapters:
                 yield from adapter.factors()
 
     def merged(self, parameter: Tensor) -> Tensor:
-        """Return a base weight with its adapter merged, in the weight's dtype; the weight itself if it has none."""
+        """Return a base weight, [out, in] or [E, out, in], with its adapter merged, in the weight's dtype; the weight
+        itself if it has none."""
         adapter, weight = self.by_weight.get(id(parameter)), weight_data(parameter)
         if adapter is None:
             return weight
@@ -331,8 +332,8 @@ def _weight(module: torch.nn.Module) -> Tensor | None:
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """Return the weights of a layer: one, or one per expert with Transformer Engine's grouped experts."""
     if _is_te_grouped(module):
-        own = dict(module.named_parameters(recurse=False))
-        return [own[f"weight{number}"] for number in range(len(own)) if f"weight{number}" in own]
+        parameters = dict(module.named_parameters(recurse=False))
+        return [parameters[f"weight{number}"] for number in range(len(parameters)) if f"weight{number}" in parameters]
     weight = module._parameters.get("weight")
     return [] if weight is None else [weight]
 

@@ -71,13 +71,13 @@ def transformer_config(
     """
     overrides = dict(overrides or {})
     cls = MLATransformerConfig if model.megatron.multi_latent_attention else TransformerConfig
-    known = {field.name for field in dataclasses.fields(cls)}
+    fields_of_class = {field.name for field in dataclasses.fields(cls)}
     layout = _layout_fields(parallel)
     key = f"{prefix}transformer_config_kwargs"
     problems = [
         Problem(f"{key}.{name}", value, f"megatron's {cls.__name__} has no such field")
         for name, value in overrides.items()
-        if name not in known
+        if name not in fields_of_class
     ]
     problems += [
         Problem(f"{key}.{name}", value, f"set by the layout ({layout[name]}); set {prefix}* instead")
@@ -85,17 +85,17 @@ def transformer_config(
         if name in layout and value != layout[name]
     ]
     # A value that only repeats the model's is no conflict.
-    own = {field.name: field.default for field in dataclasses.fields(cls)} | dict(model.megatron.transformer)
+    of_model = {field.name: field.default for field in dataclasses.fields(cls)} | dict(model.megatron.transformer)
     problems += [
         Problem(f"{key}.{name}", value, keys.MODEL)
         for name, value in overrides.items()
-        if keys.TRANSFORMER.refused.get(name) == keys.MODEL and value != own.get(name)
+        if keys.TRANSFORMER.refused.get(name) == keys.MODEL and value != of_model.get(name)
     ]
     biased = model.layout_shape.num_experts and model.megatron.transformer.get("add_bias_linear")
     if biased and parallel.etp > 1:
         fix = "experts with biases cannot be split: set it to 1 and raise expert_model_parallel_size instead"
         problems.append(Problem(f"{prefix}expert_tensor_parallel_size", parallel.etp, fix))
-    name, biased = "moe_router_enable_expert_bias", bool(own["moe_router_enable_expert_bias"])
+    name, biased = "moe_router_enable_expert_bias", bool(of_model["moe_router_enable_expert_bias"])
     if bool(overrides.get(name, biased)) != biased:
         fix = f"the model has {'an' if biased else 'no'} expert bias: remove this setting"
         problems.append(Problem(f"{prefix}{name}", overrides[name], fix))
@@ -352,10 +352,10 @@ def build_model(
         on_meta=on_meta,
         prefix=prefix,
     )
-    place = torch.device("meta") if on_meta else contextlib.nullcontext()
+    allocation = torch.device("meta") if on_meta else contextlib.nullcontext()
     # The weights of a quantised base arrive in 8 bits; tensors of full size might not fit until then.
     memory = built_without_memory() if frozen and model.is_quantised else contextlib.nullcontext()
-    with place, memory, _quiet_deprecation(), _attention_environment():
+    with allocation, memory, _quiet_deprecation(), _attention_environment():
         chunks = [_chunk(model, config, groups, stage, head, use_te, seed) for stage in range(parallel.vpp)]
     if not on_meta:
         target = device or devices.device()

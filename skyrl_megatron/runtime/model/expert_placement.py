@@ -55,20 +55,20 @@ class ExpertPlacement:
 
     def ranks_of(self, layer: int) -> list[int]:
         """Return the expert-parallel rank of each expert of a layer."""
-        found = [0] * self.experts
+        ranks = [0] * self.experts
         for slot, expert in enumerate(self.slots(layer)):
-            found[expert] = slot // self.per_rank
-        return found
+            ranks[expert] = slot // self.per_rank
+        return ranks
 
     def columns(self, layer: int, device: torch.device) -> Tensor | None:
         """Return the experts in the order of their slots, [E] int64, on ``device``; None for the initial order."""
         # None spares the router an index_select per layer and pass in runs without moves.
         if layer not in self._moved:
             return None
-        found = self._columns.get((layer, device))
-        if found is None:
-            found = self._columns[layer, device] = torch.tensor(self._moved[layer], device=device)
-        return found
+        order = self._columns.get((layer, device))
+        if order is None:
+            order = self._columns[layer, device] = torch.tensor(self._moved[layer], device=device)
+        return order
 
     def set(self, slots: Mapping[int, Sequence[int]]) -> None:
         """Use these slots, and the initial ones for layers without an entry. It moves no weights.

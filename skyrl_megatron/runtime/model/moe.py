@@ -332,8 +332,8 @@ class TokenWeightedRouter(TopKRouter):
         # Padding is routed as well, because shapes must fit, but must not count.
         if padding_mask is not None:
             columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)
-        found = columns.sum(0, dtype=torch.float64)
-        self.load = found if self.load is None else self.load + found
+        sums = columns.sum(0, dtype=torch.float64)
+        self.load = sums if self.load is None else self.load + sums
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Pass the mask as a column, because Megatron combines it with a [tokens, experts] map."""
@@ -505,22 +505,22 @@ def router_metrics(
     if not layers:
         return {}, {}
     experts, (z, entropy, tokens, balance, replayed, elsewhere) = load[layers, :-6], load[layers, -6:].unbind(1)
-    found = {
+    by_layer = {
         "moe_load_imbalance": (experts.amax(1) / experts.mean(1)).tolist(),
         "moe_dead_experts": (experts == 0).double().mean(1).tolist(),
         "moe_router_entropy": (entropy / tokens).tolist(),
     }
     if config.moe_z_loss_coeff:
-        found["moe_z_loss"] = (z / tokens).tolist()
+        by_layer["moe_z_loss"] = (z / tokens).tolist()
     if balance.any():
-        found["moe_load_balancing_loss"] = (balance / tokens).tolist()
+        by_layer["moe_load_balancing_loss"] = (balance / tokens).tolist()
     if replayed.any():
-        found |= {
+        by_layer |= {
             "moe_routing_replayed": (replayed / tokens).tolist(),
             "moe_routing_mismatch": (elsewhere / replayed.clamp(min=1.0)).tolist(),
         }
-    metrics = {name: sum(values) / len(values) for name, values in found.items()}
+    metrics = {name: sum(values) / len(values) for name, values in by_layer.items()}
     if per_layer:
-        for name, values in found.items():
+        for name, values in by_layer.items():
             metrics |= {f"{name}/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
     return metrics, dict(zip(layers, experts, strict=True))

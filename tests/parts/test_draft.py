@@ -51,8 +51,8 @@ def foretold(folder, batch, expected, layout, overrides):
     """Of this rank: largest error of log-probs in nats, relative L2 errors of gradients by HF name, loss, acceptance,
     the head's gradient norm."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.forward_step import DraftLoss
     from skyrl_megatron.runtime.hf_weights import stream_hf
+    from skyrl_megatron_parts.draft import DraftLoss
 
     engine = MegatronEngine(config(folder, **layout, overrides=NO_DISTRIBUTED | TRAINED | overrides))
     rows, part = part_of(engine, batch)
@@ -83,10 +83,10 @@ def foretold(folder, batch, expected, layout, overrides):
 
 def own_norm(engine):
     """The gradient norm by which the step clips the draft head, after gradients are reduced."""
-    from skyrl_megatron.runtime.optimizer import _draft_norm
+    from skyrl_megatron.runtime.optimizer import _group_norm
 
     engine.optimizer.prepare_grads()
-    return _draft_norm(engine.optimizer)
+    return _group_norm(engine.optimizer, "mtp")
 
 
 def norm_only(folder, batch, layout):
