@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.rollout.interface import GeneratorOutput
-    from skyrl_megatron.trainer.identity import Identity
+    from skyrl_megatron.identity import Identity
     from skyrl_megatron.trainer.tracking import Tracking
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.worker_group import WorkerGroup

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from skyrl_megatron.sources.streamed import Group, RolloutStream, StreamLimits
+from skyrl_megatron.sources.group_stream import Group
+from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
