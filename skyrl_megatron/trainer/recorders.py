@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.identity import Identity
     from skyrl_megatron.rollout.interface import GeneratorOutput
-    from skyrl_megatron.trainer.identity import Identity
     from skyrl_megatron.trainer.tracking import Tracking
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.worker_group import WorkerGroup
