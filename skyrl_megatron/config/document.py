@@ -160,9 +160,9 @@ def field_docstrings(cls: type) -> dict[str, str]:
 def own_keys(cls: type[SkyRLTrainConfig]) -> Iterator[str]:
     """Yield a line for each key that ``cls`` has in addition to those of every run: key, default and the text under
     it."""
-    known = {key for key, _, _ in leaves(SkyRLTrainConfig)}
+    of_every_run = {key for key, _, _ in leaves(SkyRLTrainConfig)}
     for key, owner, name in leaves(cls):
-        if key not in known:
+        if key not in of_every_run:
             try:
                 text = _flow(field_docstrings(owner).get(name, ""))
             except (OSError, TypeError):  # a class without a source file, for example from a notebook
@@ -185,7 +185,7 @@ def _rules(annotation: Any) -> Iterator[str]:
             if isinstance(rule, OneOf):
                 yield ", ".join(rule.choices)
             elif isinstance(rule, Bounds):
-                yield re.sub("|".join(_SIGNS), lambda found: _SIGNS[found[0]], str(rule))
+                yield re.sub("|".join(_SIGNS), lambda match: _SIGNS[match[0]], str(rule))
     elif get_origin(annotation) is not list:
         for part in get_args(annotation):
             yield from _rules(part)

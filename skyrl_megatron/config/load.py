@@ -47,12 +47,12 @@ def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> 
     else:
         assignments, problems = read_arguments(args)
     builder = _Builder(cls, {**legacy.DEPRECATED, **legacy.DROPPED, **legacy.ALIASES})
-    cfg, found = builder.build(assignments, interpolate=not resolved)
+    cfg, of_values = builder.build(assignments, interpolate=not resolved)
     legacy.warn_deprecated({old: new for old, new in builder.renamed.items() if old not in legacy.ALIASES})
     if builder.repeated:
         repeated = "; ".join(builder.repeated)
         warnings.warn(f"given twice, the later one counts: {repeated}", SkyRLMegatronWarning, stacklevel=3)
-    return cfg, [*problems, *found]
+    return cfg, [*problems, *of_values]
 
 
 def _plain(mapping: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

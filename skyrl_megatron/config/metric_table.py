@@ -440,8 +440,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 def registered(name: str) -> Metric | None:
     """Return the row of a metric that a user registered."""
-    found = next((pattern for pattern in METRICS if _matches(name, pattern)), None)
-    return None if found is None else Metric(found, **cast(Any, METRICS[found]))
+    pattern = next((pattern for pattern in METRICS if _matches(name, pattern)), None)
+    return None if pattern is None else Metric(pattern, **cast(Any, METRICS[pattern]))
 
 
 def describe(name: str) -> Metric | None:

@@ -77,15 +77,15 @@ def metric_problems(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> Iterator[Pr
 
 def _unknown(cfg: SkyRLTrainConfig, key: str, value: str, metric: str, groups: HeldOutGroups) -> Iterator[Problem]:
     scores = {f"eval/{name}/{score}" for name, of_name in held_out(cfg, groups).items() for score in of_name}
-    known = sorted(scores) + [f"reward/{name}" for name in reward_names(cfg)]
-    if metric in known or _may_be_of_data(cfg, metric, groups):
+    metrics = sorted(scores) + [f"reward/{name}" for name in reward_names(cfg)]
+    if metric in metrics or _may_be_of_data(cfg, metric, groups):
         return
-    if not known:
+    if not metrics:
         fix = f"the run has no rewards, and without {VAL_DATA} and {SETS} no evaluation: set one of them"
         yield Problem(key, value, fix)
         return
-    near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)[0]
-    others = ", ".join(name for name in known if name.rpartition("/")[0] == near.rpartition("/")[0])
+    near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0.0)[0]
+    others = ", ".join(name for name in metrics if name.rpartition("/")[0] == near.rpartition("/")[0])
     fix = (
         f"this run will have no metric {metric}: did you mean {near}? It has {others}; for a metric of your own call"
         " skyrl_megatron.plugins.register_metric"

@@ -76,10 +76,10 @@ def _flex(megatron: MegatronConfig, key: str, section: str, hardware: Hardware) 
 
 
 def _has_package(backend: str) -> bool:
-    found = importlib.util.find_spec("deep_ep")
-    if found is None or backend == DEEP_EP:
-        return found is not None
-    return any((Path(folder) / "hybrid_ep_buffer.py").exists() for folder in found.submodule_search_locations or ())
+    package = importlib.util.find_spec("deep_ep")
+    if package is None or backend == DEEP_EP:
+        return package is not None
+    return any((Path(folder) / "hybrid_ep_buffer.py").exists() for folder in package.submodule_search_locations or ())
 
 
 def _against_moves(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> str | None:

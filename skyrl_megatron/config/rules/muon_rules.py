@@ -99,16 +99,16 @@ def muon_problems(optimizer: str, options: Mapping[str, Any], section: str) -> I
         yield Problem(
             f"{section}optimizer", options["optimizer"], "remove this key and set optimizer_config.optimizer=muon"
         )
-    own = {name: value for name, value in options.items() if name.startswith(PREFIX)}
+    of_muon = {name: value for name, value in options.items() if name.startswith(PREFIX)}
     if optimizer != "muon":
-        for name, value in own.items():
+        for name, value in of_muon.items():
             yield Problem(
                 f"{section}{name}",
                 value,
                 f"is read with optimizer_config.optimizer=muon, not {optimizer}: set that, or remove this key",
             )
         return
-    for name, value in own.items():
+    for name, value in of_muon.items():
         if fix := _wrong(name.removeprefix(PREFIX), value):
             yield Problem(f"{section}{name}", value, fix)
     for name in _NO_EFFECT_ON:
@@ -128,9 +128,10 @@ def muon_notes(optimizer: str, options: Mapping[str, Any], section: str) -> Iter
 def _wrong(name: str, value: Any) -> str | None:
     """Return the fix for an unknown field or value; None if it is valid."""
     if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, 1) or [each for each in _NAMES if each in name]
-        known = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(PREFIX + each for each in _NAMES)}"
-        return f"Megatron has no such field: {known}"
+        near = difflib.get_close_matches(name, _NAMES, 1) or [field for field in _NAMES if field in name]
+        if near:
+            return f"Megatron has no such field: did you mean {PREFIX}{near[0]}?"
+        return f"Megatron has no such field: use one of {', '.join(PREFIX + field for field in _NAMES)}"
     if name in _CHOICES:
         choices = _CHOICES[name]
         return None if value in choices else _REASONS.get(name) or f"must be one of {', '.join(map(str, choices))}"

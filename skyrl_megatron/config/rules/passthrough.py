@@ -97,8 +97,8 @@ def _is_checked_elsewhere(table: KeyTable, name: str) -> bool:
 
 def _beyond(limits: Bounds | OneOf | None, value: Any) -> str | None:
     """Return what the value, or each in a list, must be; None if it is, or is null."""
-    every = value if isinstance(value, list | tuple) else [value]
-    if limits is None or value is None or all(limits.allows(each) for each in every):
+    entries = value if isinstance(value, list | tuple) else [value]
+    if limits is None or value is None or all(limits.allows(entry) for entry in entries):
         return None
     return f"must be {limits}"
 
@@ -107,7 +107,7 @@ def _is_as_it_is(table: KeyTable, name: str, field: Declared | None, value: Any)
     """Return whether a refused key has the value that runs have anyway: by default the other package's, or, where that
     is no literal, one that means "off"."""
     if name in table.as_it_is:
-        return any(not _other(each, value) for each in table.as_it_is[name])
+        return any(not _other(harmless, value) for harmless in table.as_it_is[name])
     if field is None or field.default is dataclasses.MISSING:
         return value is None or value is False or value in (0, "", "none", [], {})
     return not _other(field.default, value)

@@ -42,10 +42,10 @@ def placement_problems(
     policy = (role_layout(cfg, "policy"), cfg.trainer.policy.megatron_config, configs.get("policy"))
     for role in active_roles(cfg):
         section = f"trainer.{role}.megatron_config."
-        own = (role_layout(cfg, role), getattr(cfg.trainer, role).megatron_config, configs.get(role))
-        if role == "policy" or own != policy:  # report a problem once if roles have the same layout
-            yield from _layout(own[0], own[2] or {}, section)
-            yield from megatron_problems(cfg, role, section, hardware, own[2] or {})
+        layout, megatron, hf = role_layout(cfg, role), getattr(cfg.trainer, role).megatron_config, configs.get(role)
+        if role == "policy" or (layout, megatron, hf) != policy:  # one report for roles with the same layout
+            yield from _layout(layout, hf or {}, section)
+            yield from megatron_problems(cfg, role, section, hardware, hf or {})
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
     yield from _colocation(cfg)

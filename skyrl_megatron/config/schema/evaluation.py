@@ -41,17 +41,17 @@ class EvalSetConfig(BaseConfig):
 
     def problems(self, key: str) -> list[Problem]:
         """Return the problems of the set at ``key``."""
-        found = [] if self.data else [Problem(f"{key}.data", [], "set at least one data set")]
+        problems = [] if self.data else [Problem(f"{key}.data", [], "set at least one data set")]
         for name in ("pass_at", "majority_at"):
             if wrong := [k for k in getattr(self, name) if not 1 <= k <= self.n]:
                 fix = f"k={wrong[0]} must be between 1 and n={self.n}, the responses per prompt: change it, or set n"
-                found.append(Problem(f"{key}.{name}", getattr(self, name), fix))
+                problems.append(Problem(f"{key}.{name}", getattr(self, name), fix))
         if self.top_p == 0:
-            found.append(Problem(f"{key}.top_p", 0.0, "must be above 0"))
+            problems.append(Problem(f"{key}.top_p", 0.0, "must be above 0"))
         if self.temperature == 0 and self.n > 1:
             fix = f"the n={self.n} greedy responses to a prompt are all equal: set it above 0, or n=1"
-            found.append(Problem(f"{key}.temperature", 0.0, fix))
-        return found
+            problems.append(Problem(f"{key}.temperature", 0.0, fix))
+        return problems
 
     @property
     def ks(self) -> list[int]:
@@ -75,7 +75,7 @@ def read_eval_sets(given: Mapping[str, Any]) -> tuple[dict[str, EvalSetConfig], 
         try:
             sets[name] = EvalSetConfig.from_dict_config(dict(options or {}))
         except ConfigError as error:
-            problems += [Problem(f"{key}.{each.key}", each.value, each.fix) for each in error.problems]
+            problems += [Problem(f"{key}.{problem.key}", problem.value, problem.fix) for problem in error.problems]
         except (TypeError, ValueError):
             problems.append(Problem(key, options, "must be a mapping, such as {data: [FILE], n: 4}"))
         else:
@@ -110,11 +110,11 @@ class StopCondition:
     @classmethod
     def parse(cls, text: str) -> StopCondition:
         """Return the condition. Raises ConfigError with the key, the text and the fix."""
-        found = cls.PATTERN.fullmatch(text)
+        match = cls.PATTERN.fullmatch(text)
         fix = "write METRIC >= NUMBER (or >, <=, <), such as eval/all/avg_score >= 0.8"
-        if found is None:
+        if match is None:
             raise ConfigError([Problem(STOP, text, fix)])
-        metric, comparison, right = found.groups()
+        metric, comparison, right = match.groups()
         try:
             number = float(right)
         except ValueError as error:
@@ -137,10 +137,10 @@ def data_set_names(paths: Sequence[str]) -> dict[str, str]:
     as tell it from the others and from :data:`RESERVED`."""
     parts = {path: path.rstrip("/").split("/") for path in paths}
     names: dict[str, str] = {}
-    for path, own in parts.items():
-        for count in range(1, len(own) + 1):
-            names[path] = "/".join(own[-count:])
-            alike = [other for other in parts if other != path and parts[other][-count:] == own[-count:]]
+    for path, folders in parts.items():
+        for count in range(1, len(folders) + 1):
+            names[path] = "/".join(folders[-count:])
+            alike = [other for other in parts if other != path and parts[other][-count:] == folders[-count:]]
             if not alike and names[path] not in RESERVED:
                 break
     return names
