@@ -129,7 +129,7 @@ class ClassRegistry:
 
 
 class Additions[T]:
-    """What acts in addition to the core at one place: all registered functions or classes, in the order of registration."""
+    """What acts in addition to the core at one place: registered functions or classes, as they were registered."""
 
     def __init__(self) -> None:
         self._items: dict[str, T | str] = {}
