@@ -80,7 +80,7 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.lora.attach import attach

@@ -38,7 +38,7 @@ def build(gigabytes: float) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from transformers import Qwen3MoeConfig
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.checkpoint.rank_files import RankState

@@ -46,7 +46,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from skyrl_megatron.config.rules.layout import ParallelConfig
+        from skyrl_megatron.config.layout import ParallelConfig
         from skyrl_megatron.runtime import parallel_state
         from skyrl_megatron.runtime.model.build import build_model
         from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource

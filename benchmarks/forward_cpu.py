@@ -155,7 +155,7 @@ def main() -> None:
     arguments.add_argument("--cases", nargs="*", default=list(CASES))
     options = parse(arguments, rounds=1, cases=["tiny, 8 x 64 tokens"])
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
 
     torch.set_num_threads(1)

@@ -62,7 +62,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from bridges.quantisation import EngineForm
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model

@@ -78,7 +78,7 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, 
     import torch.distributed as dist
 
     from skyrl_megatron import device
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
 
     count = world_size(layout)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bridges import files as json_file
 from bridges.errors import BridgeError
 from skyrl_megatron import hub
-from skyrl_megatron.config.rules.layout import ModelDimensions
+from skyrl_megatron.config.layout import ModelDimensions
 from skyrl_megatron.errors import ConfigError, Problem
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from skyrl_megatron import device
 from skyrl_megatron.config.derive import is_address, preferences, reward_model
 from skyrl_megatron.config.fields import Section, field_types
 from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.config.parse import convert
-from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.config.table import ROLES
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.plugins import TRANSPORTS

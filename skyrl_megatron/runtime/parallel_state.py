@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
+from skyrl_megatron.config.layout import ParallelConfig, layout_problems
 from skyrl_megatron.errors import ConfigError, DistributedError
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 

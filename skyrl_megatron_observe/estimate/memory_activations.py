@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridges.rows import DELTA_NET, GatedQkv
+from skyrl_megatron.config.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.exchange_rules import OVERLAP
-from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.runtime.model.delta_rule import CHUNK
 from skyrl_megatron_observe.estimate.memory_parameters import AdapterTable, ParameterTable

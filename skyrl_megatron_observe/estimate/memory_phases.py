@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bridges.quantized import BAND
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
+from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.config.lengths import longest_sequence
 from skyrl_megatron.config.roles import (
     active_roles,
@@ -26,7 +27,6 @@ from skyrl_megatron.config.roles import (
     shares_policy_gpus,
     weight_bucket_sizes,
 )
-from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.tensors import FUSED_EXPERTS
 from skyrl_megatron_observe.estimate.memory_activations import (

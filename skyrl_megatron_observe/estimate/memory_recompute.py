@@ -11,9 +11,9 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.layout import stage_layers
 from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.exchange_rules import OVERLAP
-from skyrl_megatron.config.rules.layout import stage_layers
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron_observe.estimate.memory_phases import TRAINING, RoleModel, gpu_phases, role_models
 

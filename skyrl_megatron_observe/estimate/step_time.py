@@ -17,6 +17,7 @@ import numpy as np
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.fully_async import generates_ahead
+from skyrl_megatron.config.layout import stage_layers
 from skyrl_megatron.config.roles import (
     distils_in_reward,
     has_value_head,
@@ -28,7 +29,6 @@ from skyrl_megatron.config.roles import (
     weight_bucket_sizes,
     weight_transport,
 )
-from skyrl_megatron.config.rules.layout import stage_layers
 from skyrl_megatron.config.rules.muon_rules import muon_settings
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp

@@ -17,10 +17,10 @@ from skyrl_megatron.config.derive import is_address
 from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.hardware import GPUS, UNLOCK
 from skyrl_megatron.config.hf_model import model_dimensions
+from skyrl_megatron.config.layout import layout_problems
 from skyrl_megatron.config.lengths import longest_pack
 from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
-from skyrl_megatron.config.rules.layout import layout_problems
 from skyrl_megatron.config.rules.training_rules import LONGEST_NAME
 from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, SkyRLMegatronError, shown
 

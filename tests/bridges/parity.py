@@ -54,7 +54,7 @@ def compare(
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf, stream_hf
     from skyrl_megatron.runtime.model.build import build_model
@@ -110,7 +110,7 @@ def built_names(folder: Path) -> dict[str, tuple[int, ...]]:
     """Body of a one-process test: canonical name → shape of every parameter and weight buffer of the built model."""
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.model.local_weights import local_weights

@@ -14,7 +14,7 @@ def load_body(hf, imported, layout):
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model

@@ -108,7 +108,7 @@ def logits_and_export(folder, expected, out):
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf, save_hf
     from skyrl_megatron.runtime.model.build import build_model

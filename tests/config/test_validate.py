@@ -7,7 +7,7 @@ import pytest
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
-from skyrl_megatron.config.rules.layout import ParallelConfig
+from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
 from tests.bridges.tiny_models import tiny_config

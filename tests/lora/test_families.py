@@ -81,7 +81,7 @@ def body(base, factors, expected, layout, separate, build, fused=None):
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.lora.attach import attach

@@ -41,7 +41,7 @@ def export_body(base, factors, root, **settings):
 
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf, save_hf
     from skyrl_megatron.runtime.lora.attach import attach

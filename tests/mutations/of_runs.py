@@ -5,7 +5,7 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "layouts-that-forget-cp",
-        "skyrl_megatron/config/rules/layout.py",
+        "skyrl_megatron/config/layout.py",
         "return self.world_size // (self.tp * self.pp * self.cp)",
         "return self.world_size // (self.tp * self.pp)",
         ("tests/config/test_validate.py::test_degrees_that_follow_from_others",),
@@ -13,7 +13,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sequences-aligned-to-one-chunk-a-rank",
-        "skyrl_megatron/config/rules/layout.py",
+        "skyrl_megatron/config/layout.py",
         "self.tp * (2 * self.cp if self.cp > 1 else 1)",
         "self.tp * (self.cp if self.cp > 1 else 1)",
         ("tests/config/test_validate.py::test_degrees_that_follow_from_others",),
@@ -21,7 +21,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts-that-ep-does-not-divide",
-        "skyrl_megatron/config/rules/layout.py",
+        "skyrl_megatron/config/layout.py",
         "if dims.num_experts % parallel.ep:",
         "if False:",
         ("tests/config/test_validate.py::test_layouts_of_families_whose_layers_differ",),

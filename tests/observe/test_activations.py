@@ -52,7 +52,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
 
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.engine_settings import attach_adapters
     from skyrl_megatron.runtime.model.build import build_model

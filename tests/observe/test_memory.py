@@ -329,7 +329,7 @@ def hybrid_bytes(folder, options):
 
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.checkpoint.rank_state import inner_optimizers
     from skyrl_megatron.runtime.offload import optimizer_tensors
     from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable, rank_bytes

@@ -82,7 +82,7 @@ def built_and_predicted(layouts, configs):
     import torch
 
     from bridges.plan import Plan
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
@@ -131,8 +131,8 @@ def test_parameters_per_rank_in_more_layouts(ranks, name):
 def test_ranks_stand_where_megatron_puts_them():
     from megatron.core.parallel_state import RankGenerator
 
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.config.roles import rank_position
-    from skyrl_megatron.config.rules.layout import ParallelConfig
 
     for degrees in (dict(tp=2, cp=2, ep=4), dict(tp=4, pp=2, ep=2, etp=2), dict(pp=4, ep=4), dict(cp=4, tp=2, etp=2)):
         parallel = ParallelConfig(world_size=32, **degrees)

@@ -361,7 +361,7 @@ def masters_body(folder):
     of the optimizer before and after its first step, and as ``--check`` counts them."""
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.checkpoint.rank_state import held_ranges, inner_optimizers
     from skyrl_megatron.runtime.offload import optimizer_tensors, pending_state_bytes
     from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable, rank_bytes

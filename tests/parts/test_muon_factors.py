@@ -103,7 +103,7 @@ def test_every_layout(ranks, folder, name):  # noqa: F811
 
 def moments_body(folder, keys):  # noqa: F811
     """Name of each factor → its moments after a step; bytes of all moments, and as ``--check`` counts them."""
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.optimizer import step_if_finite
     from skyrl_megatron_observe.estimate.memory_parameters import AdapterTable, ParameterTable, rank_bytes

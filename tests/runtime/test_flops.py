@@ -37,7 +37,7 @@ def test_peak_is_that_of_the_part(name: str, peak: float | None) -> None:
 def flops_of(model_type: str, **options):
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.flops import model_flops
     from skyrl_megatron.runtime.model.build import transformer_config
     from skyrl_megatron.runtime.model.description import read_hf_model
@@ -52,7 +52,7 @@ def test_count_without_megatron_is_the_same(model_type: str) -> None:
     """Of the description that ``--check`` has, by layer."""
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.flops import described_config, layer_flops
     from skyrl_megatron.runtime.model.build import transformer_config
     from skyrl_megatron.runtime.model.description import read_hf_model

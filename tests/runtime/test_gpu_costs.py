@@ -184,7 +184,7 @@ def added_gradients(fused):
     from megatron.core.transformer import TransformerConfig
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import cpu_patches, parallel_state
     from skyrl_megatron.runtime.optimizer import fuse_gradients
 

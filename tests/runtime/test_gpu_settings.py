@@ -54,7 +54,7 @@ def fused_kernels(monkeypatch):
 def config_of(model_type, layout, fields=None, **overrides):
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.model.build import transformer_config
     from skyrl_megatron.runtime.model.description import read_hf_model
 
@@ -343,7 +343,7 @@ def whole_projections(hf, fault):
     Transformer Engine's (``parallel_mode="duplicated"``) are."""
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf, stream_hf

@@ -89,7 +89,7 @@ def build_as_on_a_gpu():
     import torch
 
     from skyrl_megatron import device
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.errors import ConfigError
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state

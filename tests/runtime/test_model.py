@@ -59,7 +59,7 @@ def checkpoint_shapes(model_types, layout, build):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
 
@@ -113,7 +113,7 @@ def critic_body(folder, layout):
         finalize_model_grads,
     )
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import loss_scale, parallel_state
     from skyrl_megatron.runtime.forward_step import run_schedule
     from skyrl_megatron.runtime.hf_weights import load_hf
@@ -214,7 +214,7 @@ def random_states(seeds):
     import numpy as np
     import torch
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.checkpoint import rank_files as rng
 
@@ -241,7 +241,7 @@ def dying_rank(rank, port, folder, pipe):
     import torch.distributed as dist
 
     from skyrl_megatron import device
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model

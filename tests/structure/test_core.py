@@ -8,16 +8,11 @@ import sys
 import pytest
 
 from tests.structure import source
-from tests.structure.test_layers import STILL
 
 ENTRIES = ["skyrl_megatron.entrypoints.main_base", "skyrl_megatron.weight_sync.vllm_backend"]
 """The command, and the module that the workers of vLLM load by name."""
 MOST_FILES, MOST_LINES = 200, 52_000
 """Of the closure of a run, without ``bridges``, which is read and used by itself."""
-
-apart = pytest.mark.skipif(
-    any(target in source.AROUND for _, target in STILL), reason="the core still imports packages around it"
-)
 
 
 def lines_of(modules):
@@ -29,7 +24,6 @@ def loaded():
     return {module for module in source.closure(ENTRIES) if module.split(".")[0] != "bridges"}
 
 
-@apart
 def test_a_run_loads_no_package_around_the_core(loaded):
     around = sorted(module for module in loaded if module.split(".")[0] in source.AROUND)
     edges = [(name, target) for name in sorted(loaded) for target, _ in source.imported(name, types=False)]
@@ -37,7 +31,7 @@ def test_a_run_loads_no_package_around_the_core(loaded):
     assert not around, "\n".join(named)
 
 
-@apart
+@pytest.mark.xfail(strict=True, reason="234 files and 55.4k lines are left")
 def test_a_run_loads_no_more_than_a_reader_can_hold(loaded):
     assert len(loaded) <= MOST_FILES and lines_of(loaded) <= MOST_LINES, (len(loaded), lines_of(loaded))
 
@@ -79,7 +73,7 @@ def copy_of_the_core(folder):
     return folder
 
 
-@apart
+@pytest.mark.xfail(reason="some tests of the core use plugins of the packages around it")
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_core_passes_its_fast_tests_alone(tmp_path):

@@ -28,6 +28,7 @@ LAYER = {
     "runtime": 2,
     "algorithms": 1,
     "data": 1,
+    "identity": 6,
     "tiny_model": 1,
     "config": 0,
     "hub": 0,
@@ -45,16 +46,7 @@ ABOVE_THE_CORE = 100
 """Added to the height of a package around the core."""
 NAMES_VERBS = "skyrl_megatron.cli"
 """Names the modules of all verbs, and imports the one that is called."""
-STILL: set[tuple[str, str]] = {
-    ("skyrl_megatron.config", "skyrl_megatron.hub"),
-    ("skyrl_megatron.runtime", "skyrl_megatron_parts"),
-    ("skyrl_megatron.runtime", "skyrl_megatron_supervised"),
-    ("skyrl_megatron.workers", "skyrl_megatron_parts"),
-    ("skyrl_megatron.workers", "skyrl_megatron_supervised"),
-    ("skyrl_megatron.trainer", "skyrl_megatron_observe"),
-    ("skyrl_megatron.trainer", "skyrl_megatron_agents"),
-    ("skyrl_megatron.entrypoints", "skyrl_megatron_observe"),
-}
+STILL: set[tuple[str, str]] = {("skyrl_megatron.config", "skyrl_megatron.hub")}
 """Folders whose imports of others are not removed yet."""
 # First layer that may import the package (99: none), and files below it that may too.
 HEAVY = {

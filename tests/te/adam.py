@@ -55,7 +55,7 @@ def state_bytes(folder, options, dtype):
 
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.offload import memory_of, optimizer_tensors
     from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable, rank_bytes

@@ -15,7 +15,7 @@ def compare(folders: dict[str, str], layout: dict[str, Any]) -> dict[str, list[s
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
     from tests.te.meta import build_te

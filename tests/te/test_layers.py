@@ -78,7 +78,7 @@ def test_a_planted_fault_is_found(ranks, folders):
 
 
 def with_split_projections(folder):
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model import local_weights
     from tests.te.comparison import load_problems

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.fields import default_of
 from skyrl_megatron.config.hf_model import model_dimensions
+from skyrl_megatron.config.layout import ParallelConfig, layout_problems
 from skyrl_megatron.config.roles import (
     active_roles,
     engine_ranks,
@@ -16,7 +17,6 @@ from skyrl_megatron.config.roles import (
     role_world_size,
     shares_policy_gpus,
 )
-from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
 from skyrl_megatron.config.rules.megatron_rules import megatron_problems
 from skyrl_megatron.errors import Problem
 

@@ -26,7 +26,7 @@ from skyrl_megatron.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.layout import ParallelConfig
 
 
 ALL_LINEAR = "all-linear"

@@ -28,8 +28,8 @@ from bridges.family import MegatronModelConfig
 from bridges.rules import padded_rows
 from skyrl_megatron import device as devices
 from skyrl_megatron.algorithms import exact_ops
+from skyrl_megatron.config.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.config.rules import passthrough_keys as keys
-from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS

@@ -14,7 +14,7 @@ from bridges.files import read_hf_config, text_config, with_changes
 from bridges.plan import Plan
 from bridges.source import SCORE, Source
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.layout import PREFIX, ModelDimensions
+from skyrl_megatron.config.layout import PREFIX, ModelDimensions
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 
 

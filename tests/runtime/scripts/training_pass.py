@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.rules.layout import ParallelConfig
+from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.runtime import parallel_state
 from skyrl_megatron.runtime.forward_step import LogprobHead, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings

@@ -1,4 +1,4 @@
-"""Rules for valid parallel layouts. Validation uses them before a process starts, and so does the runtime.
+"""Which parallel layouts are valid. Validation asks this before a process starts, and so does the runtime.
 
 A rank belongs to a (tp, cp, dp, pp) grid for attention and dense layers and to an (etp, ep, edp, pp) grid for experts:
 ``world = tp·cp·dp·pp = etp·ep·edp·pp``. Layers are split into pp stages, and each stage into vpp chunks, so that
