@@ -94,8 +94,8 @@ def redirect_stderr(log: Path, terminal: TextIO | None = None) -> Iterator[None]
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     usual = os.dup(2)
-    with os.fdopen(os.dup(usual), "w", buffering=1) as own, log.open("a") as file:
-        before, _terminal = _terminal, terminal or own
+    with os.fdopen(os.dup(usual), "w", buffering=1) as screen, log.open("a") as file:
+        before, _terminal = _terminal, terminal or screen
         os.dup2(file.fileno(), 2)
         try:
             yield

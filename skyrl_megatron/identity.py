@@ -235,19 +235,19 @@ def _adapters(cfg: SkyRLTrainConfig) -> Part:
     if not policy.model.lora.rank:
         return Part("none", "none")
     every = {**_plain_fields(policy.model.lora), **_plain_fields(policy.megatron_config.lora_config)}
-    given = _factors(every)
+    shared = _factors(every)
     named_adapters = {
         adapter: _factors({**every, **(changes or {})}) for adapter, changes in policy.model.lora.adapters.items()
     }
-    given["adapters"] = {
-        adapter: {name: value for name, value in factors.items() if value != given.get(name, value)}
+    shared["adapters"] = {
+        adapter: {name: value for name, value in factors.items() if value != shared.get(name, value)}
         for adapter, factors in sorted(named_adapters.items())
     }
     sections = (policy.model.lora, policy.megatron_config.lora_config)
     usual = _factors({name: value for section in sections for name, value in _plain_fields(type(section)()).items()})
-    named = [name for name in given if name in ("rank", "alpha") or given[name] != usual.get(name, {})]
-    shown = "of " + ", ".join(f"{name} {_shown(given[name])}" for name in named)
-    return Part(shown, _hash(json.dumps(given, sort_keys=True)))
+    named = [name for name in shared if name in ("rank", "alpha") or shared[name] != usual.get(name, {})]
+    shown = "of " + ", ".join(f"{name} {_shown(shared[name])}" for name in named)
+    return Part(shown, _hash(json.dumps(shared, sort_keys=True)))
 
 
 def _factors(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,12 +304,12 @@ def _model_changes(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     section = getattr(cfg.trainer, role, None)
     if section is None:
         return {}
-    given = {
+    changes = {
         "model_config_kwargs": {**section.model_config_kwargs, **section.megatron_config.model_config_kwargs},
         "rope_scaling": cfg.trainer.rope_scaling,
         "rope_theta": cfg.trainer.rope_theta,
     }
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, value in changes.items() if value}
 
 
 def model_digest(folder: Path) -> str:

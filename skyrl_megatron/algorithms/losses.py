@@ -427,12 +427,11 @@ def register_policy_loss(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         PolicyLossRegistry.register(name, function)
-        known = None if reads is None else frozenset(reads)
         LOSSES.add(
             name,
             LossRow(
                 settings=settings,
-                reads=known,
+                reads=None if reads is None else frozenset(reads),
                 reads_rollout=reads_rollout,
                 corrected=corrected,
                 refuses=refuses or {},

@@ -20,7 +20,6 @@ LAYER = {
     "trainer": 8,
     "sources": 7,
     "workers": 6,
-    "identity": 5,
     "rollout": 5,
     "envs": 5,
     "inference": 4,
