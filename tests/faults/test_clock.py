@@ -7,7 +7,7 @@ from tests.structure.source import modules
 WRITTEN_DOWN = {
     "skyrl_megatron.progress",
     "skyrl_megatron.inference.engine_pool",
-    "skyrl_megatron.trainer.tracking",
+    "skyrl_megatron_observe.trackers",
     "skyrl_megatron_observe.run_report",
     "skyrl_megatron_tools.doctor.machine",
 }

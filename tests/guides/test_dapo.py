@@ -57,12 +57,16 @@ def test_the_penalty_is_taken_off_the_last_token(dapo):
     """By the trainer's own conversion; the environment's rewards stay as they are for whoever holds them."""
     import numpy as np
 
+    from skyrl_megatron.algorithms.estimator_state import estimator_state
     from skyrl_megatron.config import make_config
+    from skyrl_megatron.sources.run_state import RunState
 
     cls = make_config(algorithm_cls=dapo["DAPOAlgorithmConfig"])
     keys = ["trainer.algorithm.overlong_buffer_len=4", "generator.sampling_params.max_generate_length=6"]
     trainer = dapo["DAPOTrainer"].__new__(dapo["DAPOTrainer"])  # without engines and ranks, which it does not ask
-    trainer.cfg, trainer.metrics = cls.from_cli_overrides(keys), {}
+    trainer.cfg = cls.from_cli_overrides(keys)
+    trainer.run_state = RunState(1, {}, None, print)
+    trainer.estimator = estimator_state(trainer.cfg.trainer.algorithm)
     lengths, total = (6, 3, 2), (-0.5, 0.25, 0.5)
     output = {
         "prompt_token_ids": [[1]] * 3,

@@ -310,8 +310,8 @@ MUTATIONS = (
     Mutation(
         "a-gap-that-is-not-a-number",
         "skyrl_megatron/trainer/step_batch.py",
-        "if limit is None or found is None or found <= limit:",
-        "if limit is None or found is None or not found > limit:",
+        "if limit is None or gap is None or gap <= limit:",
+        "if limit is None or gap is None or not gap > limit:",
         ("tests/config/test_exact_rules.py::test_the_limit_of_a_step",),
         "a run would train on log-probs that are NaN in the engine",
     ),

@@ -15,7 +15,14 @@ from tests.mutations.mutation import LIMIT_S, ROOT, Mutation
 
 AREAS = (
     *("algorithms", "data", "config", "runtime", "weight_sync", "inference", "rollout", "envs", "trainer", "workers"),
-    "preflight",
+    *(
+        "sources",
+        "skyrl_megatron_agents",
+        "skyrl_megatron_observe",
+        "skyrl_megatron_parts",
+        "skyrl_megatron_supervised",
+    ),
+    *("skyrl_megatron_supervised", "skyrl_megatron_tools"),
 )
 
 
@@ -26,7 +33,8 @@ def command(*arguments):
 def test_there_are_enough_in_every_area():
     files = [mutation.file for mutation in MUTATIONS]
     assert len(files) >= 60 and len({mutation.name for mutation in MUTATIONS}) == len(files)
-    assert not [area for area in AREAS if not any(file.startswith(f"skyrl_megatron/{area}/") for file in files)]
+    folders = [area if area.startswith("skyrl") else f"skyrl_megatron/{area}" for area in AREAS]
+    assert not [folder for folder in folders if not any(file.startswith(f"{folder}/") for file in files)]
     assert any(file.startswith("bridges/") for file in files)
 
 
