@@ -60,6 +60,7 @@ def test_the_penalty_is_taken_off_the_last_token(dapo):
     from skyrl_megatron.algorithms.estimator_state import estimator_state
     from skyrl_megatron.config import make_config
     from skyrl_megatron.sources.run_state import RunState
+    from skyrl_megatron.trainer.recorders import Recorders
 
     cls = make_config(algorithm_cls=dapo["DAPOAlgorithmConfig"])
     keys = ["trainer.algorithm.overlong_buffer_len=4", "generator.sampling_params.max_generate_length=6"]
@@ -67,6 +68,8 @@ def test_the_penalty_is_taken_off_the_last_token(dapo):
     trainer.cfg = cls.from_cli_overrides(keys)
     trainer.run_state = RunState(1, {}, None, print)
     trainer.estimator = estimator_state(trainer.cfg.trainer.algorithm)
+    trainer.recorders = Recorders.__new__(Recorders)
+    trainer.recorders._recorders = []
     lengths, total = (6, 3, 2), (-0.5, 0.25, 0.5)
     output = {
         "prompt_token_ids": [[1]] * 3,
