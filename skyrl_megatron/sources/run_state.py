@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.data.loader import PromptLoader
     from skyrl_megatron.identity import Identity
-    from skyrl_megatron.rollout.admission import Gates
     from skyrl_megatron.rollout.dynamic_sampling import Batch, DynamicSampler
+    from skyrl_megatron.rollout.gates import Gates
     from skyrl_megatron.types import TrainingBatch
 
 

@@ -33,8 +33,8 @@ from skyrl_megatron.data.loader import run_loader, warn_of_changes
 from skyrl_megatron.identity import Identity, run_identity, settings_of
 from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import current_task
-from skyrl_megatron.rollout.admission import Gates
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
+from skyrl_megatron.rollout.gates import Gates
 from skyrl_megatron.rollout.interface import GeneratorInterface
 from skyrl_megatron.sources.run_state import RunState
 from skyrl_megatron.sources.source import PromptRollouts

@@ -147,7 +147,7 @@ def features(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     except ConfigError as error:
         yield from error.problems
     if gates := run.cfg.trainer.algorithm.dynamic_sampling.gates:
-        from skyrl_megatron.rollout.admission import Gates
+        from skyrl_megatron.rollout.gates import Gates
 
         try:
             Gates(gates)

@@ -82,7 +82,7 @@ def test_a_step_that_needs_many_batches_of_prompts_says_so():
     import pytest
 
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.rollout.gates import Gates
     from skyrl_megatron.sources.run_state import RunState
     from skyrl_megatron.sources.source import PromptRollouts
 

@@ -248,7 +248,7 @@ MUTATIONS = (
         "skyrl_megatron/sources/source.py",
         "if not gates.observed(gate):",
         "if False:",
-        ("tests/rollout/test_admission.py::test_what_a_synchronous_run_counts_and_observes",),
+        ("tests/rollout/test_gates.py::test_what_a_synchronous_run_counts_and_observes",),
         "an adaptive sampler would call a prompt hard because its responses were too long",
     ),
     Mutation(

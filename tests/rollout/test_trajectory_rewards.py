@@ -87,8 +87,8 @@ def learned(form, trajectories, estimator, **generator):
     from skyrl_megatron.algorithms.kl import penalize_rewards
     from skyrl_megatron.algorithms.length_penalty import LengthPenalty
     from skyrl_megatron.algorithms.metrics import metric_values
-    from skyrl_megatron.rollout.admission import Gates
     from skyrl_megatron.rollout.dynamic_sampling import groups, measured_rewards
+    from skyrl_megatron.rollout.gates import Gates
     from skyrl_megatron.rollout.outputs import select_rows
     from skyrl_megatron.trainer import step_batch
     from skyrl_megatron_observe.samples import reward_groups

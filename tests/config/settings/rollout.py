@@ -174,7 +174,7 @@ def packages(cfg):
 
 def refusal(cfg):
     """The gate that refuses a group of answers of three tokens."""
-    from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.rollout.gates import Gates
 
     group = {"rewards": [1.0], "response_ids": [[1, 2, 3]], "loss_masks": [[1, 1, 1]], "rollout_logprobs": None}
     return Gates(cfg.trainer.algorithm.dynamic_sampling.gates).refusal(group, 0)

@@ -14,7 +14,7 @@ from tests.stream.clock import simulate
 
 
 def refusal(gates, rewards, version=0, **more):
-    from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.rollout.gates import Gates
 
     return Gates(gates).refusal(output_of(rewards, ["a"] * len(rewards), **more), version)
 
@@ -49,7 +49,7 @@ def test_staleness_counts_trained_tokens():
 
 
 def test_wrong_gates_are_errors_together():
-    from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.rollout.gates import Gates
 
     wrong = {"rewards": {}, "reward": {}, "length": {"high": 0}, "staleness": {"low": 1}, "nonfinite": 3}
     with pytest.raises(ConfigError) as error:
@@ -62,7 +62,7 @@ def test_wrong_gates_are_errors_together():
 
 def test_a_gate_of_a_plugin(monkeypatch):
     from skyrl_megatron.plugins import GATES, register_gate
-    from skyrl_megatron.rollout.admission import Gate, Gates
+    from skyrl_megatron.rollout.gates import Gate, Gates
 
     monkeypatch.setattr(GATES, "_classes", {})
 
@@ -106,7 +106,7 @@ def test_a_batch_fills_up_without_refused_prompts():
 
 def test_what_a_synchronous_run_counts_and_observes():
     """The parts of a step around the source are as small as can be; source, sampler, loader and gates are real."""
-    from skyrl_megatron.rollout.admission import Gates
+    from skyrl_megatron.rollout.gates import Gates
     from skyrl_megatron.sources.run_state import RunState
     from skyrl_megatron.sources.source import PromptRollouts
     from tests.prompts.test_samplers import loader_of, sampled
