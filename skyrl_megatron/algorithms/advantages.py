@@ -162,7 +162,7 @@ def run_estimator(
     # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
     named = inspect.signature(estimator).parameters
     masks = {"loss_mask": loss_mask, "truncated": truncated}
-    tensors |= {key: each for key, each in (masks | parts).items() if key in named}
+    tensors |= {key: tensor for key, tensor in (masks | parts).items() if key in named}
     whose = uids if isinstance(uids, np.ndarray) else None
     keep = finite_rows("token_level_rewards", token_level_rewards, nonfinite=nonfinite, uids=whose)
     if values is not None:
@@ -273,9 +273,9 @@ def gae(
         )
     settings = getattr(config, "gae", None) or GAEConfig()
     critic_lambd = lambd if settings.critic_lambd is None else settings.critic_lambd
-    for name, given in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
-        if not 0 <= given <= 1:
-            raise AlgorithmError(f"trainer.algorithm.{name}={given}: must be between 0 and 1")
+    for name, factor in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
+        if not 0 <= factor <= 1:
+            raise AlgorithmError(f"trainer.algorithm.{name}={factor}: must be between 0 and 1")
     mask, trained = response_mask, None
     if (counted := trained_token_mask(loss_mask, config)) is not None:
         mask, trained = counted, RightAlignedTokens.if_not_right_aligned(counted)

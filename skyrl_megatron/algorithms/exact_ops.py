@@ -53,9 +53,9 @@ def check() -> None:
     """Test on this machine what the rules assume of torch's kernels. Raises ConfigError if it is wrong."""
     random = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 160, generator=random) for rows in (3 * TILE + 5, 96))
-    whole, some = product(x, w), torch.randperm(len(x), generator=random)[: TILE + 3]
+    expected, some = product(x, w), torch.randperm(len(x), generator=random)[: TILE + 3]
     halves = torch.cat([product(x, half.clone()) for half in w.chunk(2)], 1)
-    equal = torch.equal(product(x[some], w), whole[some]) and torch.equal(halves, whole)
+    equal = torch.equal(product(x[some], w), expected[some]) and torch.equal(halves, expected)
     for function in (torch.exp, torch.log):
         values = x.abs().flatten() + 0.1
         equal = equal and all(
@@ -127,14 +127,14 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x @ weightᵀ: [n, k] × [m, k] → [n, m]. Not differentiable."""
     n, transposed = len(x), weight.t()
     out = x.new_empty(-(-n // TILE) * TILE, len(weight))
-    whole = n // TILE * TILE
+    tiled = n // TILE * TILE
     x = x.contiguous()
-    for start in range(0, whole, TILE):
+    for start in range(0, tiled, TILE):
         torch.mm(x[start : start + TILE], transposed, out=out[start : start + TILE])
-    if whole < n:
+    if tiled < n:
         last = x.new_zeros(TILE, x.shape[1])
-        last[: n - whole] = x[whole:]
-        torch.mm(last, transposed, out=out[whole:])
+        last[: n - tiled] = x[tiled:]
+        torch.mm(last, transposed, out=out[tiled:])
     return out[:n]
 
 

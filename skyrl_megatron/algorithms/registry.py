@@ -337,8 +337,8 @@ class BaseFunctionRegistry:
         name = str(name)
         if not callable(func):
             raise AlgorithmError(f"{cls._function_type} {name!r} must be callable, got {type(func).__name__}")
-        known = cls._functions.get(name)
-        if known is not None and (_import_path(func) is None or _import_path(func) != _import_path(known)):
+        registered = cls._functions.get(name)
+        if registered is not None and (_import_path(func) is None or _import_path(func) != _import_path(registered)):
             raise AlgorithmError(f"{cls._function_type} {name!r} is already registered. {cls._listing()}")
         cls._functions[name] = func
         cls._client.note(Change(name, *_pickled(func)))

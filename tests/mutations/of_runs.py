@@ -286,8 +286,8 @@ MUTATIONS = (
     Mutation(
         "results-in-the-order-of-ranks",
         "skyrl_megatron/workers/dispatch.py",
-        "out[mine] = result[: len(mine)]",
-        "out[: len(mine)] = result[: len(mine)]",
+        "out[replica_rows] = result[: len(replica_rows)]",
+        "out[: len(replica_rows)] = result[: len(replica_rows)]",
         ("tests/job/test_workers.py::test_a_batch_goes_out_once_a_replica_and_comes_back_in_order",),
         "log-probs would belong to other rows than they are given to",
     ),
@@ -310,8 +310,8 @@ MUTATIONS = (
     Mutation(
         "a-gap-that-is-not-a-number",
         "skyrl_megatron/trainer/step_batch.py",
-        "if limit is None or found is None or found <= limit:",
-        "if limit is None or found is None or not found > limit:",
+        "if limit is None or gap is None or gap <= limit:",
+        "if limit is None or gap is None or not gap > limit:",
         ("tests/config/test_exact_rules.py::test_the_limit_of_a_step",),
         "a run would train on log-probs that are NaN in the engine",
     ),
