@@ -56,12 +56,12 @@ BRIDGES_COMMANDS = ("list", "inspect", "import", "export", "merge", "verify")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given or given[0] in ("-h", "--help"):
+    command_line = list(sys.argv[1:] if argv is None else argv)
+    if not command_line or command_line[0] in ("-h", "--help"):
         print(__doc__)
         print("\n".join(f"  {name:<18}{VERBS[name][1]}" for name in verbs()))
-        return 0 if given else 2
-    verb, *arguments = given
+        return 0 if command_line else 2
+    verb, *arguments = command_line
     verb = ALIASES.get(verb, verb)
     if verb in REPLACED:
         print(f"VERB={verb}: removed; use skyrl-megatron {REPLACED[verb]}", file=sys.stderr)
@@ -101,13 +101,13 @@ def convert(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(inspect.getdoc(convert))
         return 0 if args else 2
-    whole = args[0] in BRIDGES_COMMANDS or args[0].startswith("-")
-    if not whole and (problem := _conversion_problem(args)):
+    runs_bridges = args[0] in BRIDGES_COMMANDS or args[0].startswith("-")
+    if not runs_bridges and (problem := _conversion_problem(args)):
         print(f"convert {args[0]}: {problem}", file=sys.stderr)
         return 2
     from bridges import __main__ as bridges  # loads torch, which takes seconds
 
-    if whole:
+    if runs_bridges:
         return bridges.main(args)
     return bridges.main(["export", "--megatron", args[0], "--out", *args[1:]])
 

@@ -59,6 +59,7 @@ def rows_with_variance(
     groups = Groups(index, len(scores), scores.device)
     trained = torch.ones_like(scores, dtype=torch.bool) if loss_mask is None else (loss_mask > 0).any(dim=1)
     spread, count = groups.spread(scores, trained)
+    # A tolerance: equal rewards that are spread over tokens in different ways have sums that differ by rounding.
     return ~((count > 1) & (spread <= tolerance))[groups.ids]
 
 
@@ -77,8 +78,10 @@ def normalize_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     Implements ``algorithm.advantage_batch_normalize``. Padding does not affect the result. The variance is biased and
     at least 1e-8. An empty mask gives zeros.
     """
+    # First, because NaN in padding would stay NaN in the means: they multiply padding by 0.
     advantages = keep_masked(advantages, mask)
     centred = advantages - masked_mean(advantages, mask)
+    # At least 1e-8: of equal advantages the variance is 0, and 0 · rsqrt(0) is NaN.
     variance = masked_mean(centred * centred, mask).clamp(min=1e-8)
     return keep_masked(centred * variance.rsqrt(), mask)
 
@@ -101,6 +104,8 @@ class RightAlignedTokens:
         self._trained = mask > 0
         following = self._trained.flip(1).cumsum(1).flip(1)  # [B, T] trained tokens from here on
         # New position of a trained token. Any other token gets that of the trained token before it.
+        # Tokens before the first trained one get the column left of the moved tokens, which `moved` leaves out. It
+        # exists: a row that has such a token has less than T trained ones.
         self._place = mask.shape[1] - following - (~self._trained).long()
         self.moved = self.move(mask)
 
@@ -116,6 +121,7 @@ class RightAlignedTokens:
     def credit(self, rewards: Tensor) -> Tensor:
         """Move rewards. The reward of an untrained token is added to the trained token before it, whose action
         earned it."""
+        # Added, as several untrained tokens may follow one trained token: scatter_ would keep one of their rewards.
         return torch.zeros_like(rewards).scatter_add_(1, self._place, rewards)
 
     def back(self, x: Tensor) -> Tensor:
@@ -162,12 +168,13 @@ def run_estimator(
     # Only for estimators that name them: custom ones without **kwargs may be older than these keywords.
     named = inspect.signature(estimator).parameters
     masks = {"loss_mask": loss_mask, "truncated": truncated}
-    tensors |= {key: each for key, each in (masks | parts).items() if key in named}
+    tensors |= {key: tensor for key, tensor in (masks | parts).items() if key in named}
     whose = uids if isinstance(uids, np.ndarray) else None
     keep = finite_rows("token_level_rewards", token_level_rewards, nonfinite=nonfinite, uids=whose)
     if values is not None:
         keep &= finite_rows("values", values, nonfinite=nonfinite, uids=whose)
     if roles is not None:
+        # Roles are a list, which the selection of rows from the tensors below does not reach.
         options["roles"] = [role for role, kept in zip(roles, keep.tolist(), strict=True) if kept]
     if bool(keep.all()):
         result = estimator(**tensors, index=uids, **options)
@@ -198,6 +205,7 @@ def _of_trajectories(
     trajectories = Trajectories(is_last_step, len(rewards), rewards.device)
     last, columns = trajectories.last, rewards.shape[1]
     totals = rewards.new_zeros(len(trajectories), columns)
+    # In one column, as an outcome estimator sums over a row.
     totals[:, -1] = trajectories.rewards(rewards)
     if (loss_mask := options["loss_mask"]) is not None:
         options["loss_mask"] = trajectories.trained(loss_mask)[:, None].to(rewards.dtype).expand(-1, columns)
@@ -236,7 +244,9 @@ def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
 
     The sum of the weights of the temporal-difference errors, Σ λ^t ≈ 1/(1 − λ) = α·l, then grows with the response.
     """
+    # In float64: the sum of a bf16 mask is rounded above 256. At least 1: a row without tokens would divide by 0.
     length = response_mask.sum(dim=1, dtype=torch.float64).clamp(min=1)
+    # λ of a response shorter than 1/α would be negative.
     return (1 - 1 / (alpha * length)).clamp(min=0)
 
 
@@ -273,23 +283,27 @@ def gae(
         )
     settings = getattr(config, "gae", None) or GAEConfig()
     critic_lambd = lambd if settings.critic_lambd is None else settings.critic_lambd
-    for name, given in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
-        if not 0 <= given <= 1:
-            raise AlgorithmError(f"trainer.algorithm.{name}={given}: must be between 0 and 1")
+    for name, factor in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
+        if not 0 <= factor <= 1:
+            raise AlgorithmError(f"trainer.algorithm.{name}={factor}: must be between 0 and 1")
     mask, trained = response_mask, None
     if (counted := trained_token_mask(loss_mask, config)) is not None:
         mask, trained = counted, RightAlignedTokens.if_not_right_aligned(counted)
     if trained is not None:
         token_level_rewards, values, mask = trained.credit(token_level_rewards), trained.move(values), trained.moved
+    # δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1707.06347, equation 12), in a new tensor: what follows changes it in place.
     deltas = token_level_rewards - values
     deltas[:, :-1].add_(values[:, 1:], alpha=gamma)
     if settings.bootstrap_truncated and truncated is not None:
+        # Responses end in the last column, so that it has the value of a row's last token.
         deltas[:, -1].add_(values[:, -1] * truncated, alpha=gamma)
     alpha = settings.length_adaptive_alpha
     policy_lambd = lambd if alpha is None else length_adaptive_lambda(mask, alpha)
+    # A_t = δ_t + γλ·δ_{t+1} + … (equation 11).
     advantages = discounted_suffix_sum(deltas, gamma * policy_lambd)
     same = alpha is None and critic_lambd == lambd
     returns = advantages if same else discounted_suffix_sum(deltas, gamma * critic_lambd)
+    # Not in place: `returns` may be the advantages, which are whitened after this. `deltas` is not read any more.
     returns = torch.add(returns, values, out=deltas)
     if mask is not response_mask and mask.sum() < 2:  # no trained token, or one that equals its mean
         advantages.zero_()
@@ -308,9 +322,12 @@ def grpo_scores(scores: Tensor, index: Index, norm_by_std: bool = True, epsilon:
     """
     groups = Groups(index, len(scores), scores.device)
     alone = groups.sizes == 1
+    # In float64: the difference of large rewards that are nearly equal has few digits in fp32.
     deviations = scores.double() - groups.mean(scores).masked_fill(alone, 0.0)[groups.ids]
     if norm_by_std:
+        # Of a group of one, the deviation is its score, whose square is no variance.
         std = groups.std(deviations.masked_fill(alone[groups.ids], 0.0)).masked_fill(alone, 1.0)
+        # ε: in a group of equal rewards 0/0 would be NaN.
         deviations = deviations / (std + epsilon)[groups.ids]
     return deviations.to(scores.dtype)
 
@@ -340,6 +357,7 @@ def maxrl_scores(scores: Tensor, index: Index, epsilon: float = EPSILON) -> Tens
     groups = Groups(index, len(scores), scores.device)
     alone = groups.sizes == 1
     baseline = groups.mean(scores).masked_fill(alone, 0.0)
+    # ε: a group whose rewards are all 0 would divide by 0.
     scale = (groups.mean(scores.abs()) + epsilon).masked_fill(alone, 1.0)
     return ((scores.double() - baseline[groups.ids]) / scale[groups.ids]).to(scores.dtype)
 
@@ -371,12 +389,14 @@ def reinforce_plus_plus(
     counted = trained_token_mask(loss_mask, config)
     if counted is None:
         returns = _sums_up_to_gaps(token_level_rewards, response_mask, gamma)
+        # Masked again: whitening moves the entries outside the mask away from 0.
         return masked_whiten(returns, response_mask) * response_mask, returns
     trained = RightAlignedTokens.if_not_right_aligned(counted)
     if trained is None:
         returns = discounted_suffix_sum(token_level_rewards, gamma) * counted
     else:
         returns = trained.back(discounted_suffix_sum(trained.credit(token_level_rewards), gamma))
+    # The variance of one token is undefined, and an error here would end a run whose batch is masked by a filter.
     if counted.sum() < 2:
         return torch.zeros_like(returns), returns
     return masked_whiten(returns, counted) * counted, returns
@@ -390,6 +410,8 @@ def _sums_up_to_gaps(token_level_rewards: Tensor, response_mask: Tensor, gamma: 
     gaps = torch.cat([torch.where(response_mask > 0, end, position)[:, 1:], end], dim=1)
     stop = gaps.flip(1).cummin(dim=1).values.flip(1)  # first token after t that is outside the mask, or T
     beyond = torch.cat([sums, sums.new_zeros(rows, 1)], dim=1).gather(1, stop)
+    # The terms from the gap on, discounted to t, are subtracted. The power is in float64: a float to an int64 tensor
+    # would be rounded to fp32.
     return sums - beyond * (gamma ** (stop - position).double()).to(sums.dtype)
 
 
@@ -397,6 +419,8 @@ def _sums_up_to_gaps(token_level_rewards: Tensor, response_mask: Tensor, gamma: 
 def rloo_scores(scores: Tensor, index: Index) -> Tensor:
     """Return the deviation from the mean of the other responses, (s - mean)·n/(n-1); 0 in a group of one. [B]."""
     groups = Groups(index, len(scores), scores.device)
+    # s − mean of the others = (s − mean)·n/(n − 1), arXiv:2402.14740. For n = 1 the clamp avoids x/0, and the last
+    # factor makes the advantage 0.
     leave_one_out = groups.sizes / (groups.sizes - 1).clamp(min=1) * (groups.sizes > 1)
     deviations = scores.double() - groups.mean(scores)[groups.ids]
     return (deviations * leave_one_out[groups.ids]).to(scores.dtype)
@@ -458,6 +482,7 @@ def register_advantage_estimator(
     """
 
     def decorate(function: Estimator) -> Estimator:
+        # First: it raises for a name that is taken, whose row must then stay.
         AdvantageEstimatorRegistry.register(name, function)
         known = None if reads is None else frozenset(reads)
         ESTIMATORS.add(name, EstimatorRow(settings=settings, reads=known, critic=None, refuses=refuses or {}))

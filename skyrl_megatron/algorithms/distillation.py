@@ -69,11 +69,13 @@ def divergence(
             f"[B, T] = {list(mask.shape)}"
         )
     valid = mask > 0
+    # Below fp32 the rest, 1 minus a sum near 1, would be noise: bf16 has steps of 1/256 there.
     dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
     # Log-probs of padding may be infinite: their gradient would be NaN, although nothing uses it.
     student, teacher = (torch.where(valid[..., None], values, 0.0).to(dtype) for values in (student, teacher))
     student_rest, teacher_rest = (1 - logprobs.exp().sum(-1) for logprobs in (student, teacher))
     p, q = _outcomes(teacher, teacher_rest, renormalize), _outcomes(student, student_rest, renormalize)
+    # The formula of the mixture is 0 at both ends. Divided by β or by 1 − β, its limits are the two divergences.
     if beta == 0:
         value = _kl(p, q)
     elif beta == 1:
@@ -94,6 +96,7 @@ def _outcomes(logprobs: Tensor, rest: Tensor, renormalize: bool) -> Tensor:
     ``logprobs`` [B, T, K] in nats, ``rest`` [B, T] the probability of all other tokens."""
     if renormalize:
         return logprobs - logprobs.logsumexp(-1, keepdim=True)
+    # Where the K tokens have all probability, the rest is 0 or, by rounding, negative, and its log −∞ or NaN.
     return torch.cat([logprobs, rest.clamp(min=SMALLEST).log()[..., None]], dim=-1)
 
 

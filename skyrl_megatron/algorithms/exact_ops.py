@@ -53,9 +53,11 @@ def check() -> None:
     """Test on this machine what the rules assume of torch's kernels. Raises ConfigError if it is wrong."""
     random = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 160, generator=random) for rows in (3 * TILE + 5, 96))
-    whole, some = product(x, w), torch.randperm(len(x), generator=random)[: TILE + 3]
+    expected, some = product(x, w), torch.randperm(len(x), generator=random)[: TILE + 3]
+    # Halves of the weight too: with tensor parallelism a rank has some of its rows.
     halves = torch.cat([product(x, half.clone()) for half in w.chunk(2)], 1)
-    equal = torch.equal(product(x[some], w), whole[some]) and torch.equal(halves, whole)
+    equal = torch.equal(product(x[some], w), expected[some]) and torch.equal(halves, expected)
+    # At every offset: kernels compute vectors of elements, and those at the end of a tensor one by one.
     for function in (torch.exp, torch.log):
         values = x.abs().flatten() + 0.1
         equal = equal and all(
@@ -96,6 +98,7 @@ def fixed_sum(x: Tensor) -> Tensor:
     """Sum the last dimension, [..., n] → [...], by adding its second half to its first."""
     while (n := x.shape[-1]) > 1:
         half = (n + 1) // 2
+        # Of an odd length, the last element of the first half has no partner and stays for the next round.
         first = x[..., :half]
         x = (
             first + x[..., half:]
@@ -127,14 +130,16 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x @ weightᵀ: [n, k] × [m, k] → [n, m]. Not differentiable."""
     n, transposed = len(x), weight.t()
     out = x.new_empty(-(-n // TILE) * TILE, len(weight))
-    whole = n // TILE * TILE
+    tiled = n // TILE * TILE
+    # BLAS has other kernels for other strides.
     x = x.contiguous()
-    for start in range(0, whole, TILE):
+    for start in range(0, tiled, TILE):
         torch.mm(x[start : start + TILE], transposed, out=out[start : start + TILE])
-    if whole < n:
+    if tiled < n:
+        # Filled up with zeros: for fewer rows BLAS may add in another order.
         last = x.new_zeros(TILE, x.shape[1])
-        last[: n - whole] = x[whole:]
-        torch.mm(last, transposed, out=out[whole:])
+        last[: n - tiled] = x[tiled:]
+        torch.mm(last, transposed, out=out[tiled:])
     return out[:n]
 
 
@@ -199,11 +204,13 @@ def expert_scores(logits: Tensor, *, softmax: bool) -> Tensor:
 
 def best_experts(scores: Tensor, k: int) -> Tensor:
     """Return the experts with the ``k`` largest scores, [n, E] → [n, k]; of equal scores, the lower index."""
+    # Not topk: it leaves open which of equal scores comes first.
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def expert_weights(scores: Tensor, experts: Tensor, *, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the weights of the chosen experts, and these in ascending order, [n, k] each."""
+    # By index, the order in which the outputs of the experts are added.
     experts = experts.sort(dim=-1).values
     weights = scores.gather(1, experts)
     if normalise:
@@ -223,6 +230,8 @@ def attention(
     alike: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     t = u = 0
     for n, m in zip(queries, keys, strict=True):
+        # The number of key blocks is rounded up to a power of two, so that more sequences share a call. The keys added
+        # have weight 0, which `growing_sum` does not notice.
         size = (-(-n // TILE), 1 << max(-(-m // KEYS) - 1, 0).bit_length())
         alike.setdefault(size, []).append((t, n, u, m))
         t, u = t + n, u + m
@@ -247,6 +256,7 @@ def _attend_alike(
     """Attend in sequences of similar size; ``members``: first query, queries, first key, keys."""
     t, n, u, m = (x[:, None] for x in torch.tensor(members).unbind(1))
     steps, places = torch.arange(tiles * TILE), torch.arange(blocks * KEYS)
+    # Past the end the last query and the last key are repeated: `real` drops such queries, `hidden` such keys.
     rows = (t + torch.minimum(steps, n - 1)).view(-1, tiles, TILE)
     columns = u + torch.minimum(places, m - 1)
     position = (m - n + steps).view(-1, tiles, TILE)
@@ -259,6 +269,7 @@ def _attend_alike(
     for first in range(0, tiles, together):
         part = slice(first, min(first + together, tiles))
         count = part.stop - part.start
+        # Later blocks are hidden from every query of the part.
         seen = min(blocks, int(position[:, part].max()) // KEYS + 1)
         shape = (s, group, repeats, count, seen)
         q = query[rows[:, part]].view(s, count, TILE, group, repeats, size).permute(0, 3, 4, 1, 2, 5)

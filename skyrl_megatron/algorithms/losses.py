@@ -127,6 +127,7 @@ def builtin_loss(row: LossRow | None = None) -> Callable[[Formula], BuiltinLoss]
                 if facts.uses_old(config) or correction_enabled(cfg):
                     raise AlgorithmError(f"the policy loss {name} needs old_log_probs with this config")
                 old_log_probs = torch.zeros_like(log_probs)  # not read
+            # Masked before the formula: `where` after it hides NaN of padding in the loss, but not in the gradient.
             old = keep_masked(old_log_probs, mask)
             base = old
             rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
@@ -136,11 +137,14 @@ def builtin_loss(row: LossRow | None = None) -> Callable[[Formula], BuiltinLoss]
             values, metrics = formula(
                 keep_masked(log_probs, mask), base, keep_masked(advantages, mask), config, mask, rollout
             )
+            # With `old` also for an anchored ratio: the masks compare the trainer before the update with the engine.
             correction = correct(old, rollout, mask, cfg)
             if correction.weight is not None:
                 values = values * correction.weight
             return keep_masked(values, correction.mask), metrics | correction.metrics
 
+        # Pickle and the registries then find the loss by its import path. Not functools.wraps: inspect.signature would
+        # follow `__wrapped__` to the formula's parameters.
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(loss, attribute, getattr(formula, attribute))
         registered = cast(BuiltinLoss, loss)
@@ -155,6 +159,8 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: Any, mask: Tens
     """Return -min(r·A, clip(r)·A) of each token [B, T], and the metric ``clip_ratio``."""
     free = -ratio * advantages
     clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
+    # `clipped > free` leaves out ratios beyond a limit on the side where the minimum takes r·A: the limit changes
+    # nothing there.
     return torch.maximum(free, clipped), {"clip_ratio": token_mean(clipped > free, mask)}
 
 
@@ -172,6 +178,7 @@ def dual_clip(
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Return PPO's loss, limited to -c·A where A < 0, with c = ``clip_ratio_c``. arXiv:1912.09729."""
     loss, metrics = clipped_surrogate(clamped_ratio(log_probs - old_log_probs), advantages, config, mask)
+    # Where A < 0 the minimum in PPO's objective is r·A for large r: one token's loss would have no upper bound.
     limited = torch.minimum(loss, -config.clip_ratio_c * advantages)
     return torch.where(advantages < 0, limited, loss), metrics
 
@@ -186,6 +193,8 @@ def gspo(
     ``loss_reduction=sequence_mean``.
     """
     sequence = masked_mean(log_probs - old_log_probs, mask, dim=1)[:, None]
+    # The difference is 0 and has the token's gradient, so that no token gets the gradient of others. At most e¹⁰: exp
+    # must not overflow.
     ratio = (log_probs - log_probs.detach() + sequence.detach()).clamp(max=10.0).exp()
     return clipped_surrogate(ratio, advantages, config, mask)
 
@@ -200,6 +209,7 @@ def sapo(
     """
     ratio = clamped_ratio(log_probs - old_log_probs)
     temperature = torch.full_like(ratio, config.sapo.tau_neg).masked_fill(advantages > 0, config.sapo.tau_pos)
+    # By 4/τ the slope at r = 1 is 1 for every τ, that of PPO, as the slope of σ(τ·x) at 0 is τ/4.
     gate = torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature)
     return -gate * advantages, nothing_clipped(mask)
 
@@ -214,6 +224,7 @@ def cispo(
     Truncated importance sampling in addition would correct twice and raises AlgorithmError.
     """
     ratio = clamped_ratio(log_probs - old_log_probs)
+    # A constant factor: tokens at the limit keep the gradient of their log-prob, which PPO's clip sets to 0.
     weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high).detach()
     metrics: ReducibleMetrics = {
         "clip_ratio": token_mean(ratio != weight, mask),
@@ -242,6 +253,7 @@ def dppo(
             case "binary_tv":
                 distance = rise.abs()
             case "binary_kl":
+                # 1e-8: in fp32 the probability of a sure token is 1, and log(0/0) is NaN.
                 rest = torch.log((1 - there + 1e-8) / (1 - here + 1e-8))
                 distance = there * (rollout - log_probs) + (1 - there) * rest
             case other:
@@ -272,6 +284,7 @@ def m2po(
     log_ratio = log_probs - require_rollout("m2po", rollout)
     with torch.no_grad():
         region = (mask > 0) & (advantages * log_ratio > 0)
+        # ∞ outside the region: no mean that contains one is within the budget. In float64, as all tokens are summed.
         second = torch.where(region, log_ratio.double().square(), torch.inf).flatten()
         ordered, order = second.sort()  # those outside the region come last
         count = torch.arange(1, len(ordered) + 1, device=ordered.device, dtype=torch.float64)
@@ -284,6 +297,8 @@ def m2po(
     return torch.where(dropped, 0.0, -clamped_ratio(log_ratio) * advantages), metrics
 
 
+# A separate generator: draws from torch's would change the dropout of everything that follows. On CPU, so that the
+# picks do not depend on the device.
 _picks = torch.Generator().manual_seed(0)
 
 
@@ -317,6 +332,7 @@ def clip_cov(
     with torch.no_grad():
         cov, unclipped = covariance(log_probs, advantages, mask), loss <= -ratio * advantages
         inside = (cov > config.clip_cov.clip_cov_lb) & (cov < config.clip_cov.clip_cov_ub)
+        # Padding is 0, so its covariance is the product of both means: the mask must leave it out.
         candidates = (inside & unclipped & (mask > 0)).flatten().nonzero().squeeze(1)
         count = max(int(config.clip_cov.clip_ratio * int((mask > 0).sum())), 1)
         order = torch.randperm(len(candidates), generator=_picks)[:count].to(candidates.device)
@@ -337,7 +353,9 @@ def kl_cov(
     loss = -difference.exp() * advantages
     valid = (mask > 0).flatten()
     tokens = int(valid.sum())
+    # Padding is 0, so its covariance is the product of both means, which may be among the largest.
     cov = covariance(log_probs, advantages, mask).flatten().masked_fill(~valid, -torch.inf)
+    # At most the valid tokens: topk would take padding next.
     count = min(max(int(config.kl_cov.kl_cov_frac * tokens), 1), tokens)
     chosen = torch.zeros_like(valid).index_fill(0, cov.topk(count).indices, True).view_as(mask)
     penalty = config.kl_cov.ppo_kl_coef * difference.abs()
@@ -363,6 +381,7 @@ def rollout_is(
     """Return REINFORCE's loss weighted by r relative to the engine's log-probs; 0 outside the PPO clip range."""
     ratio = clamped_ratio(log_probs - require_rollout("rollout_is", rollout))
     inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
+    # A constant factor of ∇log p: the gradient of r·log p would have a second term, log p·∇r.
     weight = torch.where(inside, ratio, 0.0).detach()
     return -weight * advantages * log_probs, {"clip_ratio": token_mean(~inside, mask)}
 
@@ -390,6 +409,7 @@ def ppo_critic_loss(
     limit = config.value_clip
     near = values if limit is None else old_values + (values - old_values).clamp(-limit, limit)
     clipped = (near - returns).square()
+    # The larger one, so that a value that has moved beyond the limit away from its return still has its full loss.
     return 0.5 * torch.maximum(free, clipped), {"clip_ratio": token_mean(clipped > free, mask)}
 
 
@@ -426,6 +446,7 @@ def register_policy_loss(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        # First: it raises for a name that is taken, whose row must then stay.
         PolicyLossRegistry.register(name, function)
         LOSSES.add(
             name,

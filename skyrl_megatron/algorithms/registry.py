@@ -131,6 +131,7 @@ class RegistryActor:
             _, held = self.entries.get(change.name, (0, None))
             if held is not None and held.change.identity == change.identity:
                 continue
+            # A name without a function, removed or reset, is free for any function.
             if held is not None and held.change.function and change.function:
                 refused.append(held)
             else:
@@ -151,6 +152,7 @@ def registry_actor_class() -> Any:
     """Return :class:`RegistryActor` as a Ray actor class: ``.options(name=…, get_if_exists=True).remote()``."""
     import ray
 
+    # No core: in a cluster whose cores are all reserved, an actor that needs one would never start.
     return ray.remote(num_cpus=0)(RegistryActor)
 
 
@@ -162,10 +164,12 @@ class RegistryClient:
 
     def __init__(self, actor_name: str, apply: Callable[[Change], None]) -> None:
         self.actor_name, self.apply = actor_name, apply
+        # Reentrant: unpickling a change may import a module that registers functions itself.
         self.lock = threading.RLock()
         self.known = RegistryVersion("", 0)
         self.remembered: dict[str, DatedChange] = {}
         self.pending: list[Change] = []
+        # Node and job of Ray. After another ray.init a handle of the earlier one reaches nothing.
         self.session = ("", "")
         self.actor: Any = None
 
@@ -176,6 +180,7 @@ class RegistryClient:
     def note(self, change: Change) -> None:
         """Record a change made in this process. It is sent at once if Ray is initialised, else at the first sync."""
         with self.lock:
+            # Kept until it is sent: functions are registered at import, before Ray is initialised.
             self.pending.append(change)
             if connected_ray() is not None:
                 self.sync()
@@ -195,6 +200,7 @@ class RegistryClient:
             # None: the actor does not know this process (first contact, Ray restarted, or the old actor died).
             while (reply := self._ask("exchange", self.known, self.pending)) is None:
                 self.known = self._ask("take_over", list(self.remembered.values()))
+            # Only after the answer: if the call fails, the next sync sends them.
             sent, self.pending = self.pending, []
             self.known, news, refused = reply
             for recorded in [*news, *refused]:
@@ -202,6 +208,7 @@ class RegistryClient:
                 self.remembered[change.name] = recorded
                 if change not in sent and (before is None or before.change != change):
                     self.apply(change)
+        # After the loop: a refused name must not keep the changes of other names from this process.
         if refused:
             names = ", ".join(repr(change.name) for _, change in refused)
             raise AlgorithmError(
@@ -236,6 +243,7 @@ class RegistryClient:
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Call the actor. Starts it if there is none, and replaces it once if it died."""
         ray, session = _connection()
+        # An actor ends with the process that started it, so a handle may be dead while the cluster works.
         for attempt in (1, 2):
             handle = self._handle(ray, session)
             try:
@@ -252,6 +260,7 @@ class RegistryClient:
 
     def _handle(self, ray: Any, session: tuple[str, str]) -> Any:
         if self.actor is None or session != self.session:
+            # get_if_exists: several processes may start it at the same time.
             self.actor = registry_actor_class().options(name=self.actor_name, get_if_exists=True).remote()
             self.session = session
         return self.actor
@@ -337,8 +346,9 @@ class BaseFunctionRegistry:
         name = str(name)
         if not callable(func):
             raise AlgorithmError(f"{cls._function_type} {name!r} must be callable, got {type(func).__name__}")
-        known = cls._functions.get(name)
-        if known is not None and (_import_path(func) is None or _import_path(func) != _import_path(known)):
+        # Functions without an import path cannot be recognised: each run of a lambda's line makes another object.
+        registered = cls._functions.get(name)
+        if registered is not None and (_import_path(func) is None or _import_path(func) != _import_path(registered)):
             raise AlgorithmError(f"{cls._function_type} {name!r} is already registered. {cls._listing()}")
         cls._functions[name] = func
         cls._client.note(Change(name, *_pickled(func)))
@@ -374,6 +384,7 @@ class BaseFunctionRegistry:
     def unregister(cls, name: str) -> None:
         """Remove ``name`` from every process. Raises AlgorithmError if it is not registered."""
         name = str(name)
+        # A function that cannot be loaded here can still be removed from the other processes.
         if name not in cls.list_available() and name not in cls._unloadable:
             raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
         cls._functions.pop(name, None)
@@ -427,12 +438,14 @@ class BaseFunctionRegistry:
                 " skyrl_megatron/config/table.py, and every row there must have one"
             )
         cls._builtin = {str(name): function for name, function in functions.items()}
+        # Changes that arrived before the import of this module take precedence over its functions.
         changed = cls._client.changed()
         cls._functions |= {name: function for name, function in cls._builtin.items() if name not in changed}
 
     @classmethod
     def _apply(cls, change: Change) -> None:
         """Apply a change that another process made."""
+        # First: if the new function cannot be loaded, the old one must not be used in its place.
         cls._functions.pop(change.name, None)
         cls._unloadable.pop(change.name, None)
         if change.identity == BUILT_IN and change.name in cls._builtin:
@@ -491,7 +504,9 @@ def registry_versions() -> RegistryVersions:
 def ensure_registry_versions(versions: RegistryVersions) -> None:
     """Sync the registries that are older in this process than in ``versions``, which a dispatched call carries."""
     for actor_name, version in versions.items():
+        # Not through REGISTRIES: the registry's module may not be imported in this process yet.
         client = _client_of(actor_name)
+        # Numbers of different actors cannot be compared.
         if version.actor != client.known.actor or version.changes > client.known.changes:
             client.sync()
 

@@ -30,10 +30,12 @@ class RoleBaselines(EstimatorState):
 
     def arguments(self, roles: Callable[[], list[str]]) -> dict[str, Any]:
         """See :class:`EstimatorState`."""
+        # Not a copy: the estimator updates it.
         return {"roles": roles(), "baselines": self.means}
 
     def state(self) -> dict[str, Any]:
         """See :class:`EstimatorState`."""
+        # A copy: the steps after a checkpoint change the means.
         return {"role_baselines": dict(self.means)} if self.means else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -55,6 +57,7 @@ def rae_scores(
     Rows are taken in order: A = R − b, then b ← decay·b + (1 − decay)·R. The baseline does not contain the score that
     it is compared with. Rows that are not ``trained`` [B] bool get 0 and do not count.
     """
+    # Python floats, as each baseline depends on the rows before; tolist copies from the device once.
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     counted = [True] * len(scores) if trained is None else trained.tolist()
     for row, (score, role, counts) in enumerate(zip(scores.double().tolist(), roles, counted, strict=True)):

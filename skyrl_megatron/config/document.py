@@ -60,21 +60,25 @@ def document(root: type[Section] = SkyRLTrainConfig, *, whole: bool = False) -> 
     return "\n".join(parts)
 
 
-def _section(cls: type[Section], base: Section | None, key: str, level: int, whole: bool, text: str) -> Iterator[str]:
+def _section(
+    cls: type[Section], base: Section | None, key: str, level: int, in_full: bool, text: str
+) -> Iterator[str]:
     """Yield a section's own settings (``base`` holds their defaults), then its subsections. ``text``: the explanation
     of the field that holds it, which is shown if its class has more than one place."""
     yield f"{'#' * min(level, 4)} `{key}`\n"
     sections, texts, model = sections_of(cls), field_docstrings(cls), _described_before(key)
-    yield f"{_meaning(text if base is None else inspect.getdoc(cls) or '', whole)}\n"
+    yield f"{_meaning(text if base is None else inspect.getdoc(cls) or '', in_full)}\n"
     if model is not None:
         yield f"As `{model}`{_differences(key, model)}.\n"
     for name in _shown(cls, key):
         value = default_of(cls, name) if base is None else getattr(base, name)
         values = _values(field_types(cls)[name], value)
-        yield f"- `{name}={_default(value)}`{values and f' ({values})'}: {_meaning(texts[name], whole)}"
+        yield f"- `{name}={_default(value)}`{values and f' ({values})'}: {_meaning(texts[name], in_full)}"
     yield ""
     for name in sections if model is None else ():
-        yield from _section(sections[name], getattr(base, name, None), f"{key}.{name}", level + 1, whole, texts[name])
+        yield from _section(
+            sections[name], getattr(base, name, None), f"{key}.{name}", level + 1, in_full, texts[name]
+        )
 
 
 def _described_before(key: str) -> str | None:
@@ -130,10 +134,10 @@ def _defaults_in(section: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in _defaults().items() if name.startswith(prefix)}
 
 
-def _meaning(text: str, whole: bool) -> str:
+def _meaning(text: str, in_full: bool) -> str:
     """Put an explanation on one line; cut it after a clause unless ``whole``."""
     text = _flow(text)
-    if whole or len(text) <= _WIDTH:
+    if in_full or len(text) <= _WIDTH:
         return text
     clauses = re.split(r"(?<=[.;])\s", text)
     shown = clauses.pop(0)

@@ -255,11 +255,11 @@ def _declared_by(module: str, item: ast.AnnAssign) -> Declared:
             if other := _fields_of(module, cls).get(of):
                 return Declared(annotation, other.default, (_definition(module, cls)[0], cls, of))
         case ast.Call(keywords=keywords):
-            given = {keyword.arg: keyword.value for keyword in keywords}
+            arguments = {keyword.arg: keyword.value for keyword in keywords}
             empty: dict[Any, Any] = {"list": [], "dict": {}, "set": []}
-            if "default_factory" in given and (factory := ast.unparse(given["default_factory"])) in empty:
+            if "default_factory" in arguments and (factory := ast.unparse(arguments["default_factory"])) in empty:
                 return Declared(annotation, empty[factory])
-            value = given.get("default")
+            value = arguments.get("default")
     if isinstance(value, ast.Name):  # a constant
         value = getattr(_definition(module, value.id)[1], "value", None)
     return Declared(annotation, _literal(value))

@@ -105,9 +105,9 @@ def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ..
     if problems:
         raise ConfigError(problems)
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-    given = [size for size in (first, last) if size is not None]
-    middle = parallel.pp - len(given)
-    share = (num_layers - sum(given)) // middle if middle else 0
+    end_sizes = [size for size in (first, last) if size is not None]
+    middle = parallel.pp - len(end_sizes)
+    share = (num_layers - sum(end_sizes)) // middle if middle else 0
     stages = [share] * parallel.pp
     if first is not None:
         stages[0] = first
@@ -197,8 +197,8 @@ def _pipeline_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Proble
 
 def _layer_problems(parallel: ParallelConfig, num_layers: int, prefix: str) -> Iterator[Problem]:
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-    given = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
-    named = {name: layers for name, layers in given.items() if layers is not None}
+    sizes = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    named = {name: layers for name, layers in sizes.items() if layers is not None}
     left, stages = num_layers - sum(named.values()), parallel.pp - len(named)
     if named and (left < stages or (stages <= 0 and left != 0)):
         name = next(iter(named))

@@ -191,27 +191,27 @@ class _Builder[C: Section]:
 
     def _construct(self, cls: type[Section], tree: Tree, base: Section | None, at: str) -> Section:
         """Build an object of ``cls``: the default of its parent, ``base``, with the values of the tree."""
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, item in tree.items():
             key = f"{at}{name}"
             if isinstance(item, dict):
                 section = sections_of(cls)[name]
                 parent_default = getattr(base, name) if base is not None else default_of(cls, name)
-                given[name] = self._construct(section, item, parent_default, f"{key}.")
+                values[name] = self._construct(section, item, parent_default, f"{key}.")
                 continue
             try:
-                given[name] = self._convert(field_types(cls)[name], item)
+                values[name] = self._convert(field_types(cls)[name], item)
             except Mismatch as mismatch:
                 self.problems.append(Problem(item.spelled, item.value, str(mismatch)))
             except ConfigError as error:
                 self.problems += [Problem(f"{item.spelled}.{p.key}", p.value, p.fix) for p in error.problems]
         inherited = {} if base is None else {n: getattr(base, n) for n in field_types(cls) if _differs(base, n)}
         try:
-            cfg = cls(**(inherited | given))
+            cfg = cls(**(inherited | values))
         except (ValueError, AssertionError) as error:  # a check in the __post_init__ of a custom subclass
             self.problems.append(Problem(at.rstrip(".") or cls.__name__, "", str(error)))
             cfg = base if base is not None else cls()
-        cfg.__dict__["_given"] = frozenset(given)
+        cfg.__dict__["_given"] = frozenset(values)
         return cfg
 
     def _convert(self, annotation: Any, item: Assignment) -> Any:

@@ -44,18 +44,18 @@ def crash_reporter(log: Path, terminal: int) -> Iterator[None]:
 
     children = psutil.Process().children(recursive=True)
     parts = {os.pidfd_open(child.pid): (PARTS[child.name()], child.pid) for child in children if child.name() in PARTS}
-    own, terminal = os.pidfd_open(os.getpid()), os.dup(terminal)  # may be stderr, which the reporter redirects
-    order = json.dumps({"own": own, "pid": os.getpid(), "parts": parts, "terminal": terminal, "log": str(log)})
+    process, terminal = os.pidfd_open(os.getpid()), os.dup(terminal)  # may be stderr, which the reporter redirects
+    order = json.dumps({"process": process, "pid": os.getpid(), "parts": parts, "terminal": terminal, "log": str(log)})
     command = [sys.executable, "-I", "-S", __file__, order]
     with subprocess.Popen(
         command,
-        pass_fds=(own, terminal, *parts),
+        pass_fds=(process, terminal, *parts),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as reporter:
-        os.close(own)
+        os.close(process)
         os.close(terminal)
         try:
             with _watch(parts, reporter) if parts else contextlib.nullcontext():
@@ -136,13 +136,13 @@ class _RayHead:
                 self._gave_up_node = any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
 
 
-def _report(own: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, log: str) -> None:
+def _report(process: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, log: str) -> None:
     """Wait until the run reports that it is done, or write what ended it."""
     waiting = select.poll()
-    for handle in (0, own, *map(int, parts)):
+    for handle in (0, process, *map(int, parts)):
         waiting.register(handle, select.POLLIN | select.POLLHUP)
     first = waiting.poll()[0][0]
-    part = first not in (0, own)
+    part = first not in (0, process)
     ends, _, _ = select.select([0], [], [], GRACE_S if part else 0)  # a killed process ends its Ray processes too
     message = os.read(0, 1 << 10) if ends else str(first).encode() if part else b""
     if message == DONE:

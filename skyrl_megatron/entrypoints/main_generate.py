@@ -65,7 +65,7 @@ def _hugging_face_folder(args: Sequence[str]) -> Iterator[tuple[Sequence[str], i
         warnings.simplefilter("ignore")  # load_config issues them
         trainer = parse(SkyRLTrainConfig, args)[0].trainer
     path = Path(trainer.policy.model.path or "")
-    named = [int(found[1]) for part in path.parts[-2:] if (found := _STEP.fullmatch(part))]
+    named = [int(match[1]) for part in path.parts[-2:] if (match := _STEP.fullmatch(part))]
     step = named[-1] if named else 0
     if not path.is_dir():
         yield args, step

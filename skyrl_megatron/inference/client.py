@@ -185,9 +185,9 @@ class InferenceClient:
         """
         count = len(prompt_token_ids)
         samplings = [sampling_params] * count if isinstance(sampling_params, Mapping) else list(sampling_params)
-        given = [len(samplings), *(len(some) for some in (session_ids, adapters) if some is not None)]
-        if given != [count] * len(given):
-            raise ValueError(f"{count} prompts, but sampling_params, session_ids, adapters have lengths {given}")
+        lengths = [len(samplings), *(len(some) for some in (session_ids, adapters) if some is not None)]
+        if lengths != [count] * len(lengths):
+            raise ValueError(f"{count} prompts, but sampling_params, session_ids, adapters have lengths {lengths}")
         requests = list(zip(prompt_token_ids, samplings, adapters or [""] * count, strict=True))
         if self.deterministic and count > 1:
             return await self._dealt(requests)

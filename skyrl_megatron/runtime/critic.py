@@ -62,6 +62,8 @@ class ValueStep(ForwardStep):
     """Forward pass only. The schedule returns the values [b, T] of each micro-batch."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (scalar 0, token count 0, values [b, T], in units of reward); ``output`` as in
+        :func:`response_values`."""
         # The schedule wants a loss also where nothing is trained.
         values = response_values(output, micro_batch.packed)
         return loss_for_schedule(values.new_zeros(()), values)
@@ -74,6 +76,7 @@ class CriticStep(TrainingStep):
         self.objective, self.totals = objective, totals
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
+        """Return (scalar loss, token count 0, metrics); ``output`` as in :func:`response_values`."""
         batch, values = micro_batch.batch, response_values(output, micro_batch.packed)
         # Checked before the schedule, where an error of one rank would block the others.
         assert batch.values is not None and batch.returns is not None
@@ -104,6 +107,8 @@ class TeacherStep(ForwardStep):
         self.head, self.k = head, k
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (scalar 0, token count 0, scores [b, T, 1 + 2k] float32 of :func:`score_responses`); ``output`` as in
+        :class:`ForwardStep`."""
         packed = micro_batch.packed
         logprobs, _ = self.head(output, packed)
         scores = logprobs[..., None]

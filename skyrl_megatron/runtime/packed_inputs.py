@@ -166,8 +166,8 @@ class PackedInputs:
             "padding_mask": self.padding_mask,
         }
         for name in ("routes", "sequences"):  # the model takes them if its routers read them
-            if (given := getattr(self, name)) is not None:
-                arguments[name] = given
+            if (value := getattr(self, name)) is not None:
+                arguments[name] = value
         return arguments
 
     def to_responses(self, per_token: Tensor) -> Tensor:

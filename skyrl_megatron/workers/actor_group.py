@@ -157,7 +157,8 @@ class ActorGroup:
         called = ranks if ranks is not None else range(len(self.actors))
         extra = each if each is not None else [()] * len(called)
         references = [
-            getattr(self.actors[rank], method).remote(*args, *own) for rank, own in zip(called, extra, strict=True)
+            getattr(self.actors[rank], method).remote(*args, *rank_arguments)
+            for rank, rank_arguments in zip(called, extra, strict=True)
         ]
         return PendingCall(references, called, list(self.names), phase or method, timeout_s or self.timeout_s, self)
 

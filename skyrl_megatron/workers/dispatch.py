@@ -53,23 +53,24 @@ class ShardedBatch:
                 assert result is not None
                 if out is None:
                     out = np.zeros((self.size, *result.shape[1:]), result.dtype)
-                mine = self.rows[rank.dp_rank]
-                out[mine] = result[: len(mine)]
+                replica_rows = self.rows[rank.dp_rank]
+                out[replica_rows] = result[: len(replica_rows)]
         assert out is not None, "no rank collects"
         return torch.from_numpy(out)
 
     def collect_recorded(
         self, ranks: Sequence[RankInfo], results: Sequence[Mapping[str, Mapping[int, np.ndarray]] | None]
     ) -> list[dict[str, np.ndarray]]:
-        """Return the recorded values of each row by name, from the ranks of all pipeline stages."""
-        found: list[dict[str, np.ndarray]] = [{} for _ in range(self.size)]
+        """Return the recorded values of each row by name, [n, …] of its n tokens, int32 or float32, from the ranks of
+        all pipeline stages."""
+        recorded: list[dict[str, np.ndarray]] = [{} for _ in range(self.size)]
         for rank, result in zip(ranks, results, strict=True):
-            mine = self.rows[rank.dp_rank]
+            replica_rows = self.rows[rank.dp_rank]
             for name, by_row in (result or {}).items():
                 for row, value in by_row.items():
-                    if row < len(mine):  # the rest is padding
-                        found[mine[row]][name] = value
-        return found
+                    if row < len(replica_rows):  # the rest is padding
+                        recorded[replica_rows[row]][name] = value
+        return recorded
 
 
 def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:
@@ -83,16 +84,17 @@ def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBa
         batch = _filled(batch, max(dp_size - len(units(batch)), 0), names[0])
         rows = split_units(batch, flops.forward(batch.lengths), dp_size)
     else:
-        for name, own in rows_by_adapter(batch, names).items():
-            if len(own) < dp_size:
-                batch = _filled(batch, dp_size - len(own), name)
+        for name, adapter_rows in rows_by_adapter(batch, names).items():
+            if len(adapter_rows) < dp_size:
+                batch = _filled(batch, dp_size - len(adapter_rows), name)
         costs = flops.forward(batch.lengths)
         split = [
-            [own[mine] for mine in split_for_dp(costs[own], dp_size)] for own in rows_by_adapter(batch, names).values()
+            [adapter_rows[part] for part in split_for_dp(costs[adapter_rows], dp_size)]
+            for adapter_rows in rows_by_adapter(batch, names).values()
         ]
-        rows = [np.sort(np.concatenate(each)) for each in zip(*split, strict=True)]
-    chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(own))) for own in rows]
-    return ShardedBatch([own[own < size] for own in rows], chunks, size)
+        rows = [np.sort(np.concatenate(parts)) for parts in zip(*split, strict=True)]
+    chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(replica_rows))) for replica_rows in rows]
+    return ShardedBatch([replica_rows[replica_rows < size] for replica_rows in rows], chunks, size)
 
 
 def _filled(batch: TrainingBatch, rows: int, adapter: str) -> TrainingBatch:

@@ -229,7 +229,8 @@ class RankProcess:
 
     def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
         """Return the tensors of a layer that this rank gathers, by HF name, as float32. ``layer=None``: the tensors
-        outside of the layers. A stacked expert tensor is returned per expert, as ``<name>.<expert>``."""
+        outside of the layers. Shapes [...] are those of the HF checkpoint. A stacked expert tensor is returned per
+        expert, as ``<name>.<expert>``."""
         from skyrl_megatron.runtime.hf_weights import stream_hf
 
         engine, tensors = self.engine, {}
@@ -318,9 +319,9 @@ class RankProcess:
         if first:
             self.engine.onload("weights")
             self._buckets: Iterator[Any] = weight_buckets(self.engine.model, self.engine.groups)
-        given = next(self._buckets, None)
+        bucket = next(self._buckets, None)
         # In a list, in which Ray does not resolve a reference that the driver passes on.
-        return None if given is None else [ray.put(given)]
+        return None if bucket is None else [ray.put(bucket)]
 
     @timed
     def take_weights(self, first: bool, given: Sequence[Any]) -> None:

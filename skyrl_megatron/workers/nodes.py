@@ -72,11 +72,11 @@ def probe_folders(folders: Sequence[str], token: str) -> FolderReport:
     for folder in folders:
         try:
             device = Path(folder, token).stat().st_dev
-            own = Path(folder, f"{token}.{host}")
-            own.touch()
+            host_file = Path(folder, f"{token}.{host}")
+            host_file.touch()
             if device not in measured:
                 measured.add(device)
-                speed[folder] = _write_speed(own)
+                speed[folder] = _write_speed(host_file)
         except OSError:
             missing.append(folder)
     return FolderReport(host, missing, speed)
@@ -176,21 +176,21 @@ def report(folders: Sequence[str] = (), token: str = "") -> NodeReport:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, installed packages and the CUDA driver, and the commit of this checkout."""
-    found = {"Python": platform.python_version()}
+    installed = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists():
-        found[DRIVER] = driver.read_text().split("Kernel Module")[-1].split()[0]
+        installed[DRIVER] = driver.read_text().split("Kernel Module")[-1].split()[0]
     asked = subprocess.run(
         ["git", "-C", str(HERE.parent), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     )
     if asked.returncode == 0:
-        found["skyrl_megatron commit"] = asked.stdout.strip()
-    return found
+        installed["skyrl_megatron commit"] = asked.stdout.strip()
+    return installed
 
 
 def check_nodes(folders: Iterable[str]) -> str:
@@ -207,9 +207,12 @@ def check_nodes(folders: Iterable[str]) -> str:
     try:
         write_probe_files(shared, token)
         reports: dict[str, NodeReport] = _on_all(nodes, report, shared, token)
-        own = versions()
-        problems = [each for address, found in reports.items() for each in differences(address, found, own)]
-        problems += [each for address, found in reports.items() for each in _not_seen(address, found, shared, token)]
+        here = versions()
+        problems: list[str] = []
+        for address, node_report in reports.items():
+            problems += differences(address, node_report, here)
+        for address, node_report in reports.items():
+            problems += _not_seen(address, node_report, shared, token)
         if problems:
             raise LaunchError("\n".join(problems))
         if shared:
@@ -261,7 +264,9 @@ def _summary(reports: Mapping[str, NodeReport]) -> str:
     """Return the number of nodes and the slowest write speed. Warn if it is slow."""
     number = f"{len(reports)} {'node' if len(reports) == 1 else 'nodes'}"
     measured = [
-        (speed, address, folder) for address, found in reports.items() for folder, speed in found.folders.speed.items()
+        (speed, address, folder)
+        for address, node_report in reports.items()
+        for folder, speed in node_report.folders.speed.items()
     ]
     if not measured:
         return number
@@ -282,14 +287,14 @@ def differences(address: str, found: NodeReport, own: Mapping[str, str] | None =
             f"node {address}: {found.python} imports skyrl_megatron from {found.package}, but this process imports it "
             f"from {HERE}; start Ray on that node from the environment at {sys.prefix}"
         ]
-    own = versions() if own is None else own
-    names = {*own, *found.versions}
-    if not (DRIVER in own and DRIVER in found.versions):
+    here = versions() if own is None else own
+    names = {*here, *found.versions}
+    if not (DRIVER in here and DRIVER in found.versions):
         names.discard(DRIVER)  # a head without GPUs has none
     other = [
-        f"{name} {found.versions.get(name, 'is missing')}, but here {own.get(name, 'it is missing')}"
+        f"{name} {found.versions.get(name, 'is missing')}, but here {here.get(name, 'it is missing')}"
         for name in sorted(names)
-        if own.get(name) != found.versions.get(name)
+        if here.get(name) != found.versions.get(name)
     ]
     if not other:
         return []
@@ -351,7 +356,7 @@ def fetch_models(
         ).remote()
         for node in elsewhere
     }
-    waiting = {each.fetch.remote(cfg, roles): node for node, each in actors.items()}
+    waiting = {fetcher.fetch.remote(cfg, roles): node for node, fetcher in actors.items()}
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     try:
         for role in roles:
@@ -364,8 +369,8 @@ def fetch_models(
                 if reference in done:
                     _answer(reference, names[waiting.pop(reference)])
     finally:
-        for each in actors.values():
-            ray.kill(each)
+        for fetcher in actors.values():
+            ray.kill(fetcher)
 
 
 def _answer(reference: Any, node: str) -> Any:

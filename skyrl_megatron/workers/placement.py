@@ -87,15 +87,15 @@ class BundleAllocation:
         """
         if not self.gpus:
             return None
-        own = self._own(number, devices)
+        engine_gpus = self._own(number, devices)
         if self.over_nodes(number, devices) and self.executor != RAY:
             raise LaunchError(
                 f"engine {number} would span two nodes: each node must fit whole engines of {devices} GPUs (tp · pp · "
                 "dp); or set generator.inference_engine.distributed_executor_backend=ray"
             )
-        here = own[0].node
-        others = [gpu for gpu in self.gpus if gpu not in own]
-        return [gpu.id for gpu in (*own, *others) if gpu.node == here]
+        here = engine_gpus[0].node
+        others = [gpu for gpu in self.gpus if gpu not in engine_gpus]
+        return [gpu.id for gpu in (*engine_gpus, *others) if gpu.node == here]
 
     def engine_environment(self, number: int, devices: int) -> dict[str, str]:
         """Return the environment variables of engine ``number`` with ``devices`` GPUs, to be set before vLLM's import.
@@ -242,13 +242,13 @@ def _gpus(group: PlacementGroup, bundles: Sequence[int], share: float) -> tuple[
         for bundle in bundles
     ]
     try:
-        found = ray.get(asked, timeout=READY_TIMEOUT_S)
+        reported = ray.get(asked, timeout=READY_TIMEOUT_S)
     except ray.exceptions.RayError as error:
         first_line = str(error).strip().splitlines()[0]
         raise LaunchError(
             f"the {len(bundles)} GPUs reserved for the run do not answer: {first_line}; run ray status"
         ) from error
-    return tuple(Gpu(node, gpu, bundle) for bundle, (node, gpu) in zip(bundles, found, strict=True))
+    return tuple(Gpu(node, gpu, bundle) for bundle, (node, gpu) in zip(bundles, reported, strict=True))
 
 
 @ray.remote(num_cpus=0)

@@ -298,10 +298,10 @@ def print_nodes(address: str) -> int:
         print(error, file=sys.stderr)
         return 1
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    found = [{"gpus": int(node["Resources"].get("GPU", 0))} for node in nodes]
-    asked = [node["NodeID"] for node, has in zip(nodes, found, strict=True) if has["gpus"]]
+    gpu_counts = [{"gpus": int(node["Resources"].get("GPU", 0))} for node in nodes]
+    asked = [node["NodeID"] for node, has in zip(nodes, gpu_counts, strict=True) if has["gpus"]]
     sizes = dict(zip(asked, _sizes(asked), strict=True))
-    print(json.dumps([has | sizes.get(node["NodeID"], {}) for node, has in zip(nodes, found, strict=True)]))
+    print(json.dumps([has | sizes.get(node["NodeID"], {}) for node, has in zip(nodes, gpu_counts, strict=True)]))
     return 0
 
 

@@ -119,15 +119,15 @@ def runtime_environment(variables: Mapping[str, str], *, serving: bool = False) 
 
     ``serving``: the actor starts vLLM's processes.
     """
-    found: dict[str, Any] = {"env_vars": dict(variables)}
+    environment: dict[str, Any] = {"env_vars": dict(variables)}
     if _server is None:
-        return found
+        return environment
     if not _server.is_alive():
         log.warning(
             "the fork server ended (%s): the run's processes start without it, and slower", _server.last_line()
         )
-        return found
-    return found | {"py_executable": fork_server.command(_server, serving=serving)}
+        return environment
+    return environment | {"py_executable": fork_server.command(_server, serving=serving)}
 
 
 def import_all() -> None:

@@ -163,7 +163,7 @@ class SyncCalls:
         work = [self._timed(slot.name, phase, of_engine(slot.engine), within_s) for slot in slots] if of_engine else []
         if of_rank:
             work += [on_rank(number, of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
-        results = await self._results([asyncio.ensure_future(each) for each in work], failed)
+        results = await self._results([asyncio.ensure_future(call) for call in work], failed)
         of_engines, of_ranks = results[: len(slots)], results[len(slots) :]
         lost = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
         if lost or failed:
@@ -197,8 +197,8 @@ class SyncCalls:
         WeightSyncError for ranks that do not answer, the error of a rank that waited until its deadline, and
         AttemptFailed otherwise.
         """
-        if own := self._own(ranks):
-            return own
+        if rank_error := self._own(ranks):
+            return rank_error
         if silent := {slot: why for slot, why in engines.items() if not await self._answers(slot)}:
             return EnginesLost(phase, silent)
         if mute := {number: error for number, (_, error) in sorted(ranks.items()) if isinstance(error, _NoAnswer)}:
@@ -289,7 +289,7 @@ class ReshardPlanner:
         """Return the plan of a sync of these engines, or why weights cannot travel by plan. ``rank_of``: the rank on
         the device of an engine's worker, where ranks, ``per_node`` of them on each node, exchange weights."""
         source_maps = await self.calls.on_ranks("metadata", lambda rank: rank.weight_source_map())
-        if why := next((each for each in source_maps if isinstance(each, str)), None):
+        if why := next((source_map for source_map in source_maps if isinstance(source_map, str)), None):
             return why
         try:
             tensors = tensors_of(source_maps)
@@ -340,7 +340,7 @@ async def connect_workers(
     of_worker: dict[int, tuple[list[Any], list[tuple[int, int]]]] = {}
     for ranks, workers in plan.groups():
         address, senders, size = addresses[ranks[0]], len(ranks), len(ranks) + len(workers)
-        of_member = {worker: senders + place for place, worker in enumerate(workers)}
+        of_member = {worker: senders + position for position, worker in enumerate(workers)}
         for number, rank in enumerate(ranks):
             of_rank[rank] = GroupMember(address, number, senders, size)
             numbers[rank] = of_member
@@ -382,10 +382,10 @@ def compare_checksums(
 
     ``received``: per engine and worker, (rank, checksum) of each bucket. ``sent``: per rank, (worker, checksum).
     """
-    found = {slot: workers for slot, workers in zip(slots, received, strict=True)}
+    checksums = {slot: workers for slot, workers in zip(slots, received, strict=True)}
     wrong: list[str] = []
     for worker, (slot, number) in enumerate(plan.workers):
-        got = [tuple(pair) for pair in found[slot][number]]
+        got = [tuple(pair) for pair in checksums[slot][number]]
         for rank in range(len(sent)):
             want = [total for peer, total in sent[rank] if peer == worker]
             have = [total for peer, total in got if peer == rank]

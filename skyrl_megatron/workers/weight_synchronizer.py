@@ -118,8 +118,8 @@ class WeightSynchronizer:
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft, self.exchange = adapters, draft, exchange
         self.experts_move = experts_move
-        own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
-        self.reshard = reshard and self.options["transport"] in own
+        transports = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
+        self.reshard = reshard and self.options["transport"] in transports
         self.planner = ReshardPlanner(self.calls, bucket_sizes[-1])
         over_network = not exchange and self.options["transport"] in TRANSPORTS.built_in
         self._unmeasured = tuple(bucket_sizes) if over_network and len(bucket_sizes) > 1 else ()
@@ -206,7 +206,7 @@ class WeightSynchronizer:
                 await self._leave_update(slots)
                 raise
             log.warning("version %s: %s", version, why)
-            if not any(same_failure(why, known) for known in failures):
+            if not any(same_failure(why, failure) for failure in failures):
                 failures.append(why)
             for slot, cause in lost.items():
                 await self.pool.mark_dead(slot, cause)
@@ -402,13 +402,13 @@ class WeightSynchronizer:
         for name, engines in scored.items():
             trainer, limit = expected[name]
             for slot, logprobs in zip(slots, engines, strict=True):
-                found = logprob_diff(trainer, logprobs)
-                report.logprob_diffs[f"{slot.name}, {name}" if name else slot.name] = found
-                if not found.within(limit) and slot not in wrong:
+                difference = logprob_diff(trainer, logprobs)
+                report.logprob_diffs[f"{slot.name}, {name}" if name else slot.name] = difference
+                if not difference.within(limit) and slot not in wrong:
                     wrong[slot] = (
                         f"log-probs of {len(tokens)} tokens{f' with adapter {name}' if name else ''} differ from the "
-                        f"trainer's by up to {found.largest:.2e}, on average {found.mean:.2e}; the limit on average "
-                        f"is {limit:.2g} in {self.dtype} (weight_sync_probe_limit sets another)"
+                        f"trainer's by up to {difference.largest:.2e}, on average {difference.mean:.2e}; the limit on "
+                        f"average is {limit:.2g} in {self.dtype} (weight_sync_probe_limit sets another)"
                     )
         for slot in slots:
             slot.verified = slot.verified or slot not in wrong

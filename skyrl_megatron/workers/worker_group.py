@@ -45,7 +45,10 @@ class ThroughputMeter:
         self.seconds += seconds
 
     def timed[T](self, lengths: np.ndarray, flops: ModelFlops, result: Callable[[], T]) -> Callable[[], T]:
-        """Wrap ``result`` so that it counts the sequences, and the seconds from now until it returns."""
+        """Wrap ``result`` so that it counts the sequences, and the seconds from now until it returns.
+
+        ``lengths``: [B] int, tokens.
+        """
         began = time.perf_counter()
 
         def finish() -> T:
@@ -61,14 +64,14 @@ class ThroughputMeter:
         ``peak``: FLOP/s of a rank; without it, no ``mfu``. ``seconds``: total time, if it was not counted.
         """
         took = self.seconds if seconds is None else seconds
-        found: dict[str, float] = {}
+        throughput: dict[str, float] = {}
         if self.tokens and took > 0:
-            found[f"{prefix}tokens_per_second_per_rank"] = self.tokens / took / ranks
-            found[f"{prefix}flops_per_second_per_rank"] = self.flops / took / ranks
+            throughput[f"{prefix}tokens_per_second_per_rank"] = self.tokens / took / ranks
+            throughput[f"{prefix}flops_per_second_per_rank"] = self.flops / took / ranks
             if peak is not None:
-                found[f"{prefix}mfu"] = self.flops / took / ranks / peak
+                throughput[f"{prefix}mfu"] = self.flops / took / ranks / peak
         self.tokens = self.flops = self.seconds = 0.0
-        return found
+        return throughput
 
 
 AVERAGED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
@@ -134,9 +137,9 @@ class WorkerGroup:
         return self.start_logprobs(batch, phase)()
 
     def start_logprobs(self, batch: TrainingBatch, phase: str = "", *, adapters: bool = True) -> Callable[[], Tensor]:
-        """Start to compute log-probs, so that roles on separate devices run concurrently. Call the result to wait.
+        """Start to compute log-probs [B, T] float32 (nats). Call the result to wait.
 
-        ``adapters`` false: compute them without the LoRA adapters.
+        Roles on separate devices then run concurrently. ``adapters`` false: compute them without the LoRA adapters.
         """
         sharded = self.dispatch(batch)
         each = sharded.arguments(self.ranks)
@@ -153,8 +156,8 @@ class WorkerGroup:
         perturbation: float = 0.0,
         phase: str = "",
     ) -> tuple[Tensor, list[dict[str, np.ndarray]]]:
-        """Return log-probs as :meth:`compute_logprobs`, and the recorded values of each row
-        (``runtime/recording.py``).
+        """Return log-probs [B, T] as :meth:`compute_logprobs`, and the recorded values of each row, [n, …] of its n
+        tokens, int32 or float32 (``runtime/recording.py``).
 
         Recorded are routes, if routers can replay them, and with ``layers`` the outputs of layers. ``temperature``:
         ``algorithm.temperature`` by default. ``perturbation``: relative change of every embedding.
@@ -175,9 +178,10 @@ class WorkerGroup:
         return logprobs, [routes_of(each, dims.num_layers) for each in found]
 
     def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
-        """Return the float32 tensors of a layer by HF names. None: tensors outside of the layers.
+        """Return the float32 tensors of a layer by HF names, [...] as in the HF checkpoint.
 
-        A tensor that holds all experts is split into ``<name>.<expert>``.
+        ``layer=None``: tensors outside of the layers. A tensor that holds all experts is split into
+        ``<name>.<expert>``.
         """
         results = self.group.call("layer_weights", layer, phase="layer weights")
         return {name: tensor for found in results for name, tensor in found.items()}
@@ -215,8 +219,10 @@ class WorkerGroup:
             "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.ranks)
         )
         self.group.repeat_warnings()
-        if own := [result.pop(OWN_SECONDS) for result in results if OWN_SECONDS in result]:
-            self._own_seconds = [a + b for a, b in zip(self._own_seconds or [0.0] * len(own), own, strict=True)]
+        if rank_seconds := [result.pop(OWN_SECONDS) for result in results if OWN_SECONDS in result]:
+            self._own_seconds = [
+                a + b for a, b in zip(self._own_seconds or [0.0] * len(rank_seconds), rank_seconds, strict=True)
+            ]
         merged = self._merged(results)
         named = {metric.split("/")[1] for metric in merged if metric.startswith("adapter/")}
         self._stepped = self._stepped | named if self._stepped is not None and named else None
@@ -252,11 +258,11 @@ class WorkerGroup:
 
         Raises WeightSyncError if the models differ.
         """
-        first, given = True, [None]
-        while given:
+        first, bucket = True, [None]
+        while bucket:
             results = source.group.call("next_weights", first, phase=f"weights of the {source.name}")
-            given = [reference for references in results for reference in references or ()]
-            self.group.call("take_weights", first, given, phase=f"weights for the {self.name}")
+            bucket = [reference for references in results for reference in references or ()]
+            self.group.call("take_weights", first, bucket, phase=f"weights for the {self.name}")
             first = False
 
     # ------------------------------------------------------------------ when ranks are lost

@@ -286,8 +286,8 @@ MUTATIONS = (
     Mutation(
         "results-in-the-order-of-ranks",
         "skyrl_megatron/workers/dispatch.py",
-        "out[mine] = result[: len(mine)]",
-        "out[: len(mine)] = result[: len(mine)]",
+        "out[replica_rows] = result[: len(replica_rows)]",
+        "out[: len(replica_rows)] = result[: len(replica_rows)]",
         ("tests/job/test_workers.py::test_a_batch_goes_out_once_a_replica_and_comes_back_in_order",),
         "log-probs would belong to other rows than they are given to",
     ),

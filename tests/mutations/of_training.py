@@ -406,8 +406,8 @@ MUTATIONS = (
     Mutation(
         "boxes-past-their-end",
         "skyrl_megatron/runtime/checkpoint/rank_state.py",
-        "whole = stop // row",
-        "whole = -(-stop // row)",
+        "stop_row = stop // row",
+        "stop_row = -(-stop // row)",
         ("tests/checkpoint/test_boxes.py",),
         "shards of the distributed optimizer would overlap on disk",
     ),
@@ -478,8 +478,8 @@ MUTATIONS = (
     Mutation(
         "a-product-of-all-rows",
         "skyrl_megatron/algorithms/exact_ops.py",
-        "whole = n // TILE * TILE",
-        "whole = n",
+        "tiled = n // TILE * TILE",
+        "tiled = n",
         ("tests/algorithms/test_exact_ops.py::test_a_row_does_not_depend_on_the_others",),
         "BLAS would multiply few rows in another order than many",
     ),

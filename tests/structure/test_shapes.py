@@ -8,17 +8,6 @@ from tests.structure import source
 ARRAY = re.compile(r"\b(Tensor|ndarray|NDArray|Table)\b")
 SHAPE = re.compile(r"\[|\bscalar")
 
-NOT_YET = {
-    "skyrl_megatron.inference.": "its engines are under work",
-    "skyrl_megatron.runtime.critic": "the parts of a rank are under work",
-    "skyrl_megatron.workers.": "the ranks' actors are under work",
-}
-"""Module, or package with a dot at its end → why its shapes are still missing. To be emptied."""
-
-
-def waits(module, reasons):
-    return any(module == name or (name.endswith(".") and module.startswith(name)) for name in reasons)
-
 
 def takes_arrays(function):
     """Whether an argument or the result of a function is annotated as a tensor or an array."""
@@ -59,24 +48,8 @@ def core():
 
 
 def test_functions_on_tensors_give_shapes():
-    missing = [
-        f"{module}:{line} {name}"
-        for module, tree in core().items()
-        if not waits(module, NOT_YET)
-        for name, line in without_shape(tree)
-    ]
+    missing = [f"{module}:{line} {name}" for module, tree in core().items() for name, line in without_shape(tree)]
     assert not missing, "no [shape] in the docstring:\n" + "\n".join(missing)
-
-
-def test_what_waits_still_lacks_shapes():
-    """A file that has its shapes leaves the list."""
-    lacking = {module for module, tree in core().items() if without_shape(tree)}
-    done = [
-        name
-        for name in NOT_YET
-        if not any(module == name or (name.endswith(".") and module.startswith(name)) for module in lacking)
-    ]
-    assert not done, f"NOT_YET names files whose functions give their shapes: {done}"
 
 
 def test_a_function_without_a_shape_is_found():

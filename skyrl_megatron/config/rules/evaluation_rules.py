@@ -56,8 +56,8 @@ def metric_problems(cfg: SkyRLTrainConfig, groups: HeldOutGroups) -> Iterator[Pr
     and for a best metric of which no direction is known."""
     trainer = cfg.trainer
     asked: list[tuple[str, str, str]] = []
-    if trainer.stop_when is not None and (found := StopCondition.PATTERN.fullmatch(trainer.stop_when)) is not None:
-        asked.append((STOP, trainer.stop_when, found[1]))
+    if trainer.stop_when is not None and (condition := StopCondition.PATTERN.fullmatch(trainer.stop_when)) is not None:
+        asked.append((STOP, trainer.stop_when, condition[1]))
     if trainer.best_metric is not None and trainer.best_metric.startswith("eval/"):
         asked.append((BEST, trainer.best_metric, trainer.best_metric))
     for key, value, metric in asked:

@@ -88,14 +88,14 @@ def _gpu_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, experts: bool) -
 
 def _model_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
     scaled = cfg.trainer.rope_scaling or cfg.generator.rope_scaling
-    given = {
+    features = {
         "sliding_window": hf.get("sliding_window") if hf.get("use_sliding_window", True) else None,
         "rope_scaling": scaled or rope_parameters(dict(hf)).get("rope_type", "default") != "default",
         "quantization_config": hf.get("quantization_config"),
         "n_group": (hf.get("n_group") or 1) > 1,
     }
     for name, why in _MODEL.items():
-        if given[name]:
+        if features[name]:
             yield Problem(KEY, True, f"the model has {name}, and {why}: set it to false")
     if cfg.trainer.policy.model.lora.rank:
         fix = f"adapters are added in another order than in the engine: set it to 0, or {KEY} to false"

@@ -87,10 +87,10 @@ def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             continue
         switch = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
         for name in ("num_nodes", "num_gpus_per_node"):
-            own, needed = getattr(placement, f"{role}_{name}"), getattr(placement, f"policy_{name}")
-            if own != needed:
+            size, needed = getattr(placement, f"{role}_{name}"), getattr(placement, f"policy_{name}")
+            if size != needed:
                 fix = f"the {role} shares the policy's GPUs ({switch}=true): set it to policy_{name}={needed}"
-                yield Problem(f"trainer.placement.{role}_{name}", own, fix)
+                yield Problem(f"trainer.placement.{role}_{name}", size, fix)
     if placement.colocate_all and engine.run_engines_locally:
         ranks = engine.num_engines * engine_ranks(cfg)
         if ranks != policy:

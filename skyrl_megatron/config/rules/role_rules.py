@@ -63,13 +63,13 @@ def teacher_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(key, value, fix)
     if teacher_is_reward_model(cfg):
         fix = "is for log-probs, but the teacher is a reward model: remove this key, and set distillation.reward_coef"
-        for option, given, unwanted in (
+        for option, setting, unwanted in (
             (f"{_A}distillation.loss_coef", wanted.loss_coef, wanted.loss_coef > 0),
             (f"{_A}advantage_estimator", algorithm.advantage_estimator, _rewards_by_teacher(algorithm)),
             (_TEACHERS, ", ".join(teacher.models), bool(teacher.models)),
         ):
             if unwanted:
-                yield Problem(option, given, fix)
+                yield Problem(option, setting, fix)
     if wanted.divergence_alone and not wanted.loss_coef:
         fix = "the divergence is the whole loss but has weight 0: set distillation.loss_coef"
         yield Problem(f"{_A}distillation.divergence_alone", True, fix)

@@ -43,13 +43,15 @@ def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterato
             fix = "the reference of preferences is fixed: remove this key"
             yield Problem("trainer.update_ref_every_epoch", True, fix)
     if reward_model(cfg) is not None:
-        for option, given in (
+        for option, setting in (
             ("trainer.algorithm.use_kl_loss", algorithm.use_kl_loss),
             ("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank),
             ("trainer.policy.megatron_config.mtp.train", trainer.policy.megatron_config.mtp.train),
         ):
-            if given:
-                yield Problem(option, given, "a reward model trains all weights and has no log-probs: remove this key")
+            if setting:
+                yield Problem(
+                    option, setting, "a reward model trains all weights and has no log-probs: remove this key"
+                )
     if len(adapters) > 1:
         yield Problem(ADAPTERS_KEY, ", ".join(adapters), "supervised training trains one adapter per run: name one")
     for key, value, unwanted in (

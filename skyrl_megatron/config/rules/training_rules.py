@@ -271,15 +271,15 @@ def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield the settings that contradict oversampling."""
-    given, key = cfg.trainer.oversampling, "trainer.oversampling.unfinished=keep"
-    if not given.ratio or generates_ahead(cfg) or given.unfinished == "drop":
+    oversampling, key = cfg.trainer.oversampling, "trainer.oversampling.unfinished=keep"
+    if not oversampling.ratio or generates_ahead(cfg) or oversampling.unfinished == "drop":
         return
-    if given.ratio > given.max_staleness_steps:
+    if oversampling.ratio > oversampling.max_staleness_steps:
         fix = (
             "so many kept prompts cannot be trained in time: lower it to at most "
-            f"max_staleness_steps={given.max_staleness_steps}"
+            f"max_staleness_steps={oversampling.max_staleness_steps}"
         )
-        yield Problem("trainer.oversampling.ratio", given.ratio, fix)
+        yield Problem("trainer.oversampling.ratio", oversampling.ratio, fix)
     if cfg.generator.sampling_params.logprobs is None:
         fix = "continued responses are stale, and only their log-probabilities show by how much: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, f"{key}: {fix}")

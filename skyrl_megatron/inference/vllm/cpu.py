@@ -162,6 +162,13 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         apply_router_weight_on_input: bool,
         **unused: Any,
     ) -> None:
+        """Compute the experts of each token into ``output`` [tokens, H], in its dtype, from ``hidden_states`` [tokens,
+        H]. The sum over a token's experts is fp32.
+
+        ``w1`` [E, 2 · inner, H], ``w2`` [E, H, inner]: weights of this rank's experts. ``topk_ids`` [tokens, K] int:
+        experts, ``topk_weights`` [tokens, K]: their factors, without unit. ``expert_map`` [all experts] int: number
+        of an expert on this rank, −1 if it is on another.
+        """
         if activation is not MoEActivation.SILU:
             raise NotImplementedError(f"adapters of experts with {activation} are not supported on CPU: exclude them")
         local = topk_ids if expert_map is None else expert_map[topk_ids.long()]

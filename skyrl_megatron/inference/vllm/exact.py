@@ -105,6 +105,12 @@ class ExactExperts(CPUUnquantizedExperts):
         *unused: Any,
         **options: Any,
     ) -> None:
+        """Compute the experts of each token into ``output`` [tokens, H] float32, from ``hidden_states`` [tokens, H]
+        float32.
+
+        ``w1`` [E, 2 · inner, H], ``w2`` [E, H, inner]: float32 weights of the experts. ``topk_ids`` [tokens, K] int32:
+        experts, ``topk_weights`` [tokens, K] float32: their factors, without unit.
+        """
         if activation is not MoEActivation.SILU or self.w1_bias is not None or self.w2_bias is not None:
             raise NotImplementedError("trainer.exact_rollouts=true: these experts are not supported; set it to false")
         output.zero_()

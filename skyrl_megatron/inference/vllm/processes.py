@@ -116,7 +116,7 @@ async def unless_stopped[T](answer: Awaitable[T], processes: Sequence[psutil.Pro
         while not (await asyncio.wait([pending], timeout=LOOK_S))[0]:
             stopped = {process: stopped.get(process, 0) + 1 for process in _stopped(processes)}
             if LOOKS in stopped.values():
-                process = max(stopped, key=lambda each: stopped[each])
+                process = max(stopped, key=lambda pid: stopped[pid])
                 raise EngineGoneError(f"hangs: process {process} is stopped, for {LOOKS * LOOK_S:g} s so far")
         return await pending
     finally:

@@ -240,18 +240,18 @@ class EngineSettings:
             changed = hf_config(self.folder) | overrides
             overrides["rope_parameters"] = rope_parameters(changed) | dict(self.rope)
         extra = dict(self.extra)
-        whole: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         if (self.folder / json_file.CONFIG).is_file():  # else vLLM says what is missing
-            whole = _whole_config(self.folder)
-        given = extra.get("hf_overrides")
-        given = dict(given) if isinstance(given, Mapping) else {}
-        if json_file.holds_text_model(whole):  # a model of text and images, which runs without its vision tower
+            config = _whole_config(self.folder)
+        user_overrides = extra.get("hf_overrides")
+        user_overrides = dict(user_overrides) if isinstance(user_overrides, Mapping) else {}
+        if json_file.holds_text_model(config):  # a model of text and images, which runs without its vision tower
             arguments["language_model_only"] = True
-            inner = {name: given.pop(name) for name in [*given] if name not in whole}
-            overrides |= inner | dict(given.pop("text_config", None) or {})
+            inner = {name: user_overrides.pop(name) for name in [*user_overrides] if name not in config}
+            overrides |= inner | dict(user_overrides.pop("text_config", None) or {})
             overrides = {"text_config": overrides} if overrides else {}
         if overrides:
-            extra["hf_overrides"] = overrides | given
+            extra["hf_overrides"] = overrides | user_overrides
         return arguments | extra
 
 

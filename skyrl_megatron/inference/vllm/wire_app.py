@@ -384,8 +384,8 @@ class _SplicingRenderer(OnlineRenderer):
 
     async def _expresses(self, tools: list[dict[str, Any]], params: Any) -> bool:
         """Return whether a prompt shows the names of its tools."""
-        given = json.dumps([tools, params.chat_template_kwargs], sort_keys=True, default=str)
-        digest = hashlib.blake2b(given.encode(errors="surrogatepass"), digest_size=16).digest()
+        template_input = json.dumps([tools, params.chat_template_kwargs], sort_keys=True, default=str)
+        digest = hashlib.blake2b(template_input.encode(errors="surrogatepass"), digest_size=16).digest()
         if (remembered := self.shown.get(digest)) is not None:
             return remembered
         try:
@@ -411,12 +411,12 @@ class _SplicingRenderer(OnlineRenderer):
         what follows them where the prompt does not end with the opening of another one, as when a client begins the
         answer itself.
         """
-        given = {name: value for name, value in params.chat_template_kwargs.items() if name != "tools"}
-        key = json.dumps(given, sort_keys=True, default=str)
+        template_kwargs = {name: value for name, value in params.chat_template_kwargs.items() if name != "tools"}
+        key = json.dumps(template_kwargs, sort_keys=True, default=str)
         if key not in self.openings:
             texts = []
             for opens in (True, False):
-                arguments = {**given, "add_generation_prompt": opens, "continue_final_message": False}
+                arguments = {**template_kwargs, "add_generation_prompt": opens, "continue_final_message": False}
                 plain = dataclasses.replace(params, chat_template_kwargs=arguments)
                 try:
                     _, prompt = await self.renderer.render_messages_async([{"role": "user", "content": "?"}], plain)

@@ -85,12 +85,12 @@ def _boxes(shape: Index, start: int, stop: int, base: int) -> Iterator[Box]:
     if start % row:
         yield from _within_row(shape, first, start - first * row, row, base)
         first += 1
-    whole = stop // row
-    if whole > first:
+    stop_row = stop // row
+    if stop_row > first:
         rest = (0,) * (len(shape) - 1)
-        yield Box(base + first * row, (first, *rest), (whole - first, *shape[1:]))
+        yield Box(base + first * row, (first, *rest), (stop_row - first, *shape[1:]))
     if stop % row:
-        yield from _within_row(shape, whole, 0, stop - whole * row, base)
+        yield from _within_row(shape, stop_row, 0, stop - stop_row * row, base)
 
 
 def _within_row(shape: Index, index: int, start: int, stop: int, base: int) -> Iterator[Box]:
@@ -479,14 +479,14 @@ def local_blocks(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[tor
     return blocks
 
 
-def _piece(part: ShardedTensor, whole: torch.Tensor, placement: ExpertPlacement | None) -> LocalBlock:
+def _piece(part: ShardedTensor, tensor: torch.Tensor, placement: ExpertPlacement | None) -> LocalBlock:
     # Offsets are computed from storage positions, which only contiguous tensors have.
-    if not (part.data.is_contiguous() and whole.is_contiguous()):
+    if not (part.data.is_contiguous() and tensor.is_contiguous()):
         raise CheckpointError(f"{part.key} is not contiguous in memory and cannot be saved")
     replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
     return LocalBlock(
         key=part.key,
-        start=part.data.storage_offset() - whole.storage_offset(),
+        start=part.data.storage_offset() - tensor.storage_offset(),
         shape=tuple(part.local_shape),
         lead=part.prepend_axis_num,
         offsets=_by_expert(part, placement),

@@ -250,8 +250,8 @@ class _Builder:
         self.dtype = weight.dtype
         split = entry.split.dim
         # A layer can be replicated although the table names a split: then it has the whole shape.
-        whole = split is None or (self.over.size() > 1 and weight.shape[-2:] == torch.Size(entry.shape))
-        self.tensor_split = TensorSplit.WHOLE if whole else TensorSplit.COLUMN if split == 0 else TensorSplit.ROW
+        unsplit = split is None or (self.over.size() > 1 and weight.shape[-2:] == torch.Size(entry.shape))
+        self.tensor_split = TensorSplit.WHOLE if unsplit else TensorSplit.COLUMN if split == 0 else TensorSplit.ROW
 
     def adapter(self, taken: tuple[str, ...], *, separate: bool, shared_outer: bool) -> Adapter:
         order, projections = self._order()
