@@ -32,6 +32,8 @@ __all__ = [
     "within",
 ]
 
+register("addition", "skyrl_megatron.envs.arithmetic:AdditionEnv")
 register("gsm8k", "skyrl_megatron.envs.gsm8k:GSM8kEnv")
 register("gsm8k_llm_judge", "skyrl_megatron.envs.gsm8k:GSM8kLLMJudgeEnv", config="llm_as_a_judge")
 register("gsm8k_multi_turn", "skyrl_megatron.envs.gsm8k:GSM8kMultiTurnEnv")
+register("multiply", "skyrl_megatron.envs.arithmetic:MultiplyEnv")
