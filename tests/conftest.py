@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("around") and find_spec("skyrl_megatron_observe") is None:
+        pytest.skip("needs the packages around the core")
     limit = item.config.getoption("--matrix-minutes")
     if limit and item.get_closest_marker("full_matrix"):
         began = item.config.stash[workers.RUN_FOLDER] / "matrix"  # made by the worker that is there first

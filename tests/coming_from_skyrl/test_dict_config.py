@@ -82,6 +82,7 @@ def test_what_hydra_composes():
     assert OmegaConf.to_container(composed) == typed()
 
 
+@pytest.mark.around
 def test_mistakes_are_named():
     with pytest.raises(ConfigError, match=r"data\.train_data=.*/train\.parquet: no such file"):
         validate_cfg(locked(), EIGHT)

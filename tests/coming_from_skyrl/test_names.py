@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from tests.structure.test_contracts import parameters
+from tests.structure.source import parameters
 
 LOSS = "log_probs old_log_probs advantages config loss_mask=None rollout_log_probs=None"
 ESTIMATORS = {

@@ -41,6 +41,7 @@ def test_every_field_of_the_installed_types_has_one_place(name):
     assert not [field for field, count in places.items() if count > 1]
 
 
+@pytest.mark.around
 @pytest.mark.parametrize("name", TABLES)
 def test_every_key_that_is_passed_on_is_shown_by_one_test(name):
     """A new key fails here until a test shows what it does."""
@@ -361,6 +362,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.around
 def test_any_key_and_value_gets_one_clear_error_or_none():
     """300 random ones: no traceback, and at most one problem, which names the key."""
     from skyrl_megatron.checks import PlannedRun

@@ -61,6 +61,7 @@ def test_one_that_comes_with_the_package_is_replaced_on_purpose_only():
     assert envs.spec("multiply") == ours
 
 
+@pytest.mark.around
 def test_a_script_replaces_what_a_plugin_registers_later(monkeypatch):
     """Plugins are loaded at the first unknown id, which may be after the script's own registrations."""
     from skyrl_megatron.envs import base_text_env

@@ -123,7 +123,7 @@ GUARDS = (
         ("disk", "byte in metrics", "start"),
         taken_away.lines_left_out,
         "Error",
-        "tests/job/test_tracking.py::test_a_damaged_line_is_left_out_and_costs_no_other",
+        "tests/observe/test_tracking.py::test_a_damaged_line_is_left_out_and_costs_no_other",
     ),
     Guard(
         "sums of records",

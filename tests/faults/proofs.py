@@ -135,7 +135,7 @@ PROOFS = (
         ("sample",),
     ),
     Proof(
-        "tests/job/test_tracking.py::test_a_damaged_line_is_left_out_and_costs_no_other",
+        "tests/observe/test_tracking.py::test_a_damaged_line_is_left_out_and_costs_no_other",
         ("disk",),
         ("byte in metrics",),
         ("start",),

@@ -70,6 +70,7 @@ def test_a_model_folder(model, name, kind):
         hf_config(model)
 
 
+@pytest.mark.around
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 def test_the_files_that_are_read_by_themselves(model, kind):
     """Whoever opens one file of a folder has not looked at the others."""

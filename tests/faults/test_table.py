@@ -30,6 +30,7 @@ def test_every_entry_is_that_of_some_cell():
     assert not [row for row in (*MEANINGLESS, *PROMISES, *HEALING) if id(row) not in used]
 
 
+@pytest.mark.around
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: f"{proof.test} {proof.who[0]} {proof.what[0]}")
 def test_a_proof_is_a_test_of_cells_with_a_promise(proof):
     assert proof.who and proof.what and proof.when, "a proof says of what it is one"

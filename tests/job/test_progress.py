@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from skyrl_megatron.progress import current_task, heartbeat, note_output
 
 
@@ -61,6 +63,7 @@ def test_a_failure_noticed_later_is_the_same_with_what_followed():
     assert not same_failure(later, f"{early}\n  MemoryError: cannot allocate")
 
 
+@pytest.mark.around
 def test_a_run_without_evaluation_warms_up_on_training_prompts():
     """``eval_interval=-1`` leaves no evaluation data, and the warm-up has to measure itself. The trainer is a shell:
     only which data it would evaluate is asked."""

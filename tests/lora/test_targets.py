@@ -99,6 +99,7 @@ def test_names_that_do_not_fit(names, exclude, says):
         chosen(plan_of("qwen3_moe"), names, exclude)
 
 
+@pytest.mark.around
 @pytest.mark.parametrize(
     "settings, says",
     [

@@ -233,6 +233,7 @@ def test_tensors_are_right_aligned(arrays):
         collate([[1]] * 2, [[2], [3, 4]], uids=["a", "b"], rewards=[[1.0], [1.0]])
 
 
+@pytest.mark.around
 def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
     from safetensors.torch import load_file
 

@@ -81,6 +81,7 @@ def test_yarn_is_fused_in_latent_attention_alone(fused_kernels, model_type, fuse
     assert config_of(model_type, {}, rope_parameters=YARN).apply_rope_fusion == fused
 
 
+@pytest.mark.around
 def test_families_that_need_our_layers_get_them():
     """And ``--check`` counts memory of the same."""
     from skyrl_megatron.runtime.model.description import read_hf_model, unsupported_by_te

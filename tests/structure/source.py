@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -131,3 +132,11 @@ def resolve(module: str, name: str | None) -> frozenset[str]:
         inner = f"{source}.{alias.name}"
         found |= resolve(inner, None) if inner in modules() else resolve(source, alias.name)
     return frozenset(found)
+
+
+def parameters(function):
+    """Names with defaults, without annotations: ``a b=1 **rest``."""
+    signature = inspect.signature(function)
+    return " ".join(
+        str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()
+    )

@@ -1,7 +1,6 @@
 """Names that scripts, command lines and other programs rely on: none of them goes or changes its meaning."""
 
 import importlib
-import inspect
 import subprocess
 import sys
 
@@ -65,14 +64,6 @@ SIGNATURES = {
 POLICY_LOSS = "log_probs old_log_probs advantages config loss_mask=None rollout_log_probs=None"
 
 
-def parameters(function):
-    """Names with defaults, without annotations: ``a b=1 **rest``."""
-    signature = inspect.signature(function)
-    return " ".join(
-        str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()
-    )
-
-
 @pytest.mark.parametrize("module", NAMES)
 def test_names_are_there(module):
     found = importlib.import_module(module)
@@ -91,21 +82,21 @@ def test_methods_are_there(module, owner):
 def test_keywords_stay(name):
     from skyrl_megatron.utils import ppo_utils
 
-    assert parameters(getattr(ppo_utils, name)) == SIGNATURES[name]
+    assert source.parameters(getattr(ppo_utils, name)) == SIGNATURES[name]
 
 
 def test_built_in_losses_have_the_signature_of_custom_ones():
     from skyrl_megatron.utils.ppo_utils import PolicyLossRegistry
 
     for name in PolicyLossRegistry.list_available():
-        assert parameters(PolicyLossRegistry.get(name)) == POLICY_LOSS, name
+        assert source.parameters(PolicyLossRegistry.get(name)) == POLICY_LOSS, name
 
 
 def test_estimators_take_rewards_and_mask_first_and_any_keyword():
     from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry
 
     for name in AdvantageEstimatorRegistry.list_available():
-        taken = parameters(AdvantageEstimatorRegistry.get(name)).split()
+        taken = source.parameters(AdvantageEstimatorRegistry.get(name)).split()
         assert taken[:2] == ["token_level_rewards", "response_mask"] and taken[-1].startswith("**"), name
 
 

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from tests.support import workers
 
 
@@ -42,6 +44,7 @@ def test_a_group_of_modules_stays_together():
     assert order == ["other.py::one", "rung_1.py::one", "rung_2.py::one"]
 
 
+@pytest.mark.around
 def test_recorded_modules_exist():
     """Renamed and deleted ones drop out with the next --record-durations; until then they would be no harm."""
     root = workers.DURATIONS.parents[1]

@@ -376,6 +376,7 @@ def test_rows_of_another_evaluation_are_not_overwritten(start, tmp_path):
     assert rows_folder(templated, 0, evaluation_identity(templated)) != first, "what is allowed replaces nothing"
 
 
+@pytest.mark.around
 def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
     import torch
 

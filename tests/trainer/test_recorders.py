@@ -107,6 +107,7 @@ def test_one_that_cannot_be_made_is_reported(registered, run):
     assert [type(recorder) for recorder in recorders] == [good]
 
 
+@pytest.mark.around
 def test_what_every_run_has():
     """The recorders of the packages around the core enter by the same door."""
     from skyrl_megatron.plugins import RECORDERS

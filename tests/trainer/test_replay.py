@@ -132,6 +132,7 @@ def test_what_cannot_be_replayed_is_told(tmp_path):
         replayed(cfg).check(0)
 
 
+@pytest.mark.around
 def test_the_check_tells_it_before_the_run(tmp_path):
     from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config.hardware import Hardware
