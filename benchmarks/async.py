@@ -72,7 +72,8 @@ def run(home: Path, train_s: float) -> None:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.sources.source import PromptRollouts, StreamedRollouts
+    from skyrl_megatron.sources.source import PromptRollouts
+    from skyrl_megatron.sources.streamed_source import StreamedRollouts
     from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
     from skyrl_megatron_tools.embedded.embedded import arguments
 

@@ -262,6 +262,8 @@ def requested_option(args: Iterable[str]) -> Option | None:
 
 OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
 """Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
+SOURCES = ClassRegistry("the source of a step's groups")
+"""Subclasses of ``PromptRollouts``: where the groups of a step come from (``sources/source.py``)."""
 RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
 """Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 

@@ -1,14 +1,16 @@
 """Synchronous steps that start more groups than they train, and end at the first complete ones.
 
-It needs no Ray, engine or trainer. In each step :meth:`OversampledGroups.begin` says which prompts to sample,
-:meth:`~OversampledGroups.log` when sampling may end, and :meth:`~OversampledGroups.end` which groups to train. Groups
-that are not trained stay open: the next step continues them, so that in the long run the long ones are trained as
-often as the short ones. Or they are dropped, which trains on too many short ones (:class:`SampledLengths`).
+:class:`OversampledRollouts` is the source, :class:`OversampledGroups` its bookkeeping, which needs no Ray, engine or
+trainer. In each step :meth:`OversampledGroups.begin` says which prompts to sample, :meth:`~OversampledGroups.log` when
+sampling may end, and :meth:`~OversampledGroups.end` which groups to train. Groups that are not trained stay open: the
+next step continues them, so that in the long run the long ones are trained as often as the short ones. Or they are
+dropped, which trains on too many short ones (:class:`SampledLengths`).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.rollout.dynamic_sampling import Batch
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
+from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.rollout.partial import PartialRollouts
+from skyrl_megatron.sources.aged import AgedRollouts
 from skyrl_megatron.sources.records import CODEC, PartialGroup
+from skyrl_megatron.sources.run_state import RunState, StepParts
 from skyrl_megatron.sources.staleness import can_step
 
 
@@ -242,3 +250,84 @@ def _tokens(sample: PartialTrajectory) -> int:
 def _sampled(trajectory: Trajectory) -> int:
     masks: Sequence[np.ndarray] = [row.loss_mask for row in trajectory.rows]
     return sum(int(np.count_nonzero(mask)) for mask in masks)
+
+
+class OversampledRollouts(AgedRollouts):
+    """Starts more prompts than a step trains, and ends the step's sampling at the first complete groups
+    (``trainer.oversampling``). The others are continued by the next step, or dropped."""
+
+    can_rewind = False
+    prefix = "oversampling"
+
+    def __init__(self, run: RunState, parts: StepParts) -> None:
+        super().__init__(run, parts)
+        cfg, generator = parts.cfg, parts.generator
+        given, keeps = cfg.trainer.oversampling, cfg.trainer.oversampling.unfinished == "keep"
+        self.bound = given.max_staleness_steps if keeps else 0
+        self.groups = OversampledGroups(
+            cfg.trainer.train_batch_size,
+            given.ratio,
+            cfg.generator.n_samples_per_prompt,
+            self.bound if keeps else None,
+            self.loader.prompt,
+            self.loader.ready,
+        )
+        self._taken: dict[int, str] = {}
+        self._dropped: list[int] = []
+        if generator is not None and not isinstance(generator, SkyRLGymGenerator):
+            warnings.warn(
+                f"trainer.oversampling.ratio={given.ratio}: {type(generator).__name__} finishes all trajectories that"
+                " it starts, so steps take longer, not shorter: set it to 0",
+                SkyRLMegatronWarning,
+                stacklevel=2,
+            )
+
+    def sample(self) -> Batch:
+        """Return the rows of the first complete groups and the uid of each row."""
+        version = self.run.step
+        generator_input, uids = self.parts.prepare_generator_input(self.groups.begin(version), "train")
+        generator_input["trajectory_log"] = log = self.groups.log(version)
+        with self.run.phases("generate"):
+            output = self.parts.generate(generator_input)
+        if not log.complete:
+            fix = f"{type(self.parts.generator).__name__} does not record its trajectories: set it to 0"
+            raise ConfigError([Problem("trainer.oversampling.ratio", self.parts.cfg.trainer.oversampling.ratio, fix)])
+        self._taken, self._dropped = self.groups.end(log, version)
+        names = [id.instance_id for id in output.get("trajectory_ids") or []] or uids
+        taken = set(self._taken.values())
+        rows = [row for row, name in enumerate(names) if name in taken]
+        return select_rows(output, rows), [names[row] for row in rows]
+
+    def observe_rewards(self, rewards: Mapping[str, list[float]]) -> None:
+        """Give the sampler of the prompts the rewards of the groups that were taken; dropped ones give none."""
+        for number, uid in self._taken.items():
+            self.loader.observe(number, rewards.get(uid))
+        for number in self._dropped:
+            self.loader.observe(number, None)
+
+    def end_step(self) -> None:
+        """Move the loader to the oldest prompt that is not trained or dropped."""
+        self.run.metrics |= self.groups.metrics()
+        self.groups.complete_step()
+        self.loader.seek(self.groups.oldest)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the data, and the lengths so far."""
+        return {"oversampling": self.groups.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the position; after a run without oversampling, that of the loader."""
+        if (position := state.get("oversampling")) is not None:
+            self.groups.load_state(position)
+        else:
+            self.groups.next = self.loader.number
+            self.groups.complete_step()
+
+    def unfinished(self) -> bytes:
+        """Return the open groups."""
+        return self.groups.encode()
+
+    def load_unfinished(self, data: bytes | None) -> None:
+        """Restore the open groups."""
+        if data is not None:
+            self.groups.decode(data)

@@ -30,6 +30,7 @@ from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_i
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
+from skyrl_megatron.plugins import SOURCES
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import (
     observation_mask,
@@ -37,7 +38,7 @@ from skyrl_megatron.rollout.outputs import (
     reward_parts,
     to_training_batch,
 )
-from skyrl_megatron.sources.source import OversampledRollouts, PromptRollouts, StreamedRollouts
+from skyrl_megatron.sources.source import PromptRollouts
 from skyrl_megatron.trainer.callbacks import notify
 from skyrl_megatron.trainer.checkpoints import export_due
 from skyrl_megatron.trainer.step_batch import (
@@ -150,8 +151,13 @@ class RayPPOTrainer(TrainingRun):
     # ------------------------------------------------------------------ rollouts
     def make_rollouts(self) -> PromptRollouts:
         """Return the source of the rollouts."""
-        source = OversampledRollouts if self.cfg.trainer.oversampling.ratio else PromptRollouts
-        return source(self.run_state, self)
+        rollouts: PromptRollouts = SOURCES.require(self.source_name)(self.run_state, self)
+        return rollouts
+
+    @property
+    def source_name(self) -> str:
+        """The name in ``plugins.SOURCES`` of the source of the rollouts."""
+        return "oversampled" if self.cfg.trainer.oversampling.ratio else "sampled"
 
     def sample_batch(self) -> tuple[GeneratorOutput, list[str]]:
         """Return the rows of one batch of prompts and the uid of each row."""
@@ -412,6 +418,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             raise ConfigError([Problem("trainer.fully_async.enabled", False, "FullyAsyncRayPPOTrainer needs true")])
         super().__init__(cfg, *args, **kwargs)
 
-    def make_rollouts(self) -> PromptRollouts:
-        """Return the stream, or the synchronous source if nothing may run ahead."""
-        return StreamedRollouts(self.run_state, self) if generates_ahead(self.cfg) else super().make_rollouts()
+    @property
+    def source_name(self) -> str:
+        """The stream, or the synchronous source if nothing may run ahead."""
+        return "streamed" if generates_ahead(self.cfg) else super().source_name

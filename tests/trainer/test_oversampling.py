@@ -238,7 +238,7 @@ def test_generators_that_finish_everything_are_named():
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.sources.source import OversampledRollouts
+    from skyrl_megatron.sources.oversampled import OversampledRollouts
 
     class Own:
         pass
