@@ -260,6 +260,8 @@ def requested_option(args: Iterable[str]) -> Option | None:
     return next((OPTIONS[name] for name in names if name in OPTIONS), None)
 
 
+SCORERS = ClassRegistry("a scorer of batches")
+"""What other models than policy, reference and critic say of a batch (``trainer/scorers.py``)."""
 OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
 """Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
 SOURCES = ClassRegistry("the source of a step's groups")

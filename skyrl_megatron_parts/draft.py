@@ -68,10 +68,12 @@ class DraftLoss:
         packed = micro_batch.packed
         tokens = packed.targets.view(packed.tokens.shape)
         hidden = self.draft(tokens, packed.position_ids)
-        found, _ = fused_logprobs_and_entropy(
-            hidden, self.weight.detach(), packed.further_targets, packed.groups.tp, self.settings
+        # detached: the head's weight is the policy's, which the draft loss must not train
+        weight = self.weight.detach()
+        logprobs, _ = fused_logprobs_and_entropy(
+            hidden, weight, packed.further_targets, packed.groups.tp, self.settings
         )
-        return packed.further_responses(found)
+        return packed.further_responses(logprobs)
 
     def __call__(self, micro_batch: MicroBatch, policy: Tensor, totals: StepTotals) -> tuple[Tensor, ReducibleMetrics]:
         """Return the micro-batch's share of the loss, and its metrics. ``policy``: log-probs of the policy, [b, T].
@@ -80,8 +82,10 @@ class DraftLoss:
         the policy's. If the tokens are samples of p, this is the share of draft tokens that speculative sampling
         accepts (arXiv:2211.17192).
         """
-        found, valid = self.logprobs(micro_batch)
+        logprobs, valid = self.logprobs(micro_batch)
         mask = micro_batch.batch.loss_mask * valid
-        loss = -keep_masked(found, mask).sum() * (self.scale / totals.tokens)
-        accepted = (found.detach() - policy).clamp(max=0.0).exp()
-        return loss, {"mtp_loss": token_mean(-found, mask), "mtp_acceptance": token_mean(accepted, mask)}
+        # by all trained tokens, not by those with a draft: the loss then does not depend on how rows are packed
+        loss = -keep_masked(logprobs, mask).sum() * (self.scale / totals.tokens)
+        # min(1, q / p) without overflow: the difference is cut at 0 before the exponential
+        accepted = (logprobs.detach() - policy).clamp(max=0.0).exp()
+        return loss, {"mtp_loss": token_mean(-logprobs, mask), "mtp_acceptance": token_mean(accepted, mask)}

@@ -262,11 +262,11 @@ class OversampledRollouts(AgedRollouts):
     def __init__(self, run: RunState, parts: StepParts) -> None:
         super().__init__(run, parts)
         cfg, generator = parts.cfg, parts.generator
-        given, keeps = cfg.trainer.oversampling, cfg.trainer.oversampling.unfinished == "keep"
-        self.bound = given.max_staleness_steps if keeps else 0
+        limits, keeps = cfg.trainer.oversampling, cfg.trainer.oversampling.unfinished == "keep"
+        self.bound = limits.max_staleness_steps if keeps else 0
         self.groups = OversampledGroups(
             cfg.trainer.train_batch_size,
-            given.ratio,
+            limits.ratio,
             cfg.generator.n_samples_per_prompt,
             self.bound if keeps else None,
             self.loader.prompt,
@@ -276,7 +276,7 @@ class OversampledRollouts(AgedRollouts):
         self._dropped: list[int] = []
         if generator is not None and not isinstance(generator, SkyRLGymGenerator):
             warnings.warn(
-                f"trainer.oversampling.ratio={given.ratio}: {type(generator).__name__} finishes all trajectories that"
+                f"trainer.oversampling.ratio={limits.ratio}: {type(generator).__name__} finishes all trajectories that"
                 " it starts, so steps take longer, not shorter: set it to 0",
                 SkyRLMegatronWarning,
                 stacklevel=2,

@@ -366,9 +366,9 @@ class RayPPOTrainer(TrainingRun):
     def _train(self, role: WorkerGroup, batch: TrainingBatch) -> list[dict[str, float]]:
         """Take an optimizer step on each mini-batch of a role, in ``update_epochs_per_batch`` passes."""
         trainer = self.cfg.trainer
-        whole = mini_batches(batch, mini_batch_size(trainer, role.name))
-        parts = parts_with_trained_tokens(whole)
-        self.metrics[f"trainer/{role.name}_mini_batches_left_out"] = float(len(whole) - len(parts))
+        batches = mini_batches(batch, mini_batch_size(trainer, role.name))
+        parts = parts_with_trained_tokens(batches)
+        self.metrics[f"trainer/{role.name}_mini_batches_left_out"] = float(len(batches) - len(parts))
         model = trainer.critic if role.name == "critic" else trainer.policy
         if not model.megatron_config.moe_aux_loss_coeff:  # the auxiliary loss counts every routed token
             parts = [rows_with_trained_tokens(part) for part in parts]

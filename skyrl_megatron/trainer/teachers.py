@@ -14,6 +14,7 @@ from skyrl_megatron.algorithms.distillation import teacher_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.roles import (
+    distils_in_reward,
     role_key,
     teacher_addresses,
     teacher_is_reward_model,
@@ -21,6 +22,7 @@ from skyrl_megatron.config.roles import (
     teachers_on_ranks,
 )
 from skyrl_megatron.data.batch import failed_uid
+from skyrl_megatron.data.packing import PROMPT_UIDS
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.plugins import TEACHERS
 from skyrl_megatron.trainer.step_batch import trajectories_of
@@ -197,3 +199,38 @@ def with_teacher_rewards(batch: TrainingBatch, algorithm: Any) -> dict[str, floa
     rewards = algorithm.distillation.reward_coef * difference
     batch.rewards = rewards if algorithm.advantage_estimator == "distillation" else batch.rewards + rewards
     return {f"distillation/{name}": value for name, value in metric_values(measured).items()}
+
+
+class TeacherScorer:
+    """The scorer of the run's teachers, or of the policy itself after a demonstration.
+
+    ``dataset``: the training data, which says which teacher and which demonstration belong to a prompt.
+    """
+
+    phase = "teacher"
+
+    def __init__(
+        self, cfg: SkyRLTrainConfig, roles: Mapping[str, WorkerGroup], loop: LoopThread, dataset: Any
+    ) -> None:
+        self.algorithm, self.dataset = cfg.trainer.algorithm, dataset
+        self.teachers = Teachers(cfg, roles, loop)
+        self.reads_logprobs = distils_in_reward(cfg)
+        self.gives_signal = bool(self.teachers.names)
+
+    def score(self, batch: TrainingBatch) -> dict[str, float]:
+        """See :class:`~skyrl_megatron.trainer.scorers.Scorer`."""
+        metrics: dict[str, float] = {}
+        uids = batch.metadata[PROMPT_UIDS]
+        if self.teachers.give_rewards:
+            metrics = self.teachers.add_rewards(batch)
+        elif self.teachers.names:
+            self.teachers.score(batch, self.dataset.teachers_of(uids))
+        if (column := self.algorithm.distillation.demonstration) is not None:
+            hints = self.dataset.hints_of(uids, column)
+            tokens = {hint: self.dataset.hint_tokens(hint) for hint in dict.fromkeys(hints)}
+            self.teachers.score_by_policy(batch, [tokens[hint] for hint in hints])
+        return metrics
+
+    def reward(self, batch: TrainingBatch) -> dict[str, float]:
+        """See :class:`~skyrl_megatron.trainer.scorers.Scorer`."""
+        return with_teacher_rewards(batch, self.algorithm) if self.reads_logprobs else {}

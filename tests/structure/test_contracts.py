@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.structure import source
+
 NAMES = {
     "skyrl_megatron.config": (
         "AlgorithmConfig BaseConfig CISPOConfig ChatTemplateConfig ClipCovConfig CriticConfig DPPOConfig DataConfig "

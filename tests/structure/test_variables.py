@@ -8,9 +8,6 @@ WORDS = {"found", "each", "known", "own", "place", "mine", "given", "theirs", "w
 LINES = 10
 """Functions of at most this many lines show what their variables are."""
 
-NOT_YET = ("skyrl_megatron.sources.", "skyrl_megatron.trainer.ppo")
-"""Modules that are split into parts first. To be emptied."""
-
 
 def functions(tree, public=True):
     """Yield (node, whether its arguments are promised by name): a public function of public classes, or a method that
@@ -60,7 +57,6 @@ def test_variables_bear_the_name_of_the_thing():
     wrong = [
         f"{module}:{line} {function}: {name}"
         for module, tree in core().items()
-        if not module.startswith(NOT_YET)
         for function, name, line in unnamed(tree)
     ]
     assert not wrong, "name the thing:\n" + "\n".join(wrong)

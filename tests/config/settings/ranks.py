@@ -159,7 +159,7 @@ PARTS = {
     "said": lambda engine: None,
     "replayed": lambda engine: engine._replayed,
     "routes": _route_problem,
-    "draft": lambda engine: (loss := engine._draft_loss(engine.head())) and loss.scale,
+    "draft": lambda engine: [part.extra_loss(engine.head()).scale for part in engine.parts if part.name == "draft"],
 }
 
 
