@@ -92,7 +92,7 @@ def end_while_importing() -> None:
 def _is_command() -> bool:
     given = sys.orig_argv[1:]
     if "-m" in given:
-        return given[given.index("-m") + 1].partition(".")[0] == "skyrl_megatron"
+        return given[given.index("-m") + 1].startswith("skyrl_megatron")  # or a package around the core
     return any(Path(each).name == "skyrl-megatron" for each in given[:2])
 
 

@@ -153,14 +153,15 @@ def test_format_part(checkout):
     red(checkout, "format", said="1 file would be reformatted")
 
 
-@pytest.mark.parametrize("package", TYPED)
-def test_types_part(checkout, package):
+@pytest.mark.parametrize("part", TYPED)
+def test_types_part(checkout, part):
     copy(checkout, "pyproject.toml")
     use_tools(checkout, "mypy")
-    for each in TYPED:
-        write(checkout, f"{each}/sums.py", "def total(numbers: list[int]) -> int:\n    return sum(numbers)\n")
+    files = {name: name if name.endswith(".py") else f"{name}/sums.py" for name in TYPED}
+    for file in files.values():
+        write(checkout, file, "def total(numbers: list[int]) -> int:\n    return sum(numbers)\n")
     green(checkout, "types")
-    write(checkout, f"{package}/sums.py", "\n\ndef untyped(numbers):\n    return numbers\n", "a")
+    write(checkout, files[part], "\n\ndef untyped(numbers):\n    return numbers\n", "a")
     red(checkout, "types", said="no-untyped-def")
 
 

@@ -11,8 +11,9 @@ from tests.structure import source
 
 ENTRIES = ["skyrl_megatron.entrypoints.main_base", "skyrl_megatron.weight_sync.vllm_backend"]
 """The command, and the module that the workers of vLLM load by name."""
-MOST_FILES, MOST_LINES = 200, 52_000
-"""Of the closure of a run, without ``bridges``, which is read and used by itself."""
+MOST_FILES, MOST_LINES = 228, 53_400
+"""Of the closure of a run, without ``bridges``, which is read and used by itself. They only fall: 200 and 52,000 are
+the aim."""
 
 
 def lines_of(modules):
@@ -31,7 +32,6 @@ def test_a_run_loads_no_package_around_the_core(loaded):
     assert not around, "\n".join(named)
 
 
-@pytest.mark.xfail(strict=True, reason="234 files and 55.4k lines are left")
 def test_a_run_loads_no_more_than_a_reader_can_hold(loaded):
     assert len(loaded) <= MOST_FILES and lines_of(loaded) <= MOST_LINES, (len(loaded), lines_of(loaded))
 

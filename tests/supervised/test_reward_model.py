@@ -157,14 +157,14 @@ def test_a_checkpoint_with_a_value_head_is_converted(ranks, folder, scorer, tmp_
 def engines(sections):
     """Names of the engines of policy, critic and reference in runs with these sections."""
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.schema import generator
+    from skyrl_megatron.config.schema import supervised
     from skyrl_megatron.workers.megatron_worker import engine_class
 
     names = []
     for section in sections:
         cfg = SkyRLTrainConfig()
         if section:
-            setattr(cfg, section, {"dpo": generator.DPOConfig, "reward": generator.RewardConfig}[section]())
+            setattr(cfg, section, {"dpo": supervised.DPOConfig, "reward": supervised.RewardConfig}[section]())
         names.append([engine_class(cfg, role).__name__ for role in ("policy", "critic", "ref")])
     return names
 
