@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,20 @@ class OneOf:
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.choices)}"
+
+
+class Registered(OneOf):
+    """One of several strings, or a name that a plugin registers: the rules ask its registry, as plugins are loaded
+    after the configuration is read."""
+
+    __slots__ = ()
+
+    def allows(self, value: object) -> bool:
+        """Return whether ``value`` may be a name, as a list written as text is not."""
+        return isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or the name of a plugin's"
 
 
 Count = Annotated[int, Bounds(1)]

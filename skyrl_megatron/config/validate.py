@@ -26,7 +26,7 @@ from skyrl_megatron.config.rules.training_rules import (
 )
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.plugins import load_plugins
+from skyrl_megatron.plugins import TRACKERS, load_plugins
 
 FAMILIES_WITHOUT_ENGINE = {
     "dots1": "vLLM removed its architecture Dots1ForCausalLM after version 0.23",
@@ -89,6 +89,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
     _warn(cfg, hardware)
     configs, unreadable = _hf_configs(cfg)
     problems += unreadable
+    problems += [problem for name in trackers(cfg) for problem in TRACKERS.problems(name)]
     problems += training_problems(cfg)
     policy = configs.get("policy", {})
     problems += evaluation_problems(cfg)

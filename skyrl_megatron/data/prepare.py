@@ -1,4 +1,4 @@
-"""``python -m skyrl_megatron.data.prepare NAME [--output-dir DIR] …``: write a dataset of prompts.
+"""``skyrl-megatron prepare NAME [--output-dir DIR] …``: write a dataset of prompts.
 
 Each dataset is ``train.parquet`` and ``validation.parquet`` in the format of :mod:`skyrl_megatron.data.prompts`.
 """
@@ -162,7 +162,7 @@ def write(rows: list[DatasetRow], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(prog="skyrl_megatron.data.prepare", description="Write a dataset of prompts.")
+    parser = argparse.ArgumentParser(prog="skyrl-megatron prepare", description="Write a dataset of prompts.")
     parser.add_argument("name", choices=sorted(DATASETS))
     parser.add_argument("--output-dir", "--output_dir", type=Path, help="folder to write to (default ~/data/NAME)")
     parser.add_argument("--source", type=Path, help="folder with the original files, instead of a download")

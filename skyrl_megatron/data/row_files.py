@@ -311,9 +311,7 @@ def load_source(
     if reader is None:
         return _load_folder(name, hub_commits or {}, say)
     if not path.is_file():
-        raise DataError(
-            f"{path}: no such file; create it with python -m skyrl_megatron.data.prepare, or set another path"
-        )
+        raise DataError(f"{path}: no such file; create it with skyrl-megatron prepare, or set another path")
     return _filled(_json_rows(path) if reader == "json" else _parquet_rows(path, num_workers), str(path))
 
 

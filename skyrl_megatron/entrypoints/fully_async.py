@@ -1,4 +1,4 @@
-"""Train with fully asynchronous rollouts: ``python -m skyrl_megatron.entrypoints.fully_async [key=value …]``
+"""Train with fully asynchronous rollouts: ``skyrl-megatron train-async [key=value …]``
 
 The command of :mod:`.main_base` with ``trainer.fully_async.enabled=true``.
 """

@@ -1,4 +1,4 @@
-"""Train: ``python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] key=value …``
+"""Train: ``skyrl-megatron train [--config FILE.yaml] [--check] key=value …``
 
 ``--check`` reports whether the configuration can run, and starts nothing. :func:`main` starts a run only with a
 configuration that has been parsed, resolved and validated. ``BasePPOExp`` and ``skyrl_entrypoint``, for scripts that
@@ -30,7 +30,7 @@ config_dir = str(Path(__file__).resolve().parents[2] / "launch" / "recipes")
 """Folder of the recipes of the package, for ``--config``."""
 
 HELP = """\
-usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] [key=value ...]
+usage: skyrl-megatron train [--recipe NAME] [--config FILE.yaml] [--check] [key=value ...]
 
   key=value       set one key, e.g. trainer.policy.megatron_config.tensor_model_parallel_size=2
                   key={a: 1} replaces a whole dict option; key.a=1 sets one entry of it

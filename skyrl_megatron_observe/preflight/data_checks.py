@@ -305,7 +305,7 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Probl
             return None, [
                 NotChecked(f"{key}={name}", "the file does not exist; the script may supply other data sets")
             ]
-        hint = "; create it with python -m skyrl_megatron.data.prepare gsm8k" if "gsm8k" in name else ""
+        hint = "; create it with skyrl-megatron prepare gsm8k" if "gsm8k" in name else ""
         return None, [Problem(key, name, f"no such file{hint}")]
     if path.suffix.lower() not in READERS:
         return None, [Problem(key, name, f"unknown file format: use one of {', '.join(READERS)}")]

@@ -127,6 +127,32 @@ def test_the_run_leaves_curves_and_a_page(tmp_path):
     assert text.startswith("<!doctype html>") and "<title>skyrl/run</title>" in text and "http://" not in text[:400]
 
 
+def test_a_tracker_of_a_plugin(tmp_path):
+    """The one of the guide; a name that nothing registers is an error before the run."""
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.config.validate import find_problems
+    from skyrl_megatron.plugins import TRACKERS
+    from skyrl_megatron.trainer.tracking import Tracking
+    from tests.guides.documents import ROOT, blocks
+
+    (block,) = [
+        block for block in blocks(ROOT / "docs/guides/plugins.md", "python") if "register_tracker" in block.text
+    ]
+    try:
+        exec(block.text, {})
+        cfg = config(tmp_path, **{"trainer.logger": ["lines", "lanes"]})
+        problems = [str(problem) for problem in find_problems(cfg, Hardware(0, 1)) if problem.key == "trainer.logger"]
+        known = "console, tensorboard, wandb, mlflow, swanlab, lines"
+        assert problems == [f"trainer.logger=lanes: not registered; known: {known}"]
+        tracking = Tracking(config(tmp_path, **{"trainer.logger": "lines"}))
+        tracking.open(total_steps=2)
+        tracking.log(step(1, 0.25), 1)
+        tracking.finish()
+    finally:
+        TRACKERS._classes.pop("lines", None)
+    assert (tmp_path / "lines.txt").read_text() == "1 0.25\n"
+
+
 def test_a_tracker_without_its_package_is_one_message(tmp_path):
     from skyrl_megatron.errors import LaunchError
     from skyrl_megatron.trainer.tracking import Tracking

@@ -6,11 +6,21 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegative, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.fields import (
+    Bounds,
+    Count,
+    EverySteps,
+    NonNegative,
+    NonNegativeInt,
+    OneOf,
+    Positive,
+    Registered,
+)
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 
+Tracker = Annotated[str, Registered("wandb", "mlflow", "swanlab", "tensorboard", "console")]
 OtherPart = Annotated[
     str,
     OneOf(
@@ -18,7 +28,6 @@ OtherPart = Annotated[
         *("adapters", "optimizer", "critic_optimizer"),
     ),
 ]
-Tracker = Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")]
 
 
 @dataclass
@@ -175,7 +184,8 @@ class TrainerConfig(BaseConfig):
     """Name of the run, for trackers and the log folder."""
     logger: Tracker | list[Tracker] = "wandb"
     """Tracker, or list of trackers, in addition to `metrics.jsonl`, TensorBoard and console, which every run writes.
-    wandb, mlflow and swanlab are extras of the package. wandb is skipped if `WANDB_API_KEY` is not set."""
+    wandb, mlflow and swanlab are extras of the package; a plugin may register others. wandb is skipped if
+    `WANDB_API_KEY` is not set."""
     dump_data_batch: bool = False
     """Write the tensors of each training batch to `export_path`."""
     dump_eval_results: bool = True
