@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.envs import BaseTextEnv, register
-from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
+from skyrl_megatron.sources.rollout_stream import RolloutStream, StreamLimits
 from skyrl_megatron.trainer.callbacks import TrainerCallback
 from skyrl_megatron_observe.estimate.staleness import RunAhead, run_ahead
 

@@ -65,7 +65,7 @@ def readable_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("default", category=SkyRLMegatronWarning)
-        warnings.filterwarnings("default", category=DeprecationWarning, module=r"skyrl_megatron\.")
+        warnings.filterwarnings("default", category=DeprecationWarning, module="skyrl_megatron")
         warnings.filterwarnings("ignore", module=r"megatron\.")  # optional packages that make Megatron faster
         warnings.showwarning = show
         yield

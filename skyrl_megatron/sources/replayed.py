@@ -14,7 +14,7 @@ from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dic
 from skyrl_megatron.errors import ConfigError, JournalError, Problem
 from skyrl_megatron.identity import changes_numbers, read_identity, refuse_other, sampled_identity
 from skyrl_megatron.rollout.interface import GeneratorOutput
-from skyrl_megatron.sources.group_stream import Group, GroupStream
+from skyrl_megatron.sources.group import Group, GroupStream
 from skyrl_megatron.sources.staleness import DoneGroups
 from skyrl_megatron.sources.store import GroupStore
 

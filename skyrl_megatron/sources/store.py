@@ -26,7 +26,7 @@ from skyrl_megatron.errors import JournalError
 from skyrl_megatron.identity import Identity, claim
 from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
-from skyrl_megatron.sources.group_stream import Group
+from skyrl_megatron.sources.group import Group
 from skyrl_megatron.sources.records import (
     CODEC,
     ConsumedGroup,

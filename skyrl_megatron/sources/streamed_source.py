@@ -13,12 +13,12 @@ from skyrl_megatron.rollout.dynamic_sampling import Batch, distinct_uids, groups
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
 from skyrl_megatron.sources.aged import AgedRollouts
-from skyrl_megatron.sources.group_stream import Group
+from skyrl_megatron.sources.group import Group
 from skyrl_megatron.sources.replayed import ReplayedRollouts
+from skyrl_megatron.sources.rollout_stream import RolloutStream, StalePolicy, StreamLimits
 from skyrl_megatron.sources.run_state import RunState, StreamParts
 from skyrl_megatron.sources.staleness import Concurrency
 from skyrl_megatron.sources.store import DurableGroups, ResumedGroups
-from skyrl_megatron.sources.streamed import RolloutStream, StalePolicy, StreamLimits
 
 
 class StreamedRollouts(AgedRollouts):

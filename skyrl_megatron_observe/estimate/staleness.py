@@ -1,6 +1,6 @@
 """How stale batches are on paper: the queue of an asynchronous run itself, fed with the seconds of the estimate.
 
-The run's own :class:`~skyrl_megatron.sources.streamed.RolloutStream` runs on an event loop whose time passes at once.
+The run's own :class:`~skyrl_megatron.sources.rollout_stream.RolloutStream` runs on an event loop whose time passes at once.
 Groups take the time that engines need for as many of them as the limits allow, and stand still during a sync.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from skyrl_megatron.sources.group_stream import Group
-from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
+from skyrl_megatron.sources.group import Group
+from skyrl_megatron.sources.rollout_stream import RolloutStream, StreamLimits
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -172,6 +172,8 @@ def features(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield Problem("generator.name", run.cfg.generator.name, fix)
 
 
+EXTRAS = ("wandb", "mlflow", "swanlab")
+"""Trackers that need the package of their name."""
 _STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
 
@@ -192,6 +194,8 @@ def _needed(run: PlannedRun) -> Iterator[tuple[str, object, str, str]]:
     """Yield (key, value, required package, alternative to installing it)."""
     trainer = run.cfg.trainer
     for tracker in trackers(run.cfg):
+        if tracker not in EXTRAS:  # a plugin's
+            continue
         yield "trainer.logger", tracker, tracker, "set trainer.logger=tensorboard"
     store = _STORES.get(trainer.ckpt_path.partition("://")[0]) if "://" in trainer.ckpt_path else None
     if store is not None and run.training:

@@ -24,7 +24,7 @@ DETERMINISTIC = {
 }
 REGISTRY = {f"{ENGINE}enable_registry": "true", f"{ENGINE}registry_port": 0}
 MACHINE = re.compile(
-    r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes|weight_sync_probe|_slowest_rank|_stragglers"
+    r"^(timing|memory|estimate)/|trajectory_time|_per_second|peak_memory_bytes|weight_sync_probe|_slowest_rank|_stragglers"
 )
 OF_ENGINES = re.compile(r"rollout_train_logprobs")
 

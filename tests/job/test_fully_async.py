@@ -137,7 +137,8 @@ def test_bound_0_is_the_synchronous_run(folder, tmp_path):
     keys = {"trainer__hf_save_interval": 2, "trainer__policy_mini_batch_size": 2}
     plain = runs.run(folder, **keys).check()
     bound = {"trainer__fully_async__enabled": "true", "trainer__fully_async__max_staleness_steps": 0}
-    ahead = runs.run(other, NOTES, **keys | bound).check()
+    body = "from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer as Trainer\n"
+    ahead = runs.run(other, body, **keys | bound).check()
     lasting = ("policy/", "reward/", "loss/", "generate/avg_num")
     for one, two in zip(plain.lines, ahead.lines, strict=True):
         kept = [name for name in one if name.startswith(lasting) and "_per_" not in name and "memory" not in name]

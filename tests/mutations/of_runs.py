@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "groups-a-version-too-old",
-        "skyrl_megatron/sources/streamed.py",
+        "skyrl_megatron/sources/rollout_stream.py",
         "due = taken - self.limits.bound",
         "due = taken - self.limits.bound - 1",
         ("tests/stream/test_rollouts.py",),

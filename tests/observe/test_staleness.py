@@ -4,7 +4,7 @@ import pytest
 
 
 def on_paper(group_s, train_s, sync_s=0.25, *, bound=1, workers=16, batch=8, ahead=None):
-    from skyrl_megatron.sources.streamed import StreamLimits
+    from skyrl_megatron.sources.rollout_stream import StreamLimits
     from skyrl_megatron_observe.estimate.staleness import run_ahead
 
     limits = StreamLimits(batch=batch, steps=0, bound=bound, workers=workers, ahead=ahead)

@@ -129,10 +129,12 @@ def test_the_run_leaves_curves_and_a_page(tmp_path):
 
 def test_a_tracker_of_a_plugin(tmp_path):
     """The one of the guide; a name that nothing registers is an error before the run."""
+    from skyrl_megatron.checks import PlannedRun
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.validate import find_problems
     from skyrl_megatron.plugins import TRACKERS
     from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron_observe.preflight.option_checks import packages
     from tests.guides.documents import ROOT, blocks
 
     (block,) = [
@@ -144,7 +146,9 @@ def test_a_tracker_of_a_plugin(tmp_path):
         problems = [str(problem) for problem in find_problems(cfg, Hardware(0, 1)) if problem.key == "trainer.logger"]
         known = "console, tensorboard, wandb, mlflow, swanlab, lines"
         assert problems == [f"trainer.logger=lanes: not registered; known: {known}"]
-        tracking = Tracking(config(tmp_path, **{"trainer.logger": "lines"}))
+        cfg = config(tmp_path, **{"trainer.logger": "lines"})
+        assert not list(packages(PlannedRun(cfg, Hardware(0, 1)))), "it needs no package of its name"
+        tracking = Tracking(cfg)
         tracking.open(total_steps=2)
         tracking.log(step(1, 0.25), 1)
         tracking.finish()

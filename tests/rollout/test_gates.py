@@ -146,7 +146,7 @@ def test_what_a_synchronous_run_counts_and_observes():
 
 def test_what_a_stream_refuses():
     """Simulated time: refused groups are replaced, counted by gate, and observed as the gate says."""
-    from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
+    from skyrl_megatron.sources.rollout_stream import RolloutStream, StreamLimits
 
     observed, ages, taken_numbers = {}, [], []
 

@@ -14,7 +14,7 @@ ROWS = 2
 
 
 def limits_of(**changes):
-    from skyrl_megatron.sources.streamed import StreamLimits
+    from skyrl_megatron.sources.rollout_stream import StreamLimits
 
     return replace(StreamLimits(batch=3, steps=8, bound=2, workers=64, timeout_s=500.0), **changes)
 
@@ -24,7 +24,7 @@ class World:
     that takes ``train_s`` for each step."""
 
     def __init__(self, limits, seconds, *, train_s=1.0, useful=lambda number: True, **options):
-        from skyrl_megatron.sources.streamed import RolloutStream
+        from skyrl_megatron.sources.rollout_stream import RolloutStream
 
         self.limits, self.seconds, self.train_s, self.published = limits, seconds, train_s, 0
         self.trained, self.ages, self.attempts, self.told, self.taken_at = [], [], {}, [], []

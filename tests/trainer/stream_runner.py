@@ -119,7 +119,7 @@ class Run:
         return row
 
     async def live(self):
-        from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
+        from skyrl_megatron.sources.rollout_stream import RolloutStream, StreamLimits
 
         kept = await self.groups.recover(self.version, prompt)
         stream = RolloutStream(self.sample, prompt, StreamLimits(BATCH, STEPS, BOUND, 8), group_log=self)

@@ -36,7 +36,7 @@ class Life:
     """A process in small: it goes on from (step, place of its stream) and trains until it is cut off."""
 
     def __init__(self, folder, policy, rng, **changes):
-        from skyrl_megatron.sources.streamed import RolloutStream, StreamLimits
+        from skyrl_megatron.sources.rollout_stream import RolloutStream, StreamLimits
 
         self.rng, self.published = rng, 0
         self.sampled, self.ages, self.recovered = [], [], []

@@ -54,7 +54,7 @@ class Life:
     async def live(self):
         """Returns the output, or None where it was cut off."""
         from skyrl_megatron.rollout.interface import TrajectoryID
-        from skyrl_megatron.sources.group_stream import Group
+        from skyrl_megatron.sources.group import Group
 
         entry = {"uid": UID, "prompt": PROMPT}
         kept = await self.groups.recover(self.version, lambda number, uid: entry)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from skyrl_megatron.errors import DataError, DistributedError, EngineError, SkyRLMegatronError
 from skyrl_megatron.rollout.interface import GeneratorOutput
-from skyrl_megatron.sources.group_stream import Group, GroupLog, GroupStream
+from skyrl_megatron.sources.group import Group, GroupLog, GroupStream
 from skyrl_megatron.sources.staleness import Concurrency, DoneGroups, can_step, max_new_groups
 
 log = logging.getLogger(__name__)
