@@ -1,7 +1,7 @@
 """How stale batches are on paper: the queue of an asynchronous run itself, fed with the seconds of the estimate.
 
-The run's own :class:`~skyrl_megatron.sources.rollout_stream.RolloutStream` runs on an event loop whose time passes at once.
-Groups take the time that engines need for as many of them as the limits allow, and stand still during a sync.
+The run's own :class:`~skyrl_megatron.sources.rollout_stream.RolloutStream` runs on an event loop whose time passes
+at once. Groups take the time that engines need for as many of them as the limits allow, and stand still during a sync.
 """
 
 from __future__ import annotations
