@@ -83,13 +83,13 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings
-    from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.weight_sync.adapter_source import AdapterSource
     from skyrl_megatron.weight_sync.sender import WeightSender
     from skyrl_megatron.weight_sync.transport import open_transport
+    from skyrl_megatron_lora.attach import attach
+    from skyrl_megatron_lora.layers import AdapterSettings
+    from skyrl_megatron_lora.source import AdapterSource
+    from skyrl_megatron_lora.targets import select
 
     torch.set_num_threads(1)
     megatron_patches.install()
@@ -145,13 +145,12 @@ async def _syncs(
     """Return what syncs cost, by whether they go by the plan, the own bytes of a worker, and tensors of engines."""
     from bridges.plan import Plan
     from skyrl_megatron.inference.engine_pool import EnginePool
-    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
     from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
-    from skyrl_megatron.runtime.lora.targets import select
-    from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs
     from skyrl_megatron.workers import weight_synchronizer
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+    from skyrl_megatron_lora.targets import select
+    from skyrl_megatron_lora.tensors import adapter_pairs, adapter_slots
 
     weight_synchronizer.is_due = lambda *_: False  # type: ignore[attr-defined]  # the probe is measured apart
     hf = json.loads((folder / "config.json").read_text())

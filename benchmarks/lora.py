@@ -214,6 +214,7 @@ def memory_of(side: str, model: Path, rank: int) -> dict[str, int]:
 
     import skyrl_megatron.runtime.engine  # noqa: F401  (imported later it would count as growth)
     from skyrl_megatron.runtime.model.scaled_weights import scaled_buffers
+    from skyrl_megatron_lora.attach import Adapters
 
     before = {kind: resident(kind) for kind in ("RssAnon", "RssFile")}
     engine = build(side, model, rank)
@@ -223,7 +224,8 @@ def memory_of(side: str, model: Path, rank: int) -> dict[str, int]:
     gc.collect()
     alive = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
-    factors = {id(factor.tensor) for factor in engine.adapters.factors()} if engine.adapters else set()
+    adapters = engine.adapters
+    factors = {id(factor.tensor) for factor in adapters.factors()} if isinstance(adapters, Adapters) else set()
     parameters = [each for each in engine.model.chunks[0].parameters() if id(each) not in factors]
     base = [each.untyped_storage() for each in [*parameters, *scaled_buffers(engine.model.chunks[0])]]
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])

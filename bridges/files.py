@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import blake3
+
 from bridges.errors import BridgeError
 
 _OPENED = (".json", ".safetensors", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".bin", ".metadata", ".distcp")
@@ -306,3 +308,31 @@ def parse_json(content: str | bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BridgeError(f"{where} must hold a JSON object, not a {type(value).__name__}; fetch the file again")
     return value
+
+
+SAMPLES, SAMPLE_BYTES = 64, 64 * 2**10
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Return a BLAKE3 hash over every safetensors file of a folder: name, size, header, and 64 samples of 64 KiB
+    spread evenly over its data (all data of a smaller file). It is equal for copies of the folder. After a training
+    step every sample differs."""
+    hasher = blake3.blake3()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            hasher.update(f"{path.name}\0{size}\0".encode())
+            header = file.read(8)
+            hasher.update(header + file.read(min(int.from_bytes(header, "little"), size)))
+            start = file.tell()
+            for offset in _sample_offsets(start, size):
+                # pread: no seek, so the file's position after the header is not needed
+                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return hasher.hexdigest()
+
+
+def _sample_offsets(start: int, stop: int) -> list[int]:
+    """Return the first byte of each sample of ``[start, stop)``."""
+    if stop - start <= SAMPLES * SAMPLE_BYTES:
+        return list(range(start, stop, SAMPLE_BYTES))
+    return [start + (stop - start - SAMPLE_BYTES) * piece // (SAMPLES - 1) for piece in range(SAMPLES)]

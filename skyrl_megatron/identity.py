@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges.errors import BridgeError
-from bridges.files import read_json
+from bridges.files import read_json, weights_fingerprint
 from bridges.source import ASSETS
 from bridges.staging import write_file
 from skyrl_megatron import hub
@@ -37,7 +37,6 @@ from skyrl_megatron.data.row_files import file_fingerprint
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.rollout.templates import load_template
 from skyrl_megatron.runtime.checkpoint.manifest import versions
-from skyrl_megatron.runtime.lora.targets import fingerprint
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -313,7 +312,7 @@ def _model_changes(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
 
 
 def model_digest(folder: Path) -> str:
-    """Return a hash of the weights (:func:`~skyrl_megatron.runtime.lora.targets.fingerprint`) and the configuration of
+    """Return a hash of the weights (:func:`~bridges.files.weights_fingerprint`) and the configuration of
     a folder; "" if it has no weights."""
     paths = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*config.json"))]
     if not any(path.suffix == ".safetensors" for path in paths):
@@ -326,7 +325,7 @@ def model_digest(folder: Path) -> str:
 def _model_digest(folder: Path, states: tuple[tuple[int, int], ...]) -> str:
     """``states``: size and time of each file, so that a changed folder is read again."""
     configs = [(folder / name) for name in ("config.json", "adapter_config.json")]
-    return _hash(fingerprint(folder), *(path.read_bytes() for path in configs if path.is_file()))
+    return _hash(weights_fingerprint(folder), *(path.read_bytes() for path in configs if path.is_file()))
 
 
 def tokenizer_part(cfg: SkyRLTrainConfig) -> Part:

@@ -264,6 +264,10 @@ SCORERS = ClassRegistry("a scorer of batches")
 """What other models than policy, reference and critic say of a batch (``trainer/scorers.py``)."""
 OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
 """Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
+ADAPTERS = ClassRegistry("trainer.policy.model.lora")
+"""What is done with adapters: ``trained`` and ``saved`` (``runtime/adapters.py``), ``source`` and ``merged_source``
+(``weight_sync/megatron_source.py``), ``sent`` (``weight_sync/tensors.py``), ``served``
+(``inference/vllm/adapter_versions.py``)."""
 SOURCES = ClassRegistry("the source of a step's groups")
 """Subclasses of ``PromptRollouts``: where the groups of a step come from (``sources/source.py``)."""
 RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")

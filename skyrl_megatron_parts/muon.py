@@ -41,16 +41,16 @@ from skyrl_megatron.runtime.checkpoint.rank_state import (
     is_distributed,
     parameters_of,
 )
-from skyrl_megatron.runtime.lora.attach import adapter_modules
-from skyrl_megatron.runtime.lora.folder import entry_of
 from skyrl_megatron.runtime.model.local_weights import weight_locations
 from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer
+from skyrl_megatron_lora.attach import adapter_modules
+from skyrl_megatron_lora.folder import entry_of
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig
-    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
+    from skyrl_megatron_lora.attach import Adapters
 
 GROUP = "muon"
 """Key of the parameter groups of matrices."""

@@ -259,6 +259,12 @@ def adapter_names(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
     return tuple(cfg.trainer.policy.model.lora.adapters) or ("",)
 
 
+def sends_adapters_alone(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether engines hold the base model and get adapters, instead of merged weights."""
+    lora = cfg.trainer.policy.model.lora
+    return lora.rank > 0 and lora.sync_mode == "memory"
+
+
 def role_part(role: str, adapter: str) -> str:
     """Return the part of a checkpoint with the trained weights of a role: ``policy``, or ``policy/math`` for a named
     adapter."""

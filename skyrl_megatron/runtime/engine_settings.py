@@ -1,4 +1,4 @@
-"""Translate the configuration of a role into settings of Megatron's model, gradient buffers and LoRA adapters."""
+"""Translate the configuration of a role into settings of Megatron's model and gradient buffers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from skyrl_megatron.config.roles import is_frozen, trains_draft
 from skyrl_megatron.config.rules.exact_rules import uses_local_layers
 from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
 from skyrl_megatron.config.schema.models import AUTO
-from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
-from skyrl_megatron.runtime.lora.attach import Adapters, attach
-from skyrl_megatron.runtime.lora.layers import AdapterSettings
-from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
 from skyrl_megatron.runtime.model.description import HfModel, read_hf_model, with_rotary
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
-    from skyrl_megatron.runtime.model.build import ModelChunks
-    from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 FUSED_GRADIENTS = "gradient_accumulation_fusion"
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
@@ -99,28 +93,4 @@ def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
         use_distributed_optimizer=distributed,
         # Objectives divide by the step's totals themselves, which is exact for replicas with unequal rows.
         average_in_collective=False,
-    )
-
-
-def attach_adapters(cfg: SkyRLTrainConfig, model: ModelChunks, groups: ProcessGroups) -> Adapters:
-    """Attach LoRA adapters to the policy as configured by ``policy.model.lora`` and ``lora_config``.
-
-    Raises ConfigError for a rank that does not fit the model or the layout.
-    """
-    lora, how = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config
-    plan, selection = model.hf.plan, configured_selection(cfg, model.hf.plan)
-    of_experts = expert_rank(cfg, model.config.moe_router_topk if model.config.num_moe_experts else None)
-    if problems := list(rank_problems(plan, selection, lora.rank, of_experts, groups.parallel)):
-        raise ConfigError(problems)
-    settings = AdapterSettings(
-        lora.rank, lora.alpha, lora.dropout, lora.init_method, rank_stabilised=lora.use_rslora, seed=cfg.trainer.seed
-    )
-    return attach(
-        model,
-        groups,
-        selection,
-        settings,
-        separate=how.lora_type == "canonical_lora",
-        shared_outer=how.experts_shared_outer_loras,
-        expert_rank=of_experts,
     )

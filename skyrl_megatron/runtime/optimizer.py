@@ -37,10 +37,9 @@ from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.hub import adapter_folder
+from skyrl_megatron.runtime.adapters import TrainedAdapters, attach_adapters
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
-from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
-from skyrl_megatron.runtime.lora.folder import load_adapter
+from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, parameter_dtype
 from skyrl_megatron.runtime.model.moe import freeze_expert_bias
 from skyrl_megatron.runtime.model.mtp import draft_of
 from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer, partial_optimizer
@@ -48,7 +47,6 @@ from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer, pa
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -347,7 +345,7 @@ class TrainingState:
 
     chunks: list[Any]
     """The model's chunks, wrapped in :class:`DistributedDataParallel` over the trained parameters."""
-    adapters: Adapters | None = None
+    adapters: TrainedAdapters | None = None
     optimizer: Any = None
     lr_schedule: OptimizerParamScheduler | None = None
     draft: Any = None
@@ -421,9 +419,7 @@ def prepare_training(
     """
     settings: Any = getattr(cfg.trainer, role)
     adapted = role == "policy" and settings.model.lora.rank > 0
-    adapters = attach_adapters(cfg, model, groups) if adapted else None
-    if adapters is not None and (folder := adapter_folder(cfg)) is not None:
-        load_adapter(adapters, groups, folder, base)
+    adapters = attach_adapters(cfg, model, groups, base) if adapted else None
     if settings.megatron_config.freeze_moe_router and not adapted:
         # The bias moves experts' loads without a gradient, so that requires_grad alone would not freeze the router.
         freeze_expert_bias(model.chunks)

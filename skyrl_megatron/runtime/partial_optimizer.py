@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import ParamKey
 
     from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
-    from skyrl_megatron.runtime.lora.attach import Adapters
+    from skyrl_megatron.runtime.adapters import TrainedAdapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -28,7 +28,7 @@ class PartialOptimizer:
     before the gradient buffers. The tensors of torch optimizers in ``scale_invariant`` (ids) are not clipped.
     """
 
-    def __init__(self, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str) -> None:
+    def __init__(self, model: ModelChunks, groups: ProcessGroups, adapters: TrainedAdapters | None, key: str) -> None:
         """``adapters``: trained in place of the weights. Raises ConfigError, which names ``key``, for a model that
         it cannot train."""
         raise NotImplementedError
@@ -43,7 +43,7 @@ class PartialOptimizer:
 
 
 def partial_optimizer(
-    name: str, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str
+    name: str, model: ModelChunks, groups: ProcessGroups, adapters: TrainedAdapters | None, key: str
 ) -> PartialOptimizer | None:
     """Return the registered optimizer ``name``; None for Adam alone. Raises ConfigError if there is none."""
     # Megatron's own, which needs nothing in its place.

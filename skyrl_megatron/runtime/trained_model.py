@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from bridges.files import weights_fingerprint
 from skyrl_megatron import device
 from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.config.lengths import longest_pack
@@ -24,7 +25,6 @@ from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
-from skyrl_megatron.runtime.lora.targets import fingerprint
 from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
 from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.lora.attach import Adapters
+    from skyrl_megatron.runtime.adapters import TrainedAdapters
 
 RoleName = Literal["policy", "ref", "critic", "teacher"]
 
@@ -129,7 +129,7 @@ class TrainedModel:
     def _fingerprint(self) -> str:
         folder = self.model.hf.path
         assert folder is not None
-        return str(from_rank_0(fingerprint(folder) if dist.get_rank() == 0 else None))
+        return str(from_rank_0(weights_fingerprint(folder) if dist.get_rank() == 0 else None))
 
     def _frozen(self) -> dict[str, TrainingState]:
         self.model.config.moe_grad_scale_func = loss_scale.AuxiliaryLossScale()  # Megatron keeps one per process
@@ -162,11 +162,11 @@ class TrainedModel:
         return self._now.chunks
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> TrainedAdapters | None:
         """The low-rank factors of :attr:`adapter`; None if the weights are trained."""
         return self._now.adapters
 
-    def every_adapter(self) -> dict[str, Adapters]:
+    def every_adapter(self) -> dict[str, TrainedAdapters]:
         """Return all adapters by their names (``""`` for an unnamed one); {} for a role that trains weights."""
         return {name: each.adapters for name, each in self._trained.items() if each.adapters is not None}
 

@@ -1,9 +1,4 @@
-"""A Megatron model as a source of HF tensors: as it is, with adapters merged, or quantised to 8 bits.
-
-:class:`MergedWeightSource` adds an adapter while rows are copied into a bucket, in fp32 with one rounding, as
-``bridges.peft.merge_adapter`` does. The trainer's base weights do not change, a sync needs no second copy of the
-weights, and an adapter of zeros sends the base bit for bit. A rank holds the shards of both factors that its shard of
-the layer needs, so nothing is gathered.
+"""A Megatron model as a source of HF tensors: as it is, or quantised to 8 bits.
 
 :class:`QuantisedWeightSource` sends each matrix that the folder has in 8 bits as two tensors, under the names on disk:
 the values (float8 E4M3) and a scale per block, computed as vLLM's quantiser computes them (``bridges/quantized.py``).
@@ -13,9 +8,8 @@ ranks of a matrix first reduce the largest |w| of each block, and then have all 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +28,10 @@ from bridges.quantized import (
 )
 from bridges.rules import BoundRow, Entry, unshard
 from bridges.source import open_hf
+from skyrl_megatron.config.hf_model import ENGINE_KWARGS
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
-from skyrl_megatron.runtime.lora.layers import Adapter
+from skyrl_megatron.plugins import ADAPTERS
+from skyrl_megatron.runtime.adapters import TrainedAdapters
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -47,6 +42,7 @@ from skyrl_megatron.weight_sync.tensors import (
     VALUES,
     RowRange,
     TensorShard,
+    WeightSource,
     as_rows,
     conversion_name,
     dtype_name,
@@ -196,58 +192,6 @@ def row_ranges(numbers: Sequence[int], held: int) -> list[RowRange]:
         ranges.append(RowRange(owner, start, stop - start, first, step))
         start = stop
     return ranges
-
-
-@dataclass(slots=True)
-class _Factors:
-    """The factors of an adapter at the last refresh (``Adapter.whole_factors``)."""
-
-    adapter: Adapter
-    a: Tensor | None = None
-    b: Tensor | None = None
-
-    def added_to(self, base: Tensor, rows: slice, columns: slice, number: int | None) -> Tensor:
-        """Add rows and columns of B·A to those of the base. ``number``: index of the expert on this rank."""
-        assert self.a is not None and self.b is not None, "refresh() comes first"
-        a, b = (each if number is None or each.dim() == 2 else each[number] for each in (self.a, self.b))
-        # One rounding, at the end, as in bridges.peft.merge_adapter: engines then hold the bits that an export
-        # has.
-        return (base.float() + b[rows] @ a[:, columns] * self.adapter.scale).to(base.dtype)
-
-
-class MergedWeightSource(MegatronWeightSource):
-    """The tensors of :class:`MegatronWeightSource` with ``adapters`` merged."""
-
-    def __init__(self, adapters: Adapters, groups: ProcessGroups) -> None:
-        super().__init__(adapters.model, groups)
-        self._factors: list[_Factors] = []
-        self._of_weight: dict[str, tuple[_Factors, int | None]] = {}
-        for adapter in (module for chunk in adapters.by_chunk for module in adapter_modules(chunk)):
-            self._factors.append(_Factors(adapter))
-            if adapter.experts is None:
-                self._of_weight[f"{adapter.name}.weight"] = self._factors[-1], None
-                continue
-            # one adapter module serves all experts of the rank, but weights are listed expert by expert
-            for number, expert in enumerate(adapter.experts):
-                name = adapter.name.replace(".experts.", f".experts.{expert}.")
-                self._of_weight[f"{name}.weight"] = self._factors[-1], number
-
-    def refresh(self) -> None:
-        """Read the current factors."""
-        for factors in self._factors:
-            factors.a, factors.b = factors.adapter.whole_factors()
-
-    def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
-        for weight, over, replicas, shard in super()._all():
-            if found := self._of_weight.get(weight.entry.name):
-                shard = replace(shard, make=partial(_merged, shard, *found))
-            yield weight, over, replicas, shard
-
-
-@torch.no_grad()
-def _merged(base: TensorShard, factors: _Factors, number: int | None, rows: slice, columns: slice) -> Tensor:
-    part = base.part(rows, columns)
-    return factors.added_to(part if isinstance(part, Tensor) else part(), rows, columns, number)
 
 
 AT_ONCE = 2**22
@@ -433,3 +377,32 @@ def _batches(matrices: Sequence[QuantisedMatrix]) -> Iterator[list[QuantisedMatr
         size += blocks
     if batch:
         yield batch
+
+
+def weight_source(
+    model: ModelChunks,
+    adapters: Mapping[str, TrainedAdapters],
+    groups: ProcessGroups,
+    *,
+    adapters_alone: bool,
+    quantised: bool = False,
+) -> WeightSource:
+    """Return the source of what a rank sends to engines: the weights, with the adapter merged if one is trained, or
+    only ``adapters`` (by name). ``quantised``: engines hold the weights in the 8-bit format of the model's folder.
+
+    Raises WeightSyncError for an adapter that would be merged into 8-bit weights.
+    """
+    if not adapters:
+        return QuantisedWeightSource.of_folder(model, groups) if quantised else MegatronWeightSource(model, groups)
+    source: WeightSource
+    if adapters_alone:
+        source = ADAPTERS.require("source")(adapters, groups)
+        return source
+    if quantised:
+        raise WeightSyncError(
+            "trainer.policy.model.lora.sync_mode=merged: an adapter cannot be merged into 8-bit weights; set "
+            f"{ENGINE_KWARGS}.load_format=dummy and {ENGINE_KWARGS}.hf_overrides.quantization_config=null"
+        )
+    (adapter,) = adapters.values()
+    source = ADAPTERS.require("merged_source")(adapter, groups)
+    return source

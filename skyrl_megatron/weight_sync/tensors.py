@@ -93,6 +93,24 @@ class WeightSource(Protocol):
         """Return where the memory is now (:func:`memory_id`). If it has moved, the shards are listed again."""
 
 
+class AdapterWeights(WeightSource, Protocol):
+    """A source of adapters alone."""
+
+    def choose(self, adapters: Sequence[str]) -> None:
+        """Send only these adapters from now on, by name; the same on all ranks."""
+
+
+class SentAdapters(Protocol):
+    """The adapters of a run that sends them alone, to engines that hold the base weights."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names; ``("",)`` for one without a name."""
+
+    def check(self, metadata: Sequence[Sequence[TensorMeta]]) -> None:
+        """Raise WeightSyncError unless the senders send exactly these adapters, each complete."""
+
+
 def memory_id(tensor: Tensor) -> tuple[int, int]:
     """Return an identifier of the memory of a tensor, […]. It does not change if the storage is freed and allocated
     again, because views of it remain valid."""

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.weight_sync.buckets import TensorMeta
     from skyrl_megatron.weight_sync.point_to_point import ExchangeSchedule
     from skyrl_megatron.weight_sync.slices import SourceMap
+    from skyrl_megatron.weight_sync.tensors import AdapterWeights
     from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.dispatch import RankInfo
 
@@ -245,7 +246,7 @@ class RankProcess:
         """List the tensors that this rank sends to the engines, in order."""
         from skyrl_megatron.config.hf_model import engines_quantise
         from skyrl_megatron.config.roles import weight_bucket_sizes, weight_transport
-        from skyrl_megatron.weight_sync.adapter_source import weight_source
+        from skyrl_megatron.weight_sync.megatron_source import weight_source
         from skyrl_megatron.weight_sync.sender import WeightSender
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
@@ -292,14 +293,12 @@ class RankProcess:
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send this rank's tensors, or those of ``adapters``; return the checksum of each bucket."""
         from skyrl_megatron.errors import WeightSyncError
-        from skyrl_megatron.weight_sync.adapter_source import AdapterSource
 
         if self.weights_moved():
             raise WeightSyncError("experts moved after the engines were connected, which would get those of others")
         self.engine.onload("weights")
         if adapters is not None:
-            assert isinstance(self.source, AdapterSource)
-            self.source.chosen = adapters
+            cast("AdapterWeights", self.source).choose(adapters)
         return self.sender.send()
 
     @timed
@@ -367,8 +366,8 @@ class RankProcess:
         """Write the model as a HF folder, with ``changes`` of its files. An unnamed adapter is merged into the
         weights, and also saved in ``adapter`` next to the folder. Named adapters are only saved in
         ``adapters/<name>`` next to it."""
+        from skyrl_megatron.runtime.adapters import save_adapter
         from skyrl_megatron.runtime.hf_weights import save_hf
-        from skyrl_megatron.runtime.lora.folder import save_adapter
 
         engine, card = self.engine, model_card(self.cfg)
         engine.onload("weights")

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
-from skyrl_megatron.config.roles import ranks_exchange_weights, trains_draft, weight_bucket_sizes, weight_transport
+from skyrl_megatron.config.roles import (
+    ranks_exchange_weights,
+    sends_adapters_alone,
+    trains_draft,
+    weight_bucket_sizes,
+    weight_transport,
+)
 from skyrl_megatron.config.rules.exact_rules import requires_equal_bits
 from skyrl_megatron.errors import RankLostError
-from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+from skyrl_megatron.plugins import ADAPTERS
 from skyrl_megatron.weight_sync.probe import QUANTISED
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, CALL_FAILED, lost_because, raise_rank_error
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
@@ -51,7 +57,7 @@ def weight_synchronizer(
         bucket_sizes=weight_bucket_sizes(cfg),
         exchange=cfg.trainer.placement.policy_num_gpus_per_node if ranks_exchange_weights(cfg) else 0,
         reshard=cfg.generator.inference_engine.weight_sync_routes,
-        adapters=configured_pairs(cfg),
+        adapters=ADAPTERS.require("sent")(cfg) if sends_adapters_alone(cfg) else None,
         draft=trains_draft(cfg, "policy"),
         experts_move=cfg.trainer.policy.megatron_config.moe_expert_moves != "none",
         # Lambdas, because recovery replaces the group while the synchronizer lives.

@@ -27,7 +27,6 @@ from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot, same_fa
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
 from skyrl_megatron.plugins import TRANSPORTS
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
-from skyrl_megatron.weight_sync.adapter_tensors import Pairs, check_adapters, of_adapters
 from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.probe import (
     EPSILON,
@@ -36,7 +35,7 @@ from skyrl_megatron.weight_sync.probe import (
     logprob_diff,
     probe_tokens,
 )
-from skyrl_megatron.weight_sync.tensors import check_metadata
+from skyrl_megatron.weight_sync.tensors import SentAdapters, check_metadata
 from skyrl_megatron.weight_sync.transport import default_transport
 from skyrl_megatron.workers.sync_calls import (
     AttemptFailed,
@@ -79,10 +78,9 @@ class WeightSynchronizer:
     network, the first sync measures them and chooses one; otherwise the last one is used. ``shared_gpus``: trainer and
     engines share GPUs, and engines sleep while the trainer works. ``exchange``: the number of ranks on a node, if
     ranks exchange the weights for the workers on their GPUs (``weight_sync/point_to_point.py``); else 0. ``adapters``:
-    projections of each adapter by its name, if only adapters are sent to engines that hold the base model; None to
-    send all weights. ``reshard``: send each worker only its own slices, if that can be planned (``sync_calls.py``).
-    ``draft``: the ranks train the multi-token prediction layer, which is sent as well. ``look``, ``end_waiting``: see
-    :class:`SyncCalls`.
+    those that are sent alone, to engines that hold the base model; None to send all weights. ``reshard``: send each
+    worker only its own slices, if that can be planned (``sync_calls.py``). ``draft``: the ranks train the multi-token
+    prediction layer, which is sent as well. ``look``, ``end_waiting``: see :class:`SyncCalls`.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class WeightSynchronizer:
         phase_s: float = 600.0,
         shared_gpus: bool = False,
         exchange: int = 0,
-        adapters: Pairs | None = None,
+        adapters: SentAdapters | None = None,
         reshard: bool = False,
         draft: bool = False,
         experts_move: bool = False,
@@ -117,6 +115,7 @@ class WeightSynchronizer:
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft, self.exchange = adapters, draft, exchange
+        self.adapter_names = () if adapters is None else tuple(adapters.names)
         self.experts_move = experts_move
         transports = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
         self.reshard = reshard and self.options["transport"] in transports
@@ -133,7 +132,7 @@ class WeightSynchronizer:
         self.plan: WorkerPlan | None = None
         """The reshard plan of the last sync; None if every worker got all buckets."""
         self._connected: list[InferenceEngine] = []  # engines of the current process groups
-        self._changed: set[str] = set(adapters or ())  # adapters that not all engines have
+        self._changed: set[str] = set(self.adapter_names)  # adapters that not all engines have
         self._whole: list[InferenceEngine] = []  # engines that have all other adapters
 
     async def sync(self, version: str, changed: Collection[str] | None = None) -> SyncReport:
@@ -150,7 +149,7 @@ class WeightSynchronizer:
             await self.pool.until_some_are_there(ends - time.monotonic())
             async with self.pool.changing:
                 self.calls.ends = ends
-                self._changed |= set(self.adapters or () if changed is None else changed)
+                self._changed |= set(self.adapter_names if changed is None else changed)
                 self.versions |= dict.fromkeys(self._changed, version)
                 try:
                     report = await self._until_verified(version)
@@ -228,7 +227,11 @@ class WeightSynchronizer:
         plan = self.plan if self.plan is None or names is None else self.plan.of(names)
         if plan is not None:  # workers know all except which adapters are sent
             connected = [] if names is None else [list(plan.tensors)]
-        metadata = connected if names is None else [of_adapters(sender, names) for sender in connected]
+        metadata = (
+            connected
+            if names is None
+            else [[meta for meta in sender if meta.adapter in names] for sender in connected]
+        )
         report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender) if plan is None else plan.nbytes
         with report.timed("start"):
             await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
@@ -299,7 +302,7 @@ class WeightSynchronizer:
         if self.adapters is None:
             return None
         know = all(slot.engine in self._whole for slot in slots)
-        return tuple(name for name in self.adapters if name in self._changed or not know)
+        return tuple(name for name in self.adapter_names if name in self._changed or not know)
 
     async def _connect(self, slots: list[EngineSlot]) -> None:
         engines = [slot.engine for slot in slots]
@@ -310,7 +313,7 @@ class WeightSynchronizer:
         if self.adapters is None:
             check_metadata(self._metadata, self.hf_config, draft=self.draft)
         else:
-            check_adapters(self._metadata, self.adapters)
+            self.adapters.check(self._metadata)
         self.plan = await self._planned(slots) if self.reshard else None
         if self.plan is not None:
             rates = await connect_workers(self.calls, slots, self.plan, self._reshard_options, self._unmeasured)

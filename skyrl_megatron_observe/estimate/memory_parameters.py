@@ -7,8 +7,8 @@ The optimizer follows megatron/core 0.19: gradient buffers (distributed/param_an
 optimizer, which shards its state over the ranks that sum a gradient (optimizer/distrib_optimizer.py), the
 precision-aware optimizer, whose state is Transformer Engine's, and CPU offloading (optimizer/cpu_offloading).
 
-Adapters follow ``runtime/lora/attach.py``: A [rank, in] and B [out, rank] for each selected linear layer, with the
-same split.
+Adapters follow ``skyrl_megatron_lora/attach.py``: A [rank, in] and B [out, rank] for each selected linear layer, with
+the same split.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.muon_rules import WINDOW
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
-from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
-from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank
-from skyrl_megatron.weight_sync.adapter_tensors import Pairs
+from skyrl_megatron_lora.targets import configured_selection, expert_rank
+from skyrl_megatron_lora.tensors import Pairs, adapter_slots
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig

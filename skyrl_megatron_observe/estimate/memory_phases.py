@@ -27,8 +27,8 @@ from skyrl_megatron.config.roles import (
     shares_policy_gpus,
     weight_bucket_sizes,
 )
-from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.tensors import FUSED_EXPERTS
+from skyrl_megatron_lora.tensors import configured_pairs
 from skyrl_megatron_observe.estimate.memory_activations import (
     HeadMemory,
     Kernels,

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from bridges.plan import Plan
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import Problem
-from skyrl_megatron.inference.vllm.adapter_versions import RANKS
-from skyrl_megatron.runtime.lora.targets import KEY, Selection, targets
-from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs, stacked
+from skyrl_megatron_lora.targets import KEY, Selection, targets
+from skyrl_megatron_lora.tensors import RANKS, adapter_pairs, stacked
 
 MERGED = f"{KEY}.sync_mode=merged with trainer.policy.megatron_config.lora_config.merge_lora=true"
 _NOT_HELD = {

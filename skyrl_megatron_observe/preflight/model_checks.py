@@ -32,9 +32,9 @@ from skyrl_megatron.hub import ADAPTER, cached_folder
 from skyrl_megatron_observe.preflight.foreign_values import transformer_values
 
 if TYPE_CHECKING:
-    from skyrl_megatron.runtime.lora.targets import Selection
     from skyrl_megatron.runtime.model.build import Head
     from skyrl_megatron.runtime.model.description import HfModel
+    from skyrl_megatron_lora.targets import Selection
 
 
 _CPU_BACKEND = {False: "vllm.v1.attention.backends.cpu_attn", True: "vllm.v1.attention.backends.mla.cpu_mla"}
@@ -199,7 +199,7 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel) -> Iterator[Problem]:
 
 def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:
     """Yield every problem of adapters on the policy's model: module names, ranks, the folder to start from."""
-    from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
+    from skyrl_megatron_lora.targets import configured_selection, expert_rank, rank_problems
 
     if not run.cfg.trainer.policy.model.lora.rank or any(adapter_problems(run.cfg)):
         return
@@ -223,7 +223,7 @@ def _adapter_folder(
     cfg: SkyRLTrainConfig, path: str, selection: Selection, model: HfModel, weights: Path | None
 ) -> Iterator[Problem | NotChecked]:
     from bridges.peft import AdapterConfig, PeftFolder
-    from skyrl_megatron.runtime.lora.targets import adapter_mismatches, base_mismatch
+    from skyrl_megatron_lora.targets import adapter_mismatches, base_mismatch
 
     lora, folder = cfg.trainer.policy.model.lora, cached_folder(cfg, ADAPTER)
     key = "trainer.policy.model.lora.adapter_path"

@@ -32,13 +32,13 @@ from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.runtime.checkpoint.rank_state import OwnedRange, owned_ranges
 from skyrl_megatron.runtime.flops import device_type
 from skyrl_megatron.runtime.hf_weights import load_again
-from skyrl_megatron.runtime.lora.folder import factors_of_experts
 from skyrl_megatron.runtime.model.local_weights import weight_locations
 from skyrl_megatron.runtime.parts import PartSetup, RankPart
+from skyrl_megatron_lora.attach import Adapters
+from skyrl_megatron_lora.folder import factors_of_experts
 from skyrl_megatron_parts.experts.plan import Freedom, LayerPlan, MoveCosts, plan_moves
 
 if TYPE_CHECKING:
-    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.runtime.optimizer import TrainingState
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -104,7 +104,7 @@ class ExpertMoves(RankPart):
     def prepared(self, trained: Mapping[str, TrainingState]) -> None:
         """Note what moves with the experts, and what a move costs."""
         model, groups = self.model, self.groups
-        self.adapters = [state.adapters for state in trained.values() if state.adapters is not None]
+        self.adapters = [state.adapters for state in trained.values() if isinstance(state.adapters, Adapters)]
         if self.adapters:
             self.placement.load_frozen = partial(load_again, model, groups)
         config = model.config

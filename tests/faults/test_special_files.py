@@ -75,9 +75,9 @@ def test_a_model_folder(model, name, kind):
 def test_the_files_that_are_read_by_themselves(model, kind):
     """Whoever opens one file of a folder has not looked at the others."""
     from bridges.errors import BridgeError
-    from bridges.files import read_hf_config
+    from bridges.files import read_hf_config, weights_fingerprint
     from bridges.hf_io import map_file, read_header
-    from skyrl_megatron.runtime.lora.targets import BASE, base_mismatch, fingerprint
+    from skyrl_megatron_lora.targets import BASE, base_mismatch
     from skyrl_megatron_observe.preflight.data_checks import _embeddings, _tokens
 
     (model / BASE).write_text("{}")
@@ -86,7 +86,7 @@ def test_the_files_that_are_read_by_themselves(model, kind):
     with pytest.raises(BridgeError, match="refused"):
         read_hf_config(model)
     for read in (lambda: read_header(model, "model.safetensors"), lambda: map_file(model / "model.safetensors"),
-                 lambda: fingerprint(model)):  # fmt: skip
+                 lambda: weights_fingerprint(model)):  # fmt: skip
         with pytest.raises(BridgeError, match="refused"):
             read()
     assert _tokens(model) == {} and _embeddings(model) is None and base_mismatch(model, "") is None
@@ -94,10 +94,10 @@ def test_the_files_that_are_read_by_themselves(model, kind):
 
 def test_a_header_of_more_than_its_file(model):
     """Of the file that is hashed to know a base model by."""
-    from skyrl_megatron.runtime.lora.targets import fingerprint
+    from bridges.files import weights_fingerprint
 
     (model / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    assert len(fingerprint(model)) == 64
+    assert len(weights_fingerprint(model)) == 64
 
 
 def test_links_of_the_hub_cache(model, tmp_path):

@@ -13,7 +13,7 @@ def build(seed=0, expert_map=None):
     import torch
     from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
-    from skyrl_megatron.inference.vllm.cpu import AdaptedExperts
+    from skyrl_megatron_lora.vllm_experts import AdaptedExperts
 
     generator = torch.Generator().manual_seed(seed)
 

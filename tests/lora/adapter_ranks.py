@@ -18,7 +18,7 @@ class AdapterRank(Rank):
 
     def adapt(self, seed: int, name: str = "") -> None:
         """Take the factors drawn from ``seed``, of one of several adapters."""
-        from skyrl_megatron.runtime.lora.folder import fill_factors
+        from skyrl_megatron_lora.folder import fill_factors
 
         self.engine.set_adapter(name)
         adapters, how = self.engine.adapters, self.engine.cfg.trainer.policy.megatron_config.lora_config
@@ -37,7 +37,7 @@ class AdapterRank(Rank):
         save_hf(self.engine.model, self.engine.groups, folder, of=self.engine.adapters.merged)
 
     def source(self):
-        from skyrl_megatron.weight_sync.adapter_source import AdapterSource
+        from skyrl_megatron_lora.source import AdapterSource
 
         engine, fault = self.engine, getattr(self, "mistake", None)
 
@@ -86,7 +86,7 @@ class MergedRank(AdapterRank):
     """One rank whose adapters are added to the weights that it sends."""
 
     def source(self):
-        from skyrl_megatron.weight_sync.megatron_source import MergedWeightSource
+        from skyrl_megatron_lora.source import MergedWeightSource
 
         return MergedWeightSource(self.engine.adapters, self.engine.groups)
 
@@ -102,7 +102,7 @@ def ranks_with_adapters(pool, folder, layout, overrides=None, kind=AdapterRank, 
 
 def pairs_of(folder, overrides=None):
     """The adapters of a run on ``folder``."""
-    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+    from skyrl_megatron_lora.tensors import configured_pairs
 
     memory = {f"{bodies.LORA}sync_mode": "memory"}
     return configured_pairs(config(folder, overrides=bodies.KEYS | memory | (overrides or {})))
@@ -110,7 +110,7 @@ def pairs_of(folder, overrides=None):
 
 def adapted(folder, overrides=None, **settings):
     """Settings of an engine for the adapters of a run on ``folder``."""
-    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
+    from skyrl_megatron_lora.tensors import adapter_slots
 
     extra = {"worker_extension_cls": "tests.lora.faulty_workers.FaultyWorker"}
     slots = adapter_slots(pairs_of(folder, overrides))

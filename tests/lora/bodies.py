@@ -34,7 +34,7 @@ class Outcome:
 def adapted_engine(folder, layout, overrides, factors=None):
     """An engine whose adapters are ``factors``, or as they start."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.lora.folder import fill_factors
+    from skyrl_megatron_lora.folder import fill_factors
     from tests.training.bodies import config
 
     engine = MegatronEngine(config(folder, **layout, overrides=KEYS | overrides))
@@ -49,8 +49,8 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
     import torch
 
     from skyrl_megatron.data.packing import split_for_dp
-    from skyrl_megatron.runtime.lora.folder import stream_factors
     from skyrl_megatron.runtime.model.local_weights import local_weights
+    from skyrl_megatron_lora.folder import stream_factors
     from tests.lora.faults import planted
 
     engine = adapted_engine(folder, layout, overrides, expected.start)
@@ -84,7 +84,7 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
 
 def one_backward(folder, batch, factors, layers, overrides, fault=None):
     """Log-probs [B, T] and the gradient of every factor, as ``tests.training.bodies.one_backward`` of weights."""
-    from skyrl_megatron.runtime.lora.folder import stream_factors
+    from skyrl_megatron_lora.folder import stream_factors
     from tests.lora.faults import planted
     from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 

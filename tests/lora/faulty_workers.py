@@ -1,9 +1,9 @@
 """Workers of an engine that do not do with adapters what they say."""
 
-from skyrl_megatron.inference.vllm.compat import WorkerExtension
+from skyrl_megatron_lora.vllm_worker import AdapterWorkerExtension
 
 
-class FaultyWorker(WorkerExtension):
+class FaultyWorker(AdapterWorkerExtension):
     """``plant``: a mistake of the last worker, or of all; ``adapter``: the one of several that it is about."""
 
     planted: str | None = None

@@ -35,7 +35,7 @@ def fuse_norms(model: Any) -> None:
 
 def forget_norms(model: Any) -> None:
     """The mistake: adapters take their map's input as it comes."""
-    from skyrl_megatron.runtime.lora.attach import _Addition
+    from skyrl_megatron_lora.attach import _Addition
 
     for chunk in model.chunks:
         for module in chunk.modules():

@@ -35,7 +35,7 @@ def start_factors(plan, *, separate, seed=3):
     """HF module → A, B for every projection of ``tests.training``'s model; A is one tensor where Megatron has one."""
     import torch
 
-    from skyrl_megatron.runtime.lora.targets import targets
+    from skyrl_megatron_lora.targets import targets
 
     generator = torch.Generator().manual_seed(seed)
 

@@ -182,7 +182,7 @@ def misnamed(folder, root):
 
 def exported(folder, batch, labels, out):
     """Adapter → digests of its factors, after steps; both are written as PEFT folders."""
-    from skyrl_megatron.runtime.lora.folder import save_adapter
+    from skyrl_megatron_lora.folder import save_adapter
 
     engine = engine_of(folder, {}, NAMES, {})
     train(engine, [tagged(batch, step) for step in labels])
@@ -196,7 +196,7 @@ def exported(folder, batch, labels, out):
 
 def imported(folder, name, out):
     """The same of a run that has one adapter without a name, from its PEFT folder."""
-    from skyrl_megatron.runtime.lora.folder import load_adapter
+    from skyrl_megatron_lora.folder import load_adapter
 
     engine = engine_of(folder, {}, name, {})
     load_adapter(engine.adapters, engine.groups, f"{out}/{name}")

@@ -15,9 +15,9 @@ def body(folder, layout, overrides):  # noqa: F811
     """(Tensors as sent, their metadata, the same factors as they go into folders) of this rank, after two passes."""
     import torch
 
-    from skyrl_megatron.runtime.lora.folder import stream_factors
-    from skyrl_megatron.weight_sync.adapter_source import AdapterSource
     from skyrl_megatron.weight_sync.export_plan import ExportPlan
+    from skyrl_megatron_lora.folder import stream_factors
+    from skyrl_megatron_lora.source import AdapterSource
 
     engine = bodies.adapted_engine(folder, layout, overrides)
     source = AdapterSource(engine.every_adapter(), engine.groups)
@@ -85,7 +85,7 @@ def _random(factor, groups):
 def test_buckets_hold_the_factors(ranks, folder, layout, overrides):  # noqa: F811
     import torch
 
-    from skyrl_megatron.weight_sync.adapter_tensors import FactorName, check_adapters, configured_pairs, stacked
+    from skyrl_megatron_lora.tensors import FactorName, check_adapters, configured_pairs, stacked
     from tests.training.bodies import config
 
     results = ranks(layout["world"], body, folder, layout, overrides)

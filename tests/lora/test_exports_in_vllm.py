@@ -19,9 +19,9 @@ def test_vllm_applies_an_exported_adapter(ranks, tmp_path, family):
     """Log-probs with the adapter's folder are those of transformers with the merged weights."""
     from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots
     from skyrl_megatron.inference.vllm.vllm_engine import VLLMEngine
-    from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.description import read_hf_model
-    from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs, target_modules
+    from skyrl_megatron_lora.targets import select
+    from skyrl_megatron_lora.tensors import adapter_pairs, target_modules
     from tests.lora import reference
     from tests.lora.test_peft_drops import export_body
     from tests.support.tiny_models import write_tiny_model

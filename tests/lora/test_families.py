@@ -84,11 +84,11 @@ def body(base, factors, expected, layout, separate, build, fused=None):
     from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
-    from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import fill_factors, stream_factors
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings
-    from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron_lora.attach import attach
+    from skyrl_megatron_lora.folder import fill_factors, stream_factors
+    from skyrl_megatron_lora.layers import AdapterSettings
+    from skyrl_megatron_lora.targets import select
     from tests.lora.fused_norms import forget_norms, fuse_norms
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
@@ -115,7 +115,7 @@ def body(base, factors, expected, layout, separate, build, fused=None):
 
 def gradients(factors, of_weights, plan, separate):
     """Factor → its gradient, by the chain rule; one A of several projections gets the sum."""
-    from skyrl_megatron.runtime.lora.targets import targets
+    from skyrl_megatron_lora.targets import targets
 
     found = {}
     for target in targets(plan):

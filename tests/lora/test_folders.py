@@ -22,7 +22,7 @@ def factors(folder):  # noqa: F811
 
 def save_body(folder, batch, factors, root, layout, overrides):  # noqa: F811
     from skyrl_megatron.runtime.hf_weights import save_hf
-    from skyrl_megatron.runtime.lora.folder import save_adapter
+    from skyrl_megatron_lora.folder import save_adapter
 
     engine = bodies.adapted_engine(folder, layout, overrides, factors)
     save_adapter(engine.adapters, engine.groups, root / "adapter", engine.base)
@@ -31,7 +31,7 @@ def save_body(folder, batch, factors, root, layout, overrides):  # noqa: F811
 
 
 def load_body(folder, batch, adapter, layout, overrides):  # noqa: F811
-    from skyrl_megatron.runtime.lora.folder import load_adapter
+    from skyrl_megatron_lora.folder import load_adapter
 
     engine = bodies.adapted_engine(folder, layout, overrides)
     load_adapter(engine.adapters, engine.groups, adapter)

@@ -23,7 +23,7 @@ def body(folder, factors, root, layout, overrides):  # noqa: F811
 
     from skyrl_megatron.runtime.hf_weights import save_hf
     from skyrl_megatron.weight_sync.export_plan import ExportPlan
-    from skyrl_megatron.weight_sync.megatron_source import MergedWeightSource
+    from skyrl_megatron_lora.source import MergedWeightSource
 
     engine = bodies.adapted_engine(folder, layout, overrides, factors)
     source = MergedWeightSource(engine.adapters, engine.groups)

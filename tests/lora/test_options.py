@@ -25,7 +25,7 @@ def test_first_factors_are_drawn_as_by_peft_and_torch(init):
     """Kolmogorov-Smirnov: two samples of 262,144 draws differ by less than 0.006 (p = 0.0002) in distribution."""
     import torch
 
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings, first_factor, second_factor
+    from skyrl_megatron_lora.layers import AdapterSettings, first_factor, second_factor
 
     torch.manual_seed(0)
     shape = (64, 4096)
@@ -42,7 +42,7 @@ def test_first_factors_are_drawn_as_by_peft_and_torch(init):
 
 
 def test_zero_starts_the_second_factor_instead():
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings, first_factor, second_factor
+    from skyrl_megatron_lora.layers import AdapterSettings, first_factor, second_factor
 
     settings = AdapterSettings(4, 16, 0.0, "zero")
     assert not first_factor("x", (4, 9), settings).any() and second_factor("x", (9, 4), settings).all()

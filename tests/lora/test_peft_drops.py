@@ -44,11 +44,11 @@ def export_body(base, factors, root, **settings):
     from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf, save_hf
-    from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import fill_factors, save_adapter
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings
-    from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron_lora.attach import attach
+    from skyrl_megatron_lora.folder import fill_factors, save_adapter
+    from skyrl_megatron_lora.layers import AdapterSettings
+    from skyrl_megatron_lora.targets import select
 
     groups = parallel_state.initialize(ParallelConfig(1), timeout_s=120)
     model = build_model(base, groups, dtype=torch.float32)

@@ -26,7 +26,7 @@ def sides(counts):
 def test_value_and_gradients_are_autograds(counts):
     import torch
 
-    from skyrl_megatron.runtime.lora.layers import add_factor_product
+    from skyrl_megatron_lora.layers import add_factor_product
 
     inner, x, weight, tensor, product = sides(counts)
     inputs = (inner, x, weight)
@@ -48,7 +48,7 @@ def test_ranks_that_no_kernel_takes_get_zeros_beside_them(rank):
 
     import torch
 
-    from skyrl_megatron.runtime.lora import layers as products
+    from skyrl_megatron_lora import layers as products
 
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([3, 0, 4])
@@ -70,7 +70,7 @@ def test_ranks_that_no_kernel_takes_get_zeros_beside_them(rank):
 
 def test_a_base_that_something_else_needs_is_an_error():
 
-    from skyrl_megatron.runtime.lora.layers import add_factor_product
+    from skyrl_megatron_lora.layers import add_factor_product
 
     inner, x, weight, _, _ = sides(None)
     base = inner.exp()  # whose backward pass reads its result

@@ -58,7 +58,7 @@ def body(folder, batch, layout, root, fault=None, overrides=None):  # noqa: F811
     ``root``."""
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.hf_weights import save_hf
-    from skyrl_megatron.runtime.lora.folder import stream_factors
+    from skyrl_megatron_lora.folder import stream_factors
 
     with planted(fault):
         engine = bodies.adapted_engine(folder, layout, overrides or {})

@@ -22,7 +22,7 @@ class MergedRank(AdapterRank):
     """A rank that sends its base with the adapter in it."""
 
     def source(self):
-        from skyrl_megatron.weight_sync.megatron_source import MergedWeightSource
+        from skyrl_megatron_lora.source import MergedWeightSource
 
         return MergedWeightSource(self.engine.adapters, self.engine.groups)
 

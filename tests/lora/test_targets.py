@@ -17,7 +17,7 @@ def plan_of(model_type):
 
 def chosen(plan, names="all-linear", exclude=None, **switches):
     """Megatron's names of the selected modules below a layer, experts' numbers left out."""
-    from skyrl_megatron.runtime.lora.targets import select
+    from skyrl_megatron_lora.targets import select
 
     modules = select(plan, names, exclude, **switches).modules
     return {re.sub(r"decoder\.layers\.\d+\.|\.experts\.\d+", "", name) for name in modules}
@@ -66,7 +66,7 @@ def test_names_of_both_worlds():
     assert (
         chosen(plan, "mlp.experts") == chosen(plan, exclude="self_attention") == {"mlp.linear_fc1", "mlp.linear_fc2"}
     )
-    from skyrl_megatron.runtime.lora.targets import select
+    from skyrl_megatron_lora.targets import select
 
     assert all(".layers.1." in name for name in select(plan, "layers.1").modules)
     assert set(select(plan, "q_proj,v_proj", separate=True).modules.values()) == {("q_proj", "v_proj")}

@@ -130,11 +130,11 @@ def body(base, factors, expected, layout, kind, planted_fault=False):
     from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.hf_weights import load_hf
-    from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import fill_factors, stream_factors
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings
-    from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron_lora.attach import attach
+    from skyrl_megatron_lora.folder import fill_factors, stream_factors
+    from skyrl_megatron_lora.layers import AdapterSettings
+    from skyrl_megatron_lora.targets import select
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
     model = build_model(base, groups, dtype=torch.float32)

@@ -357,7 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-LoRA-scale-by-the-root",
-        "skyrl_megatron/runtime/lora/layers.py",
+        "skyrl_megatron_lora/layers.py",
         "(math.sqrt(rank) if self.rank_stabilised else rank)",
         "(rank if self.rank_stabilised else math.sqrt(rank))",
         ("tests/lora/test_folders.py::test_peft_and_another_layout_compute_the_same",),
@@ -365,7 +365,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-LoRA-gradient-without-scale",
-        "skyrl_megatron/runtime/lora/layers.py",
+        "skyrl_megatron_lora/layers.py",
         ".view(weight.shape).mul_(ctx.scale)",
         ".view(weight.shape)",
         ("tests/lora/test_product.py::test_value_and_gradients_are_autograds",),

@@ -54,7 +54,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.engine_settings import attach_adapters
+    from skyrl_megatron.runtime.adapters import attach_adapters
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
     from skyrl_megatron.types import TrainingBatch
@@ -72,7 +72,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     table, adapters = ParameterTable(Plan.of(config)), None
     if lora:
         cfg = SkyRLTrainConfig.from_cli_overrides(lora)
-        attach_adapters(cfg, model, groups)
+        attach_adapters(cfg, model, groups, None)
         adapters = AdapterTable.of(cfg, table.plan, table.top_k)
     chunk, generator = model.chunks[0], torch.Generator().manual_seed(0)
     for parameter in chunk.parameters():

@@ -12,7 +12,7 @@ LORA = "trainer.policy.model.lora."
 
 def problems_of(tmp_path, model_type, *args, rank=8):
     from bridges.plan import Plan
-    from skyrl_megatron.runtime.lora.targets import configured_selection
+    from skyrl_megatron_lora.targets import configured_selection
     from skyrl_megatron_observe.preflight.adapter_checks import engine_adapters
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type)))
@@ -63,8 +63,7 @@ def test_what_engines_can_hold_is_not(tmp_path):
 
 def test_engines_are_started_for_the_adapter(tmp_path):
     from bridges.plan import Plan
-    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
-    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+    from skyrl_megatron_lora.tensors import adapter_slots, configured_pairs
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
     arguments = [f"trainer.policy.model.path={tmp_path}", f"{LORA}rank=24"]
@@ -82,7 +81,7 @@ def test_ranks_are_those_that_vllm_declares():
     from importlib.util import find_spec
     from pathlib import Path
 
-    from skyrl_megatron.inference.vllm.adapter_versions import RANKS
+    from skyrl_megatron_lora.tensors import RANKS
 
     text = (Path(find_spec("vllm").origin).parent / "config/lora.py").read_text()
     [declared] = [line for line in text.splitlines() if line.startswith("MaxLoRARanks = ")]
@@ -90,7 +89,7 @@ def test_ranks_are_those_that_vllm_declares():
 
 
 def test_names_are_read_as_they_are_written():
-    from skyrl_megatron.weight_sync.adapter_tensors import FactorName
+    from skyrl_megatron_lora.tensors import FactorName
 
     name = FactorName(("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"), "A")
     assert str(name) == "model.layers.0.self_attn.q_proj+k_proj.lora_A"
@@ -108,8 +107,8 @@ def test_names_are_read_as_they_are_written():
 )
 def test_an_adapter_that_is_not_whole_is_never_sent(sent, message):
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapters
     from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron_lora.tensors import PairShape, check_adapters
 
     expected = {"m.q": PairShape(4, rows=6, columns=8)}
     with pytest.raises(WeightSyncError, match=message):
@@ -200,8 +199,7 @@ def test_room_is_made_for_all_of_an_update():
 
 
 def test_engines_are_started_for_all_adapters(tmp_path):
-    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
-    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+    from skyrl_megatron_lora.tensors import adapter_slots, configured_pairs
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
     own = "{math: {train_mlp: false}, code: {rank: 40, train_attn: false}}"

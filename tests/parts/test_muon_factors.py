@@ -44,7 +44,7 @@ def plan_of(folder):  # noqa: F811
 
 def set_gradients(engine, whole):
     """Give every factor its share of the whole gradients, as after their reduction."""
-    from skyrl_megatron.runtime.lora.folder import fill_factors
+    from skyrl_megatron_lora.folder import fill_factors
 
     factors = list(engine.adapters.factors())
     before = [factor.tensor.detach().clone() for factor in factors]
@@ -56,8 +56,8 @@ def set_gradients(engine, whole):
 
 def muon_body(folder, layout, overrides, gradients, start, cut):  # noqa: F811
     """``HF module.letter`` → factor after the steps, on the ranks that gather it. ``cut``: a rank has part of one."""
-    from skyrl_megatron.runtime.lora.folder import stream_factors
     from skyrl_megatron.runtime.optimizer import step_if_finite
+    from skyrl_megatron_lora.folder import stream_factors
 
     engine = bodies.adapted_engine(folder, layout, KEYS | overrides, start)
     assert not cut or any(each.dim() == 2 for each in cut_matrices(engine.optimizer))

@@ -11,11 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "skyrl_megatron"
 AROUND = {
-    "skyrl_megatron_parts": 1,
-    "skyrl_megatron_supervised": 2,
-    "skyrl_megatron_agents": 2,
-    "skyrl_megatron_observe": 3,
-    "skyrl_megatron_tools": 4,
+    "skyrl_megatron_lora": 1,
+    "skyrl_megatron_parts": 2,
+    "skyrl_megatron_supervised": 3,
+    "skyrl_megatron_agents": 3,
+    "skyrl_megatron_observe": 4,
+    "skyrl_megatron_tools": 5,
 }
 """Package around the core → its height. A package may import the core and lower packages; the core imports none."""
 PACKAGES = tuple(name for name in (CORE, *AROUND, "bridges") if (ROOT / name).is_dir())

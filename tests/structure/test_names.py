@@ -54,7 +54,9 @@ VLLM_FILES = {
         f"skyrl_megatron.inference.vllm.{name}"
         for name in ("admission", "compat", "cpu", "exact", "values", "wire_app")
     ),
-    *(f"skyrl_megatron.weight_sync.{name}" for name in ("vllm_backend", "vllm_adapters", "vllm_reshard")),
+    *(f"skyrl_megatron.weight_sync.{name}" for name in ("vllm_backend", "vllm_reshard")),
+    "skyrl_megatron_lora.vllm_worker",
+    "skyrl_megatron_lora.vllm_experts",
 }
 
 

@@ -42,7 +42,7 @@ def step(folder, taught, layout, keys=None):
     from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
-    from skyrl_megatron.runtime.lora.folder import stream_factors
+    from skyrl_megatron_lora.folder import stream_factors
     from skyrl_megatron_supervised.chat_rows import taught_batch
     from tests.training.bodies import NO_DISTRIBUTED, config
 

@@ -104,9 +104,9 @@ def blocks(model: Any, groups: Any) -> dict[str, Any]:
 
 def factors(model: Any, groups: Any) -> dict[str, Any]:
     """Return name → (shape, split) of the adapters of all linear maps."""
-    from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.layers import AdapterSettings
-    from skyrl_megatron.runtime.lora.targets import select
+    from skyrl_megatron_lora.attach import attach
+    from skyrl_megatron_lora.layers import AdapterSettings
+    from skyrl_megatron_lora.targets import select
 
     adapters = attach(model, groups, select(model.hf.plan, "all-linear"), AdapterSettings(2, 4, 0.0, "kaiming"))
     return {factor.name: (tuple(factor.tensor.shape), factor.split) for factor in adapters.factors()}

@@ -34,7 +34,7 @@ class QuantisedRank(Rank):
     """A rank whose engines have the 8 bits of its folder."""
 
     def source(self):
-        from skyrl_megatron.weight_sync.adapter_source import weight_source
+        from skyrl_megatron.weight_sync.megatron_source import weight_source
 
         return weight_source(self.engine.model, {}, self.engine.groups, adapters_alone=False, quantised=True)
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_quantised_is_named(ranks, tmp_path):
 
 def test_an_adapter_is_not_added_to_8_bits():
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.adapter_source import weight_source
+    from skyrl_megatron.weight_sync.megatron_source import weight_source
 
     with pytest.raises(WeightSyncError, match=r"sync_mode=merged.*load_format=dummy.*quantization_config=null"):
         weight_source(None, {"": None}, None, adapters_alone=False, quantised=True)

@@ -10,9 +10,9 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from skyrl_megatron.errors import RequestError, WeightSyncError
-from skyrl_megatron.weight_sync.adapter_tensors import Pairs, target_modules
 
 NAME = "policy"
 """Name of the unnamed adapter in engines, where its versions are called ``policy@VERSION``."""
@@ -23,29 +23,27 @@ class AdapterSlots:
     """The adapter settings that an engine starts with."""
 
     rank: int
-    """Largest rank, one of :data:`RANKS`."""
+    """Largest rank, one of those that vLLM supports."""
     targets: tuple[str, ...]
     """Suffixes of the names of modules that may have adapters: ``q_proj``, …, and ``experts``."""
     slots: int = 2
     """Number of versions of all adapters together: at least two per adapter, the serving and the next one."""
     names: tuple[str, ...] = ("",)
     """Names of the adapters; ``("",)`` for one unnamed adapter."""
+    worker_extension: str = ""
+    """Subclass of ``compat.WorkerExtension`` that receives adapters."""
 
-
-SLOTS = 2
-"""Slots per adapter: for the serving and the next version. A request with an older version starts over, so more slots
-help only requests that take longer than a training step."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM supports (vllm/config/lora.py). Others use the next larger one."""
-
-
-def adapter_slots(adapters: Pairs | None, slots: int | None = None) -> AdapterSlots | None:
-    """Return the adapter settings of an engine; None without adapters. ``adapters``: name → projection → sizes."""
-    if adapters is None:
-        return None
-    largest = max(pair.rank for pairs in adapters.values() for pair in pairs.values())
-    rank = next(rank for rank in RANKS if rank >= largest)
-    return AdapterSlots(rank, target_modules(adapters), slots or SLOTS * len(adapters), tuple(adapters))
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's engine arguments."""
+        return {
+            "enable_lora": True,
+            "max_loras": self.slots,
+            "max_cpu_loras": self.slots,
+            "max_lora_rank": self.rank,
+            "lora_target_modules": list(self.targets),
+            "enable_mixed_moe_lora_format": "experts" in self.targets,
+            "worker_extension_cls": self.worker_extension,
+        }
 
 
 @dataclass(eq=False)

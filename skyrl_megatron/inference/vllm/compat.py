@@ -43,7 +43,6 @@ from skyrl_megatron.inference.vllm import admission, processes
 from skyrl_megatron.inference.vllm.adapter_versions import AdapterVersion
 from skyrl_megatron.inference.vllm.cpu import (
     allow_routes_on_cpu,
-    choose_experts_with_adapters,
     choose_experts_with_bias,
     compute_delta_nets_in_fp32,
     return_routes,
@@ -51,7 +50,6 @@ from skyrl_megatron.inference.vllm.cpu import (
     sleep_on_cpu,
     widen_temperatures_on_cpu,
 )
-from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension, language_model
 
 type Packed = list[tuple[str, list[int], bytes]]
@@ -285,7 +283,7 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str, tool_cal
 
 
 # ------------------------------------------------------------------ workers
-class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, CallExtension):
+class WorkerExtension(WeightExtension, LayerExtension, CallExtension):
     """Methods for ``collective_rpc``. vLLM adds this class to the bases of every worker."""
 
     def skyrl_ping(self) -> None:
@@ -480,7 +478,6 @@ if current_platform.is_cuda():
 if current_platform.is_cpu():
     fork_engine_processes()
     repack_experts_after_reload()
-    choose_experts_with_adapters()
     choose_experts_with_bias()
     compute_delta_nets_in_fp32()
     widen_temperatures_on_cpu()

@@ -13,13 +13,14 @@ from bridges.files import check_folder
 from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token, rope_parameters
+from skyrl_megatron.config.roles import sends_adapters_alone
 from skyrl_megatron.config.rules.passthrough import distribution_changes
 from skyrl_megatron.config.rules.passthrough_keys import ENGINE
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.errors import EngineError
 from skyrl_megatron.inference.vllm import processes
-from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots, adapter_slots
-from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots
+from skyrl_megatron.plugins import ADAPTERS
 
 
 def worker_environment(*, exact: bool = False) -> dict[str, str]:
@@ -224,14 +225,7 @@ class EngineSettings:
         if self.kv_cache_bytes is not None:  # vLLM still requires that the share above is free
             arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
         if self.adapters is not None:
-            arguments |= {
-                "enable_lora": True,
-                "max_loras": self.adapters.slots,
-                "max_cpu_loras": self.adapters.slots,
-                "max_lora_rank": self.adapters.rank,
-                "lora_target_modules": list(self.adapters.targets),
-                "enable_mixed_moe_lora_format": "experts" in self.adapters.targets,
-            }
+            arguments |= self.adapters.arguments()
         if self.sleep_mode and "speculative_config" in self.extra:
             # weight syncs do not send the draft model, so sleep must keep it (vllm/v1/worker/gpu_worker.py, ``sleep``)
             arguments["sleep_preserve_parameter_names"] = ["draft.*"]
@@ -268,7 +262,8 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     responses = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length if evaluation else 0)
     longest = extra.get("max_model_len") or (generator.max_input_length or cfg.trainer.max_prompt_length) + responses
     kv_cache_bytes = extra.pop("kv_cache_memory_bytes", None)
-    adapters = adapter_slots(configured_pairs(cfg), extra.pop("max_loras", None))
+    slots = extra.pop("max_loras", None)
+    adapters = ADAPTERS.require("served")(cfg, slots) if sends_adapters_alone(cfg) else None
     rope = dict(generator.rope_scaling or {})
     if generator.rope_theta is not None:
         rope["rope_theta"] = generator.rope_theta

@@ -97,7 +97,7 @@ class Manifest:
     hub_commits: dict[str, str] = field(default_factory=dict)
     """Repository of the Hugging Face hub → commit that the run read (``trainer.hub_commits``)."""
     bases: dict[str, str] = field(default_factory=dict)
-    """Role → fingerprint of the base weights of its saved adapters (``runtime/lora/targets.py``)."""
+    """Role → fingerprint of the base weights of its saved adapters (``bridges.files.weights_fingerprint``)."""
     branch: str = ""
     """Id of the branch that saved it: the training since a start or resume. Empty in older checkpoints."""
     ancestry: dict[str, int] = field(default_factory=dict)

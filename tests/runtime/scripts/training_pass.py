@@ -17,12 +17,12 @@ from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.runtime import parallel_state
 from skyrl_megatron.runtime.forward_step import LogprobHead, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
-from skyrl_megatron.runtime.lora.attach import attach
-from skyrl_megatron.runtime.lora.layers import AdapterSettings
-from skyrl_megatron.runtime.lora.targets import select
 from skyrl_megatron.runtime.model.attention import PackedAttention, attention_plan
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
 from skyrl_megatron.runtime.packed_inputs import pack
+from skyrl_megatron_lora.attach import attach
+from skyrl_megatron_lora.layers import AdapterSettings
+from skyrl_megatron_lora.targets import select
 from tests.bridges.tiny_models import tiny_config
 from tests.runtime.scripts.fake_cuda import CUDA, Answers, backward, fake_cuda
 from tests.training.reference import make_batch

@@ -16,18 +16,19 @@ a prefix: ``math:model.layers.3.…``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
 from bridges.rows import Shape
 from skyrl_megatron.config.hf_model import experts_per_token, read_hf_config
-from skyrl_megatron.config.roles import adapter_configs
+from skyrl_megatron.config.roles import adapter_configs, sends_adapters_alone
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.runtime.lora.targets import Selection, adapted, configured_selection, expert_rank
+from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots
 from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.tensors import named_some, whole_shapes
+from skyrl_megatron_lora.targets import Selection, adapted, configured_selection, expert_rank
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -69,11 +70,6 @@ class FactorName:
 
 def _of_adapter(adapter: str, text: str) -> str:
     return f"{adapter}:{text}" if adapter else text
-
-
-def of_adapters(metadata: Sequence[TensorMeta], names: Collection[str]) -> list[TensorMeta]:
-    """Return the tensors that belong to the adapters ``names``."""
-    return [meta for meta in metadata if meta.adapter in names]
 
 
 def stacked(module: str) -> str:
@@ -147,8 +143,7 @@ def configured_pairs(
 ) -> dict[str, dict[str, PairShape]] | None:
     """Return the adapters of a run that sends only adapters, by name (``""`` for one without a name); None if it sends
     weights. ``hf``: the model's ``config.json``, which is read if not given."""
-    lora = cfg.trainer.policy.model.lora
-    if not lora.rank or lora.sync_mode != "memory":
+    if not sends_adapters_alone(cfg):
         return None
     hf = read_hf_config(cfg) or {} if hf is None else hf
     plan = Plan.of(hf)
@@ -163,6 +158,22 @@ def configured_pairs(
     return {name: pairs(adapter_cfg) for name, adapter_cfg in adapter_configs(cfg).items()}
 
 
+class ConfiguredAdapters:
+    """The adapters that a run sends (``weight_sync.tensors.SentAdapters``)."""
+
+    def __init__(self, cfg: SkyRLTrainConfig) -> None:
+        pairs = configured_pairs(cfg)
+        assert pairs is not None, "the run sends weights"
+        self.pairs: Pairs = pairs
+
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(self.pairs)
+
+    def check(self, metadata: Sequence[Sequence[TensorMeta]]) -> None:
+        check_adapters(metadata, self.pairs)
+
+
 def target_modules(adapters: Pairs) -> tuple[str, ...]:
     """Return the last parts of the names of the engine's modules that need adapters."""
     found = {
@@ -171,3 +182,26 @@ def target_modules(adapters: Pairs) -> tuple[str, ...]:
         for module, pair in pairs.items()
     }
     return tuple(sorted(found))
+
+
+WORKER_EXTENSION = "skyrl_megatron_lora.vllm_worker.AdapterWorkerExtension"
+SLOTS = 2
+"""Slots per adapter: for the serving and the next version. A request with an older version starts over, so more slots
+help only requests that take longer than a training step."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM supports (vllm/config/lora.py). Others use the next larger one."""
+
+
+def adapter_slots(adapters: Pairs | None, slots: int | None = None) -> AdapterSlots | None:
+    """Return the adapter settings of an engine; None without adapters. ``adapters``: name → projection → sizes."""
+    if adapters is None:
+        return None
+    largest = max(pair.rank for pairs in adapters.values() for pair in pairs.values())
+    rank = next(rank for rank in RANKS if rank >= largest)
+    count = slots or SLOTS * len(adapters)
+    return AdapterSlots(rank, target_modules(adapters), count, tuple(adapters), WORKER_EXTENSION)
+
+
+def served_adapters(cfg: SkyRLTrainConfig, slots: int | None = None) -> AdapterSlots | None:
+    """Return the adapter settings of an engine of a run. ``slots``: ``max_loras``, if it is set."""
+    return adapter_slots(configured_pairs(cfg), slots)

@@ -16,7 +16,14 @@ from torch.nn import functional as F
 from bridges.conversions import InterleaveQkv, JoinByGroup
 from bridges.rules import Entry
 from bridges.tensor_names import canonical
-from skyrl_megatron.runtime.lora.layers import (
+from skyrl_megatron.runtime.adapters import TrainedAdapters
+from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
+from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
+from skyrl_megatron.runtime.model.local_weights import ADAPTERS
+from skyrl_megatron.runtime.model.moe import freeze_expert_bias
+from skyrl_megatron.runtime.model.scaled_weights import weight_data
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron_lora.layers import (
     JOINED,
     Adapter,
     AdapterSettings,
@@ -28,16 +35,10 @@ from skyrl_megatron.runtime.lora.layers import (
     first_factor,
     second_factor,
 )
-from skyrl_megatron.runtime.lora.targets import Selection
-from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
-from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
-from skyrl_megatron.runtime.model.local_weights import ADAPTERS
-from skyrl_megatron.runtime.model.moe import freeze_expert_bias
-from skyrl_megatron.runtime.model.scaled_weights import weight_data
-from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron_lora.targets import Selection
 
 
-class Adapters:
+class Adapters(TrainedAdapters):
     """All adapters of this rank's chunks. The base is frozen. :meth:`disabled` switches the adapters off."""
 
     def __init__(

@@ -7,17 +7,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import blake3
-
 from bridges.errors import BridgeError
-from bridges.files import open_regular, read_json
+from bridges.files import read_json, weights_fingerprint
 from bridges.peft import AdapterConfig, PeftFolder
 from bridges.plan import Plan
 from bridges.rows import Shape
@@ -228,34 +225,6 @@ def rank_problems(
         yield worst[1]
 
 
-SAMPLES, SAMPLE_BYTES = 64, 64 * 2**10
-
-
-def fingerprint(folder: Path) -> str:
-    """Return a BLAKE3 hash over every safetensors file of a folder: name, size, header, and 64 samples of 64 KiB
-    spread evenly over its data (all data of a smaller file). It is equal for copies of the folder. After a training
-    step every sample differs."""
-    hasher = blake3.blake3()
-    for path in sorted(folder.glob("*.safetensors")):
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            hasher.update(f"{path.name}\0{size}\0".encode())
-            header = file.read(8)
-            hasher.update(header + file.read(min(int.from_bytes(header, "little"), size)))
-            start = file.tell()
-            for offset in _sample_offsets(start, size):
-                # pread: no seek, so the file's position after the header is not needed
-                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
-    return hasher.hexdigest()
-
-
-def _sample_offsets(start: int, stop: int) -> list[int]:
-    """Return the first byte of each sample of ``[start, stop)``."""
-    if stop - start <= SAMPLES * SAMPLE_BYTES:
-        return list(range(start, stop, SAMPLE_BYTES))
-    return [start + (stop - start - SAMPLE_BYTES) * piece // (SAMPLES - 1) for piece in range(SAMPLES)]
-
-
 BASE = "base_model.json"
 """The file of an adapter folder with the fingerprint of the base weights; PEFT defines no such file."""
 _HASH = "fingerprint"
@@ -267,7 +236,7 @@ def selected_modules(selection: Selection, plan: Plan) -> dict[str, Shape]:
 
 
 def base_file(base: str) -> bytes:
-    """Return the content of :data:`BASE`. ``base``: fingerprint of the base weights (:func:`fingerprint`)."""
+    """Return the content of :data:`BASE`. ``base``: :func:`~bridges.files.weights_fingerprint` of the base weights."""
     return (json.dumps({_HASH: base}, indent=2) + "\n").encode()
 
 
@@ -309,7 +278,7 @@ def base_mismatch(folder: Path, base: str | Path) -> str | None:
     except BridgeError:
         # other programs write no base: an adapter of theirs is accepted without this check
         return None
-    ours = base if isinstance(base, str) else fingerprint(base)
+    ours = base if isinstance(base, str) else weights_fingerprint(base)
     if not isinstance(saved, str) or saved == ours:
         return None
     fix = "set trainer.policy.model.path to the model that it was trained on"

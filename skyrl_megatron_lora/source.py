@@ -1,38 +1,38 @@
-"""The factors of a Megatron model's adapters as a source of tensors, for engines that hold the base weights.
+"""Adapters as a source of tensors: alone, for engines that hold the base weights, or merged into the weights.
 
-Factors are sent from the optimizer's memory. Which rows of which rank's shard make up a factor follows from the layer
-that the adapter is attached to, as for the layer's weight (``megatron_source.py``). Nothing is gathered first.
+:class:`AdapterSource` sends factors from the optimizer's memory. Which rows of which rank's shard make up a factor
+follows from the layer that the adapter is attached to, as for the layer's weight (``weight_sync/megatron_source.py``).
+Nothing is gathered first.
+
+:class:`MergedWeightSource` adds an adapter while rows are copied into a bucket, in fp32 with one rounding, as
+``bridges.peft.merge_adapter`` does. The trainer's base weights do not change, a sync needs no second copy of the
+weights, and an adapter of zeros sends the base bit for bit. A rank holds the shards of both factors that its shard of
+the layer needs, so nothing is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skyrl_megatron.config.hf_model import ENGINE_KWARGS
-from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
-from skyrl_megatron.runtime.lora.folder import entry_of
-from skyrl_megatron.runtime.lora.layers import Adapter, Factor
-from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.model.local_weights import LocalWeight
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
-from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
 from skyrl_megatron.weight_sync.buckets import TensorMeta
-from skyrl_megatron.weight_sync.megatron_source import (
-    MegatronWeightSource,
-    MergedWeightSource,
-    QuantisedWeightSource,
-    ranges_in_shards,
-)
-from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, WeightSource, as_rows, dtype_name, memory_id
+from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, ranges_in_shards
+from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, as_rows, dtype_name, memory_id
+from skyrl_megatron_lora.attach import Adapters, adapter_modules
+from skyrl_megatron_lora.folder import entry_of
+from skyrl_megatron_lora.layers import Adapter, Factor
+from skyrl_megatron_lora.tensors import FactorName, stacked
 
 
 class AdapterSource:
-    """The factors that a rank holds of one or several ``adapters`` (by name), named as in ``adapter_tensors.py``: one
+    """The factors that a rank holds of one or several ``adapters`` (by name), named as in ``tensors.py``: one
     adapter after the other, each in module order.
 
     Without a reshard plan, of the ranks that hold shards or copies of a factor the first rank of the first replica
@@ -61,6 +61,9 @@ class AdapterSource:
 
     def sends_adapter(self, adapter: str) -> bool:
         return adapter in self.chosen
+
+    def choose(self, adapters: Sequence[str]) -> None:
+        self.chosen = adapters
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -160,7 +163,7 @@ class AdapterSource:
             ranges = _of_experts(ranges, part, rows, held)
         elif adapter.experts is not None:
             # All experts share this factor. It travels once; the worker expands it
-            # (vllm_adapters._of_local_experts).
+            # (vllm_worker._of_local_experts).
             shape = (1, *shape)
         meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=position)
         local = as_rows(factor.name, self._sent(adapter, factor).detach())
@@ -193,27 +196,53 @@ def _of_experts(ranges: Sequence[RowRange], part: range, rows: int, held: int) -
     ]
 
 
-def weight_source(
-    model: ModelChunks,
-    adapters: Mapping[str, Adapters],
-    groups: ProcessGroups,
-    *,
-    adapters_alone: bool,
-    quantised: bool = False,
-) -> WeightSource:
-    """Return the source of what a rank sends to engines: the weights, with the adapter merged if one is trained, or
-    only ``adapters`` (by name). ``quantised``: engines hold the weights in the 8-bit format of the model's folder.
+@dataclass(slots=True)
+class _Factors:
+    """The factors of an adapter at the last refresh (``Adapter.whole_factors``)."""
 
-    Raises WeightSyncError for an adapter that would be merged into 8-bit weights.
-    """
-    if not adapters:
-        return QuantisedWeightSource.of_folder(model, groups) if quantised else MegatronWeightSource(model, groups)
-    if adapters_alone:
-        return AdapterSource(adapters, groups)
-    if quantised:
-        raise WeightSyncError(
-            "trainer.policy.model.lora.sync_mode=merged: an adapter cannot be merged into 8-bit weights; set "
-            f"{ENGINE_KWARGS}.load_format=dummy and {ENGINE_KWARGS}.hf_overrides.quantization_config=null"
-        )
-    (adapter,) = adapters.values()
-    return MergedWeightSource(adapter, groups)
+    adapter: Adapter
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    def added_to(self, base: Tensor, rows: slice, columns: slice, number: int | None) -> Tensor:
+        """Add rows and columns of B·A to those of the base. ``number``: index of the expert on this rank."""
+        assert self.a is not None and self.b is not None, "refresh() comes first"
+        a, b = (each if number is None or each.dim() == 2 else each[number] for each in (self.a, self.b))
+        # One rounding, at the end, as in bridges.peft.merge_adapter: engines then hold the bits that an export
+        # has.
+        return (base.float() + b[rows] @ a[:, columns] * self.adapter.scale).to(base.dtype)
+
+
+class MergedWeightSource(MegatronWeightSource):
+    """The tensors of :class:`MegatronWeightSource` with ``adapters`` merged."""
+
+    def __init__(self, adapters: Adapters, groups: ProcessGroups) -> None:
+        super().__init__(adapters.model, groups)
+        self._factors: list[_Factors] = []
+        self._of_weight: dict[str, tuple[_Factors, int | None]] = {}
+        for adapter in (module for chunk in adapters.by_chunk for module in adapter_modules(chunk)):
+            self._factors.append(_Factors(adapter))
+            if adapter.experts is None:
+                self._of_weight[f"{adapter.name}.weight"] = self._factors[-1], None
+                continue
+            # one adapter module serves all experts of the rank, but weights are listed expert by expert
+            for number, expert in enumerate(adapter.experts):
+                name = adapter.name.replace(".experts.", f".experts.{expert}.")
+                self._of_weight[f"{name}.weight"] = self._factors[-1], number
+
+    def refresh(self) -> None:
+        """Read the current factors."""
+        for factors in self._factors:
+            factors.a, factors.b = factors.adapter.whole_factors()
+
+    def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
+        for weight, over, replicas, shard in super()._all():
+            if found := self._of_weight.get(weight.entry.name):
+                shard = replace(shard, make=partial(_merged, shard, *found))
+            yield weight, over, replicas, shard
+
+
+@torch.no_grad()
+def _merged(base: TensorShard, factors: _Factors, number: int | None, rows: slice, columns: slice) -> Tensor:
+    part = base.part(rows, columns)
+    return factors.added_to(part if isinstance(part, Tensor) else part(), rows, columns, number)

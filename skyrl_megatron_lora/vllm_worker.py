@@ -1,5 +1,7 @@
 """Adapters in vLLM 0.32: received into free slots while others serve, verified, then activated.
 
+Every worker process of an engine with adapters imports this module before the model is built.
+
 vLLM loads adapters from folders, tensor by tensor: 37,000 tensors for a large one. Here its modules get what its LoRA
 manager would make of them: one set of stacked factors per module.
 
@@ -22,10 +24,11 @@ from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.model_executor.models.interfaces import supports_multimodal
+from vllm.platforms import current_platform
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
+from skyrl_megatron.inference.vllm.compat import WorkerExtension
 from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.point_to_point import SliceReceiver
 from skyrl_megatron.weight_sync.slices import (
@@ -38,6 +41,8 @@ from skyrl_megatron.weight_sync.slices import (
     width_of,
 )
 from skyrl_megatron.weight_sync.tensors import dtype_name, metadata_of
+from skyrl_megatron_lora.tensors import FactorName, stacked
+from skyrl_megatron_lora.vllm_experts import choose_experts_with_adapters
 
 type Pair = dict[str, Tensor]
 """``A`` [rank, in] and ``B`` [out, rank] of a projection; those of experts [experts or 1, …]."""
@@ -348,11 +353,10 @@ class SlotTargets:
                     raise WeightSyncError(f"{path}.{name} differs from what was copied to it: restart this engine")
 
 
-class AdapterExtension:
-    """Methods of a worker that receive and activate adapters; ``compat.WorkerExtension`` mixes them in."""
+class AdapterWorkerExtension(WorkerExtension):
+    """Methods of a worker that receive and activate adapters."""
 
     weight_transfer_engine: Any
-    model_runner: Any
     skyrl_slots: Mapping[str, int] = {}
     """Adapter → the slot that it was received into and that is not active yet."""
     skyrl_targets: AdapterTargetMap | None = None
@@ -455,3 +459,7 @@ class AdapterExtension:
 
     def _manager(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager
+
+
+if current_platform.is_cpu():
+    choose_experts_with_adapters()
