@@ -150,7 +150,7 @@ async def _syncs(
     from skyrl_megatron.workers import weight_synchronizer
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
     from skyrl_megatron_lora.targets import select
-    from skyrl_megatron_lora.tensors import adapter_pairs, adapter_slots
+    from skyrl_megatron_lora.tensors import SentPairs, adapter_pairs, adapter_slots
 
     weight_synchronizer.is_due = lambda *_: False  # type: ignore[attr-defined]  # the probe is measured apart
     hf = json.loads((folder / "config.json").read_text())
@@ -173,7 +173,9 @@ async def _syncs(
     try:
         rank.ask("load", str(folder))
         ranks: list[Any] = [rank]
-        options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_sizes=(bucket_bytes,), adapters=pairs)
+        options: dict[str, Any] = dict(
+            hf_config=hf, dtype="bfloat16", bucket_sizes=(bucket_bytes,), adapters=SentPairs(pairs)
+        )
         ways = {}
         for planned in (False, True):
             synchronizer = WeightSynchronizer(pool, ranks, reshard=planned, **options)

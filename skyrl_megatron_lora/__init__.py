@@ -6,5 +6,5 @@ ADAPTERS.register_path("trained", "skyrl_megatron_lora.folder:configured_adapter
 ADAPTERS.register_path("saved", "skyrl_megatron_lora.folder:save_adapter")
 ADAPTERS.register_path("source", "skyrl_megatron_lora.source:AdapterSource")
 ADAPTERS.register_path("merged_source", "skyrl_megatron_lora.source:MergedWeightSource")
-ADAPTERS.register_path("sent", "skyrl_megatron_lora.tensors:ConfiguredAdapters")
+ADAPTERS.register_path("sent", "skyrl_megatron_lora.tensors:sent_adapters")
 ADAPTERS.register_path("served", "skyrl_megatron_lora.tensors:served_adapters")

@@ -158,13 +158,11 @@ def configured_pairs(
     return {name: pairs(adapter_cfg) for name, adapter_cfg in adapter_configs(cfg).items()}
 
 
-class ConfiguredAdapters:
+@dataclass(frozen=True, slots=True)
+class SentPairs:
     """The adapters that a run sends (``weight_sync.tensors.SentAdapters``)."""
 
-    def __init__(self, cfg: SkyRLTrainConfig) -> None:
-        pairs = configured_pairs(cfg)
-        assert pairs is not None, "the run sends weights"
-        self.pairs: Pairs = pairs
+    pairs: Pairs
 
     @property
     def names(self) -> Sequence[str]:
@@ -172,6 +170,12 @@ class ConfiguredAdapters:
 
     def check(self, metadata: Sequence[Sequence[TensorMeta]]) -> None:
         check_adapters(metadata, self.pairs)
+
+
+def sent_adapters(cfg: SkyRLTrainConfig) -> SentPairs | None:
+    """Return the adapters that a run sends; None if it sends weights."""
+    pairs = configured_pairs(cfg)
+    return None if pairs is None else SentPairs(pairs)
 
 
 def target_modules(adapters: Pairs) -> tuple[str, ...]:

@@ -120,9 +120,11 @@ def adapted(folder, overrides=None, **settings):
 def synchronizer(pool, trainer, folder, overrides=None, **options):
     from bridges.files import text_config
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+    from skyrl_megatron_lora.tensors import SentPairs
 
     options = (
         dict(dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=300.0, reshard=True) | options
     )
     hf = text_config(json.loads((folder / "config.json").read_text()))
-    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapters=pairs_of(folder, overrides), **options)
+    sent = SentPairs(pairs_of(folder, overrides))
+    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapters=sent, **options)

@@ -59,7 +59,6 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/exact.py",
             "skyrl_megatron/inference/vllm/values.py",
             "skyrl_megatron/inference/vllm/wire_app.py",
-            "skyrl_megatron_lora/vllm_worker.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_reshard.py",
         },
