@@ -27,9 +27,9 @@ from bridges.errors import BridgeError
 from bridges.files import read_json
 from bridges.source import ASSETS
 from bridges.staging import write_file
-from skyrl_megatron import hub
 from skyrl_megatron.config.derive import is_data_file, preferences, reward_model, supervised
 from skyrl_megatron.config.fields import Section, field_types, get_path, members_of, sections_of
+from skyrl_megatron.config.hf_model import ADAPTER, cached_folder, model_folder, model_repo
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import active_roles, policy_is_reference, teacher_addresses
 from skyrl_megatron.config.schema.run import get_config_as_dict
@@ -282,7 +282,7 @@ def _models(cfg: SkyRLTrainConfig, role: str) -> Part:
         elsewhere = teacher_addresses(cfg)  # not compared: each job has other addresses
         roles = [f"teacher/{name}" for name in cfg.trainer.teacher.models if name not in elsewhere]
     else:
-        roles = [role, *([hub.ADAPTER] if role == "policy" and cfg.trainer.policy.model.lora.adapter_path else [])]
+        roles = [role, *([ADAPTER] if role == "policy" and cfg.trainer.policy.model.lora.adapter_path else [])]
     parts = [model_part(cfg, one) for one in roles]
     digest = _hash(*(part.digest for part in parts)) if all(part.digest for part in parts) else ""
     return parts[0] if len(parts) == 1 else Part(" and ".join(part.shown for part in parts), digest)
@@ -290,8 +290,8 @@ def _models(cfg: SkyRLTrainConfig, role: str) -> Part:
 
 def model_part(cfg: SkyRLTrainConfig, role: str = "policy") -> Part:
     """Return the part of one model: its weights and its configuration."""
-    repo = hub.model_repo(cfg, role)
-    folder = hub.cached_folder(cfg, role)
+    repo = model_repo(cfg, role)
+    folder = cached_folder(cfg, role)
     named = str(folder) if repo is None else f"{repo.name} of the hub"
     digest = "" if folder is None else model_digest(folder)
     if digest and (changes := _model_changes(cfg, role)):
@@ -331,7 +331,7 @@ def _model_digest(folder: Path, states: tuple[tuple[int, int], ...]) -> str:
 
 def tokenizer_part(cfg: SkyRLTrainConfig) -> Part:
     """Return the part of the policy's tokenizer, without its chat template."""
-    folder = hub.cached_folder(cfg, weights=False)
+    folder = cached_folder(cfg, weights=False)
     if folder is None:
         return Part("", "")
     patterns = [name for name in ASSETS if not name.startswith(("generation_", "chat_template", "*processor_"))]
@@ -354,7 +354,7 @@ _TEXTS = {".md", ""}
 
 def template_part(cfg: SkyRLTrainConfig) -> Part:
     """Return the part of the chat template, with its arguments."""
-    wanted, folder = cfg.generator.chat_template, hub.cached_folder(cfg, weights=False)
+    wanted, folder = cfg.generator.chat_template, cached_folder(cfg, weights=False)
     text = load_template(wanted)
     shown = str(wanted.name_or_path)
     if text is None:
@@ -392,7 +392,7 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
     before the evaluation, weights and data need not be in the cache."""
     commits = json.dumps(dict(cfg.trainer.hub_commits), sort_keys=True)
     identity = {"verb": Part("evaluate", "evaluate"), "model": model_part(cfg)}
-    if (repo := hub.model_repo(cfg, "policy")) is not None:
+    if (repo := model_repo(cfg, "policy")) is not None:
         commit = cfg.trainer.hub_commits.get(repo.key, "")
         identity["model"] = Part(f"{repo.name} of the hub", _hash(repo.key, commit))
     identity |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
@@ -461,7 +461,7 @@ def reference_identity(cfg: SkyRLTrainConfig) -> dict[str, str]:
     kept = dict(_without(get_config_as_dict(cfg), {*NO_NUMBERS, *ONLY_ROUNDING, *NOT_REFERENCE, other}))
     kept = {key.replace(f"trainer.{role}.", "model.", 1): value for key, value in kept.items()}
     return {
-        "model": model_digest(hub.model_folder(cfg, role)),
+        "model": model_digest(model_folder(cfg, role)),
         "configuration": json.dumps(kept, sort_keys=True, default=str),
         "packages": json.dumps({name: value for name, value in versions().items() if name != "python"}),
     }

@@ -34,10 +34,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.config.hf_model import adapter_folder
 from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.hub import adapter_folder
 from skyrl_megatron.runtime.checkpoint import rank_files as rng
 from skyrl_megatron.runtime.engine_settings import FUSED_GRADIENTS, attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
