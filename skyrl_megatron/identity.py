@@ -33,6 +33,7 @@ from skyrl_megatron.config.hf_model import ADAPTER, cached_folder, model_folder,
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import active_roles, policy_is_reference, teacher_addresses
 from skyrl_megatron.config.schema.run import get_config_as_dict
+from skyrl_megatron.config.table import ROLES
 from skyrl_megatron.data.row_files import file_fingerprint
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.rollout.templates import load_template
@@ -74,7 +75,7 @@ NO_NUMBERS = {
     "trainer.hub_commits": "the files of the commit are compared",
     **{
         f"trainer.{role}.{name}": why
-        for role in ("policy", "ref", "critic", "teacher")
+        for role in ROLES
         for name, why in {
             "model.path": "the content of the folder is compared",
             "model.revision": "the content of the folder is compared",
@@ -114,7 +115,7 @@ ONLY_ROUNDING = {
     "trainer.gradient_checkpointing": "a recomputed activation is the same",
     **{
         f"trainer.{role}.megatron_config.{name}": "they do not depend on the layout"
-        for role in ("policy", "ref", "critic", "teacher")
+        for role in ROLES
         for name in _LAYOUT.split()
     },
 }
@@ -183,11 +184,6 @@ class Part:
 
 type Identity = dict[str, Part]
 """Name (``model``, ``data``, …) → part."""
-PARTS = (
-    *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
-    *("adapters", "optimizer", "critic_optimizer"),
-)
-"""Parts of the identity of a run, which ``trainer.resume_other`` can name."""
 NOT_ADAPTERS = {
     "adapter_path": "the content of the folder is compared with the model",
     "dropout": "a setting of training",
@@ -411,7 +407,7 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
 def settings_of(cfg: SkyRLTrainConfig) -> dict[str, Any]:
     """Return key → value of the settings that change the numbers of a step by more than rounding."""
     roles = active_roles(cfg)
-    others = tuple(f"trainer.{role}." for role in ("policy", "ref", "critic", "teacher") if role not in roles)
+    others = tuple(f"trainer.{role}." for role in ROLES if role not in roles)
     values, unwanted = get_config_as_dict(cfg), {*NO_NUMBERS, *ONLY_ROUNDING, *others}
     # An option that is a dictionary is one setting: two runs need not have the same entries of it.
     options = list(_dict_options(cfg))
