@@ -55,6 +55,7 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu.py",
             "skyrl_megatron/inference/vllm/exact.py",
+            "skyrl_megatron/inference/vllm/splicing.py",
             "skyrl_megatron/inference/vllm/values.py",
             "skyrl_megatron/inference/vllm/wire_app.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",

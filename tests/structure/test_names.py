@@ -52,7 +52,7 @@ def test_no_module_of_a_higher_layer_is_named_by_string():
 VLLM_FILES = {
     *(
         f"skyrl_megatron.inference.vllm.{name}"
-        for name in ("admission", "compat", "cpu", "exact", "values", "wire_app")
+        for name in ("admission", "compat", "cpu", "exact", "splicing", "values", "wire_app")
     ),
     *(f"skyrl_megatron.weight_sync.{name}" for name in ("vllm_backend", "vllm_adapters", "vllm_reshard")),
 }
