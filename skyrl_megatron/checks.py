@@ -22,6 +22,7 @@ from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.hardware import Hardware, local_hardware
+from skyrl_megatron.config.hf_model import hub_models
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.resolve import accepts_dict_config
 from skyrl_megatron.config.roles import active_roles
@@ -105,13 +106,13 @@ def _pin_hub_names(run: PlannedRun) -> list[Problem]:
     derive(cfg)  # sets the reference's model to the policy's by default
     lists = {"data.train_data": cfg.data.train_data if run.training else [], "data.val_data": cfg.data.val_data}
     lists |= {f"{SETS}.{name}.data": one.data for name, one in read_eval_sets(cfg.data.eval_sets)[0].items()}
-    references = [*hub.models(cfg, active_roles(cfg))]
+    references = [*hub_models(cfg, active_roles(cfg))]
     references += [reference for key, names in lists.items() for reference in hub.data_sets(key, names)]
     if not references:
         return []
     from skyrl_megatron.trainer.checkpoints import recorded_hub_commits  # loads torch, and few runs need it
 
-    return hub.pin(cfg, references, recorded_hub_commits(cfg), _say)
+    return hub.pin(cfg.trainer.hub_commits, references, recorded_hub_commits(cfg), _say)
 
 
 def check_config[C: SkyRLTrainConfig](

@@ -27,12 +27,13 @@ from bridges.errors import BridgeError
 from bridges.files import read_json, weights_fingerprint
 from bridges.source import ASSETS
 from bridges.staging import write_file
-from skyrl_megatron import hub
 from skyrl_megatron.config.derive import is_data_file, preferences, reward_model, supervised
 from skyrl_megatron.config.fields import Section, field_types, get_path, members_of, sections_of
+from skyrl_megatron.config.hf_model import ADAPTER, cached_folder, model_folder, model_repo
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import active_roles, policy_is_reference, teacher_addresses
 from skyrl_megatron.config.schema.run import get_config_as_dict
+from skyrl_megatron.config.table import ROLES
 from skyrl_megatron.data.row_files import file_fingerprint
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.rollout.templates import load_template
@@ -73,7 +74,7 @@ NO_NUMBERS = {
     "trainer.hub_commits": "the files of the commit are compared",
     **{
         f"trainer.{role}.{name}": why
-        for role in ("policy", "ref", "critic", "teacher")
+        for role in ROLES
         for name, why in {
             "model.path": "the content of the folder is compared",
             "model.revision": "the content of the folder is compared",
@@ -113,7 +114,7 @@ ONLY_ROUNDING = {
     "trainer.gradient_checkpointing": "a recomputed activation is the same",
     **{
         f"trainer.{role}.megatron_config.{name}": "they do not depend on the layout"
-        for role in ("policy", "ref", "critic", "teacher")
+        for role in ROLES
         for name in _LAYOUT.split()
     },
 }
@@ -182,11 +183,6 @@ class Part:
 
 type Identity = dict[str, Part]
 """Name (``model``, ``data``, …) → part."""
-PARTS = (
-    *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
-    *("adapters", "optimizer", "critic_optimizer"),
-)
-"""Parts of the identity of a run, which ``trainer.resume_other`` can name."""
 NOT_ADAPTERS = {
     "adapter_path": "the content of the folder is compared with the model",
     "dropout": "a setting of training",
@@ -281,7 +277,7 @@ def _models(cfg: SkyRLTrainConfig, role: str) -> Part:
         elsewhere = teacher_addresses(cfg)  # not compared: each job has other addresses
         roles = [f"teacher/{name}" for name in cfg.trainer.teacher.models if name not in elsewhere]
     else:
-        roles = [role, *([hub.ADAPTER] if role == "policy" and cfg.trainer.policy.model.lora.adapter_path else [])]
+        roles = [role, *([ADAPTER] if role == "policy" and cfg.trainer.policy.model.lora.adapter_path else [])]
     parts = [model_part(cfg, one) for one in roles]
     digest = _hash(*(part.digest for part in parts)) if all(part.digest for part in parts) else ""
     return parts[0] if len(parts) == 1 else Part(" and ".join(part.shown for part in parts), digest)
@@ -289,8 +285,8 @@ def _models(cfg: SkyRLTrainConfig, role: str) -> Part:
 
 def model_part(cfg: SkyRLTrainConfig, role: str = "policy") -> Part:
     """Return the part of one model: its weights and its configuration."""
-    repo = hub.model_repo(cfg, role)
-    folder = hub.cached_folder(cfg, role)
+    repo = model_repo(cfg, role)
+    folder = cached_folder(cfg, role)
     named = str(folder) if repo is None else f"{repo.name} of the hub"
     digest = "" if folder is None else model_digest(folder)
     if digest and (changes := _model_changes(cfg, role)):
@@ -330,7 +326,7 @@ def _model_digest(folder: Path, states: tuple[tuple[int, int], ...]) -> str:
 
 def tokenizer_part(cfg: SkyRLTrainConfig) -> Part:
     """Return the part of the policy's tokenizer, without its chat template."""
-    folder = hub.cached_folder(cfg, weights=False)
+    folder = cached_folder(cfg, weights=False)
     if folder is None:
         return Part("", "")
     patterns = [name for name in ASSETS if not name.startswith(("generation_", "chat_template", "*processor_"))]
@@ -353,7 +349,7 @@ _TEXTS = {".md", ""}
 
 def template_part(cfg: SkyRLTrainConfig) -> Part:
     """Return the part of the chat template, with its arguments."""
-    wanted, folder = cfg.generator.chat_template, hub.cached_folder(cfg, weights=False)
+    wanted, folder = cfg.generator.chat_template, cached_folder(cfg, weights=False)
     text = load_template(wanted)
     shown = str(wanted.name_or_path)
     if text is None:
@@ -391,7 +387,7 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
     before the evaluation, weights and data need not be in the cache."""
     commits = json.dumps(dict(cfg.trainer.hub_commits), sort_keys=True)
     identity = {"verb": Part("evaluate", "evaluate"), "model": model_part(cfg)}
-    if (repo := hub.model_repo(cfg, "policy")) is not None:
+    if (repo := model_repo(cfg, "policy")) is not None:
         commit = cfg.trainer.hub_commits.get(repo.key, "")
         identity["model"] = Part(f"{repo.name} of the hub", _hash(repo.key, commit))
     identity |= {"tokenizer": tokenizer_part(cfg), "template": template_part(cfg)}
@@ -410,7 +406,7 @@ def evaluation_identity(cfg: SkyRLTrainConfig) -> Identity:
 def settings_of(cfg: SkyRLTrainConfig) -> dict[str, Any]:
     """Return key → value of the settings that change the numbers of a step by more than rounding."""
     roles = active_roles(cfg)
-    others = tuple(f"trainer.{role}." for role in ("policy", "ref", "critic", "teacher") if role not in roles)
+    others = tuple(f"trainer.{role}." for role in ROLES if role not in roles)
     values, unwanted = get_config_as_dict(cfg), {*NO_NUMBERS, *ONLY_ROUNDING, *others}
     # An option that is a dictionary is one setting: two runs need not have the same entries of it.
     options = list(_dict_options(cfg))
@@ -460,7 +456,7 @@ def reference_identity(cfg: SkyRLTrainConfig) -> dict[str, str]:
     kept = dict(_without(get_config_as_dict(cfg), {*NO_NUMBERS, *ONLY_ROUNDING, *NOT_REFERENCE, other}))
     kept = {key.replace(f"trainer.{role}.", "model.", 1): value for key, value in kept.items()}
     return {
-        "model": model_digest(hub.model_folder(cfg, role)),
+        "model": model_digest(model_folder(cfg, role)),
         "configuration": json.dumps(kept, sort_keys=True, default=str),
         "packages": json.dumps({name: value for name, value in versions().items() if name != "python"}),
     }

@@ -1,4 +1,4 @@
-"""One request of an agent, in the view of vLLM's serving code, which asks it for tokens (``wire_app.Exchange``)."""
+"""One request of an agent, in the view of vLLM's serving code, which asks it for tokens (``splicing.Exchange``)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AgentCall:
 
     def prefix_of(self, messages: Sequence[Mapping[str, Any]], scope: Any) -> Any:
         """Return the tokens of the longest path that the messages begin with."""
-        from skyrl_megatron.inference.vllm.wire_app import Prefix
+        from skyrl_megatron.inference.vllm.splicing import Prefix
 
         self.match = match = self.trajectory.graph.match(messages, scope)
         if match.unmatched is not None and not self.trajectory.first_unmatched:
@@ -66,7 +66,7 @@ class AgentCall:
 
     def prefix_of_text(self, prompt: Any) -> Any:
         """Return the tokens of the longest prompt and answer that a prompt begins with."""
-        from skyrl_megatron.inference.vllm.wire_app import Prefix
+        from skyrl_megatron.inference.vllm.splicing import Prefix
 
         if not isinstance(prompt, str):
             parent = self.trajectory.graph.continued(prompt)

@@ -21,8 +21,9 @@ from bridges.peft import CONFIG, WEIGHTS, AdapterConfig, PeftFolder, adapter_con
 from bridges.rows import Shape
 from bridges.rules import Entry
 from bridges.staging import staged, write_file
+from skyrl_megatron.config.hf_model import adapter_folder
 from skyrl_megatron.errors import CheckpointError, ConfigError, ModelLoadError, SkyRLMegatronWarning
-from skyrl_megatron.hub import adapter_folder, origin
+from skyrl_megatron.hub import origin
 from skyrl_megatron.runtime.hf_weights import HfTensor, write_pieces
 from skyrl_megatron.runtime.parallel_state import ProcessGroups, from_rank_0, raise_on_all_ranks
 from skyrl_megatron_lora.attach import Adapters, adapter_modules, attach

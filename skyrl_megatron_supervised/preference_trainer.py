@@ -15,10 +15,9 @@ import torch
 
 from bridges.families import get_family
 from bridges.source import FolderChanges
-from skyrl_megatron import hub
 from skyrl_megatron.algorithms.metrics import Mean, merge_metrics, metric_values
 from skyrl_megatron.config.derive import preferences
-from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.hf_model import cached_folder, read_hf_config
 from skyrl_megatron.config.schema.supervised import DPOConfig
 from skyrl_megatron.data.vocabulary import named_tokens, padding_token
 from skyrl_megatron.progress import current_task
@@ -186,7 +185,7 @@ class RewardTrainer(PreferenceTrainer):
         transformers reads the score at the last token that is not padding, so the token for padding is none that ends
         an answer, and the tokenizer pads with it too.
         """
-        folder = hub.cached_folder(self.cfg, weights=False)
+        folder = cached_folder(self.cfg, weights=False)
         ends = {*self.train_dataset.chat.stop_ids, *(named_tokens(folder, "eos_token_id") if folder else ())}
         padding = padding_token(self.tokenizer, ends)
         family = get_family(str((read_hf_config(self.cfg) or {}).get("model_type")))

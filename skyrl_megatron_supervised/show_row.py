@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import hub
 from skyrl_megatron.command import run_command
 from skyrl_megatron.config.derive import derive, supervised
+from skyrl_megatron.config.hf_model import hub_models, model_folder
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, DataError, Problem
@@ -92,10 +93,10 @@ def _rendered(cfg: SkyRLTrainConfig, number: int) -> tuple[str, Sequences, Decod
 
     if not cfg.data.train_data:
         raise ConfigError([Problem("data.train_data", [], f"name the data set whose row {number} is shown")])
-    references = [*hub.models(cfg, ["policy"]), *hub.data_sets("data.train_data", cfg.data.train_data)]
-    if problems := hub.pin(cfg, references, {}, _on_stderr):
+    references = [*hub_models(cfg, ["policy"]), *hub.data_sets("data.train_data", cfg.data.train_data)]
+    if problems := hub.pin(cfg.trainer.hub_commits, references, {}, _on_stderr):
         raise ConfigError(problems)
-    folder = hub.model_folder(cfg, weights=False)
+    folder = model_folder(cfg, weights=False)
     tokenizer: Any = load_tokenizer(folder, trust_remote_code=cfg.trainer.trust_remote_code)
     generator = cfg.generator
     chat = ChatFormat(tokenizer, load_template(generator.chat_template), generator.chat_template_kwargs)

@@ -389,7 +389,7 @@ class BaseFunctionRegistry:
             raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
         cls._functions.pop(name, None)
         cls._unloadable.pop(name, None)
-        cls._rows.remove(name)
+        cls._forget_row(name)
         cls._client.note(Change(name, None, GONE))
 
     @classmethod
@@ -400,7 +400,7 @@ class BaseFunctionRegistry:
         for name in cls._client.changed():
             cls._client.note(Change(name, None, BUILT_IN if name in cls._builtin else GONE))
         for name in cls._functions:
-            cls._rows.remove(name)
+            cls._forget_row(name)
         cls._functions.clear()
         cls._unloadable.clear()
 
@@ -455,6 +455,13 @@ class BaseFunctionRegistry:
                 cls._functions[change.name] = cloudpickle.loads(change.function)
             except Exception as error:  # a module missing here must not hide the other functions
                 cls._unloadable[change.name] = f"{type(error).__name__}: {error}"
+
+    @classmethod
+    def _forget_row(cls, name: str) -> None:
+        """Remove the row of a custom function. That of a built-in function came with its module, which is imported
+        once, and stays for :meth:`repopulate_registry`."""
+        if name not in cls._builtin:
+            cls._rows.remove(name)
 
     @classmethod
     def _listing(cls) -> str:

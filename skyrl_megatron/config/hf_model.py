@@ -1,28 +1,95 @@
-"""Read sizes, KV-cache bytes and rotary parameters from a Hugging Face ``config.json``, without transformers.
+"""The Hugging Face models that a configuration names: their repositories, their folders on this node, and what their
+``config.json`` says of sizes, KV-cache bytes and rotary parameters, without transformers.
 
-``bridges/`` describes the exact tensors of a model.
+A process that opens a model calls :func:`model_folder` on its node. ``bridges/`` describes the exact tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges import files as json_file
 from bridges.errors import BridgeError
 from skyrl_megatron import hub
 from skyrl_megatron.config.layout import ModelDimensions
-from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.errors import ConfigError, HubError, Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
+ADAPTER = "adapter"
+"""Used as a role: the initial adapter of the policy."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of ``config.json`` that hold the number of experts of a layer, by family."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
 ENGINE_KWARGS = "generator.inference_engine.engine_init_kwargs"
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def model_repo(cfg: SkyRLTrainConfig, role: str) -> hub.Repo | None:
+    """Return the hub repository of a role's model; None for a local folder."""
+    _, path, revision = _named(cfg, role)
+    repo = hub.Repo("model", path, revision, role == ADAPTER)
+    return repo if repo.key in cfg.trainer.hub_commits or hub.is_hub_name(repo.name) else None
+
+
+def _named(cfg: SkyRLTrainConfig, role: str) -> tuple[str, str, str | None]:
+    """Return (configuration key, name or folder, revision) of a role's model. Named teachers are ``teacher/NAME``."""
+    if role.startswith("teacher/"):
+        return "trainer.teacher.models", cfg.trainer.teacher.models[role.removeprefix("teacher/")], None
+    if role != ADAPTER:
+        model = getattr(cfg.trainer, role).model
+        return f"trainer.{role}.model.path", model.path or "", model.revision
+    path = cfg.trainer.policy.model.lora.adapter_path or ""
+    name, _, revision = path.partition("@")
+    return "trainer.policy.model.lora.adapter_path", *(
+        (path, None) if os.path.exists(path) else (name, revision or None)
+    )
+
+
+def adapter_folder(cfg: SkyRLTrainConfig) -> Path | None:
+    """Return the folder of the initial adapter, see :func:`model_folder`; None if training starts with a new one."""
+    return model_folder(cfg, ADAPTER) if cfg.trainer.policy.model.lora.adapter_path else None
+
+
+def model_folder(
+    cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True, say: hub.Say = hub.quiet
+) -> Path:
+    """Return the folder of a role's model on this node. Without ``weights``: configuration and tokenizer only.
+
+    Downloads a hub model that is not in the cache of this node; ``say`` gets the progress. Raises ConfigError with the
+    key ``trainer.ROLE.model.path`` and the fix.
+    """
+    repo = model_repo(cfg, role)
+    if repo is None:
+        return Path(_named(cfg, role)[1]).expanduser()
+    try:
+        commit = cfg.trainer.hub_commits.get(repo.key) or hub.resolve(repo)
+        return hub.fetch(
+            repo, commit, hub.WHOLE if weights else hub.SMALL, say=say, stall_s=cfg.trainer.phase_timeout_s
+        )
+    except HubError as error:
+        raise ConfigError([Problem(_named(cfg, role)[0], repo.name, str(error))]) from error
+
+
+def cached_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True) -> Path | None:
+    """Return the result of :func:`model_folder`, or None if the model is not in the cache."""
+    repo = model_repo(cfg, role)
+    if repo is None:
+        return model_folder(cfg, role)
+    commit = cfg.trainer.hub_commits.get(repo.key) or hub.cached_commit(repo)
+    return hub.cached(repo, commit, hub.WHOLE if weights else hub.SMALL) if commit else None
+
+
+def hub_models(cfg: SkyRLTrainConfig, roles: Sequence[str]) -> Iterator[hub.HubReference]:
+    """Yield the hub models of ``roles``, and the initial adapter of the policy."""
+    for role in (*roles, ADAPTER):
+        if repo := model_repo(cfg, role):
+            yield hub.HubReference(_named(cfg, role)[0], repo.name, repo)
 
 
 def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any] | None:
@@ -32,7 +99,7 @@ def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any
     invalid.
     """
     path = str(getattr(cfg.trainer, role).model.path)
-    folder = hub.cached_folder(cfg, role, weights=False)
+    folder = cached_folder(cfg, role, weights=False)
     if folder is None:
         return None
     try:

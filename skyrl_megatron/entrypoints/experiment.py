@@ -17,6 +17,7 @@ from skyrl_megatron import hub
 from skyrl_megatron import progress as start_times
 from skyrl_megatron.command import redirect_stderr, terminal
 from skyrl_megatron.config.fully_async import is_reproducible
+from skyrl_megatron.config.hf_model import hub_models, model_folder
 from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.schema.evaluation import SETS, eval_sets
@@ -68,7 +69,7 @@ class BasePPOExp:
         require_available(self.cfg)
         load_plugins(self.cfg.trainer.plugins)
         self._recorded = recorded_hub_commits(self.cfg)
-        self._pin(hub.models(self.cfg, active_roles(self.cfg)))
+        self._pin(hub_models(self.cfg, active_roles(self.cfg)))
         with current_task("read tokenizer and data"):
             self.tokenizer = self.get_tokenizer()
             self._check_tokenizer()
@@ -88,7 +89,7 @@ class BasePPOExp:
         """Load the policy's tokenizer."""
         trainer = self.cfg.trainer
         return load_tokenizer(
-            str(hub.model_folder(self.cfg, weights=False)),
+            str(model_folder(self.cfg, weights=False)),
             trust_remote_code=trainer.trust_remote_code,
             padding_side=padding_side,
         )
@@ -96,7 +97,7 @@ class BasePPOExp:
     def _check_tokenizer(self) -> None:
         """Check what the checks before the start could not: a model of the hub, the tokenizer of a script."""
         if callable(getattr(self.tokenizer, "get_vocab", None)):
-            folder, tp = hub.model_folder(self.cfg, weights=False), role_layout(self.cfg, "policy").tp
+            folder, tp = model_folder(self.cfg, weights=False), role_layout(self.cfg, "policy").tp
             with warnings.catch_warnings(action="ignore"):
                 require_vocabulary(self.tokenizer, folder, tp=tp, stops=configured_stops(self.cfg.generator))
 
@@ -219,7 +220,7 @@ class BasePPOExp:
 
     def _pin(self, asked: Iterable[hub.HubReference]) -> None:
         asked, say = list(asked), _say(self.cfg)
-        if problems := hub.pin(self.cfg, asked, self._recorded, say):
+        if problems := hub.pin(self.cfg.trainer.hub_commits, asked, self._recorded, say):
             raise ConfigError(problems)
         for key in dict.fromkeys(each.repo.key for each in asked):
             origin = ", as in the checkpoint" if key in self._recorded else ""

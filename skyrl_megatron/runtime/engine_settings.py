@@ -8,11 +8,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
+from skyrl_megatron.config.hf_model import model_folder
 from skyrl_megatron.config.roles import is_frozen, trains_draft
 from skyrl_megatron.config.rules.exact_rules import uses_local_layers
 from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
 from skyrl_megatron.config.schema.models import AUTO
-from skyrl_megatron.hub import model_folder
 from skyrl_megatron.runtime.model.description import HfModel, read_hf_model, with_rotary
 
 if TYPE_CHECKING:

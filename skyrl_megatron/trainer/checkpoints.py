@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridges.source import HF_SUBFOLDER, FolderChanges
+from skyrl_megatron.config.hf_model import cached_folder
 from skyrl_megatron.errors import CheckpointError, ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.identity import (
     Identity,
     as_json,

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.schema.evaluation import StopCondition
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
 from skyrl_megatron.identity import is_of_other, run_identity
@@ -200,7 +200,7 @@ def remaining_work(cfg: SkyRLTrainConfig) -> RemainingWork | None:
 def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
     if cfg.trainer.hf_save_interval <= 0:
         return []
-    roles = [role for role in ("policy", "critic") if role in active_roles(cfg)]
+    roles = [role for role in active_roles(cfg) if not is_frozen(role)]
     folders = {role: export_folder(cfg.trainer.export_path, step, role) for role in roles}
     identity, allowed = run_identity(cfg, data=()), cfg.trainer.resume_other
     return [

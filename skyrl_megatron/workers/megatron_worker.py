@@ -369,7 +369,8 @@ class RankProcess:
         from skyrl_megatron.runtime.adapters import save_adapter
         from skyrl_megatron.runtime.hf_weights import save_hf
 
-        engine, card = self.engine, model_card(self.cfg)
+        engine, trainer = self.engine, self.cfg.trainer
+        card = model_card(trainer.hub_commits, trainer.policy.model.path)
         engine.onload("weights")
         if engine.adapters is None:
             save_hf(engine.model, engine.groups, folder, card=card, changes=changes)

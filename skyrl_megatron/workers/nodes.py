@@ -26,7 +26,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_megatron import hub
+from skyrl_megatron.config.hf_model import ADAPTER, model_folder, model_repo
 from skyrl_megatron.errors import ConfigError, DistributedError, LaunchError, SkyRLMegatronWarning
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, unpickled_line
 
@@ -330,7 +330,7 @@ class NodeFetch:
     def fetch(self, cfg: SkyRLTrainConfig, roles: Sequence[str]) -> None:
         """Fetch the models of ``roles`` to this node's cache. Raises ConfigError."""
         for role in roles:
-            hub.model_folder(cfg, role, say=self._lines.append)
+            model_folder(cfg, role, say=self._lines.append)
 
     def lines(self) -> list[str]:
         """Return the progress lines since the last call."""
@@ -344,7 +344,7 @@ def fetch_models(
 
     Raises ConfigError with the node's address if a node cannot fetch one, and DistributedError if it does not answer.
     """
-    roles = [role for role in (*roles, hub.ADAPTER) if hub.model_repo(cfg, role) is not None]
+    roles = [role for role in (*roles, ADAPTER) if model_repo(cfg, role) is not None]
     if not roles:
         return
     here = ray.get_runtime_context().get_node_id()
@@ -360,7 +360,7 @@ def fetch_models(
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     try:
         for role in roles:
-            hub.model_folder(cfg, role, say=say)
+            model_folder(cfg, role, say=say)
         while waiting:
             done, _ = ray.wait([*waiting], timeout=POLL_S)
             for reference, node in [*waiting.items()]:

@@ -14,7 +14,14 @@ from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.derive import reward_model, supervised
 from skyrl_megatron.config.fields import source_of
-from skyrl_megatron.config.hf_model import ENGINE_KWARGS, EXPERT_COUNTS, engines_quantise, read_hf_config
+from skyrl_megatron.config.hf_model import (
+    ADAPTER,
+    ENGINE_KWARGS,
+    EXPERT_COUNTS,
+    cached_folder,
+    engines_quantise,
+    read_hf_config,
+)
 from skyrl_megatron.config.roles import (
     active_roles,
     adapter_configs,
@@ -28,7 +35,6 @@ from skyrl_megatron.config.rules.passthrough import distribution_changes
 from skyrl_megatron.config.rules.role_rules import adapter_problems
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
-from skyrl_megatron.hub import ADAPTER, cached_folder
 from skyrl_megatron_observe.preflight.foreign_values import transformer_values
 
 if TYPE_CHECKING:

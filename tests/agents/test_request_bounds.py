@@ -94,16 +94,16 @@ def test_a_body_of_more_bytes_than_a_context_is_not_read(setting):
 
 def test_wide_requests_are_converted_in_another_thread(setting, monkeypatch):
     """And their answers are those that other requests get."""
-    from skyrl_megatron.inference.vllm import wire_app
+    from skyrl_megatron.inference.vllm import splicing
 
     threads = []
-    original = wire_app._SplicingRenderer.preprocess_chat
+    original = splicing.SplicingRenderer.preprocess_chat
 
     async def noted(self, *given, **options):
         threads.append(threading.current_thread().name)
         return await original(self, *given, **options)
 
-    monkeypatch.setattr(wire_app._SplicingRenderer, "preprocess_chat", noted)
+    monkeypatch.setattr(splicing.SplicingRenderer, "preprocess_chat", noted)
     trajectory = setting.open()
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a"] * 2100}}}
     history = [USER]
@@ -138,10 +138,10 @@ def test_the_thread_of_wide_requests_ends_with_the_gateway(setting, tmp_path):
 
 def test_requests_of_a_trajectory_are_converted_one_at_a_time(setting, monkeypatch):
     """Those of another one are not behind them."""
-    from skyrl_megatron.inference.vllm import wire_app
+    from skyrl_megatron.inference.vllm import splicing
 
     now, most, order = {}, {}, []
-    original = wire_app._SplicingRenderer.preprocess_chat
+    original = splicing.SplicingRenderer.preprocess_chat
 
     async def noted(self, request, *given, **options):
         name = request.user
@@ -152,7 +152,7 @@ def test_requests_of_a_trajectory_are_converted_one_at_a_time(setting, monkeypat
         now[name] -= 1
         return await original(self, request, *given, **options)
 
-    monkeypatch.setattr(wire_app._SplicingRenderer, "preprocess_chat", noted)
+    monkeypatch.setattr(splicing.SplicingRenderer, "preprocess_chat", noted)
     mine, other = setting.open(), setting.open()
 
     async def ask():
@@ -289,11 +289,11 @@ def test_structured_outputs_of_another_type_are_the_requests_fault(setting, path
 
 def test_what_vllm_fails_on_is_a_fault_of_the_request_or_of_the_policy(setting, monkeypatch):
     """Planted, because faults of vLLM are mended there: before sampling, and when the answer is parsed."""
-    from skyrl_megatron.inference.vllm import wire_app
+    from skyrl_megatron.inference.vllm import splicing, wire_app
 
     trajectory = setting.open()
     with monkeypatch.context() as patch:
-        patch.setattr(wire_app, "_plain", lambda message: message.nothing)
+        patch.setattr(splicing, "_plain", lambda message: message.nothing)
         answer = post(trajectory, CHAT, asked("a"))
     assert answer.status_code == 400 and not trajectory.failure and not trajectory.agents_failure
     with monkeypatch.context() as patch:

@@ -25,11 +25,32 @@ def built_in(losses):
     return losses
 
 
+def test_a_built_in_function_keeps_the_row_that_it_brought():
+    """As a loss whose row is in its decorator: removing it and restoring it does not import its module again."""
+    from skyrl_megatron.algorithms.registry import REGISTRIES, BaseFunctionRegistry
+    from skyrl_megatron.config.table import LossRow, ObjectiveTable
+
+    class WithRows(BaseFunctionRegistry):
+        _function_type = "function of a test"
+        _rows = ObjectiveTable("trainer.algorithm.policy_loss_type", "losses", {})
+
+    try:
+        for name in ("brought", "custom"):
+            WithRows._rows.add(name, LossRow(meaning=name))
+        WithRows.add_builtins(["brought"], {"brought": sorted})
+        WithRows.register("custom", reversed)
+        WithRows.unregister("brought")
+        WithRows.repopulate()
+    finally:
+        REGISTRIES.pop(WithRows._actor_name)
+    assert [*WithRows._rows.rows] == ["brought"] and WithRows.list_available() == ["brought"]
+
+
 def test_names_without_ray(built_in):
-    from skyrl_megatron.algorithms.losses import PolicyLossType, register_policy_loss, regular
+    from skyrl_megatron.algorithms.losses import BUILT_IN, PolicyLossType, register_policy_loss, regular
 
     assert built_in.get("regular") is built_in.get(PolicyLossType.REGULAR) is regular
-    assert sorted(built_in.list_available()) == sorted(PolicyLossType)
+    assert {*built_in.list_available()} == {*BUILT_IN} >= {*PolicyLossType}
 
     @register_policy_loss("mine")
     def mine():

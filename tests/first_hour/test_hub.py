@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_megatron import hub as names
-from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config import SkyRLTrainConfig, hf_model
 from skyrl_megatron.errors import ConfigError, DataError, HubError
 from skyrl_megatron.hub import Repo, download
 from tests.bridges.tiny_models import SIZES
@@ -96,8 +96,8 @@ def test_a_folder_of_that_name_wins(tmp_path, monkeypatch):
     Path("models/moe").mkdir(parents=True)
     assert not names.is_hub_name("models/moe")
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.policy.model.path=models/moe"])
-    assert names.model_folder(cfg) == tmp_path / "models/moe" and names.models(cfg, ["policy"]) is not None
-    assert not [*names.models(cfg, ["policy"])]
+    assert hf_model.model_folder(cfg) == tmp_path / "models/moe" and hf_model.hub_models(cfg, ["policy"]) is not None
+    assert not [*hf_model.hub_models(cfg, ["policy"])]
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_a_cache_made_elsewhere_serves_a_node_without_network(tmp_path, monkeypa
     hub_endpoint.use(monkeypatch, tmp_path, HF_HUB_OFFLINE="1")
     folder = by_hand(tmp_path, FILES)
     cfg = config()
-    assert names.model_folder(cfg) == folder
-    assert names.pin(cfg, names.models(cfg, ["policy", "ref"]), {}) == []
+    assert hf_model.model_folder(cfg) == folder
+    assert names.pin(cfg.trainer.hub_commits, hf_model.hub_models(cfg, ["policy", "ref"]), {}) == []
     assert cfg.trainer.hub_commits == {"acme/tiny@main": folder.name}
     (folder / "model-2-of-2.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set.*HF_HOME=\S+ hf download acme/tiny"):
-        names.model_folder(cfg)
-    assert names.model_folder(cfg, weights=False) == folder
+        hf_model.model_folder(cfg)
+    assert hf_model.model_folder(cfg, weights=False) == folder
 
 
 @pytest.mark.process
@@ -248,7 +248,7 @@ def test_models_that_are_no_such_thing(hub):
         names.fetch(Repo("model", "acme/pickled"), pickled, names.WHOLE)
     hub.repository("acme/adapter").push({"adapter_config.json": b"{}"})
     cfg = config(model="acme/adapter")
-    (problem,) = names.pin(cfg, names.models(cfg, ["policy"]), {})
+    (problem,) = names.pin(cfg.trainer.hub_commits, hf_model.hub_models(cfg, ["policy"]), {})
     assert "has no config.json" in str(problem)
 
 
@@ -259,11 +259,12 @@ def test_models_that_are_no_such_thing(hub):
 def test_a_checkpoints_commits_count_where_branches_moved(hub):
     moved = hub.repository(TINY.name).push(FILES | {"config.json": b"{}"})
     cfg = config()
-    assert names.pin(cfg, names.models(cfg, ["policy", "ref"]), {"acme/tiny@main": hub.first}) == []
+    asked = hf_model.hub_models(cfg, ["policy", "ref"])
+    assert names.pin(cfg.trainer.hub_commits, asked, {"acme/tiny@main": hub.first}) == []
     assert cfg.trainer.hub_commits == {"acme/tiny@main": hub.first}
-    assert (names.model_folder(cfg) / "config.json").read_bytes() == CONFIG
+    assert (hf_model.model_folder(cfg) / "config.json").read_bytes() == CONFIG
     other = config("trainer.policy.model.revision=main")
-    names.pin(other, names.models(other, ["policy"]), {"acme/tiny@v1": hub.first})
+    names.pin(other.trainer.hub_commits, hf_model.hub_models(other, ["policy"]), {"acme/tiny@v1": hub.first})
     assert other.trainer.hub_commits == {"acme/tiny@main": moved}
 
 
@@ -280,9 +281,9 @@ def test_an_export_names_its_origin(tmp_path):
     assert (written["base_model_name_or_path"], written["revision"]) == (repo.name, repo.revision)
 
     cfg = config("trainer.policy.model.revision=v2")
-    assert names.model_card(cfg) is None
+    assert names.model_card(cfg.trainer.hub_commits, cfg.trainer.policy.model.path) is None
     cfg.trainer.hub_commits = {"acme/tiny@v2": "a" * 40, "datasets/acme/sums@main": "b" * 40}
-    card = names.model_card(cfg)
+    card = names.model_card(cfg.trainer.hub_commits, cfg.trainer.policy.model.path)
     assert yaml.safe_load(card.split("---")[1]) == {"base_model": "acme/tiny", "datasets": ["acme/sums"]}
     assert f"- acme/tiny (v2): `{'a' * 40}`" in card
 

@@ -300,8 +300,8 @@ def test_an_engine_over_nodes_on_gpus_of_its_own(nodes):
 
 @pytest.mark.process
 def test_a_hub_model_is_on_every_node_before_anything_there_needs_it(nodes, hub, tmp_path, monkeypatch):
+    from skyrl_megatron.config.hf_model import model_folder
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.hub import model_folder
     from skyrl_megatron.workers import placement
     from skyrl_megatron.workers.nodes import fetch_models
 

@@ -172,12 +172,13 @@ def test_another_optimizer_is_another_run(start):
         refuse_other("trainer.ckpt_path", "/a", run_identity(before), after, run_identity(after))
 
 
-def test_every_part_can_be_allowed():
-    from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.identity import PARTS
+def test_every_part_can_be_allowed(start):
+    from skyrl_megatron.identity import run_identity
 
-    cfg = SkyRLTrainConfig.from_cli_overrides([f"trainer.resume_other=[{','.join(PARTS)}]"])
-    assert tuple(cfg.trainer.resume_other) == PARTS
+    cfg = configured(start, "SkyRLTrainConfig")
+    parts = [*run_identity(cfg)]
+    allowing = configured(start, "SkyRLTrainConfig", **{"trainer.resume_other": f"[{','.join(parts)}]"})
+    assert allowing.trainer.resume_other == parts and len(parts) > 5
 
 
 def test_verbs_and_environments_differ(start):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 MEASURE = "log_max_attention_logit"
+NEEDS_PACKING = "needs packed sequences: set trainer.use_sample_packing=true"
 _AWARE, _ON_HOST, _DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_distributed_optimizer"
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _MASTERS = "main_params_dtype"
@@ -87,8 +88,7 @@ def megatron_problems(
     ``hf``: the model's ``config.json``, {} if it is not available."""
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     if megatron.context_parallel_size > 1 and not cfg.trainer.use_sample_packing:
-        fix = "needs packed sequences: set trainer.use_sample_packing=true"
-        yield Problem(f"{section}context_parallel_size", megatron.context_parallel_size, fix)
+        yield Problem(f"{section}context_parallel_size", megatron.context_parallel_size, NEEDS_PACKING)
     if megatron.moe_enable_routing_replay and role not in ("policy", "ref"):
         fix = "only the policy and the reference can replay the experts of the policy's engine: remove this key"
         yield Problem(f"{section}moe_enable_routing_replay", True, fix)
@@ -136,7 +136,7 @@ def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, sectio
         if is_frozen(role):
             yield Problem(measured, True, "logits are measured in training, and this role is not trained: remove it")
         elif not cfg.trainer.use_sample_packing:
-            yield Problem(measured, True, "needs packed sequences: set trainer.use_sample_packing=true")
+            yield Problem(measured, True, NEEDS_PACKING)
     if not options.get("qk_clip"):
         return
     settings = getattr(cfg.trainer, role)
@@ -145,7 +145,7 @@ def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, sectio
     elif settings.optimizer_config.optimizer != "muon":
         yield Problem(key, True, f"belongs to Muon: set trainer.{role}.optimizer_config.optimizer=muon, or remove it")
     if not cfg.trainer.use_sample_packing:
-        yield Problem(key, True, "needs packed sequences: set trainer.use_sample_packing=true")
+        yield Problem(key, True, NEEDS_PACKING)
     for name, most in (("qk_clip_alpha", 1.0), ("qk_clip_threshold", float("inf"))):
         value = options.get(name)
         if value is not None and not (isinstance(value, int | float) and 0 < value < most):

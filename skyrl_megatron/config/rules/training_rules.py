@@ -45,8 +45,8 @@ def training_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     trainer, n = cfg.trainer, cfg.generator.n_samples_per_prompt
     train, roles = trainer.train_batch_size, active_roles(cfg)
-    for role in ("policy", "critic"):
-        if role not in roles:
+    for role in roles:
+        if is_frozen(role):
             continue
         key = f"trainer.{role}_mini_batch_size"
         mini: int = getattr(trainer, f"{role}_mini_batch_size")
@@ -292,7 +292,7 @@ def _uncorrected(cfg: SkyRLTrainConfig, key: str, otherwise: str) -> Iterator[Pr
     if _corrects_for_staleness(algorithm):
         return
     loss, row = algorithm.policy_loss_type, LOSSES[algorithm.policy_loss_type]
-    anchored = one_of(name for name in ("regular", "dual_clip") if LOSSES[name].anchor == "ratio_anchor")
+    anchored = one_of(name for name, other in LOSSES.rows.items() if other.anchor == "ratio_anchor")
     reading = one_of(name for name, other in LOSSES.rows.items() if other.reads_rollout)
     others = f"ratio_anchor=rollout with {anchored}, or policy_loss_type={reading}"
     fix = (

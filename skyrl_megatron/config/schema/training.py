@@ -21,13 +21,12 @@ from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 
 Tracker = Annotated[str, Registered("wandb", "mlflow", "swanlab", "tensorboard", "console")]
-OtherPart = Annotated[
-    str,
-    OneOf(
-        *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
-        *("adapters", "optimizer", "critic_optimizer"),
-    ),
-]
+IDENTITY_PARTS = (
+    *("verb", "model", "reference", "critic", "teacher", "tokenizer", "template", "data", "environment"),
+    *("adapters", "optimizer", "critic_optimizer"),
+)
+"""Parts of the identity of a run (``identity.py``), which ``trainer.resume_other`` can name."""
+OtherPart = Annotated[str, OneOf(*IDENTITY_PARTS)]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from bridges.errors import BridgeError
 from bridges.files import check_folder
 from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token, rope_parameters
+from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token, model_repo, rope_parameters
 from skyrl_megatron.config.roles import sends_adapters_alone
 from skyrl_megatron.config.rules.passthrough import distribution_changes
 from skyrl_megatron.config.rules.passthrough_keys import ENGINE
@@ -256,7 +256,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     """
     generator, engine = cfg.generator, cfg.generator.inference_engine
     megatron = cfg.trainer.policy.megatron_config
-    repo = hub.model_repo(cfg, "policy")
+    repo = model_repo(cfg, "policy")
     extra = {name: value for name, value in engine.engine_init_kwargs.items() if name not in ENGINE.own_keys}
     evaluation = generator.eval_sampling_params
     responses = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length if evaluation else 0)

@@ -148,6 +148,6 @@ def plugins(cfg):
 
 def repositories(cfg):
     """What is asked of the hub."""
-    from skyrl_megatron.hub import model_repo
+    from skyrl_megatron.config.hf_model import model_repo
 
     return [model_repo(cfg, role) for role in ("policy", "ref")]
