@@ -243,7 +243,7 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 STATIC = Path(__file__).with_name("static")
-SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "samples", "agents", "compare", "main")
+SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "choices", "samples", "agents", "compare", "main")
 """Parts of the page's script, in the order of their dependencies."""
 SPAN_BYTES = 1_500_000
 EXPERT_BYTES = 1_000_000
