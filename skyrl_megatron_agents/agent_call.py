@@ -117,8 +117,10 @@ class AgentCall:
             self.trajectory.in_flight -= count
         await self.take_turn()
         self.prompt_ids, self.generations = prompt_ids, list(generations)
-        self.trajectory.tokens += sum(len(each.token_ids) for each in self.generations)
-        if changes and any(each.support is None or name in WEIGHTS for each in generations for name in changes):
+        self.trajectory.tokens += sum(len(generation.token_ids) for generation in self.generations)
+        if changes and any(
+            generation.support is None or name in WEIGHTS for generation in generations for name in changes
+        ):
             self.gateway.name_changes(changes, self.trajectory.name)
         return self.generations
 
@@ -135,8 +137,8 @@ class AgentCall:
         run, parent = self.trajectory.sampling, self.match.parent
         limits = [value for value in (run.get("max_tokens"), asked.get("max_tokens")) if value is not None]
         merged = {**run, **asked, **({"max_tokens": min(limits)} if limits else {})}
-        if (known := _routed(parent)) > 0:
-            merged["routed_experts_prompt_start"] = known
+        if (routed := _routed(parent)) > 0:
+            merged["routed_experts_prompt_start"] = routed
         if self.trajectory.seeds is None:
             return [merged] * count
         seed, uid, repetition, step = self.trajectory.seeds

@@ -95,8 +95,8 @@ class AgentGenerator(ConfiguredGenerator):
         await running.gateway.forget(before)
         ids = ids_of(input_batch)
         extras = input_batch.get("env_extras") or [{} for _ in ids]
-        arguments = zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
-        tasks = [asyncio.create_task(self._trajectory(running, input_batch, *each)) for each in arguments]
+        rows = zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
+        tasks = [asyncio.create_task(self._trajectory(running, input_batch, *row)) for row in rows]
         try:
             trajectories = await asyncio.gather(*tasks)
         except BaseException:

@@ -35,7 +35,9 @@ def messages_of(path: str, content_type: str, body: bytes) -> list[dict[str, Any
     if streamed:
         return _streamed_choices(body)
     choices = sorted(json.loads(body)["choices"], key=lambda choice: choice["index"])
-    return [each["message"] if path == CHAT else {"role": "assistant", "content": each["text"]} for each in choices]
+    return [
+        choice["message"] if path == CHAT else {"role": "assistant", "content": choice["text"]} for choice in choices
+    ]
 
 
 def events(body: bytes) -> Iterator[dict[str, Any]]:

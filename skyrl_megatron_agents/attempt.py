@@ -237,7 +237,7 @@ async def _handed(paths: Sequence[str], sandbox: Sandbox) -> bytes:
     # A name with a new line or a backslash is another path, or several, in the list that tar reads.
     plain = "! -path '*\n*' ! -path '*\\\\*'"
     kinds = f"\\( -type f -o -type l \\) {plain} -print"
-    listed = "; ".join(f"[ ! -e {each} ] || find {each} {kinds}" for each in map(shlex.quote, paths))
+    listed = "; ".join(f"[ ! -e {path} ] || find {path} {kinds}" for path in map(shlex.quote, paths))
     command = f"mkdir -p {HANDED} && cd / && {{ {listed}; }} | tar -cf {HANDED}/files.tar -T -"
     packed = await sandbox.run(["sh", "-c", command], timeout_s=COPY_S, folder="/")
     if packed.exit_code:

@@ -88,7 +88,7 @@ class CallLog:
             for sequence, payload in self.journal.records():
                 record = _CODEC.decode(payload)
                 if isinstance(record, ForgottenTrajectories):
-                    freed = [each for name in record.names for each in self._sequences.pop(name, ())]
+                    freed = [number for name in record.names for number in self._sequences.pop(name, ())]
                     for name in record.names:
                         self.stored.pop(name, None)
                     forgotten += freed or [sequence]  # kept as long as the file has calls that it frees
@@ -114,12 +114,12 @@ class CallLog:
 
     async def forget(self, names: Iterable[str]) -> None:
         """Free the calls of trajectories, also for later processes."""
-        known = [name for name in names if name in self._sequences]
-        if not known:
+        logged = [name for name in names if name in self._sequences]
+        if not logged:
             return
-        await self.journal.append(lambda: _CODEC.encode(ForgottenTrajectories(known)))
-        freed = [sequence for name in known for sequence in self._sequences.pop(name)]
-        for name in known:
+        await self.journal.append(lambda: _CODEC.encode(ForgottenTrajectories(logged)))
+        freed = [sequence for name in logged for sequence in self._sequences.pop(name)]
+        for name in logged:
             self.stored.pop(name, None)
         self.journal.release(freed)
         await asyncio.wrap_future(self.journal.compact())

@@ -153,7 +153,7 @@ class Gateway:
         earlier calls, whose answers equal requests get. ``name``: unique in the run; letters, digits and ``-_.`` only.
         ``trained``: whether samples are trained on.
         """
-        if not name or not all(each.isalnum() or each in "-_." for each in name):
+        if not name or not all(character.isalnum() or character in "-_." for character in name):
             raise ValueError(f"trajectory {name!r}: use letters, digits and -_. for its name")
         access = Access(f"{self.server.url}/{name}", self.key_of(name), adapter or self.model)
         merged = {**self.sampling, **(sampling or {})}
@@ -215,12 +215,12 @@ class Gateway:
                 trajectory.too_long, code = str(error), "context_length_exceeded"
             return _answered(_error(path, 400, str(error), code, error.field))
         same = trajectory.answers.setdefault(digest, [])
-        found = next((each for each in same if not each.delivered and not each.waiting), None)
-        if found is None and retry and same:
-            found = same[-1]
-        if found is not None:
+        earlier = next((answer for answer in same if not answer.delivered and not answer.waiting), None)
+        if earlier is None and retry and same:
+            earlier = same[-1]
+        if earlier is not None:
             self.counts.now["retries"] += 1
-            return found
+            return earlier
         if trajectory.closed:
             return _answered(_error(path, 503, f"trajectory {trajectory.name} has ended"))
         made = Answer(asyncio.get_running_loop().create_future())
@@ -276,18 +276,18 @@ class Gateway:
         """Return the answer of a request, after its samples were recorded."""
         await call.take_turn()
         started = time.perf_counter()
-        found = await self.wire.call(path, request.body, call, apart=request.wide)
+        answer = await self.wire.call(path, request.body, call, apart=request.wide)
         if isinstance(call.failure, RequestError):
             return _error(path, 403 if trajectory.exceeded else 400, str(call.failure))
         if call.failure is not None:
             raise call.failure
-        if found[0] >= 500:
-            raise ValueError(message_of_error(found[2])[0])
-        if call.generations and found[0] < 400:
-            await self._record(trajectory, path, digest, call, found)
+        if answer[0] >= 500:
+            raise ValueError(message_of_error(answer[2])[0])
+        if call.generations and answer[0] < 400:
+            await self._record(trajectory, path, digest, call, answer)
             trajectory.too_long = ""
             self.counts.sampled(time.perf_counter() - started - call.seconds, unmatched=call.text_only)
-        return _in_dialect(path, found, "context_length_exceeded" if call.too_long_message else None)
+        return _in_dialect(path, answer, "context_length_exceeded" if call.too_long_message else None)
 
     async def _record(
         self, trajectory: OpenTrajectory, path: str, digest: str, call: AgentCall, made: tuple[int, str, bytes]
@@ -323,8 +323,8 @@ class Gateway:
                     added.text.hex(),
                 )
             )
-        place = choices[0].number if choices else 0
-        number = trajectory.graph.calls[place].conversation
+        first_call = choices[0].number if choices else 0
+        number = trajectory.graph.calls[first_call].conversation
         await self.log.add(LoggedCall(trajectory.name, digest, content_type, body.decode(), choices, number, begins))
 
 

@@ -178,18 +178,20 @@ class Graph:
     def conversation_of(self, system: str) -> Conversation:
         """Return the conversation of a system prompt, which may be a new one."""
         digest = _digest(b"", system)
-        found = self._systems.get(digest)
-        if found is None:
+        conversation = self._systems.get(digest)
+        if conversation is None:
             triples = _word_triples(system)
-            found = next((each for each in self.conversations if each.is_like(triples)), None)
-            if found is None and len(self.conversations) >= MOST_CONVERSATIONS:
-                found = self.conversations[-1]
-            if found is None:
-                found = Conversation(len(self.conversations), system)
-                self.conversations.append(found)
+            conversation = next(
+                (conversation for conversation in self.conversations if conversation.is_like(triples)), None
+            )
+            if conversation is None and len(self.conversations) >= MOST_CONVERSATIONS:
+                conversation = self.conversations[-1]
+            if conversation is None:
+                conversation = Conversation(len(self.conversations), system)
+                self.conversations.append(conversation)
             if len(self._systems) < MOST_SYSTEMS:
-                self._systems[digest] = found
-        return found
+                self._systems[digest] = conversation
+        return conversation
 
     def continued(self, tokens: list[int]) -> SampledCall | None:
         """Return the call with the longest prompt and answer that ``tokens`` begin with."""
@@ -218,13 +220,13 @@ class Graph:
             return f"the client sends an answer that was not sampled: {match.said[0][:SHOWN]}"
         if common == len(nearest.said):
             return f"its tools or its arguments of the template are not those of call {nearest.number}"
-        theirs = match.said[common] if common < len(match.said) else ""
-        ours = nearest.said[common]
-        at = max(_common(theirs, ours) - SHOWN // 4, 0)
+        sent = match.said[common] if common < len(match.said) else ""
+        recorded = nearest.said[common]
+        at = max(_common(sent, recorded) - SHOWN // 4, 0)
         dots = "…" if at else ""
         return (
-            f"the client sends {dots}{theirs[at : at + SHOWN]} where call {nearest.number} has"
-            f" {dots}{ours[at : at + SHOWN]}"
+            f"the client sends {dots}{sent[at : at + SHOWN]} where call {nearest.number} has"
+            f" {dots}{recorded[at : at + SHOWN]}"
         )
 
     def add(
@@ -347,16 +349,16 @@ def grouped(messages: Sequence[ChatMessage]) -> Iterator[tuple[dict[str, Any], s
         calls.clear()
         return made, whole.strip()
 
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if str(message.get("role")) == "assistant":
             texts.append(_text_of(message.get("content")).strip())
             calls += [_tool_call(call) for call in message.get("tool_calls") or ()]
             answering = True
             continue
         if answering:
-            yield *answer(), place
+            yield *answer(), index
             answering = False
-        yield canonical(message), "", place + 1
+        yield canonical(message), "", index + 1
     if answering:
         yield *answer(), len(messages)
 

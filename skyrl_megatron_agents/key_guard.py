@@ -74,9 +74,9 @@ class KeyGuard(Guard):
             self.gateway.counts.now["refused"] += 1
             return 404, f"trajectory {name} has not begun, or has ended"
         self.gateway.counts.now.update(("refused", "unattributed"))
-        if not (given := _key_in(headers)):
+        if not (key := _key_in(headers)):
             return 401, "the key is missing: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        if self.gateway.is_key(given):
+        if self.gateway.is_key(key):
             return 403, "the key belongs to another trajectory"
         return 401, "the key is wrong"
 
@@ -127,7 +127,7 @@ class KeyGuard(Guard):
     def _other(self, scope: Mapping[str, Any], path: str) -> Response:
         names = (self.gateway.model, *self.gateway.adapters)
         models = [
-            {"id": each, "object": "model", "type": "model", "created": 0, "owned_by": "policy"} for each in names
+            {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "policy"} for name in names
         ]
         if scope["method"] == "GET" and path == "/v1/models":
             return JSONResponse({"object": "list", "data": models, "has_more": False})
@@ -135,8 +135,8 @@ class KeyGuard(Guard):
             for model in models:
                 if model["id"] == path.removeprefix("/v1/models/"):
                     return JSONResponse(model)
-        known = ", ".join((*SAMPLING_PATHS, COUNT_TOKENS, "/v1/models"))
-        return self.refusal(scope, 404, f"{scope['method']} {path} is not served: use {known}")
+        served = ", ".join((*SAMPLING_PATHS, COUNT_TOKENS, "/v1/models"))
+        return self.refusal(scope, 404, f"{scope['method']} {path} is not served: use {served}")
 
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes:

@@ -190,9 +190,17 @@ def restore_call(trajectory: OpenTrajectory, call: LoggedCall) -> None:
     for choice in call.choices:
         parent = None if choice.parent is None else graph.calls[choice.parent]
         end = bytes.fromhex(choice.end)
-        whole = bytes.fromhex(choice.whole)
+        text_digest = bytes.fromhex(choice.whole)
         added = SampledCall(
-            choice.number, parent, choice.rest, choice.generation, end, choice.text_only, (), call.conversation, whole
+            choice.number,
+            parent,
+            choice.rest,
+            choice.generation,
+            end,
+            choice.text_only,
+            (),
+            call.conversation,
+            text_digest,
         )
         graph.restore(added)
         trajectory.tokens += len(choice.generation.token_ids)

@@ -126,7 +126,7 @@ def targets_of(graph: Graph, rule: str | Rule = "all") -> list[tuple[list[Sample
         if chosen.number >= len(graph.calls) or graph.calls[chosen.number] is not chosen:
             raise DataError("the rule for the rows of a trajectory returned a call of another trajectory")
         path = chosen.path()
-        first = next((place for place, call in enumerate(path) if call.number not in covered), len(path))
+        first = next((index for index, call in enumerate(path) if call.number not in covered), len(path))
         if any(call.generation.token_ids for call in path[first:]):
             paths.append((path, first))
             covered |= {call.number for call in path}
@@ -160,8 +160,8 @@ def trajectory_of(
         error = error or f"{OutcomeKind.INFRASTRUCTURE.value}: the agent made no call to the model{why}"
         end = np.asarray([end_token], np.int32)
         first = np.asarray(graph.calls[0].prompt_ids, np.int32) if graph.calls else end.copy()
-        known = all(len(call.generation.logprobs) == len(call.generation.token_ids) for call in graph.calls)
-        logprobs = np.zeros(1, np.float32) if known else None
+        has_logprobs = all(len(call.generation.logprobs) == len(call.generation.token_ids) for call in graph.calls)
+        logprobs = np.zeros(1, np.float32) if has_logprobs else None
         rows = [TrajectoryOutput(first, end, np.zeros(1, np.uint8), [0.0], "error", logprobs, error=error)]
     rows[-1].env_metrics = metrics_of(graph, outcome)
     return Trajectory(rows, turns=len(graph.calls), seconds=seconds)

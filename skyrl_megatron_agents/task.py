@@ -196,33 +196,38 @@ def read_harbor_task(folder: Path, bounds: TaskEnvConfig | None = None) -> Task:
     """Read a task. Raises DataError that names the file and what is wrong or is not supported."""
     file, most = folder / "task.toml", TaskBounds(bounds or TaskEnvConfig())
     settings = read_settings(file, folder)
-    agent, verifier, place = (settings.table(name) for name in ("agent", "verifier", "environment"))
+    agent, verifier, environment = (settings.table(name) for name in ("agent", "verifier", "environment"))
     if unsupported := _unsupported(folder, settings):
         raise DataError(f"{file}: {unsupported} is not supported: leave this task out")
-    context, own = folder / "environment", folder / "tests"
-    for path in (context, own):
+    context, tests_folder = folder / "environment", folder / "tests"
+    for path in (context, tests_folder):
         if path.is_symlink():
             raise DataError(f"{path} of a task is a link: refused; replace it with the folder")
-    if not os.path.lexists(own / TEST):
-        raise DataError(f"{own / TEST} of a task is missing: add it")
+    if not os.path.lexists(tests_folder / TEST):
+        raise DataError(f"{tests_folder / TEST} of a task is missing: add it")
     times = [
         section.number("timeout_sec", TIMEOUT_S, most.timeout_s) if section.values.get("timeout_sec") else TIMEOUT_S
         for section in (agent, verifier)
     ]
-    image, workdir, environment = _image(context, place, folder, most)
-    tests, separate = _files(own), None
+    image, workdir, variables = _image(context, environment, folder, most)
+    tests, separate = _files(tests_folder), None
     if _is_separate(verifier):
-        given = verifier.table("environment") if "environment" in verifier else place
-        bundled = os.path.lexists(own / NAME) or ("environment" in verifier and "docker_image" in given)
-        its_image, its_folder, its_environment = _image(own if bundled else context, given, folder, most)
+        its_environment = verifier.table("environment") if "environment" in verifier else environment
+        bundled = os.path.lexists(tests_folder / NAME) or (
+            "environment" in verifier and "docker_image" in its_environment
+        )
+        its_image, its_folder, its_variables = _image(
+            tests_folder if bundled else context, its_environment, folder, most
+        )
         handed = [
-            each if isinstance(each, str) else each.text("source") for each in settings.tables_or_texts("artifacts")
+            artifact if isinstance(artifact, str) else artifact.text("source")
+            for artifact in settings.tables_or_texts("artifacts")
         ]
-        handed = [os.path.join(workdir or "/", each) for each in ("/logs/artifacts", *handed)]
+        handed = [os.path.join(workdir or "/", path) for path in ("/logs/artifacts", *handed)]
         separate = TestsPlace(
-            _spec(its_image, given, (*own_folders(handed), its_folder), sum(times), most),
+            _spec(its_image, its_environment, (*own_folders(handed), its_folder), sum(times), most),
             its_folder,
-            its_environment,
+            its_variables,
             handed,
         )
         tests = {} if bundled else tests
@@ -232,38 +237,40 @@ def read_harbor_task(folder: Path, bounds: TaskEnvConfig | None = None) -> Task:
         files={} if os.path.lexists(context / NAME) else _files(context),
         tests=tests,
         command=["sh", "-c", f"chmod +x /tests/{TEST}; /tests/{TEST}"],
-        spec=_spec(image, place, (workdir,), sum(times), most),
+        spec=_spec(image, environment, (workdir,), sum(times), most),
         agent_timeout_s=times[0],
         tests_timeout_s=times[1],
         folder=workdir,
-        environment=environment,
+        environment=variables,
         tests_environment=_variables(verifier),
-        executable=[name for name in tests if os.access(own / name, os.X_OK)],
+        executable=[name for name in tests if os.access(tests_folder / name, os.X_OK)],
         rewards=REWARDS,
         place=separate,
     )
 
 
-def _image(context: Path, place: Settings, folder: Path, most: TaskBounds) -> tuple[str, str, dict[str, str]]:
+def _image(context: Path, environment: Settings, folder: Path, most: TaskBounds) -> tuple[str, str, dict[str, str]]:
     """Return the image of an environment, its working folder and its variables."""
-    workdir, environment = "", dict[str, str]()
+    workdir, variables = "", dict[str, str]()
     if os.path.lexists(context / NAME):
         image = str(context.absolute())
         try:
-            workdir, environment = working_folder(context / NAME)
+            workdir, variables = working_folder(context / NAME)
         except SandboxError as error:
             raise DataError(f"a task cannot be read: {error}") from error
-    elif not (image := _image_named(place, "docker_image", "", folder, most)):
-        why = f"{place.file} has no environment.docker_image: add one of them"
+    elif not (image := _image_named(environment, "docker_image", "", folder, most)):
+        why = f"{environment.file} has no environment.docker_image: add one of them"
         raise DataError(f"{context / NAME} is missing, and {why}")
-    workdir = place.text("workdir") or workdir
+    workdir = environment.text("workdir") or workdir
     if workdir and not workdir.startswith("/"):
-        raise place.wrong("workdir", "a path from the root of the sandbox on")
-    return image, workdir, environment | _variables(place)
+        raise environment.wrong("workdir", "a path from the root of the sandbox on")
+    return image, workdir, variables | _variables(environment)
 
 
-def _spec(image: str, place: Settings, folders: Sequence[str], lifetime_s: float, most: TaskBounds) -> SandboxSpec:
-    limits = replace(_limits(place, most), lifetime_s=lifetime_s + OVERHEAD_S)
+def _spec(
+    image: str, environment: Settings, folders: Sequence[str], lifetime_s: float, most: TaskBounds
+) -> SandboxSpec:
+    limits = replace(_limits(environment, most), lifetime_s=lifetime_s + OVERHEAD_S)
     return SandboxSpec(image, limits=limits, folders=(*FOLDERS, *filter(None, folders)))
 
 
@@ -282,11 +289,11 @@ def reward_of(files: Mapping[str, bytes]) -> float:
         raise SandboxError(f"the tests left no reward.txt or reward.json in {REWARDS}")
     text = files[name][:REWARD_BYTES].decode(errors="replace")
     try:
-        found = json.loads(text) if name == "reward.json" else float(text)
-        if isinstance(found, dict):
-            found = found["reward"] if "reward" in found or len(found) != 1 else next(iter(found.values()))
-        if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
-            return float(found)
+        reward = json.loads(text) if name == "reward.json" else float(text)
+        if isinstance(reward, dict):
+            reward = reward["reward"] if "reward" in reward or len(reward) != 1 else next(iter(reward.values()))
+        if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
+            return float(reward)
     except (ValueError, KeyError, OverflowError, RecursionError):
         pass
     raise SandboxError(f"{REWARDS}/{name} has no reward, which is a finite number: {text[:200]!r}")
@@ -294,17 +301,19 @@ def reward_of(files: Mapping[str, bytes]) -> float:
 
 def _unsupported(folder: Path, settings: Settings) -> str:
     """Return the first setting of a task that no sandbox here can give, or nothing."""
-    agent, verifier, place = (settings.table(name).values for name in ("agent", "verifier", "environment"))
-    artifacts = [each.values for each in settings.tables_or_texts("artifacts") if isinstance(each, Settings)]
+    agent, verifier, environment = (settings.table(name).values for name in ("agent", "verifier", "environment"))
+    artifacts = [
+        artifact.values for artifact in settings.tables_or_texts("artifacts") if isinstance(artifact, Settings)
+    ]
     asked = {
         "steps": bool(settings.values.get("steps")),
         "environment.os": settings.table("environment").text("os", "linux").lower() != "linux",
-        "environment.gpus": bool(place.get("gpus")),
-        "environment.tpu": bool(place.get("tpu")),
-        "environment.mcp_servers": bool(place.get("mcp_servers")),
-        "environment.healthcheck": bool(place.get("healthcheck")),
-        "artifacts.service": any(each.get("service") not in (None, "main") for each in artifacts),
-        "artifacts.exclude": any(each.get("exclude") for each in artifacts),
+        "environment.gpus": bool(environment.get("gpus")),
+        "environment.tpu": bool(environment.get("tpu")),
+        "environment.mcp_servers": bool(environment.get("mcp_servers")),
+        "environment.healthcheck": bool(environment.get("healthcheck")),
+        "artifacts.service": any(artifact.get("service") not in (None, "main") for artifact in artifacts),
+        "artifacts.exclude": any(artifact.get("exclude") for artifact in artifacts),
         "verifier.collect": bool(verifier.get("collect")),
         "agent.user": agent.get("user") not in (None, "root", 0),
         "verifier.user": verifier.get("user") not in (None, "root", 0),
@@ -313,22 +322,26 @@ def _unsupported(folder: Path, settings: Settings) -> str:
     return next((name for name, is_set in asked.items() if is_set), "")
 
 
-def _limits(place: Settings, most: TaskBounds) -> Limits:
+def _limits(environment: Settings, most: TaskBounds) -> Limits:
     """Return the limits of ``[environment]``, in its present keys or its older ones (``memory = "2G"``)."""
-    given: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for ours, name, largest in (("memory", "memory", most.memory), ("disk", "storage", most.disk)):
-        if place.values.get(f"{name}_mb"):
-            given[ours] = int(place.number(f"{name}_mb", 1, largest / (1 << 20)) * (1 << 20))
-        elif asked := place.values.get(name):
+        if environment.values.get(f"{name}_mb"):
+            sizes[ours] = int(environment.number(f"{name}_mb", 1, largest / (1 << 20)) * (1 << 20))
+        elif asked := environment.values.get(name):
             size = _SIZE.fullmatch(asked[:40].strip().upper()) if isinstance(asked, str) else None
             if size is None or not float(size[1]):
                 fix = "write it as '2G' or '512M'"
-                raise DataError(f"{place.file}: {place.name(name)} = {shown_value(asked, repr)} is no size: {fix}")
-            given[ours] = int(place.lowered(name, float(size[1]) * _UNITS[size[2]], largest)) or 1
+                raise DataError(
+                    f"{environment.file}: {environment.name(name)} = {shown_value(asked, repr)} is no size: {fix}"
+                )
+            sizes[ours] = int(environment.lowered(name, float(size[1]) * _UNITS[size[2]], largest)) or 1
         else:
-            given[ours] = min(getattr(Limits(), ours), largest)
-    cpus = place.number("cpus", 1, most.cpus) if place.values.get("cpus") else min(Limits().cpus, most.cpus)
-    return Limits(cpus=cpus, processes=min(Limits().processes, most.processes), **given)
+            sizes[ours] = min(getattr(Limits(), ours), largest)
+    cpus = (
+        environment.number("cpus", 1, most.cpus) if environment.values.get("cpus") else min(Limits().cpus, most.cpus)
+    )
+    return Limits(cpus=cpus, processes=min(Limits().processes, most.processes), **sizes)
 
 
 def _variables(settings: Settings) -> dict[str, str]:

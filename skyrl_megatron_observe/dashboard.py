@@ -56,8 +56,8 @@ class _Handler(QuietHandler):
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query))
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or query.get("token", "")
-        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ") or query.get("token", "")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(401, b"the token is missing or wrong: open the address that the command printed", "text/plain")
             return
         try:
@@ -75,8 +75,8 @@ class _Handler(QuietHandler):
             )
         elif path == "/data":
             pairs = [pair.split(":") for pair in query.get("known", "").split(",") if pair]
-            known = [(int(life), int(lines)) for life, lines in pairs]
-            block = server.refreshed(lambda: data_block(server.runs, live=True, known=known))
+            positions = [(int(life), int(lines)) for life, lines in pairs]
+            block = server.refreshed(lambda: data_block(server.runs, live=True, known=positions))
             self._send(200, block, "application/octet-stream")
         elif path == "/samples":
             text = server.runs[int(query["run"])].sample_text(int(query["step"]))

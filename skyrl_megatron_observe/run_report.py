@@ -230,8 +230,8 @@ def _some_lines(path: Path, most_bytes: int, parts: Mapping[str, type]) -> list[
             file.seek(start)
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(file.read(length)))
-    whole = [line for line in lines if isinstance(line, dict)]
-    return [line for line in whole if all(isinstance(line.get(name), kind) for name, kind in parts.items())]
+    records = [line for line in lines if isinstance(line, dict)]
+    return [line for line in records if all(isinstance(line.get(name), kind) for name, kind in parts.items())]
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -243,7 +243,7 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 STATIC = Path(__file__).with_name("static")
-SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "samples", "agents", "compare", "main")
+SCRIPTS = ("data", "charts", "panels", "time", "experts", "strip", "choices", "samples", "agents", "compare", "main")
 """Parts of the page's script, in the order of their dependencies."""
 SPAN_BYTES = 1_500_000
 EXPERT_BYTES = 1_000_000

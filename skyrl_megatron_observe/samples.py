@@ -106,11 +106,11 @@ class SampleLog:
         """Return rows as texts, for trackers."""
         stops, shown, rewards = self._facts.get("stop_reasons"), list[ShownSample](), trajectory_rewards(batch)
         for row in rows:
-            response, whole = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
-            tokens = batch.sequences[row, -whole:].tolist()
+            response, length = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
+            tokens = batch.sequences[row, -length:].tolist()
             reward = None if rewards is None else float(rewards[row])
             stop = "" if stops is None else stops[row] or ""
-            split = whole - response
+            split = length - response
             shown.append(
                 (batch.uids[row], reward, stop, *(self.tokenizer.decode(p) for p in (tokens[:split], tokens[split:])))
             )
@@ -120,8 +120,8 @@ class SampleLog:
         self, batch: TrainingBatch, row: int, scores: Tensor | None, logprobs: np.ndarray | None
     ) -> dict[str, Any]:
         response = int(batch.response_mask[row].sum())
-        whole = int(batch.attention_mask[row].sum())
-        tokens = batch.sequences[row, -whole:].numpy()
+        length = int(batch.attention_mask[row].sum())
+        tokens = batch.sequences[row, -length:].numpy()
         facts = {name: None if rows is None else rows[row] for name, rows in self._facts.items()}
         sampled = facts.get("loss_masks")
         support = batch.rollout_support[row].last(response).counts if batch.rollout_support else None
@@ -138,8 +138,8 @@ class SampleLog:
             "reward": None if scores is None or self.of_rows else float(scores[row]),
             "stop": facts.get("stop_reasons") or "",
             "versions": [list(span) for span in facts.get("rollout_versions") or ()],
-            "prompt": _packed(tokens[: whole - response], "<i4"),
-            "tokens": _packed(tokens[whole - response :], "<i4"),
+            "prompt": _packed(tokens[: length - response], "<i4"),
+            "tokens": _packed(tokens[length - response :], "<i4"),
             "mask": last(batch.loss_mask[row].numpy() > 0, "u1"),
             "sampled": None if sampled is None else _packed(sampled, "u1"),
             "engine": last(None if batch.rollout_logprobs is None else batch.rollout_logprobs[row].numpy()),

@@ -73,8 +73,8 @@ def newton_schulz(
         for a, b, c in coefficients:
             gram = x @ x.mT
             x = a * x + (b * gram + c * gram @ gram) @ x
-    found: Tensor = x.to(matrices.dtype)
-    return found.mT if wide is not matrices else found
+    orthogonal: Tensor = x.to(matrices.dtype)
+    return orthogonal.mT if wide is not matrices else orthogonal
 
 
 @contextlib.contextmanager
@@ -120,9 +120,9 @@ def matrices_of(model: ModelChunks, groups: ProcessGroups, key: str) -> list[Mat
 
     Raises ConfigError, which names ``key``, for a weight whose matrices the family's table does not tell.
     """
-    found = []
-    for place in weight_locations(model, groups):
-        parameter, entries = place.parameter, list(place.weights.values())
+    matrices = []
+    for location in weight_locations(model, groups):
+        parameter, entries = location.parameter, list(location.weights.values())
         if not parameter.requires_grad:
             continue
         for number, entry in enumerate(entries):
@@ -132,8 +132,8 @@ def matrices_of(model: ModelChunks, groups: ProcessGroups, key: str) -> list[Mat
                 raise ConfigError([Problem(key, "muon", str(error))]) from error
             if blocks is not None:
                 shape = tuple(parameter.shape[-2:])
-                found.append(Matrix(entry, blocks, parameter, number * math.prod(shape), shape))
-    return found
+                matrices.append(Matrix(entry, blocks, parameter, number * math.prod(shape), shape))
+    return matrices
 
 
 def factors_of(adapters: Adapters) -> list[Matrix]:
@@ -143,22 +143,24 @@ def factors_of(adapters: Adapters) -> list[Matrix]:
     (Qu et al. 2026, "Can Muon Fine-tune Adam-Pretrained Models?"). The rows of a B that serves several projections are
     separate matrices, as those of the weight are. Adapters of embedding and output layer are trained by AdamW.
     """
-    found = []
-    for adapter in (each for chunk in adapters.by_chunk for each in adapter_modules(chunk)):
+    matrices = []
+    for adapter in (module for chunk in adapters.by_chunk for module in adapter_modules(chunk)):
         weight = entry_of(adapters, adapter, None if adapter.experts is None else adapter.experts[0])
         if (blocks := matrix_blocks(weight)) is None:
             continue
         for factor in adapter.factors():
             over = adapters.groups.etp if factor.experts is not None else adapters.groups.tp
             for number, (expert, matrix) in enumerate(factor.matrices()):
-                whole = [*matrix.shape]
+                shape = [*matrix.shape]
                 if factor.split is not None:
-                    whole[factor.split] *= over.size()
-                own = blocks if adapter.is_joined and factor.name.endswith(".B") else Blocks(1, (whole[0],))
-                bound = replace(weight.bound, shape=tuple(whole), split=Split(factor.split, factor.parts))
+                    shape[factor.split] *= over.size()
+                factor_blocks = blocks if adapter.is_joined and factor.name.endswith(".B") else Blocks(1, (shape[0],))
+                bound = replace(weight.bound, shape=tuple(shape), split=Split(factor.split, factor.parts))
                 entry = replace(weight, name=factor.name, expert=expert, bound=bound)
-                found.append(Matrix(entry, own, factor.tensor, number * matrix.numel(), tuple(matrix.shape)))
-    return found
+                matrices.append(
+                    Matrix(entry, factor_blocks, factor.tensor, number * matrix.numel(), tuple(matrix.shape))
+                )
+    return matrices
 
 
 @dataclass(slots=True, eq=False)
@@ -193,33 +195,35 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups, self.state = adam.param_groups, adam.state
-        for main in (each for group in self.param_groups for each in group["params"]):
+        for main in (parameter for group in self.param_groups for parameter in group["params"]):
             self.state[main] = {}  # in this order, whoever fills it first: peer checkpoints copy state by its order
         self.adam, self.settings = adam, settings
-        self.own_groups = [each for each in self.param_groups if each.get(GROUP)]
-        adam.param_groups = [each for each in self.param_groups if not each.get(GROUP)]
-        self._group_of = {id(main): each for each in self.own_groups for main in each["params"]}
+        self.own_groups = [param_group for param_group in self.param_groups if param_group.get(GROUP)]
+        adam.param_groups = [param_group for param_group in self.param_groups if not param_group.get(GROUP)]
+        self._group_of = {id(main): param_group for param_group in self.own_groups for main in param_group["params"]}
         self._groups, self._group = groups, group
         self._precision = settings.fp32_matmul_prec or ("medium" if device.has_cuda() else "highest")
         self._windows = list(_windows(self._jobs(matrices, ranges)))
 
     def _jobs(self, matrices: Sequence[Matrix], ranges: Sequence[HeldRange]) -> list[_Job]:
         """Agree with the group on who holds and who orthogonalises which matrix. Work is balanced over its ranks."""
-        held = {id(each.parameter): each for each in ranges if id(each.main) in self._group_of}
-        mine: dict[int, tuple[int, int]] = {}
+        held = {id(held_range.parameter): held_range for held_range in ranges if id(held_range.main) in self._group_of}
+        own_spans: dict[int, tuple[int, int]] = {}
         for index, matrix in enumerate(matrices):
-            if (found := held.get(id(matrix.parameter))) is not None:
-                start, stop = (min(max(at - matrix.first, 0), matrix.numel) for at in (found.start, found.stop))
+            if (held_range := held.get(id(matrix.parameter))) is not None:
+                start, stop = (
+                    min(max(at - matrix.first, 0), matrix.numel) for at in (held_range.start, held_range.stop)
+                )
                 if start < stop:
-                    mine[index] = (start, stop)
-        everyone: list[Any] = [mine]
+                    own_spans[index] = (start, stop)
+        everyone: list[Any] = [own_spans]
         if self._group is not None:
             everyone = [None] * self._group.size()
-            dist.all_gather_object(everyone, mine, group=self._group)
+            dist.all_gather_object(everyone, own_spans, group=self._group)
         work: dict[int, float] = defaultdict(float)
         jobs = []
         for index, matrix in enumerate(matrices):
-            holders = {rank: each[index] for rank, each in enumerate(everyone) if index in each}
+            holders = {rank: spans[index] for rank, spans in enumerate(everyone) if index in spans}
             owner = min(holders, key=lambda rank: (work[rank], rank))
             work[owner] += math.prod(matrix.entry.shape) * min(matrix.entry.shape)
             jobs.append(_Job(matrix, holders, owner, held.get(id(matrix.parameter))))
@@ -287,7 +291,7 @@ class Muon(torch.optim.Optimizer):
 
     def _exchange(self, outgoing: Mapping[int, list[Tensor]], incoming: Mapping[int, list[Tensor]]) -> None:
         """Send lists of flat tensors to ranks of the group, and fill those that come from them."""
-        buffers = {rank: torch.cat([torch.empty_like(each) for each in parts]) for rank, parts in incoming.items()}
+        buffers = {rank: torch.cat([torch.empty_like(part) for part in parts]) for rank, parts in incoming.items()}
         operations = [
             dist.P2POp(dist.isend, torch.cat(parts), group=self._group, group_peer=rank)
             for rank, parts in sorted(outgoing.items())
@@ -307,8 +311,8 @@ class Muon(torch.optim.Optimizer):
         """Replace the directions of matrices by their updates. Collective over tensor parallelism."""
         alone = self.settings.tp_mode == BLOCKWISE
         wholes = [job.shard.view(job.matrix.shape) for job in jobs] if alone else self._gathered(jobs)
-        maps = [self._own_blocks(job.matrix) if alone else job.matrix.blocks for job in jobs]
-        blocks = [each.split(whole) for each, whole in zip(maps, wholes, strict=True)]
+        layouts = [self._own_blocks(job.matrix) if alone else job.matrix.blocks for job in jobs]
+        blocks = [layout.split(matrix) for layout, matrix in zip(layouts, wholes, strict=True)]
         same: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for index, parts in enumerate(blocks):
             for number, part in enumerate(parts):
@@ -319,10 +323,10 @@ class Muon(torch.optim.Optimizer):
             updates = newton_schulz(stacked, self.settings.coefficients(), self._precision) * factor
             for (index, number), update in zip(places, updates, strict=True):
                 blocks[index][number] = update
-        for job, each, parts in zip(jobs, maps, blocks, strict=True):
-            over, whole = self._over(job.matrix), each.join(parts)
-            own = whole if alone else shard(whole, job.matrix.entry, over.size(), over.rank())
-            job.shard = own.reshape(-1)
+        for job, layout, parts in zip(jobs, layouts, blocks, strict=True):
+            over, matrix = self._over(job.matrix), layout.join(parts)
+            own_part = matrix if alone else shard(matrix, job.matrix.entry, over.size(), over.rank())
+            job.shard = own_part.reshape(-1)
 
     def _own_blocks(self, matrix: Matrix) -> Blocks:
         """Return the linear maps of this rank's shard."""
@@ -346,14 +350,14 @@ class Muon(torch.optim.Optimizer):
             flat = torch.cat([job.shard for _, job in split])
             everyone = [torch.empty_like(flat) for _ in range(over.size())]
             dist.all_gather(everyone, flat, group=over)
-            parts = [each.split([job.matrix.numel for _, job in split]) for each in everyone]
+            parts = [gathered.split([job.matrix.numel for _, job in split]) for gathered in everyone]
             for number, (index, _) in enumerate(split):
-                shares[index] = [each[number] for each in parts]
-        found = []
+                shares[index] = [rank_parts[number] for rank_parts in parts]
+        weights = []
         for index, job in enumerate(jobs):
-            own = shares.get(index, [job.shard])
-            found.append(unshard([each.view(job.matrix.shape) for each in own], job.matrix.entry))
-        return found
+            shards = shares.get(index, [job.shard])
+            weights.append(unshard([part.view(job.matrix.shape) for part in shards], job.matrix.entry))
+        return weights
 
     def _apply(self, window: Sequence[_Job]) -> None:
         """Send each range of the updates to the rank that holds it, decay the weights and subtract the updates."""

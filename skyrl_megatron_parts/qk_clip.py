@@ -83,18 +83,18 @@ def take_max_logits(chunks: Sequence[torch.nn.Module]) -> MaxLogits:
             core = getattr(module, "core_attention", None)
             if isinstance(core, PackedAttention):
                 layers.append((module, core))
-    found = [_taken(core, module.num_attention_heads_per_partition) for module, core in layers]
-    largest = torch.stack([each.max() for each in found]).max() if found else None
+    logits = [_taken(core, module.num_attention_heads_per_partition) for module, core in layers]
+    largest = torch.stack([heads.max() for heads in logits]).max() if logits else None
     if layers:
-        flat = torch.cat(found)
+        flat = torch.cat(logits)
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=layers[0][1].groups.dp_cp)
-        found = list(flat.split([len(each) for each in found]))
+        logits = list(flat.split([len(heads) for heads in logits]))
         largest = flat.max()
     device = next(chunks[0].parameters()).device
-    whole = torch.full((), -torch.inf, device=device) if largest is None else largest.clone()
-    dist.all_reduce(whole, op=dist.ReduceOp.MAX)
-    by_layer = tuple((module, each) for (module, _), each in zip(layers, found, strict=True))
-    return MaxLogits(by_layer, float(whole))
+    overall = torch.full((), -torch.inf, device=device) if largest is None else largest.clone()
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX)
+    by_layer = tuple((module, heads) for (module, _), heads in zip(layers, logits, strict=True))
+    return MaxLogits(by_layer, float(overall))
 
 
 def _taken(core: PackedAttention, heads: int) -> Tensor:
@@ -108,10 +108,10 @@ def _taken(core: PackedAttention, heads: int) -> Tensor:
 def clip_qk(logits: MaxLogits, optimizer: Any) -> None:
     """Shrink the weights of all heads above the threshold. Collective over the ranks that share these weights."""
     factors: dict[int, Tensor] = {}
-    for module, found in logits.by_layer:
+    for module, maxima in logits.by_layer:
         threshold = module.config.qk_clip_threshold
-        if bool((found > threshold).any()):
-            ratio = torch.where(found > threshold, threshold / found, torch.ones_like(found))
+        if bool((maxima > threshold).any()):
+            ratio = torch.where(maxima > threshold, threshold / maxima, torch.ones_like(maxima))
             factors |= {id(parameter): rows for parameter, rows in _row_factors(module, ratio)}
     if not factors:
         return

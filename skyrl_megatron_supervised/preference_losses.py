@@ -68,9 +68,9 @@ class Answers:
         counts = (mask > 0).sum(dim=1)
         numbers: dict[str, int] = {}
         valid = [row for row, tokens in enumerate(counts.tolist()) if tokens]
-        place = [2 * numbers.setdefault(uids[row], len(numbers)) for row in valid]
+        first_slots = [2 * numbers.setdefault(uids[row], len(numbers)) for row in valid]
         rows = torch.tensor(valid, dtype=torch.int64, device=values.device)
-        slots = torch.tensor(place, dtype=torch.int64, device=values.device)
+        slots = torch.tensor(first_slots, dtype=torch.int64, device=values.device)
         chosen = preferences[rows, SIDE] > 0
         slots = slots + (~chosen).long()
 

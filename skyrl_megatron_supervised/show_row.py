@@ -101,8 +101,8 @@ def _rendered(cfg: SkyRLTrainConfig, number: int) -> tuple[str, Sequences, Decod
     generator = cfg.generator
     chat = ChatFormat(tokenizer, load_template(generator.chat_template), generator.chat_template_kwargs)
     location, named = _of_data(cfg, number, chat)
-    whole = [(name, [*prompt, *answer], [*[0] * len(prompt), *mask]) for name, (prompt, answer, mask) in named]
-    return location, whole, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    sequences = [(name, [*prompt, *answer], [*[0] * len(prompt), *mask]) for name, (prompt, answer, mask) in named]
+    return location, sequences, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str, list[tuple[str, TrainedSequence]]]:

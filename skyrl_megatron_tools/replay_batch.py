@@ -76,9 +76,9 @@ def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
     if not path.is_file():
         fix = "has no config.yaml: give the folder of a run, log_path/project_name/run_name"
         raise ConfigError([Problem("RUN", run, fix)])
-    whole = run.resolve()
-    names = [f"log_path={whole.parent.parent}", f"project_name={whole.parent.name}"]
-    names.append(f"run_name={whole.name}-step-{step}")
+    run_folder = run.resolve()
+    names = [f"log_path={run_folder.parent.parent}", f"project_name={run_folder.parent.name}"]
+    names.append(f"run_name={run_folder.name}-step-{step}")
     overrides = [f"trainer.{name}" for name in (*names, *QUIET)]
     overrides.append("generator.unaccounted_sampling=warn")  # the rows are sampled already
     with warnings.catch_warnings():

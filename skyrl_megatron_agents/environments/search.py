@@ -81,10 +81,10 @@ class SearchToolGroup(ToolGroup):
             return ""
         if self.log_requests:
             logger.info("search %s: %r", self.search_url, query)
-        found = self._ask({"queries": [query.strip()], "topk": self.topk, "return_scores": True})
+        response = self._ask({"queries": [query.strip()], "topk": self.topk, "return_scores": True})
         listings = [
             "".join(f"Doc {i}: {hit['document']['contents'].strip()}\n" for i, hit in enumerate(hits, start=1))
-            for hits in found.get("result") or []
+            for hits in response.get("result") or []
         ]
         return json.dumps({"result": "\n---\n".join(listings) if listings else "No search results found."})
 
@@ -136,8 +136,8 @@ class SearchEnv(BaseTextEnv):
         query = _SEARCH.search(action)
         words = query[1] if query else None
         try:
-            found = self._execute_tool("SearchToolGroup", "search", [words])
-            observation = {"role": "user", "content": f"\n<information>{found}</information>\n"}
+            passages = self._execute_tool("SearchToolGroup", "search", [words])
+            observation = {"role": "user", "content": f"\n<information>{passages}</information>\n"}
         except RuntimeError as error:
             observation = {"role": "user", "content": str(error)}
         self.history.append(observation)

@@ -106,7 +106,7 @@ def submitted_query(transcript: str) -> str | None:
         return None
     if _INNER_TAG.search(query) or not _THOUGHT.search(transcript):
         return None
-    if any(not found[1].lower().startswith("<think>") for found in _AFTER_OBSERVATION.finditer(before)):
+    if any(not match[1].lower().startswith("<think>") for match in _AFTER_OBSERVATION.finditer(before)):
         return None
     return query.strip()
 
@@ -122,14 +122,14 @@ class SQLToolGroup(ToolGroup):
     def sql(self, query: str | None, turns_left: int) -> str:
         """Return the observation for a query: its rows, or its error."""
         if query is None:
-            found = "There is no query: think in <think></think>, then write one query in <sql></sql>."
+            observation = "There is no query: think in <think></think>, then write one query in <sql></sql>."
         else:
             try:
-                found = as_table(*run_query(self.database, query, EXPLORE_TIMEOUT_S))
+                observation = as_table(*run_query(self.database, query, EXPLORE_TIMEOUT_S))
             except QueryFailed as error:
-                found = str(error)
+                observation = str(error)
         reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
-        return f"\n\n<observation>{found}\n{reminder}</observation>\n\n"
+        return f"\n\n<observation>{observation}\n{reminder}</observation>\n\n"
 
 
 class Text2SQLEnv(BaseTextEnv):

@@ -183,13 +183,13 @@ def make_root(settings: Mapping[str, Any]) -> None:
         root = f"{base}/merged"
         for name in ("upper", "work", "merged"):
             os.mkdir(f"{base}/{name}", 0o755)
-        lower = ":".join(each.replace("\\", "\\\\").replace(":", "\\:") for each in settings["layers"])
+        lower = ":".join(layer.replace("\\", "\\\\").replace(":", "\\:") for layer in settings["layers"])
         options = f"lowerdir={lower},upperdir={base}/upper,workdir={base}/work"
         mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, options)
     if settings["host"]:
         _system_folders(root)
-    for place, outside in sorted(settings["mounts"].items()):
-        bind(outside, inside(root, place))
+    for path, outside in sorted(settings["mounts"].items()):
+        bind(outside, inside(root, path))
     _settings_files(root, settings["mapped"])
     _devices(root, base)
     owner = AGENT if settings["mapped"] else 0
@@ -236,11 +236,11 @@ def _settings_files(root: str, mapped: bool) -> None:
     group = f"agent:x:{number}:\n"
     for name, line, first in (("passwd", agent, "root:x:0:0:root:/root:/bin/sh\n"), ("group", group, "root:x:0:\n")):
         path = Path(etc, name)
-        known = first
+        entries = first
         if path.is_file() and not path.is_symlink():
             with open(path, errors="replace") as file:
-                known = file.read(MOST_USERS)
-        _replace(path, (line if not mapped else "") + known + (line if mapped else ""))
+                entries = file.read(MOST_USERS)
+        _replace(path, (line if not mapped else "") + entries + (line if mapped else ""))
     _replace(Path(etc, "hosts"), "127.0.0.1 localhost sandbox\n::1 localhost\n")
     _replace(Path(etc, "resolv.conf"), "")
     _replace(Path(etc, "nsswitch.conf"), "passwd: files\ngroup: files\nhosts: files\n")
@@ -340,9 +340,9 @@ def filter_calls(*, counted: bool) -> None:
     for numbers in (DENIED if counted else DENIED | UNCOUNTED).values():
         program += [(equal, 0, 1, numbers[column]), (end, 0, 0, fail | errno.ENOSYS)]
     program += [(equal, 0, len(FAMILIES) + 2, CALLS["socket"][column]), (load, 0, 0, 16)]
-    program += [(equal, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]
+    program += [(equal, len(FAMILIES) - index, 0, family) for index, family in enumerate(FAMILIES)]
     program += [(end, 0, 0, fail | errno.EAFNOSUPPORT), (end, 0, 0, allow)]
-    code = b"".join(struct.pack("HBBI", *each) for each in program)
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     held = ctypes.create_string_buffer(code)
     prctl(
         PR_SET_SECCOMP, 2, ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(held)))

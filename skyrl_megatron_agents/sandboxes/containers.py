@@ -64,17 +64,17 @@ LABEL = "skyrl-megatron.run"
 
 def find_socket() -> Path | None:
     """Return the Unix socket of an engine, or None."""
-    given = os.environ.get("DOCKER_HOST", "")
+    docker_host = os.environ.get("DOCKER_HOST", "")
     runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-    places = [
+    paths = [
         "/var/run/docker.sock",
         "/run/podman/podman.sock",
         f"{runtime}/docker.sock",
         f"{runtime}/podman/podman.sock",
     ]
-    if given:
-        places = [given.removeprefix("unix://")]
-    return next((Path(place) for place in places if Path(place).is_socket()), None)
+    if docker_host:
+        paths = [docker_host.removeprefix("unix://")]
+    return next((Path(path) for path in paths if Path(path).is_socket()), None)
 
 
 class ContainerProvider:
@@ -172,25 +172,25 @@ class ContainerProvider:
         if image == "host":
             raise SandboxError("provider docker has no image 'host': name one, such as docker.io/library/python:3.12")
         async with self._making.setdefault(image, asyncio.Lock()):
-            if (known := await self._image_id(image)) is None:
+            if (image_id := await self._image_id(image)) is None:
                 name, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
                 await self.call("POST", f"/images/create?fromImage={name}&tag={tag}", timeout_s=PULL_S)
-                known = await self._image_id(image)
-        if known is None:
+                image_id = await self._image_id(image)
+        if image_id is None:
             raise SandboxError(f"image {image!r} is not here and cannot be pulled: build or load it")
-        return known
+        return image_id
 
     async def _build(self, context: Path) -> str:
         """Return the image of a build context, with the engine's default network. The engine keeps it."""
         tag = f"{BUILDS}:{(await asyncio.to_thread(fingerprint, context))[:32]}"
         async with self._making.setdefault(tag, asyncio.Lock()):
-            if (known := await self._image_id(tag)) is None:
+            if (image_id := await self._image_id(tag)) is None:
                 archive = await asyncio.to_thread(packed, context)
                 await self.call("POST", f"/build?t={tag}&rm=true&forcerm=true", archive, timeout_s=PULL_S)
-                known = await self._image_id(tag)
-        if known is None:
+                image_id = await self._image_id(tag)
+        if image_id is None:
             raise SandboxError(f"the engine did not keep the image of {context} as {tag}")
-        return known
+        return image_id
 
     async def _image_id(self, image: str) -> str | None:
         found = await self.call("GET", f"/images/{image}/json", missing=True)
@@ -203,8 +203,8 @@ class ContainerProvider:
         ).hexdigest()
         tag = f"{SETUPS}:{key[:32]}"
         async with self._making.setdefault(tag, asyncio.Lock()):
-            if (known := await self._image_id(tag)) is not None:
-                return known
+            if (image_id := await self._image_id(tag)) is not None:
+                return image_id
             host = {"Binds": self._host_settings(spec)["Binds"]}
             sandbox = await self._start(spec, image, host, ROOT)
             try:
@@ -218,9 +218,9 @@ class ContainerProvider:
                 await self.call("POST", f"/commit?{where}", {}, timeout_s=PULL_S)
             finally:
                 await sandbox.stop()
-        if (known := await self._image_id(tag)) is None:
+        if (image_id := await self._image_id(tag)) is None:
             raise SandboxError(f"the engine did not keep the image of a setup command as {tag}")
-        return known
+        return image_id
 
     async def call(
         self,
@@ -292,8 +292,8 @@ class ContainerProvider:
     def reap(self) -> int:
         """Remove the containers of ended runs, and return their number."""
         removed = 0
-        with self._records.left() as found:
-            for path, record in found:
+        with self._records.left() as records:
+            for path, record in records:
                 try:
                     transport = httpx.HTTPTransport(uds=record.get("engine", str(self._engine)))
                     with httpx.Client(transport=transport, timeout=CALL_S) as client:
@@ -353,7 +353,7 @@ class ContainerSandbox:
     async def put(self, archive: bytes, folder: str = WORKSPACE) -> None:
         """Unpack a tar archive into a folder. Raises SandboxError."""
         folder = os.path.normpath(folder)
-        owned = any(Path(folder).is_relative_to(each) for each in OWNED)
+        owned = any(Path(folder).is_relative_to(writable) for writable in OWNED)
         if not self._spec.folders and not owned and not Path(folder).is_relative_to(TESTS):
             raise SandboxError(f"{folder} of a container is read-only: put files into {WORKSPACE} or {TESTS}")
         command = ["sh", "-c", 'mkdir -p "$0" && tar -x -o -f - -C "$0"', folder]
@@ -371,8 +371,8 @@ class ContainerSandbox:
             raise SandboxLimitError(f"{folder} of a sandbox has more than {limit:,} bytes: raise limits.archive")
         self._copied(result, f"reading {folder}")
         # The first entry is the folder, which is another user's: who unpacks the archive could not set its mode.
-        own = result.stdout[:100].rstrip(b"\0") in (b"./", b".")
-        return result.stdout[512:] if own else result.stdout
+        has_folder_entry = result.stdout[:100].rstrip(b"\0") in (b"./", b".")
+        return result.stdout[512:] if has_folder_entry else result.stdout
 
     def _copied(self, result: CommandResult, what: str) -> None:
         if result.timed_out or result.exit_code:

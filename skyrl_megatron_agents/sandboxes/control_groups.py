@@ -71,16 +71,16 @@ class ControlGroups:
 def find() -> ControlGroups | None:
     """Return where this process may make groups with limits of memory and processes, or None."""
     mounts = _mounts()
-    own = dict(_own())
-    if "" in mounts and "" in own:
-        here = mounts[""] / own[""].lstrip("/")
+    paths = dict(_own())
+    if "" in mounts and "" in paths:
+        here = mounts[""] / paths[""].lstrip("/")
         for parent in (here, here.parent):
-            if (found := _with_controllers(parent)) is not None:
-                return found
+            if (groups := _with_controllers(parent)) is not None:
+                return groups
     parents = {
-        controller: mounts[controller] / own[controller].lstrip("/")
+        controller: mounts[controller] / paths[controller].lstrip("/")
         for controller in (*NEEDED, "cpu")
-        if controller in mounts and controller in own
+        if controller in mounts and controller in paths
     }
     parents = {name: parent for name, parent in parents.items() if os.access(parent, os.W_OK)}
     return ControlGroups(1, parents) if all(name in parents for name in NEEDED) else None
@@ -95,24 +95,24 @@ def _with_controllers(parent: Path) -> ControlGroups | None:
         # Refused where the controller is absent, and where the group has processes of its own.
         with contextlib.suppress(OSError):
             control.write_text(f"+{name}")
-    given = control.read_text().split()
-    if not all(name in given for name in NEEDED):
+    enabled = control.read_text().split()
+    if not all(name in enabled for name in NEEDED):
         return None
-    return ControlGroups(2, {name: parent for name in (*NEEDED, "cpu") if name in given})
+    return ControlGroups(2, {name: parent for name in (*NEEDED, "cpu") if name in enabled})
 
 
 def _mounts() -> dict[str, Path]:
     """Return mount points by controller; version 2 has the name ``""``."""
-    found = {}
+    mounts = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        place = Path(before.split()[4])
+        mount_point = Path(before.split()[4])
         if kind == "cgroup2":
-            found[""] = place
+            mounts[""] = mount_point
         elif kind == "cgroup":
-            found |= dict.fromkeys(options.split(","), place)
-    return found
+            mounts |= dict.fromkeys(options.split(","), mount_point)
+    return mounts
 
 
 def _own() -> Sequence[tuple[str, str]]:

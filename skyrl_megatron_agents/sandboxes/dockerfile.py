@@ -155,35 +155,37 @@ class _Builder:
 
     def follow(self, where: str, word: str, rest: str) -> None:
         """Follow a line."""
-        known = self.arguments | self.environment
+        variables = self.arguments | self.environment
         if "<<" in rest and word in ("RUN", "COPY", "ADD"):
             raise _unsupported(where, "it has a here-document")
         if word == "FROM":
             self.stages += 1
-            image = _filled(next((each for each in rest.split() if not each.startswith("--")), ""), known)
+            image = _filled(
+                next((argument for argument in rest.split() if not argument.startswith("--")), ""), variables
+            )
             if self.stages > 1:
                 raise _unsupported(where, "it has several stages")
             if not _is_plain(image):
                 raise _unsupported(where, f"nothing here replaces image {image}")
         elif word == "WORKDIR":
-            self.folder = _absolute(_filled(rest, known), self.folder)
+            self.folder = _absolute(_filled(rest, variables), self.folder)
             self.steps.append(BuildStep(where, command=f"mkdir -p {shlex.quote(self.folder)}"))
             self.paths[self.folder] = None
         elif word == "ENV":
-            self.environment = _bounded(self.environment | _pairs(rest, known))
+            self.environment = _bounded(self.environment | _pairs(rest, variables))
         elif word == "ARG":
             self.arguments = _bounded(self.arguments | _argument(rest))
         elif word in ("COPY", "ADD"):
             self._files = self._files or _Files(self.context)
             if sum(bool(step.copied) for step in self.steps) >= MOST_COPIES:
                 raise SandboxError(f"{where[:500]}: more than {MOST_COPIES} lines copy files: join some")
-            step = _copy(self._files, where, word, _filled(rest, known), self.folder)
+            step = _copy(self._files, where, word, _filled(rest, variables), self.folder)
             self.steps.append(step)
             self.paths |= dict.fromkeys(os.path.dirname(path) for path in step.copied.values())
         elif word == "RUN":
             command = _shell(rest)
-            self.steps.append(BuildStep(where, command=command, folder=self.folder, environment=dict(known)))
-            self.paths |= dict.fromkeys(_PATH.findall(_filled(command, known)))
+            self.steps.append(BuildStep(where, command=command, folder=self.folder, environment=dict(variables)))
+            self.paths |= dict.fromkeys(_PATH.findall(_filled(command, variables)))
         elif word not in WITHOUT_EFFECT:
             raise _unsupported(where, "it is not supported")
 
@@ -316,18 +318,20 @@ def _words(rest: str) -> list[str]:
 
 def _copy(files: _Files, where: str, word: str, rest: str, folder: str) -> BuildStep:
     """Return the files that a COPY or ADD copies."""
-    flags = [each for each in rest.split() if each.startswith("--")]
-    words = _words(rest) if rest.startswith("[") else [each for each in shlex.split(rest) if each not in flags]
-    if any(each.startswith("--from") for each in flags):
+    flags = [argument for argument in rest.split() if argument.startswith("--")]
+    words = (
+        _words(rest) if rest.startswith("[") else [argument for argument in shlex.split(rest) if argument not in flags]
+    )
+    if any(flag.startswith("--from") for flag in flags):
         raise _unsupported(where, "it copies from another image")
-    if word == "ADD" and any("://" in each or each.startswith("git@") for each in words[:-1]):
+    if word == "ADD" and any("://" in path or path.startswith("git@") for path in words[:-1]):
         raise _unsupported(where, "it needs a network")
     if len(words) < 2:
         raise _unsupported(where, "it has no destination")
-    if not all(isinstance(each, str) and each and "\0" not in each for each in words):
+    if not all(isinstance(path, str) and path and "\0" not in path for path in words):
         raise SandboxError(f"{where}: a source or a destination is no path: correct the line")
     *sources, target = words
-    place = _absolute(target, folder)
+    destination = _absolute(target, folder)
     copied: dict[str, str] = {}
     for source in sources:
         pattern = os.path.normpath(source.lstrip("/") or ".")
@@ -344,10 +348,10 @@ def _copy(files: _Files, where: str, word: str, rest: str, folder: str) -> Build
         for name, is_folder, base in targets:
             if is_folder:  # its content is copied, not the folder
                 start = len(name) + 1 if name else 0
-                copied |= {each.name: f"{place}/{each.name[start:]}" for each in files.below(name)}
+                copied |= {file.name: f"{destination}/{file.name[start:]}" for file in files.below(name)}
             else:
-                copied[name] = f"{place}/{base}" if inside else place
-    mode = next((int(each.partition("=")[2], 8) for each in flags if each.startswith("--chmod=")), None)
+                copied[name] = f"{destination}/{base}" if inside else destination
+    mode = next((int(flag.partition("=")[2], 8) for flag in flags if flag.startswith("--chmod=")), None)
     copied = {source: os.path.normpath(path) for source, path in copied.items()}
     if blocked := next((path for path in copied.values() if _owner(path) is None), None):
         raise _unsupported(where, f"{blocked} belongs to the system")
@@ -363,8 +367,8 @@ def _ignored(context: Path) -> _Ignored:
     patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if len(patterns) > MOST_PATTERNS:
         raise SandboxError(f"{file} has more than {MOST_PATTERNS:,} patterns: join some")
-    compiled = [re.compile(fnmatch.translate(each.removeprefix("!").strip("/"))) for each in patterns]
-    return _Ignored([(each, not pattern.startswith("!")) for each, pattern in zip(compiled, patterns, strict=True)])
+    compiled = [re.compile(fnmatch.translate(pattern.removeprefix("!").strip("/"))) for pattern in patterns]
+    return _Ignored([(regex, not pattern.startswith("!")) for regex, pattern in zip(compiled, patterns, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,17 +409,17 @@ def _argument(rest: str) -> dict[str, str]:
     return {name.strip(): value.strip("\"'")} if found else {}
 
 
-def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:
+def _pairs(rest: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an ENV line, in both of its forms."""
     if not rest:
         raise ValueError("it names no variable")
     if "=" not in rest.split()[0]:
         name, _, value = rest.partition(" ")
-        return {name: _filled(value.strip(), known)}
-    return {name: _filled(value, known) for name, _, value in (each.partition("=") for each in shlex.split(rest))}
+        return {name: _filled(value.strip(), variables)}
+    return {name: _filled(value, variables) for name, _, value in (pair.partition("=") for pair in shlex.split(rest))}
 
 
-def _filled(text: str, known: Mapping[str, str]) -> str:
+def _filled(text: str, variables: Mapping[str, str]) -> str:
     """Replace variables. A name that is not known is empty, as in a build. Raises ValueError for a long result."""
     parts, size, at = list[str](), 0, 0
 
@@ -423,7 +427,7 @@ def _filled(text: str, known: Mapping[str, str]) -> str:
         escaped, plain, braced, sign, other = match.groups()
         if escaped is not None:
             return escaped if escaped == "$" else match[0]
-        found = known.get(plain or braced, "/usr/local/bin:/usr/bin:/bin" if (plain or braced) == "PATH" else "")
+        found = variables.get(plain or braced, "/usr/local/bin:/usr/bin:/bin" if (plain or braced) == "PATH" else "")
         if sign == "+":
             return other if found else ""
         return found or (other or "" if sign else "")

@@ -145,8 +145,8 @@ class NamespaceProvider:
                 await sandbox.stop()
 
         key = await asyncio.to_thread(fingerprint, context)
-        found = await self._layers.get(f"Dockerfile {key} {spec.limits}", make, 2 * SETUP_S)
-        return {owned: found / f"{number}.tar" for number, owned in enumerate(plan.folders)}
+        archives = await self._layers.get(f"Dockerfile {key} {spec.limits}", make, 2 * SETUP_S)
+        return {owned: archives / f"{number}.tar" for number, owned in enumerate(plan.folders)}
 
     async def _start_in_thread(self, spec: SandboxSpec, layers: Sequence[Path]) -> NamespaceSandbox:
         starting = self._threads.submit(self._start, spec, layers)
@@ -202,7 +202,7 @@ class NamespaceProvider:
         """Start a sandbox from files that exist. Blocks for at most ``START_S`` seconds."""
         name = secrets.token_hex(6)
         folders = self._groups.folders(name) if self._groups else ()
-        record: dict[str, Any] = {"control_groups": [str(each) for each in folders]}
+        record: dict[str, Any] = {"control_groups": [str(folder) for folder in folders]}
         self._records.write(name, record)
         sandbox = None
         try:
@@ -244,11 +244,11 @@ class NamespaceProvider:
             "run": os.getpid(),
             "root": str(self._root),
             "host": _on_host(spec),
-            "layers": [str(each) for each in layers],
+            "layers": [str(layer) for layer in layers],
             "mounts": mounts,
             "mapped": self._mapped,
             "counted": self._groups is not None,
-            "control_groups": [str(each) for each in sandbox.folders],
+            "control_groups": [str(folder) for folder in sandbox.folders],
             "relay": spec.relay,
             **{name: getattr(limits, name) for name in ("memory", "disk", "processes", "lifetime_s", "output")},
         }
@@ -283,13 +283,13 @@ class NamespaceProvider:
     def reap(self) -> int:
         """Kill and remove the sandboxes of ended runs, and return their number."""
         removed = 0
-        with self._records.left() as found:
-            for path, record in found:
+        with self._records.left() as records:
+            for path, record in records:
                 process = record.get("process")
                 if process is not None and _start_time(process) == record.get("started"):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
-                if control_groups.remove([Path(each) for each in record.get("control_groups", ())]):
+                if control_groups.remove([Path(folder) for folder in record.get("control_groups", ())]):
                     path.unlink(missing_ok=True)
                     removed += 1
         return removed

@@ -176,8 +176,8 @@ class Command:
         timed_out, out_of_memory = self._wait(began + request["timeout_s"], payload, kept)
         gone = self._end_all(kept)
         stdout, stderr, failure = kept.values()
-        for each in kept:
-            os.close(each)
+        for descriptor in kept:
+            os.close(descriptor)
         reply: dict[str, Any] = {
             "exit_code": os.waitstatus_to_exitcode(self._status or 0),
             "timed_out": timed_out,
@@ -209,7 +209,7 @@ class Command:
             with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|") as archive:
                 archive.add(folder, arcname=".")
 
-        if request["verb"] == "put" and not folder.startswith(tuple(f"{each}/" for each in confine.WRITABLE)):
+        if request["verb"] == "put" and not folder.startswith(tuple(f"{writable}/" for writable in confine.WRITABLE)):
             self._make_folder(folder)
         return {"run": execute, "put": put, "get": get}[request["verb"]]
 
@@ -240,8 +240,8 @@ class Command:
     def _wait(self, deadline: float, payload: bytes, kept: Mapping[int, Kept]) -> tuple[bool, bool]:
         """Move input and output until the command ends. Returns whether its time and its memory ran out."""
         ready = select.poll()
-        for each in (self._signals, self._channel.fileno(), *kept):
-            ready.register(each, select.POLLIN)
+        for descriptor in (self._signals, self._channel.fileno(), *kept):
+            ready.register(descriptor, select.POLLIN)
         left = memoryview(payload)
         if left:
             ready.register(self._in, select.POLLOUT)
@@ -253,19 +253,19 @@ class Command:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return True, False
-                for each, _ in ready.poll(1000 * (remaining if counted else min(remaining, LOOK_S))):
-                    if each == self._channel.fileno() and not self._channel.recv(1, socket.MSG_PEEK):
+                for descriptor, _ in ready.poll(1000 * (remaining if counted else min(remaining, LOOK_S))):
+                    if descriptor == self._channel.fileno() and not self._channel.recv(1, socket.MSG_PEEK):
                         os._exit(0)
-                    elif each == self._signals:
+                    elif descriptor == self._signals:
                         os.read(self._signals, READ)
                         self._reap()
-                    elif each == self._in:
-                        left = _write(each, left)
+                    elif descriptor == self._in:
+                        left = _write(descriptor, left)
                         if not left:
-                            ready.unregister(each)
-                            os.close(each)
-                    elif each in kept and not _read(each, kept[each]):
-                        ready.unregister(each)
+                            ready.unregister(descriptor)
+                            os.close(descriptor)
+                    elif descriptor in kept and not _read(descriptor, kept[descriptor]):
+                        ready.unregister(descriptor)
                 if not counted and memory_used() > self._settings["memory"]:
                     return False, True
             return False, False
@@ -297,8 +297,8 @@ class Command:
             self._reap()
             if not gone:
                 time.sleep(0.001)
-        for each, output in kept.items():
-            while _read(each, output):
+        for descriptor, output in kept.items():
+            while _read(descriptor, output):
                 pass
         return gone
 

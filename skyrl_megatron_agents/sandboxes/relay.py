@@ -135,8 +135,8 @@ class Relay:
                 writer.close()  # after what is still to be sent
                 writers.remove(writer)
         finally:
-            for each in writers:
-                each.transport.abort()
+            for stream in writers:
+                stream.transport.abort()
             if not writers:
                 accepted.close()
 

@@ -68,13 +68,15 @@ class RunRecords:
         """
         with contextlib.ExitStack() as held:
             folders = []
-            found = []
+            records = []
             for folder in sorted(self._runs.glob(f"{self._provider}-*")):
                 if folder != self.folder and (lock := _locked(folder)) is not None:
                     held.enter_context(lock)
                     folders.append(folder)
-                    found += [(path, record) for path in folder.glob("[!.]*") if (record := _record(path)) is not None]
-            yield found
+                    records += [
+                        (path, record) for path in folder.glob("[!.]*") if (record := _record(path)) is not None
+                    ]
+            yield records
             for folder in folders:
                 if not any(_record(path) is not None for path in folder.glob("[!.]*")):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -164,7 +166,7 @@ def unpack_image(archive: Path, folder: Path) -> None:
     """
     try:
         with tarfile.open(archive) as opened:
-            members = [each for each in opened if not (each.ischr() or each.isblk() or each.isfifo())]
+            members = [member for member in opened if not (member.ischr() or member.isblk() or member.isfifo())]
             opened.extractall(folder, members, filter="tar")
     except (OSError, tarfile.TarError) as error:
         raise SandboxError(f"image {archive} cannot be unpacked: {error}") from error

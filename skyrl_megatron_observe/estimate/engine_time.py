@@ -105,7 +105,7 @@ def _weights_read(cfg: SkyRLTrainConfig, table: ParameterTable, batch: float) ->
     engine, dims = cfg.generator.inference_engine, table.plan.shape.dims
     tp, pp, ep = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size
     width = element_bytes(engine.model_dtype, table.plan.hf_config)
-    whole = table.engine_rank(tp, pp, ep)
+    elements = table.engine_rank(tp, pp, ep)
     experts = table.experts_of_a_layer() * sum(table.plan.shape.moe) / pp / (ep if ep > 1 else tp)
     chosen = 1.0
     if table.experts:
@@ -113,7 +113,7 @@ def _weights_read(cfg: SkyRLTrainConfig, table: ParameterTable, batch: float) ->
         of_all = batch * (engine.data_parallel_size if ep > 1 else 1)
         chosen = 1 - max(1 - table.top_k / table.experts, 0.0) ** of_all
     embedding = dims["V"] * dims["H"] / tp if "untied" in table.plan.shape.flags and pp == 1 else 0.0
-    return (whole - embedding - experts * (1 - chosen)) * width
+    return (elements - embedding - experts * (1 - chosen)) * width
 
 
 def engine_gpus(cfg: SkyRLTrainConfig) -> int:

@@ -130,8 +130,8 @@ class LayerActivations:
         if self.adapters is None:
             return 0.0
         total = 0.0
-        for each in self.adapters.in_layer(kind):
-            entry, columns = each.entry, each.entry.shape[1]
+        for adapter in self.adapters.in_layer(kind):
+            entry, columns = adapter.entry, adapter.entry.shape[1]
             by_rows, by_columns = entry.split.dim == 0, entry.split.dim == 1
             if entry.is_expert:
                 tokens = x = self._dispatched()
@@ -140,7 +140,7 @@ class LayerActivations:
                 tokens = 1.0 if by_rows else self.sequence
                 x = self.sequence if by_rows else 1.0
                 columns //= self.parallel.tp if by_columns else 1
-            total += tokens * each.pairs * each.rank * self.kernels.width
+            total += tokens * adapter.pairs * adapter.rank * self.kernels.width
             has_norm = self.kernels.fused and by_rows and not entry.is_expert
             mask = self.kernels.width if self.kernels.on_cpu else 1
             copies = (mask if self.adapters.dropout else 0) + has_norm * self.kernels.width
@@ -151,12 +151,11 @@ class LayerActivations:
         """Count the widest adapter output, and the same output times the scale."""
         if self.adapters is None:
             return 0.0
-        rows = [
-            each.entry.shape[0]
-            / (1 if each.entry.split.dim != 0 else self.parallel.etp if each.entry.is_expert else self.parallel.tp)
-            * (self._dispatched() if each.entry.is_expert else 1.0)
-            for each in self.adapters.in_layer(kind)
-        ]
+        rows = []
+        for entry in (adapter.entry for adapter in self.adapters.in_layer(kind)):
+            over = self.parallel.etp if entry.is_expert else self.parallel.tp
+            local = entry.shape[0] / (over if entry.split.dim == 0 else 1)
+            rows.append(local * (self._dispatched() if entry.is_expert else 1.0))
         return 2 * max(rows, default=0.0) * self.kernels.width
 
     # ------------------------------------------------------------------ parts of a layer

@@ -111,7 +111,9 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         tables[role] = read[name]
     if "policy" in tables and cfg.trainer.policy.model.lora.rank:
         table = tables["policy"]
-        table.adapters = [AdapterTable.of(own, table.plan, table.top_k) for own in adapter_configs(cfg).values()]
+        table.adapters = [
+            AdapterTable.of(adapter_cfg, table.plan, table.top_k) for adapter_cfg in adapter_configs(cfg).values()
+        ]
     return tables
 
 
@@ -344,18 +346,18 @@ def _headroom(budget: Budget) -> Iterator[str]:
 
 def memory_problems(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], budget: Budget) -> Iterator[Problem]:
     """Yield a problem for each phase that does not fit. The worst one names the nearest setting that fits."""
-    found = budget.too_large()
-    if not found:
+    phases = budget.too_large()
+    if not phases:
         return
     changes = nearest(cfg, tables, budget.hardware)
     if changes is None:
         larger = (
-            f"nodes with {gigabytes(budget.node.total)}" if found == [budget.node] else "more GPUs, or larger ones"
+            f"nodes with {gigabytes(budget.node.total)}" if phases == [budget.node] else "more GPUs, or larger ones"
         )
         fix = f"no other setting was found that fits: use {larger}"
     else:
         fix = "the nearest setting that fits: " + " ".join(str(change) for change in changes)
-    for number, phase in enumerate(found):
+    for number, phase in enumerate(phases):
         limit = budget.limit(phase)
         assert limit is not None
         key = HOST_MEMORY if phase is budget.node else GPU_MEMORY

@@ -91,13 +91,13 @@ class ParameterTable:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.experts = plan, plan.shape.dims.get("E", 0)
         self.quantisation = Quantisation.of(plan.hf_config, "config.json")
-        found: dict[tuple[int, str], tuple[Entry, set[int]]] = {}
+        rows: dict[tuple[int, str], tuple[Entry, set[int]]] = {}
         for entry in plan.entries:
             key = (id(entry.bound), entry.name if entry.layer is None else "")
-            layers = found.setdefault(key, (entry, set()))[1]
+            layers = rows.setdefault(key, (entry, set()))[1]
             if entry.layer is not None:
                 layers.add(entry.layer)
-        self._rows = [_Row(entry, frozenset(layers)) for entry, layers in found.values()]
+        self._rows = [_Row(entry, frozenset(layers)) for entry, layers in rows.values()]
         self.hf_config: dict[str, Any] = plan.family.config(plan.hf_config).to_dict()
         """config.json with transformers' defaults filled in."""
         self.top_k = experts_per_token(self.hf_config)
@@ -167,8 +167,8 @@ class ParameterTable:
             if times and is_matrix(entry) and ".indexer." not in entry.name:
                 matrices[entry.is_expert] += times * size
                 largest = max(largest, math.prod(entry.shape))
-            if frozen and (own := self._scales(entry, parallel.etp if entry.is_expert else parallel.tp)):
-                scaled, scales = scaled + times * size, scales + times * own
+            if frozen and (tensor_scales := self._scales(entry, parallel.etp if entry.is_expert else parallel.tp)):
+                scaled, scales = scaled + times * size, scales + times * tensor_scales
                 at_once = self.experts // parallel.ep if entry.is_expert else 1
                 made = max(made, size * at_once if times else 0)
         dims = self.plan.shape.dims
@@ -184,13 +184,13 @@ class ParameterTable:
         layers = {
             layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
         }
-        found = [0.0, 0.0]
+        flops = [0.0, 0.0]
         for entry, of in ((row.entry, row.layers) for row in self._rows):
             times = len(of & layers) * (self.experts // parallel.ep if entry.is_expert else 1)
             if times and ".indexer." not in entry.name and (blocks := matrix_blocks(entry)) is not None:
                 sizes = ((blocks.groups * rows, entry.shape[1]) for rows in blocks.rows)
-                found[entry.is_expert] += times * sum(_newton_schulz(*size) for size in sizes)
-        return found[0], found[1]
+                flops[entry.is_expert] += times * sum(_newton_schulz(*size) for size in sizes)
+        return flops[0], flops[1]
 
     def _scales(self, entry: Entry, over: int) -> int:
         """Count the scales of a weight that ``over`` ranks split, on the rank with the most; 0 if the weight is not
@@ -363,7 +363,7 @@ def _state(options: Mapping[str, Any], bf16: bool) -> _State:
     if not aware:
         return _State(device=12 if bf16 else 8)
     types = [options.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")]
-    *moments, master = [_width_of(each) for each in types]
+    *moments, master = [_width_of(dtype) for dtype in types]
     unscaled = _FP32 * sum(map(_is_scaled, types))
     if bf16 and master == _FP32 and options.get("store_param_remainders", True):
         master = 2  # the other half of an fp32 weight is the bf16 weight itself
@@ -453,14 +453,14 @@ class AdapterTable:
         how = megatron.lora_config
         of_experts = expert_rank(cfg, top_k or None)
         stacked = how.experts_shared_outer_loras and megatron.moe_grouped_gemm
-        found: dict[tuple[int, str, tuple[str, ...]], tuple[Entry, set[int]]] = {}
+        adapted: dict[tuple[int, str, tuple[str, ...]], tuple[Entry, set[int]]] = {}
         for entry in plan.entries:
             taken = selection.get(entry.name.removesuffix(".weight"))
             if taken and not entry.expert:  # the first expert of a layer stands for all
                 key = (id(entry.bound), entry.name if entry.layer is None else "", taken)
-                found.setdefault(key, (entry, set()))[1].update(() if entry.layer is None else (entry.layer,))
+                adapted.setdefault(key, (entry, set()))[1].update(() if entry.layer is None else (entry.layer,))
         maps = []
-        for (_, _, taken), (entry, layers) in found.items():
+        for (_, _, taken), (entry, layers) in adapted.items():
             heights = {piece.name.removesuffix(".weight").rpartition(".")[2]: piece.shape[0] for piece in entry.hf}
             maps.append(
                 AdaptedMap(
@@ -482,20 +482,20 @@ class AdapterTable:
         experts = self.plan.shape.dims.get("E", 0)
         gathered = largest = 0
         elements, matrices = [0, 0], [0, 0]
-        for each in self.maps:
-            entry, over = each.entry, parallel.etp if each.entry.is_expert else parallel.tp
-            if each.layers:
-                times = len(each.layers & layers)
+        for adapted in self.maps:
+            entry, over = adapted.entry, parallel.etp if adapted.entry.is_expert else parallel.tp
+            if adapted.layers:
+                times = len(adapted.layers & layers)
             else:
                 times = int(stage == (0 if entry.name.startswith("embedding.") else parallel.pp - 1))
             local = experts // parallel.ep if entry.is_expert else 1
-            sizes = dict(zip("AB", _sizes(each, over, te), strict=True))
+            sizes = dict(zip("AB", _sizes(adapted, over, te), strict=True))
             for letter, size in sizes.items():
-                alone = entry.is_expert and letter != each.shared
+                alone = entry.is_expert and letter != adapted.shared
                 elements[alone] += times * size * (local if alone else 1)
                 matrices[alone] += times * size * (local if alone else 1) if is_matrix(entry) else 0
-            a, b = _sizes(each, 1, te)
-            gathered += times * local * (a // each.pairs * each.projections + b)
+            a, b = _sizes(adapted, 1, te)
+            gathered += times * local * (a // adapted.pairs * adapted.projections + b)
             largest = max(largest, max(a, b) if times and is_matrix(entry) else 0)
         return Factors(elements[0], elements[1], gathered, (matrices[0], matrices[1]), largest)
 
@@ -503,15 +503,15 @@ class AdapterTable:
         """As :meth:`ParameterTable.newton_schulz`, on the factors."""
         count = len(self.plan.shape.moe)
         layers = {layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, count, stage, chunk)}
-        found = [0.0, 0.0]
-        for each in self.maps:
-            if is_matrix(each.entry):
-                expert = each.entry.is_expert
-                times = len(each.layers & layers)
+        flops = [0.0, 0.0]
+        for adapted in self.maps:
+            if is_matrix(adapted.entry):
+                expert = adapted.entry.is_expert
+                times = len(adapted.layers & layers)
                 times *= self.plan.shape.dims["E"] // parallel.ep if expert else 1
-                a, b = (size // each.rank for size in _sizes(each, 1, te=False))
-                found[expert] += times * (_newton_schulz(each.rank, a) + _newton_schulz(b, each.rank))
-        return found[0], found[1]
+                a, b = (size // adapted.rank for size in _sizes(adapted, 1, te=False))
+                flops[expert] += times * (_newton_schulz(adapted.rank, a) + _newton_schulz(b, adapted.rank))
+        return flops[0], flops[1]
 
     def in_layer(self, kind: tuple[bool, str]) -> Iterator[AdaptedMap]:
         """Yield the adapted linear layers of a layer of this kind (``ModelShape.kinds``)."""

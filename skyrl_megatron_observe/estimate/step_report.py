@@ -138,9 +138,9 @@ class StepComparison:
             return {}
         if estimate is None:
             return {}
-        found = {"estimate/step_s": estimate.step.likely}
-        found |= {"estimate/step_low_s": estimate.step.low, "estimate/step_high_s": estimate.step.high}
-        found |= {f"estimate/{phase}_s": estimate.phase(phase).likely for phase in PHASES}
+        estimated = {"estimate/step_s": estimate.step.likely}
+        estimated |= {"estimate/step_low_s": estimate.step.low, "estimate/step_high_s": estimate.step.high}
+        estimated |= {f"estimate/{phase}_s": estimate.phase(phase).likely for phase in PHASES}
         rows = [(SHOWN[phase], estimate.phase(phase), metrics.get(f"timing/{phase}")) for phase in PHASES]
         rows.append(("step", estimate.step, metrics.get("timing/step")))
         parts = [
@@ -149,7 +149,7 @@ class StepComparison:
             if took is not None
         ]
         self._say("measured (on paper): " + " · ".join(parts))
-        return found
+        return estimated
 
     def _estimate(self, lengths: np.ndarray, response: float, gpu: str | None) -> StepEstimate | None:
         cfg, tables = self.cfg, parameter_tables(self.cfg)

@@ -126,11 +126,13 @@ def estimate_step(
     terms += _offload(cfg, roles)
     if local:
         terms.append(_sync(cfg, policy.model, machine))
-    found = StepEstimate(_joined(terms), float(lengths.sum()), sum(gpus_requested(cfg).values()), machine)
+    estimate = StepEstimate(_joined(terms), float(lengths.sum()), sum(gpus_requested(cfg).values()), machine)
     if generates_ahead(cfg):
-        trained = found.phase(SCORE) + found.phase(TRAIN)
-        return StepEstimate(found.terms, found.tokens, found.gpus, machine, found.phase(GENERATE).shorter(trained))
-    return found
+        trained = estimate.phase(SCORE) + estimate.phase(TRAIN)
+        return StepEstimate(
+            estimate.terms, estimate.tokens, estimate.gpus, machine, estimate.phase(GENERATE).shorter(trained)
+        )
+    return estimate
 
 
 def sampling_seconds(
@@ -149,16 +151,16 @@ def sampling_seconds(
 
 def _joined(terms: list[Term]) -> tuple[Term, ...]:
     """Join the terms of one name, in the order of their first."""
-    found: dict[str, Term] = {}
+    by_name: dict[str, Term] = {}
     for term in terms:
-        known = found.get(term.name, Term(term.name, {}))
+        joined = by_name.get(term.name, Term(term.name, {}))
         phases = {
-            phase: known.phases.get(phase, NONE) + term.phases.get(phase, NONE)
+            phase: joined.phases.get(phase, NONE) + term.phases.get(phase, NONE)
             for phase in PHASES
-            if phase in known.phases or phase in term.phases
+            if phase in joined.phases or phase in term.phases
         }
-        found[term.name] = Term(term.name, phases, known.note or term.note)
-    return tuple(found.values())
+        by_name[term.name] = Term(term.name, phases, joined.note or term.note)
+    return tuple(by_name.values())
 
 
 @dataclass(frozen=True)
@@ -248,29 +250,29 @@ class _Role:
         tokens = float(lengths.sum()) / max(p.dp * p.cp, 1)
         vector = tokens * dims["H"] * width
         split = sum(2 if is_moe and not dims.get("S") else 4 for is_moe in moe) / p.pp
-        found = self.machine.across(p.tp, split * vector * (p.tp - 1) / p.tp)
+        seconds = self.machine.across(p.tp, split * vector * (p.tp - 1) / p.tp)
         routed = 2 * vector / p.tp * self.model.table.top_k * sum(moe) / p.pp
-        found += self.machine.exchanged(p.ep * p.etp, p.ep, routed)
+        seconds += self.machine.exchanged(p.ep * p.etp, p.ep, routed)
         keys = dims["O" if self.model.table.plan.shape.mla else "K"] / p.tp
-        return found + self.machine.across(p.tp * p.cp, len(moe) / p.pp * 2 * keys * tokens * width * (p.cp - 1))
+        return seconds + self.machine.across(p.tp * p.cp, len(moe) / p.pp * 2 * keys * tokens * width * (p.cp - 1))
 
     def recomputed(self, lengths: np.ndarray) -> float:
         """Return the FLOPs that the backward pass computes again, over those of the forward pass."""
         again: Recompute = self.model.recompute
         if again.granularity is None:
             return 0.0
-        whole = float(self.flops.forward(lengths).sum())
+        forward = float(self.flops.forward(lengths).sum())
         if again.granularity == "full":
-            own = len(self.layers) / (self.model.parallel.pp * self.model.parallel.vpp)
-            layers = min(again.layers / own, 1.0) if again.method == "block" else 1.0
-            return layers * (1 - float(self.head.forward(lengths).sum()) / whole)
-        found = 0.0
+            chunk_layers = len(self.layers) / (self.model.parallel.pp * self.model.parallel.vpp)
+            layers = min(again.layers / chunk_layers, 1.0) if again.method == "block" else 1.0
+            return layers * (1 - float(self.head.forward(lengths).sum()) / forward)
+        repeated = 0.0
         for is_moe, (attention, mlp) in zip(self.model.table.plan.shape.moe, self.layers, strict=True):
             if ("moe" if is_moe else "mlp") in again.modules:
-                found += float(mlp.forward(lengths).sum())
+                repeated += float(mlp.forward(lengths).sum())
             if "core_attn" in again.modules:
-                found += float(attention.forward(lengths).sum()) - attention.linear * float(lengths.sum())
-        return found / whole
+                repeated += float(attention.forward(lengths).sum()) - attention.linear * float(lengths.sum())
+        return repeated / forward
 
     def backward(self, lengths: np.ndarray) -> float:
         """Return the FLOPs of the backward pass over those of the forward pass: two products for each, and only the
@@ -297,12 +299,12 @@ def _scoring(cfg: SkyRLTrainConfig, roles: Mapping[str, _Role], lengths: np.ndar
         if not times:
             continue
         passes += times
-        found = role.forward(lengths, training=False)
-        own = (found.work + found.wire).times(times)
+        one_pass = role.forward(lengths, training=False)
+        seconds = (one_pass.work + one_pass.wire).times(times)
         if name == "policy" or shares_policy_gpus(cfg, name):
-            shared, waits = shared + own, waits + own.times(found.bubbles)
+            shared, waits = shared + seconds, waits + seconds.times(one_pass.bubbles)
         else:
-            apart = apart.or_longer(own.times(1 + found.bubbles))
+            apart = apart.or_longer(seconds.times(1 + one_pass.bubbles))
     shared += apart.excess(shared + waits)
     note = f"{passes} pass{'es' if passes != 1 else ''} without gradients"
     return [Term("log-probs", {SCORE: shared}, note), Term("bubbles", {SCORE: waits})]
@@ -317,8 +319,8 @@ def policy_passes(cfg: SkyRLTrainConfig) -> int:
     in_reward = algorithm.use_kl_in_reward or distils_in_reward(cfg)
     read = in_reward or PolicyObjective(algorithm).needs_old_log_probs
     once = trainer.train_batch_size == trainer.policy_mini_batch_size
-    own = (read and not (once and training_pass_scores(cfg))) or replays
-    return int(own) + int(policy_is_reference(cfg) and needs_reference(cfg))
+    before_update = (read and not (once and training_pass_scores(cfg))) or replays
+    return int(before_update) + int(policy_is_reference(cfg) and needs_reference(cfg))
 
 
 def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[Term]:
@@ -329,11 +331,11 @@ def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[T
     times = updates * trainer.update_epochs_per_batch
     of_one = np.resize(lengths, rows) if updates == 1 else lengths[::updates][:rows]
     scale = times * float(lengths.sum()) / updates / float(of_one.sum())
-    found, again = role.forward(of_one, training=True), role.recomputed(of_one)
-    forward = (found.work + found.wire).times(scale)
-    backward = (found.work.times(role.backward(of_one)) + found.wire).times(scale)
+    one_pass, again = role.forward(of_one, training=True), role.recomputed(of_one)
+    forward = (one_pass.work + one_pass.wire).times(scale)
+    backward = (one_pass.work.times(role.backward(of_one)) + one_pass.wire).times(scale)
     recompute = forward.times(again)
-    waits = (forward + backward + recompute).times(found.bubbles)
+    waits = (forward + backward + recompute).times(one_pass.bubbles)
     kept = role.model.recompute.granularity or "none"
     update, products = _optimizer(role), _orthogonalised(role)
     muon = f", {products.times(times).likely:.3g} s of them Muon's products" if products.likely else ""
@@ -341,7 +343,7 @@ def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[T
         Term("forward", {TRAIN: forward}),
         Term("backward", {TRAIN: backward}),
         Term("recomputation", {TRAIN: recompute}, f"{kept}: {again:.0%} of the forward pass"),
-        Term("bubbles", {TRAIN: waits}, f"{found.bubbles:.0%} of the passes"),
+        Term("bubbles", {TRAIN: waits}, f"{one_pass.bubbles:.0%} of the passes"),
         Term("optimizer", {TRAIN: (update + products).times(times)}, f"{times} steps{muon}"),
     ]
 
@@ -353,8 +355,8 @@ def _optimizer(role: _Role) -> Seconds:
     options, ddp = megatron.optimizer_config_kwargs, megatron.ddp_config
     most = NONE
     for stage in range(p.pp):
-        factors, own = model.factors(stage), model.parameters(stage)
-        dense, expert = (own.dense, own.expert) if factors is None else (factors.dense, factors.expert)
+        factors, parameters = model.factors(stage), model.parameters(stage)
+        dense, expert = (parameters.dense, parameters.expert) if factors is None else (factors.dense, factors.expert)
         shard = dense / p.dp_cp + expert / p.edp
         if not options.get("use_distributed_optimizer", True):
             shard = dense + expert
@@ -386,10 +388,10 @@ def _orthogonalised(role: _Role) -> Seconds:
     for stage in range(p.pp):
         dense, expert = table.newton_schulz(p, stage)
         held = model.factors(stage) or model.parameters(stage)
-        own = (held.matrices[0] / dp, held.matrices[1] / edp)
+        owned = (held.matrices[0] / dp, held.matrices[1] / edp)
         products = machine.train((dense / dp + expert / edp) * settings.num_ns_steps, width)
-        there_and_back = 8 * (own[0] * (dp > 1) + own[1] * (edp > 1))
-        gathered = 4 * (own[0] * (p.tp - 1) + own[1] * (p.etp - 1))
+        there_and_back = 8 * (owned[0] * (dp > 1) + owned[1] * (edp > 1))
+        gathered = 4 * (owned[0] * (p.tp - 1) + owned[1] * (p.etp - 1))
         wire = machine.across(p.world_size // p.pp, there_and_back) + machine.across(max(p.tp, p.etp), gathered)
         most = most.or_longer(products + wire)
     return most
@@ -421,9 +423,9 @@ def sync_sizes(cfg: SkyRLTrainConfig, model: RoleModel) -> SyncSizes:
     sizes, sliced = engine_bytes(cfg, model.table), engine.weight_sync_routes and engine.backend == "vllm"
     layers = plan.shape.moe
     experts = sum(1 for entry in plan.entries if entry.is_expert) * 2
-    whole = sum(len(entry.hf) for entry in plan.entries)
+    all_tensors = sum(len(entry.hf) for entry in plan.entries)
     fused = plan.family.model_type in FUSED_EXPERTS
-    tensors = whole - experts + 2 * sum(layers) if fused and experts else whole
+    tensors = all_tensors - experts + 2 * sum(layers) if fused and experts else all_tensors
     width = model.kernels.width
     if sizes.received:  # adapters alone
         received, sliced = float(sizes.received), False
@@ -436,13 +438,13 @@ def sync_sizes(cfg: SkyRLTrainConfig, model: RoleModel) -> SyncSizes:
 
 
 def _sync(cfg: SkyRLTrainConfig, model: RoleModel, machine: Machine) -> Term:
-    sizes, found = sync_sizes(cfg, model), []
+    sizes, seconds = sync_sizes(cfg, model), []
     alone = model.parallel.world_size + engine_gpus(cfg) <= machine.per_node
     peak, shares = (machine.nvlink, NVLINK) if alone else (machine.network, NETWORK)
     for copies, share in zip(machine.sync_copies, shares, strict=True):
         if weight_transport(cfg) == "ipc":
-            found.append(on_shared_gpus(sizes, machine.network * share, copies).total)
+            seconds.append(on_shared_gpus(sizes, machine.network * share, copies).total)
         else:
-            found.append(over_network(sizes, peak * share, copies).total)
-    low, likely, high = found[::-1]
+            seconds.append(over_network(sizes, peak * share, copies).total)
+    low, likely, high = seconds[::-1]
     return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{gigabytes(sizes.received)} a worker")

@@ -63,10 +63,10 @@ def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardwa
     active = f", {table.active(table.top_k):,} active per token" if experts else ""
     yield f"model: {plan.family.model_type}, {table.total():,} parameters{active}, {kind}"
     yield from _topology(parallel, len(moe), experts)
-    own = RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu)
-    yield from _memory(own)
-    if own.trained:
-        yield f"  {recomputation(own)}"
+    model = RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu)
+    yield from _memory(model)
+    if model.trained:
+        yield f"  {recomputation(model)}"
         if section.megatron_config.moe_expert_moves != "none":
             yield _moves(cfg, role, plan, parallel, hardware)
     yield ""

@@ -134,13 +134,19 @@ def vocabularies(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 
 def _difference(policy: Path, other: Path) -> str | None:
     """Return how the vocabularies of two folders differ; None if they agree or cannot be compared."""
-    ours, theirs = _tokens(policy), _tokens(other)
-    if ours and theirs and ours != theirs:
-        token = next(token for token in [*ours, *theirs] if ours.get(token) != theirs.get(token))
-        named = [tokens.get(token, "no token") for tokens in (ours, theirs)]
+    policy_tokens, other_tokens = _tokens(policy), _tokens(other)
+    if policy_tokens and other_tokens and policy_tokens != other_tokens:
+        token = next(
+            token for token in [*policy_tokens, *other_tokens] if policy_tokens.get(token) != other_tokens.get(token)
+        )
+        named = [tokens.get(token, "no token") for tokens in (policy_tokens, other_tokens)]
         return f"its tokenizer differs from the policy's ({token!r} is {named[1]} here, {named[0]} in the policy)"
     sizes = _embeddings(policy), _embeddings(other)
-    if None in sizes or sizes[0] == sizes[1] or (ours and theirs and max(ours.values()) < int(sizes[1] or 0)):
+    if (
+        None in sizes
+        or sizes[0] == sizes[1]
+        or (policy_tokens and other_tokens and max(policy_tokens.values()) < int(sizes[1] or 0))
+    ):
         return None
     return f"its vocabulary has {sizes[1]} entries, the policy's has {sizes[0]}"
 
@@ -179,8 +185,8 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     groups: dict[str, set[str]] = {}
     with _quiet():
         for key, names, needed in _sources(run):
-            rows, found = _open_all(run, key, names)
-            yield from found
+            rows, unopened = _open_all(run, key, names)
+            yield from unopened
             wrong = [problem for name, dataset in rows.items() for problem in _rows(run, key, name, dataset, named)]
             yield from wrong
             if not names or len(rows) < len(set(names)):
@@ -207,8 +213,8 @@ def _groups(run: PlannedRun, key: str, rows: Iterable[Rows]) -> dict[str, set[st
         column = read_eval_sets(run.cfg.data.eval_sets)[0][name].group_by
     values: set[str] = set()
     for part in rows:
-        known = column in part.column_names
-        values |= {str(row.get(column, UNKNOWN)) for row in part.each([column])} if known else {UNKNOWN}
+        has_column = column in part.column_names
+        values |= {str(row.get(column, UNKNOWN)) for row in part.each([column])} if has_column else {UNKNOWN}
     return {name: values}
 
 
@@ -218,8 +224,8 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
 
     kind = rows_class(settings)
     for key, names, needed in _sources(run):
-        rows, found = _open_all(run, key, names)
-        yield from found
+        rows, unopened = _open_all(run, key, names)
+        yield from unopened
         if not names or len(rows) < len(set(names)):
             continue
         if key == "data.train_data":
@@ -252,17 +258,17 @@ def _sampler(run: PlannedRun, rows: Sequence[Rows]) -> Iterator[Problem]:
     chosen = settings.is_set("sampler") or settings.is_set("sampler_options")
     if not chosen or list(SAMPLERS.problems(settings.sampler)):  # the name is reported already
         return
-    found = SampledRows(JoinedRows(rows), run.cfg.data.train_data)
+    dataset = SampledRows(JoinedRows(rows), run.cfg.data.train_data)
     try:
         sampler = make_sampler(
-            settings.sampler, settings.sampler_options, found, trainer.train_batch_size, trainer.seed
+            settings.sampler, settings.sampler_options, dataset, trainer.train_batch_size, trainer.seed
         )
     except ConfigError as error:
         yield from error.problems
     except DataError as error:
         yield Problem(KEY, settings.sampler, str(error))
     else:
-        if len(sampler) < trainer.train_batch_size <= len(found):
+        if len(sampler) < trainer.train_batch_size <= len(dataset):
             yield _too_few(trainer.train_batch_size, f"{len(sampler)} prompts of {KEY}={settings.sampler}")
 
 
@@ -407,16 +413,16 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
 
     default = run.cfg.environment.env_class
     chosen = run.cfg.environment.is_set("env_class")
-    known = set(registry.registered())
-    for env_class in sorted({each or default for each in named} | ({default} if chosen else set())):
+    registered = set(registry.registered())
+    for env_class in sorted({name or default for name in named} | ({default} if chosen else set())):
         key = _ENV if env_class == default else "data: env_class"
         try:
             registry.require([env_class], run.cfg.environment.skyrl_gym)
         except DataError as error:
-            if run.scripted and env_class not in known:
+            if run.scripted and env_class not in registered:
                 yield NotChecked(f"{key}={env_class}", "not registered yet; the script may register it")
                 continue
-            near = difflib.get_close_matches(env_class, known, n=1)
+            near = difflib.get_close_matches(env_class, registered, n=1)
             yield Problem(key, env_class, f"{error}" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
             spec = registry.spec(env_class).load()
@@ -426,7 +432,7 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
                 yield NotChecked(
                     f"environment {env_class}", "whether it accepts the rows shows when the run creates it"
                 )
-    if chosen and default in known and named and None not in named and default not in named:
+    if chosen and default in registered and named and None not in named and default not in named:
         others = ", ".join(sorted(filter(None, named)))
         message = f"{_ENV}={default} has no effect: every row names its own environment ({others})"
         warnings.warn(message, SkyRLMegatronWarning, stacklevel=2)

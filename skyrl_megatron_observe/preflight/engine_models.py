@@ -78,8 +78,8 @@ def engine_model_faults(family: str, config: Any, written: Mapping[str, Any]) ->
         key: _written_as(key, config) if value is ANY else value for key, value in REQUIRED.get(family, {}).items()
     }
     if missing := [key for key in meant if key not in written]:
-        known = ", ".join(f"{key!r}: {meant[key]!r}" for key in missing if meant[key] is not None)
-        fix = f"add {known} to it" if known else ""
+        pairs = ", ".join(f"{key!r}: {meant[key]!r}" for key in missing if meant[key] is not None)
+        fix = f"add {pairs} to it" if pairs else ""
         if unknown := [key for key in missing if meant[key] is None]:
             fix += f"{' and ' if fix else ''}take {', '.join(unknown)} from the released folder"
         yield f"config.json lacks {', '.join(missing)}, which vLLM reads and transformers does not write: {fix}"

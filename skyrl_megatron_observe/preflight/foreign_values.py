@@ -84,18 +84,21 @@ def _same_environment() -> Iterator[None]:
 
 def transformer_values(run: PlannedRun, role: str, model: HfModel) -> Iterator[Problem]:
     """Yield the field of ``transformer_config_kwargs`` that Megatron refuses for a role's model and layout."""
-    given, policys = (
-        getattr(run.cfg.trainer, each).megatron_config.transformer_config_kwargs for each in (role, "policy")
+    kwargs, policy_kwargs = (
+        getattr(run.cfg.trainer, section).megatron_config.transformer_config_kwargs for section in (role, "policy")
     )
-    if not run.training or (role != "policy" and given == policys):
+    if not run.training or (role != "policy" and kwargs == policy_kwargs):
         return
     prefix = f"trainer.{role}.megatron_config."
     key = f"{prefix}transformer_config_kwargs"
-    reported = {each.key for each in megatron_problems(run.cfg, role, prefix, run.hardware, model.config)}
-    judged = {name for name in given if f"{key}.{name}" in reported or name in _OF_TRANSFORMER_ENGINE}
-    judged |= given.keys() - TRANSFORMER.names  # reported by their names
+    reported = {
+        reported_problem.key
+        for reported_problem in megatron_problems(run.cfg, role, prefix, run.hardware, model.config)
+    }
+    judged = {name for name in kwargs if f"{key}.{name}" in reported or name in _OF_TRANSFORMER_ENGINE}
+    judged |= kwargs.keys() - TRANSFORMER.names  # reported by their names
     usual = DEFAULT_TRANSFORMER_CONFIG_KWARGS
-    chosen = [name for name, value in given.items() if name not in judged and value != usual.get(name, ...)]
+    chosen = [name for name, value in kwargs.items() if name not in judged and value != usual.get(name, ...)]
     if not chosen:
         return
     with warnings.catch_warnings(action="ignore"):  # of packages that only ranks need
@@ -105,11 +108,11 @@ def transformer_values(run: PlannedRun, role: str, model: HfModel) -> Iterator[P
     if (problem := _refusal(run, role, model, fields, prefix)) is None:
         return
     for name in sorted(chosen, key=lambda name: name not in problem.fix):
-        without = {each: value for each, value in fields.items() if each != name}
+        without = {field: value for field, value in fields.items() if field != name}
         if name in fields and _refusal(run, role, model, without, prefix) is None:
-            yield Problem(f"{key}.{name}", given[name], problem.fix)
+            yield Problem(f"{key}.{name}", kwargs[name], problem.fix)
             return
-    yield Problem(key, {name: given[name] for name in chosen}, problem.fix)
+    yield Problem(key, {name: kwargs[name] for name in chosen}, problem.fix)
 
 
 def _refusal(run: PlannedRun, role: str, model: HfModel, fields: Mapping[str, Any], prefix: str) -> Problem | None:

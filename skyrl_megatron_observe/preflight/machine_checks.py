@@ -67,7 +67,7 @@ def memory(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     if hardware.is_cpu or not run.training:
         return
     missing = {"--gpu h100": hardware.gpu_bytes, "--host-memory 2TB": hardware.host_bytes}
-    asked = [option for option, known in missing.items() if known is None]
+    asked = [option for option, size in missing.items() if size is None]
     if asked:
         yield NotChecked("memory", f"the memory size of GPUs or nodes is unknown: add {' and '.join(asked)}")
     if len(asked) == len(missing):

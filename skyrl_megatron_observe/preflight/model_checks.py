@@ -65,21 +65,21 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield from _megatron(run, role, seen.get(path))
             continue
         seen[path] = None
-        whole = cached_folder(run.cfg, role)
-        folder = whole or cached_folder(run.cfg, role, weights=False)
-        if whole is None:
+        with_weights = cached_folder(run.cfg, role)
+        folder = with_weights or cached_folder(run.cfg, role, weights=False)
+        if with_weights is None:
             yield NotChecked(f"{key}={path}", "the run downloads the weights when it starts")
         if folder is None or not (folder / "config.json").is_file():
             continue  # the checks of hub names and the rules report a wrong name or folder
-        if whole is not None and run.awaits_files(whole):
+        if with_weights is not None and run.awaits_files(with_weights):
             missing = "the folder has no *.safetensors yet, so names and shapes of the weights are not checked"
             yield NotChecked(f"{key}={path}", missing)
-            whole = None
+            with_weights = None
         model, why = _read(run, role, folder)
         seen[path], problem = model, why
-        if model is not None and whole is not None and problem is None:
+        if model is not None and with_weights is not None and problem is None:
             head: Head = "value" if has_value_head(run.cfg, role) else "lm"
-            problem = _weights(model, whole, head, run.cfg.trainer.algorithm.value_head_prefix)
+            problem = _weights(model, with_weights, head, run.cfg.trainer.algorithm.value_head_prefix)
         if problem is not None:
             yield _of_the_change(run, role, problem) or Problem(key, path, problem)
         yield from _megatron(run, role, model)
@@ -90,7 +90,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
                 fix = "config.json has rope_parameters, which are read instead: change those, or set trainer." + name
                 yield Problem(*change, fix)
         if model is not None and role == "policy":
-            yield from _adapters(run, model, whole)
+            yield from _adapters(run, model, with_weights)
         if model is not None and role == "policy":
             yield from _engine_model(run, model, key, path)
             yield from _reward_model(run, key, path, model)
@@ -133,9 +133,9 @@ def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Itera
     if isinstance(inner := overrides.get("text_config"), Mapping) and "text_config" in model.written:
         overrides = {**{name: value for name, value in overrides.items() if name != "text_config"}, **inner}
     if run.training:
-        known = {**config.to_dict(), **model.config, **overrides_of_engines(family.model_type, overrides)}
+        trainer_values = {**config.to_dict(), **model.config, **overrides_of_engines(family.model_type, overrides)}
         for name, value in overrides.items():
-            if known.get(name, ...) != value:
+            if trainer_values.get(name, ...) != value:
                 fix = (
                     "engines would compute another model than the trainer: set trainer.policy.model_config_kwargs, "
                     "which engines get too, and remove this key"
@@ -348,8 +348,8 @@ def _quantised(run: PlannedRun, hf: Mapping[str, Any], path: str) -> Iterator[Pr
             why = "engines that start without weights never receive the base model"
             yield Problem(key, path, f"{why}: set trainer.policy.model.lora.sync_mode=merged")
         return
-    found = hf["quantization_config"]
-    method = found.get("quant_method", "quantised") if isinstance(found, dict) else "quantised"
+    quantisation = hf["quantization_config"]
+    method = quantisation.get("quant_method", "quantised") if isinstance(quantisation, dict) else "quantised"
     if lora.rank:
         fix = (
             f"engines would use {method} layers, which support no adapter: start them without weights and send merged "
@@ -395,8 +395,8 @@ def _drafting(run: PlannedRun, drafting: Any) -> Iterator[Problem | NotChecked]:
     key = f"{ENGINE_KWARGS}.speculative_config"
     drafts = drafting if isinstance(drafting, Mapping) else {}
     model, method = drafts.get("model"), str(drafts.get("method", ""))
-    own = (method == "mtp" or method.endswith("_mtp")) and model in (None, cfg.trainer.policy.model.path)
-    if not own:
+    drafts_itself = (method == "mtp" or method.endswith("_mtp")) and model in (None, cfg.trainer.policy.model.path)
+    if not drafts_itself:
         why = "weight sync does not update the draft model, so fewer drafts are accepted as training proceeds"
         yield NotChecked(f"{key}={drafting}", why)
     elif not trains_draft(cfg, "policy"):

@@ -46,9 +46,9 @@ def _megatron(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         ):
             options = getattr(megatron, name)
             if role == "policy" or options != getattr(run.cfg.trainer.policy.megatron_config, name):
-                known = declared_fields(module, owner)
+                fields = declared_fields(module, owner)
                 options = {field: value for field, value in options.items() if not field.startswith(PREFIX)}
-                yield from _unknown(f"{key}{name}", options, known, f"Megatron's {owner}")
+                yield from _unknown(f"{key}{name}", options, fields, f"Megatron's {owner}")
 
 
 def _models(run: PlannedRun) -> Iterator[Problem | NotChecked]:
@@ -78,17 +78,17 @@ def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     arguments = generator.inference_engine.engine_init_kwargs
     if arguments:
         key = "generator.inference_engine.engine_init_kwargs"
-        known = declared_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
-        yield from _unknown(key, arguments, known, "vLLM's engine arguments")
+        fields = declared_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+        yield from _unknown(key, arguments, fields, "vLLM's engine arguments")
     yield from _tool_parser(generator.inference_engine.tool_call_parser)
     for name in ("sampling_params", "eval_sampling_params"):
         sampling = getattr(generator, name)
         further = sampling.additional_kwargs if sampling is not None else None
         if further:
             key = f"generator.{name}.additional_kwargs"
-            known = None if sampling_types() is None else sampling_keys() | RESERVED
-            yield from _unknown(key, further, known, "vLLM's SamplingParams")
-            yield from _of_another_type(key, further, SAMPLING.passed_on & (known or frozenset()))
+            keys = None if sampling_types() is None else sampling_keys() | RESERVED
+            yield from _unknown(key, further, keys, "vLLM's SamplingParams")
+            yield from _of_another_type(key, further, SAMPLING.passed_on & (keys or frozenset()))
 
 
 def _tool_parser(name: str | None) -> Iterator[Problem]:
@@ -96,10 +96,10 @@ def _tool_parser(name: str | None) -> Iterator[Problem]:
     tree = None if name is None else source_of("vllm.tool_parsers")
     for node in [] if tree is None else tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _assigns(node, _PARSERS):
-            known = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
-            if name not in known:
+            names = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+            if name not in names:
                 key = "generator.inference_engine.tool_call_parser"
-                yield Problem(key, name, f"unknown parser: use one of {', '.join(sorted(map(str, known)))}")
+                yield Problem(key, name, f"unknown parser: use one of {', '.join(sorted(map(str, names)))}")
 
 
 def _assigns(node: ast.Assign, name: str) -> bool:
@@ -117,14 +117,14 @@ def _of_another_type(key: str, options: Mapping[str, Any], known: Collection[str
 
 
 def _unknown(
-    key: str, options: Mapping[str, Any], known: Collection[str] | None, owner: str
+    key: str, options: Mapping[str, Any], fields: Collection[str] | None, owner: str
 ) -> Iterator[Problem | NotChecked]:
-    if known is None:
+    if fields is None:
         yield NotChecked(key, f"{owner} is not installed here")
         return
     for name, value in options.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
             yield Problem(
                 f"{key}.{name}",
                 value,

@@ -66,9 +66,9 @@ async function fillAgents(run, below) {
   const table = el("div", {});
   const choose = (number, focus) => {
     if (number !== seenAgents.number) seenAgents.call = 0;
-    seenAgents.number = Math.max(0, Math.min(list.length - 1, number));
+    seenAgents.number = number;
     table.replaceChildren(trajectoryTable(list, choose));
-    showTrajectory(list[seenAgents.number], detail);
+    showTrajectory(list[number], detail);
     if (focus) table.querySelector("tr.chosen").focus();
   };
   below.replaceChildren(
@@ -79,47 +79,18 @@ async function fillAgents(run, below) {
       detail,
     ),
   );
-  choose(seenAgents.number);
+  choose(Math.min(seenAgents.number, list.length - 1));
 }
 
 function trajectoryTable(list, choose) {
-  const key = (number) => (event) => {
-    const to = { ArrowDown: number + 1, ArrowUp: number - 1, Enter: number, Home: 0, End: list.length - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    choose(to, true);
-  };
-  const rows = list.map((each, number) =>
-    el(
-      "tr",
-      {
-        tabindex: 0,
-        class: number === seenAgents.number ? "chosen" : "",
-        "aria-selected": String(number === seenAgents.number),
-        click: () => choose(number),
-        keydown: key(number),
-      },
-      el("td", {}, `${each.uid}_${each.sample}`),
-      el("td", {}, each.outcome),
-      el("td", { class: "number" }, format(each.reward)),
-      el("td", { class: "number" }, String(each.count)),
-      el("td", { class: "number" }, String(each.forks)),
-    ),
-  );
-  return el(
-    "div",
-    { class: "scroll list" },
-    el(
-      "table",
-      { class: "samplelist" },
-      el(
-        "thead",
-        {},
-        el("tr", {}, ...["trajectory", "outcome", "reward", "calls", "forks"].map((name) => el("th", {}, name))),
-      ),
-      el("tbody", {}, ...rows),
-    ),
-  );
+  const rows = list.map((trajectory) => [
+    el("td", {}, `${trajectory.uid}_${trajectory.sample}`),
+    el("td", {}, trajectory.outcome),
+    el("td", { class: "number" }, format(trajectory.reward)),
+    el("td", { class: "number" }, String(trajectory.count)),
+    el("td", { class: "number" }, String(trajectory.forks)),
+  ]);
+  return choiceTable(["trajectory", "outcome", "reward", "calls", "forks"], rows, seenAgents.number, choose);
 }
 
 /** Place each call: column by its depth; a fork begins a new line. */

@@ -159,37 +159,12 @@ function sampleTable(list, choose, ofRows) {
   const named = list.some((sample) => sample.answer);
   const columns = ofRows ? (named ? ROW_COLUMNS : others) : SAMPLE_COLUMNS;
   const numbers = ["reward", "advantage", "tokens", "trained"];
-  const key = (number) => (event) => {
-    const to = { ArrowDown: number + 1, ArrowUp: number - 1, Enter: number, Home: 0, End: list.length - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    choose(Math.max(0, Math.min(list.length - 1, to)), true);
-  };
-  const rows = list.map((sample, number) =>
-    el(
-      "tr",
-      {
-        tabindex: 0,
-        class: number === look.sample ? "chosen" : "",
-        "aria-selected": String(number === look.sample),
-        click: () => choose(number),
-        keydown: key(number),
-      },
-      ...Object.entries(columns).map(([name, text]) =>
-        el("td", numbers.includes(name) ? { class: "number" } : {}, text(sample)),
-      ),
+  const rows = list.map((sample) =>
+    Object.entries(columns).map(([name, text]) =>
+      el("td", numbers.includes(name) ? { class: "number" } : {}, text(sample)),
     ),
   );
-  return el(
-    "div",
-    { class: "scroll list" },
-    el(
-      "table",
-      { class: "samplelist" },
-      el("thead", {}, el("tr", {}, ...Object.keys(columns).map((name) => el("th", {}, name)))),
-      el("tbody", {}, ...rows),
-    ),
-  );
+  return choiceTable(Object.keys(columns), rows, look.sample, choose);
 }
 
 function meanOf(values, mask) {

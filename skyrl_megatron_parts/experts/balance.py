@@ -63,24 +63,26 @@ class ExpertBalance(RankPart):
         Raises the same ValueError on all ranks for routes that the model cannot replay.
         """
         started = time.perf_counter()
-        mine, problem = None, None
+        own_rows, problem = None, None
         try:
-            mine = self._rows(batch, units, plan)
+            own_rows = self._rows(batch, units, plan)
         except (IndexError, ValueError) as error:
             problem = find_route_problem(batch, self.model, "natural") or ValueError(f"routes of the batch: {error}")
         raise_on_all_ranks(problem)
         gathered: list[Any] = [None] * self.groups.ep.size()
-        dist.all_gather_object(gathered, (self.groups.dp.rank(), mine), group=self.groups.ep)
+        dist.all_gather_object(gathered, (self.groups.dp.rank(), own_rows), group=self.groups.ep)
         by_replica: dict[int, ReplicaRows] = dict(gathered)  # ranks of one replica sent the same
         order = sorted(by_replica)
         replicas = [by_replica[number] for number in order]
-        if not any(each.loads.any() for each in replicas):
+        if not any(replica.loads.any() for replica in replicas):
             return plan
-        largest = max(int(each.tokens[own].sum()) for each in replicas for own in each.plan)
-        plans, found = balance_experts(
+        largest = max(int(replica.tokens[micro_batch].sum()) for replica in replicas for micro_batch in replica.plan)
+        plans, imbalance = balance_experts(
             replicas, max_tokens=self.max_tokens or largest, max_rows=None if self.max_tokens else rows
         )
-        self._measured.append([1.0, found.plain, found.balanced, found.bound, time.perf_counter() - started])
+        self._measured.append(
+            [1.0, imbalance.plain, imbalance.balanced, imbalance.bound, time.perf_counter() - started]
+        )
         return plans[order.index(self.groups.dp.rank())]
 
     def _rows(self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: list[np.ndarray]) -> ReplicaRows:
@@ -94,7 +96,7 @@ class ExpertBalance(RankPart):
         )
         starts = np.cumsum([0, *map(len, parts)])[:-1]
         order = np.concatenate([*parts, np.zeros(0, np.int64)])
-        return ReplicaRows(plain, *(np.add.reduceat(each[order], starts, dtype=np.int64) for each in rows))
+        return ReplicaRows(plain, *(np.add.reduceat(quantity[order], starts, dtype=np.int64) for quantity in rows))
 
     def begin_pass(self) -> None:
         """Drop the measurements of passes without gradients."""

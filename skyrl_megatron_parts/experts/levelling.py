@@ -77,14 +77,14 @@ def rank_loads(
     """
     ranks, topk = int(rank_of_expert.max()) + 1, next((r.shape[2] for r in routes if r is not None), 1)
     table = rank_of_expert + ranks * np.arange(len(layers))[:, None]
-    known = sum(0 if each is None else len(each) for each in routes)
-    stride = max(-(-known * len(layers) * topk // ROUTES), 1)
+    routed_tokens = sum(0 if route is None else len(route) for route in routes)
+    stride = max(-(-routed_tokens * len(layers) * topk // ROUTES), 1)
     offsets = np.arange(len(layers))[None, :, None]
     loads = np.zeros((len(lengths), len(layers) * ranks), np.int64)
     counted = np.zeros(len(lengths), np.int64)
-    for row, each in enumerate(routes):
-        if each is not None and len(each):
-            seen = each[::stride, list(layers)]
+    for row, route in enumerate(routes):
+        if route is not None and len(route):
+            seen = route[::stride, list(layers)]
             counted[row] = len(seen)
             loads[row] = np.bincount(table[offsets, seen].ravel(), minlength=loads.shape[1])
     lengths = np.asarray(lengths, np.int64)
@@ -103,26 +103,26 @@ def balance_experts(
     Every replica keeps its rows and the number of its micro-batches; none gets more than ``max_tokens`` tokens or
     ``max_rows`` rows. The plans of ``replicas`` must obey these limits; they are returned if they would be faster.
     """
-    plain = [each.plan for each in replicas]
-    dealt = _deal(replicas, max_tokens, max_rows or max(len(each.tokens) for each in replicas))
+    plain = [replica.plan for replica in replicas]
+    dealt = _deal(replicas, max_tokens, max_rows or max(len(replica.tokens) for replica in replicas))
     before, after = (_loads(replicas, plans) for plans in (plain, dealt))
     if _time(replicas, plain, before) <= _time(replicas, dealt, after):
         dealt, after = plain, before
     mean = max(float(before.sum()) / before.shape[-1], 1.0)
     maxima = (before.max(-1).sum(), after.max(-1).sum(), before.sum(0).max(-1).sum())
-    return dealt, Imbalance(*(float(each) / mean for each in maxima))
+    return dealt, Imbalance(*(float(maximum) / mean for maximum in maxima))
 
 
 def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> list[list[np.ndarray]]:
     """Deal the rows of all replicas at once, one of each replica in every step."""
-    count, steps = len(replicas[0].plan), max(len(each.tokens) for each in replicas)
+    count, steps = len(replicas[0].plan), max(len(replica.tokens) for replica in replicas)
     vectors, work = _deviations(replicas)
     order = np.full((steps, len(replicas)), len(work) - 1)  # the last row has no tokens
-    starts = np.cumsum([0, *(len(each.tokens) for each in replicas)])
-    for number, each in enumerate(replicas):
-        longest_first = np.argsort(-each.tokens, kind="stable")
+    starts = np.cumsum([0, *(len(replica.tokens) for replica in replicas)])
+    for number, replica in enumerate(replicas):
+        longest_first = np.argsort(-replica.tokens, kind="stable")
         order[: len(longest_first), number] = starts[number] + longest_first
-    tokens = np.concatenate([*(each.tokens for each in replicas), [0]]).astype(np.float64)
+    tokens = np.concatenate([*(replica.tokens for replica in replicas), [0]]).astype(np.float64)
     everyone = np.arange(len(replicas))
     far = np.zeros((count, vectors.shape[1]))
     done, used, rows = (np.zeros((len(replicas), count)) for _ in range(3))
@@ -131,17 +131,19 @@ def _deal(replicas: Sequence[ReplicaRows], max_tokens: int, max_rows: int) -> li
         new = vectors[now]
         score = new @ far.T + done * work[now][:, None]
         score[(used + tokens[now][:, None] > max_tokens) | (rows >= max_rows)] = np.inf
-        place = score.argmin(1)
-        fits = np.isfinite(score[everyone, place])
-        chosen[step] = np.where(fits, place, -1)
-        for replica in np.flatnonzero(fits):
-            far[place[replica]] += new[replica]
-        used[everyone, place] += tokens[now] * fits
-        done[everyone, place] += work[now] * fits
-        rows[everyone, place] += fits
+        best = score.argmin(1)
+        fits = np.isfinite(score[everyone, best])
+        chosen[step] = np.where(fits, best, -1)
+        for index in np.flatnonzero(fits):
+            far[best[index]] += new[index]
+        used[everyone, best] += tokens[now] * fits
+        done[everyone, best] += work[now] * fits
+        rows[everyone, best] += fits
     return [
-        _filled(each, order[: len(each.tokens), number] - starts[number], chosen[:, number], max_tokens, max_rows)
-        for number, each in enumerate(replicas)
+        _filled(
+            replica, order[: len(replica.tokens), number] - starts[number], chosen[:, number], max_tokens, max_rows
+        )
+        for number, replica in enumerate(replicas)
     ]
 
 
@@ -151,9 +153,9 @@ def _deviations(replicas: Sequence[ReplicaRows]) -> tuple[np.ndarray, np.ndarray
     Times add up, so squares count by the inverse of a size: of the work, and of the load of one layer, the mean of all
     layers. A single replica waits for no other; there c, at half the size of v, only keeps micro-batches evenly full.
     """
-    loads = np.concatenate([each.loads for each in replicas])
-    tokens = np.concatenate([each.tokens for each in replicas])
-    work = np.concatenate([each.work for each in replicas])
+    loads = np.concatenate([replica.loads for replica in replicas])
+    tokens = np.concatenate([replica.tokens for replica in replicas])
+    work = np.concatenate([replica.work for replica in replicas])
     layers, flat = loads.shape[1], loads.reshape(len(loads), -1)
     vectors = flat - tokens[:, None] * flat.sum(0) // max(int(tokens.sum()), 1)
     expert = math.sqrt(float(np.square(vectors).sum()))
@@ -168,15 +170,15 @@ def _filled(
 ) -> list[np.ndarray]:
     """Return the micro-batches of one replica: its long rows as ``chosen``, the rest wherever there is most room, or
     else least. With too little room for that, the plan without experts."""
-    tokens, places = replica.tokens[order].tolist(), chosen[: len(order)].tolist()
-    dealt = places.index(-1) if -1 in places else len(order)
+    tokens, numbers = replica.tokens[order].tolist(), chosen[: len(order)].tolist()
+    dealt = numbers.index(-1) if -1 in numbers else len(order)
     for share in FILLERS:
         head = min(len(order) - int(share * len(order)), dealt)
         bins: list[list[int]] = [[] for _ in replica.plan]
         used = [0] * len(bins)
-        for row, place, length in zip(order[:head].tolist(), places, tokens, strict=False):
-            bins[place].append(row)
-            used[place] += length
+        for row, number, length in zip(order[:head].tolist(), numbers, tokens, strict=False):
+            bins[number].append(row)
+            used[number] += length
         rest = list(zip(order[head:].tolist(), tokens[head:], strict=True))
         for most_room in (True, False):
             if filled := _fill(bins, used, rest, max_tokens, max_rows, most_room=most_room):
@@ -198,10 +200,10 @@ def _fill(
     bins = [list(rows) for rows in bins]
     free = sorted((max_tokens - tokens, number) for number, tokens in enumerate(used) if len(bins[number]) < max_rows)
     for row, length in rest:
-        place = len(free) - 1 if most_room else bisect_left(free, (length, -1))
-        if not 0 <= place < len(free) or free[place][0] < length:
+        index = len(free) - 1 if most_room else bisect_left(free, (length, -1))
+        if not 0 <= index < len(free) or free[index][0] < length:
             return None
-        room, number = free.pop(place)
+        room, number = free.pop(index)
         bins[number].append(row)
         if len(bins[number]) < max_rows:
             insort(free, (room - length, number))

@@ -155,27 +155,35 @@ class ExpertMoves(RankPart):
         """
         self.placement.moving = True
         tensors = list(_slot_tensors(self.model, self.groups, target, self.adapters))
-        owned = {id(each.parameter): each for optimizer in optimizers for each in owned_ranges(optimizer)}
+        owned = {
+            id(owned_range.parameter): owned_range
+            for optimizer in optimizers
+            for owned_range in owned_ranges(optimizer)
+        }
         held = self._held_spans(tensors, owned)
         touched: dict[int, OwnedRange] = {}
-        for number, each in enumerate(tensors):
-            routes = list(_routes(self.placement.slots(each.layer), target[each.layer], self.placement.per_rank))
-            whole = [[(0, each.numel)] * len(each.slots)] * self.groups.edp.size()
-            weights = [_Flat(slot.parameter.data.view(-1), 0, slot.first) for slot in each.slots]
-            self._exchange(routes, each.numel, weights, whole, paired=True)
-            mine = [owned.get(id(slot.parameter)) for slot in each.slots]
-            for name in sorted({name for own in mine if own is not None for name in own.tensors}):
-                states = [_state(name, slot, own) for slot, own in zip(each.slots, mine, strict=True)]
-                pairs = zip(states, each.slots, strict=True)
+        for number, tensor in enumerate(tensors):
+            routes = list(_routes(self.placement.slots(tensor.layer), target[tensor.layer], self.placement.per_rank))
+            all_spans = [[(0, tensor.numel)] * len(tensor.slots)] * self.groups.edp.size()
+            weights = [_Flat(slot.parameter.data.view(-1), 0, slot.first) for slot in tensor.slots]
+            self._exchange(routes, tensor.numel, weights, all_spans, paired=True)
+            ranges = [owned.get(id(slot.parameter)) for slot in tensor.slots]
+            for name in sorted(
+                {name for owned_range in ranges if owned_range is not None for name in owned_range.tensors}
+            ):
+                states = [
+                    _state(name, slot, owned_range) for slot, owned_range in zip(tensor.slots, ranges, strict=True)
+                ]
+                pairs = zip(states, tensor.slots, strict=True)
                 if any(state is not None and state.is_view_of(slot.parameter) for state, slot in pairs):
                     continue  # fp32 weights are their own masters
-                sharded = any(own is not None and own.sharded for own in mine)
-                spans = held[number] if sharded else whole
-                self._exchange(routes, each.numel, states, spans, paired=not sharded)
-            touched |= {id(own): own for own in mine if own is not None}
-        for own in touched.values():
-            if own.write_back is not None:
-                own.write_back(own.tensors)
+                sharded = any(owned_range is not None and owned_range.sharded for owned_range in ranges)
+                spans = held[number] if sharded else all_spans
+                self._exchange(routes, tensor.numel, states, spans, paired=not sharded)
+            touched |= {id(owned_range): owned_range for owned_range in ranges if owned_range is not None}
+        for owned_range in touched.values():
+            if owned_range.write_back is not None:
+                owned_range.write_back(owned_range.tensors)
         self.placement.set(dict(self.placement.moved) | dict(target))
 
     def _held_spans(
@@ -185,9 +193,11 @@ class ExpertMoves(RankPart):
 
         Raises DistributedError if expert-parallel ranks own different elements.
         """
-        mine = [[_span(slot, each.numel, owned.get(id(slot.parameter))) for slot in each.slots] for each in tensors]
+        own_spans = [
+            [_span(slot, tensor.numel, owned.get(id(slot.parameter))) for slot in tensor.slots] for tensor in tensors
+        ]
         replicas: list[Any] = [None] * self.groups.edp.size()
-        dist.all_gather_object(replicas, mine, group=self.groups.edp)
+        dist.all_gather_object(replicas, own_spans, group=self.groups.edp)
         everyone: list[Any] = [None] * self.groups.ep.size()
         here = (dist.get_process_group_ranks(self.groups.edp), replicas)
         dist.all_gather_object(everyone, here, group=self.groups.ep)
@@ -216,11 +226,11 @@ class ExpertMoves(RankPart):
             arriving: list[tuple[Tensor, Tensor]] = []
             for route in routes:
                 for to, wanted in enumerate(spans):
-                    for source, given in enumerate(spans):
+                    for source, offered in enumerate(spans):
                         if paired and to != source:
                             continue
-                        low = max(begin, wanted[route.target_slot][0], given[route.source_slot][0])
-                        high = min(begin + window, wanted[route.target_slot][1], given[route.source_slot][1])
+                        low = max(begin, wanted[route.target_slot][0], offered[route.source_slot][0])
+                        high = min(begin + window, wanted[route.target_slot][1], offered[route.source_slot][1])
                         sender, receiver = self._places[route.source][source], self._places[route.target][to]
                         if low >= high or here not in (sender, receiver):
                             continue
@@ -282,28 +292,28 @@ def _slot_tensors(
 ) -> Iterator[_SlotTensor]:
     """Yield the tensors of these layers' experts in module order, which is the same on all expert-parallel ranks."""
     rank = groups.ep.rank()
-    found: dict[Any, dict[int, _Slot]] = {}
+    by_tensor: dict[Any, dict[int, _Slot]] = {}
     sizes: dict[Any, int] = {}
     key: tuple[Any, ...]
-    for place in weight_locations(model, groups):
-        for entry in place.weights.values():
+    for location in weight_locations(model, groups):
+        for entry in location.weights.values():
             if entry.expert is None or entry.layer_number not in layers:
                 continue
             number = model.experts.held(entry.layer_number, rank).index(entry.expert)
             key = (entry.layer_number, entry.bound.row.megatron)
-            sizes[key] = place.parameter.numel() // len(place.weights)
-            first = number * sizes[key] if len(place.weights) > 1 else 0
-            found.setdefault(key, {})[number] = _Slot(place.parameter, first)
-    for each in adapters:
-        for layer, factor in factors_of_experts(each):
+            sizes[key] = location.parameter.numel() // len(location.weights)
+            first = number * sizes[key] if len(location.weights) > 1 else 0
+            by_tensor.setdefault(key, {})[number] = _Slot(location.parameter, first)
+    for adapter_set in adapters:
+        for layer, factor in factors_of_experts(adapter_set):
             if layer not in layers:
                 continue
-            key = (layer, factor.name, id(each))
+            key = (layer, factor.name, id(adapter_set))
             for part, (expert, matrix) in enumerate(factor.matrices()):
                 sizes[key] = matrix.numel()
                 number = model.experts.held(layer, rank).index(expert)
-                found.setdefault(key, {})[number] = _Slot(factor.tensor, part * sizes[key])
-    for key, slots in found.items():
+                by_tensor.setdefault(key, {})[number] = _Slot(factor.tensor, part * sizes[key])
+    for key, slots in by_tensor.items():
         yield _SlotTensor(key[0], [slot for _, slot in sorted(slots.items())], sizes[key])
 
 

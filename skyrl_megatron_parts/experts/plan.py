@@ -63,9 +63,9 @@ class MoveCosts:
         peak, if it is known better. ``frozen``: weights have no gradient and no optimizer state; their adapters do not
         count.
         """
-        known = None if gpu is None else GPU_TYPES.get(gpu, GPU_TYPES["H100"])
-        flops = flops or (known.flops if known else CPU_FLOPS)
-        bandwidth = known.network if known else CPU_BYTES
+        gpu_type = None if gpu is None else GPU_TYPES.get(gpu, GPU_TYPES["H100"])
+        flops = flops or (gpu_type.flops if gpu_type else CPU_FLOPS)
+        bandwidth = gpu_type.network if gpu_type else CPU_BYTES
         elements = 3 * hidden * width / etp
         nbytes = elements * (weight_bytes + (0 if frozen else 12 / edp))
         return cls((2 if frozen else 3) * 2 * elements / edp / (OF_PEAK * flops), nbytes / (OF_LINK * bandwidth))
@@ -149,12 +149,12 @@ def _exchange(weights: np.ndarray, places: np.ndarray, block: int) -> bool:
         return False
     moved = weights[busy][None, :, None] - weights[others][:, None, :]  # [others, units of busy, units of the other]
     busier = np.maximum(loads[busy] - moved, loads[others][:, None, None] + moved)
-    other, own, theirs = np.unravel_index(int(busier.argmin()), busier.shape)
-    if not busier[other, own, theirs] < loads[busy]:
+    other, unit, other_unit = np.unravel_index(int(busier.argmin()), busier.shape)
+    if not busier[other, unit, other_unit] < loads[busy]:
         return False
     target = others[other]
     for array in (weights, places):
-        array[busy, own], array[target, theirs] = array[target, theirs], array[busy, own]
+        array[busy, unit], array[target, other_unit] = array[target, other_unit], array[busy, unit]
     return True
 
 

@@ -211,7 +211,7 @@ class HostConfig:
     rails: tuple[str, ...] = ()
 
 
-def run_member(place: HostConfig, command: Sequence[str] = ()) -> int:
+def run_member(host: HostConfig, command: Sequence[str] = ()) -> int:
     """Run this host until the cluster ends. Return the exit code.
 
     Host 0 runs ``command`` when all hosts have joined, and the cluster ends with it. Without a command, the cluster
@@ -219,65 +219,65 @@ def run_member(place: HostConfig, command: Sequence[str] = ()) -> int:
     each is passed on as SIGINT. Without a command they stop the cluster. The other hosts ignore such signals for a
     while, because the run needs them until it has saved.
 
-    Raises LaunchError if this host cannot join, or if another one has not joined after ``place.within_s``.
+    Raises LaunchError if this host cannot join, or if another one has not joined after ``host.within_s``.
     """
-    if not place.folder.is_dir():
+    if not host.folder.is_dir():
         raise LaunchError(
-            f"{socket.gethostname()}: {place.folder} does not exist on this host; all hosts must share the folder: "
+            f"{socket.gethostname()}: {host.folder} does not exist on this host; all hosts must share the folder: "
             "start in a folder on a shared file system, or give one with --dir"
         )
     require_ray()
-    require_rails(place.rails)
-    folder = ClusterFolder(place.folder)
-    if place.number == 0 and not (place.folder / "token").exists():
-        folder = ClusterFolder.make(place.folder)
+    require_rails(host.rails)
+    folder = ClusterFolder(host.folder)
+    if host.number == 0 and not (host.folder / "token").exists():
+        folder = ClusterFolder.make(host.folder)
     if folder.ended:
         raise LaunchError(f"{socket.gethostname()}: {ENDED_BEFORE}")
     with collected_signals() as signals:
         try:
-            if place.number > 0:
-                return _other_host(place, folder, signals)
-            return _first_host(place, folder, command, signals)
+            if host.number > 0:
+                return _other_host(host, folder, signals)
+            return _first_host(host, folder, command, signals)
         except SkyRLMegatronError as error:
-            folder.fail(place.number, str(error))
+            folder.fail(host.number, str(error))
             raise
         finally:
-            folder.leave(place.number)
-            if place.number == 0:
+            folder.leave(host.number)
+            if host.number == 0:
                 folder.end()
 
 
-def _first_host(place: HostConfig, folder: ClusterFolder, command: Sequence[str], signals: list[int]) -> int:
-    address = LOOPBACK if place.hosts == 1 and place.interface is None else address_of(place.interface)
-    place.ports.require_free(address)
+def _first_host(host: HostConfig, folder: ClusterFolder, command: Sequence[str], signals: list[int]) -> int:
+    address = LOOPBACK if host.hosts == 1 and host.interface is None else address_of(host.interface)
+    host.ports.require_free(address)
     _join(folder, 0, address)
-    node = _start(place, folder, address, None, signals)
+    node = _start(host, folder, address, None, signals)
     try:
-        folder.announce(HeadAddress(address, place.ports.first, socket.gethostname()))
+        folder.announce(HeadAddress(address, host.ports.first, socket.gethostname()))
         _join(folder, 0, address, ready=True)
-        _await_members(place, folder, node, signals)
+        _await_members(host, folder, node, signals)
         return _run(command, folder, node, signals) if command else _stay(folder, node, signals)
     finally:
         folder.end()
         node.end()
 
 
-def _other_host(place: HostConfig, folder: ClusterFolder, signals: list[int]) -> int:
+def _other_host(host: HostConfig, folder: ClusterFolder, signals: list[int]) -> int:
     def announced() -> bool:
         if signals or folder.ended:
             raise LaunchError("; ".join(folder.failures()) or ENDED_BEFORE)
         return folder.head() is not None
 
-    _wait(announced, place.within_s, "host 0 to listen")
+    _wait(announced, host.within_s, "host 0 to listen")
     head = folder.head()
     assert head is not None
-    address = address_of(place.interface)
-    place.ports.require_free(address)
+    address = address_of(host.interface)
+    host.ports.require_free(address)
     _require_reachable(head)
-    _join(folder, place.number, address)
-    node = _start(place, folder, address, head, signals)
+    _join(folder, host.number, address)
+    node = _start(host, folder, address, head, signals)
     try:
-        _join(folder, place.number, address, ready=True)
+        _join(folder, host.number, address, ready=True)
         return _stay(folder, node, signals, patience_s=LEAVE_S)
     finally:
         node.end()
@@ -289,11 +289,11 @@ def _join(folder: ClusterFolder, number: int, address: str, *, ready: bool = Fal
 
 
 def _start(
-    place: HostConfig, folder: ClusterFolder, address: str, head: HeadAddress | None, signals: list[int]
+    host: HostConfig, folder: ClusterFolder, address: str, head: HeadAddress | None, signals: list[int]
 ) -> RayNode:
     """Start Ray on this host and wait for it. Ray's own timeout is 30 s, so on a busy host it is retried until the
     deadline."""
-    ends = time.monotonic() + place.within_s
+    ends = time.monotonic() + host.within_s
 
     def started() -> bool:
         if (why := node.failed()) is not None:
@@ -303,7 +303,7 @@ def _start(
         return STARTED in node.log.read_text(errors="replace")
 
     while True:
-        node = RayNode(folder, place.number, address, place.ports, head, place.extra, place.rails)
+        node = RayNode(folder, host.number, address, host.ports, head, host.extra, host.rails)
         try:
             _wait(started, ends - time.monotonic(), f"Ray to start on {socket.gethostname()} (see {node.log})")
             return node
@@ -313,7 +313,7 @@ def _start(
                 raise
 
 
-def _await_members(place: HostConfig, folder: ClusterFolder, node: RayNode, signals: list[int]) -> None:
+def _await_members(host: HostConfig, folder: ClusterFolder, node: RayNode, signals: list[int]) -> None:
     def all_there() -> bool:
         if failures := folder.failures():
             raise LaunchError("; ".join(failures))
@@ -321,19 +321,19 @@ def _await_members(place: HostConfig, folder: ClusterFolder, node: RayNode, sign
             raise LaunchError(f"{socket.gethostname()}: {why}")
         if signals:
             raise KeyboardInterrupt
-        return len(folder.ready()) == place.hosts
+        return len(folder.ready()) == host.hosts
 
     def missing() -> str:
         there = folder.ready()
-        numbers = sorted(set(range(place.hosts)) - {member.number for member in there})
+        numbers = sorted(set(range(host.hosts)) - {member.number for member in there})
         return (
-            f"all hosts: {len(there)} of {place.hosts} have joined ({', '.join(member.host for member in there)}); "
+            f"all hosts: {len(there)} of {host.hosts} have joined ({', '.join(member.host for member in there)}); "
             f"missing: number {', '.join(map(str, numbers))}"
         )
 
-    _wait(all_there, place.within_s, missing)
+    _wait(all_there, host.within_s, missing)
     hosts = ", ".join(f"{member.host} ({member.address})" for member in folder.ready())
-    print(f"cluster: {place.hosts} {'host' if place.hosts == 1 else 'hosts'}: {hosts}", flush=True)
+    print(f"cluster: {host.hosts} {'host' if host.hosts == 1 else 'hosts'}: {hosts}", flush=True)
 
 
 def _stay(folder: ClusterFolder, node: RayNode, signals: list[int], patience_s: float = 0.0) -> int:

@@ -219,10 +219,10 @@ def ray_token(environment: Mapping[str, str], home: Path) -> Finding:
     if environment.get("RAY_AUTH_MODE") != "token":
         text = f"none for RAY_ADDRESS={address}: anyone who reaches its ports can run code"
         return Finding("Ray token", "warn", text, "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on all nodes")
-    given = environment.get("RAY_AUTH_TOKEN")
+    token = environment.get("RAY_AUTH_TOKEN")
     path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
-    if given or path.is_file():
-        return Finding("Ray token", "ok", "in RAY_AUTH_TOKEN" if given else f"in {path}")
+    if token or path.is_file():
+        return Finding("Ray token", "ok", "in RAY_AUTH_TOKEN" if token else f"in {path}")
     text = f"RAY_AUTH_MODE=token is set, but neither RAY_AUTH_TOKEN nor {path} exists"
     return Finding("Ray token", "FAIL", text, "set RAY_AUTH_TOKEN to the cluster's token")
 

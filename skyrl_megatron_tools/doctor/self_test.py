@@ -99,13 +99,13 @@ def _same_weights(exact: ModelChunks, tested: ModelChunks, groups: ProcessGroups
     from skyrl_megatron.runtime.model.local_weights import local_weights
 
     generator = torch.Generator().manual_seed(0)
-    theirs = {weight.name: weight.tensor for weight in local_weights(tested, groups)}
+    tested_weights = {weight.name: weight.tensor for weight in local_weights(tested, groups)}
     for weight in local_weights(exact, groups):
         scale, offset = (0.1, 1.0) if weight.name.endswith("norm.weight") else (0.05, 0.0)
         values = offset + scale * torch.randn(weight.tensor.shape, generator=generator)
         values = values.to(torch.bfloat16)
         weight.tensor.copy_(values)
-        theirs[weight.name].copy_(values)
+        tested_weights[weight.name].copy_(values)
 
 
 def _step(model: ModelChunks, groups: ProcessGroups) -> tuple[Tensor, dict[str, Tensor]]:

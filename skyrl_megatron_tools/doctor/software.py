@@ -235,28 +235,28 @@ def requirements() -> Finding:
     return Finding("packages", "ok", "versions as required")
 
 
-def _needed(name: str, found: Imported, *, gpu: bool) -> Finding:
-    if found.works:
-        return Finding(name, "ok", found.version)
+def _needed(name: str, package: Imported, *, gpu: bool) -> Finding:
+    if package.works:
+        return Finding(name, "ok", package.version)
     fix = f"{SET_UP} {'gpu' if gpu else 'cpu'}"
-    if not found.installed:
+    if not package.installed:
         return Finding(name, "FAIL", "not installed", fix)
-    if found.error.startswith(TIMED_OUT):
+    if package.error.startswith(TIMED_OUT):
         fix = f"try again when the machine is less busy (load {os.getloadavg()[0]:.0f}); if it still hangs, {fix}"
     elif name == "Transformer Engine":
         fix += ", which builds it with this environment's torch"
-    return Finding(name, "FAIL", f"{found.version} does not import: {found.error}".lstrip(), fix)
+    return Finding(name, "FAIL", f"{package.version} does not import: {package.error}".lstrip(), fix)
 
 
-def _optional(name: str, found: Imported) -> Finding:
-    if found.works:
-        return Finding(name, "ok", found.version)
-    if not found.installed:
+def _optional(name: str, package: Imported) -> Finding:
+    if package.works:
+        return Finding(name, "ok", package.version)
+    if not package.installed:
         return Finding(name, "--", f"not installed; {OPTIONAL[name]}")
     return Finding(
         name,
         "warn",
-        f"does not import: {found.error}",
+        f"does not import: {package.error}",
         f"build it with this torch, or remove it: pip uninstall {name}",
     )
 

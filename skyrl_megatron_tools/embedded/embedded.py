@@ -79,8 +79,8 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     A model in ``args`` replaces the embedded one and has its own folders. On GPUs, ranks and engines share one GPU, or
     two with expert parallelism, or as many as ``args`` set.
     """
-    given = read_arguments(args)[0]
-    number, folder = _seed_folder(given)
+    assignments = read_arguments(args)[0]
+    number, folder = _seed_folder(assignments)
     data = write_problems(folder / "sums", number)
     model, variant = _own_model(args), _variant(args)
     runs = folder / f"{Path(model).name}_{zlib.crc32(model.encode()):08x}" if model else folder
@@ -95,7 +95,7 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
         "trainer.log_path": f"{runs}/logs",
     }
     if not hardware.is_cpu:
-        defaults |= _devices(given, hardware, apart=variant in (ASYNC, MLPERF))
+        defaults |= _devices(assignments, hardware, apart=variant in (ASYNC, MLPERF))
     if variant == MLPERF:
         defaults |= _benchmark(args, data, folder)
     path = model
@@ -106,26 +106,26 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
         defaults["trainer.policy.model.path"] = path
     if variant == CRITIC:
         defaults["trainer.critic.model.path"] = path
-    if variant == TEACHER and not names_key(given, "trainer.teacher.models"):
+    if variant == TEACHER and not names_key(assignments, "trainer.teacher.models"):
         defaults["trainer.teacher.model.path"] = taught
-    added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
+    added = [f"{key}={value}" for key, value in defaults.items() if not names_key(assignments, key)]
     variants = {ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"], MUON: ["embedded-muon"]}
     files = ["embedded", *variants.get(variant, [])]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
 
 
-def _seed_folder(given: Sequence[Assignment]) -> tuple[int, Path]:
-    """Return the seed in ``given``, and the folder of its model, data and runs."""
-    seed = next((item.text or "" for item in reversed(given) if item.key == "trainer.seed"), "42")
+def _seed_folder(assignments: Sequence[Assignment]) -> tuple[int, Path]:
+    """Return the seed in ``assignments``, and the folder of its model, data and runs."""
+    seed = next((item.text or "" for item in reversed(assignments) if item.key == "trainer.seed"), "42")
     number = int(seed) if seed.isdigit() else 42  # the configuration reports any other text as a problem
     home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser().absolute()
     return number, home / "embedded" / f"seed_{number}"
 
 
-def _devices(given: Sequence[Assignment], hardware: Hardware, *, apart: bool) -> dict[str, object]:
+def _devices(assignments: Sequence[Assignment], hardware: Hardware, *, apart: bool) -> dict[str, object]:
     """Return the settings of GPUs and their use. ``apart``: the engine has a separate GPU and samples while ranks
     train."""
-    gpus = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
+    gpus = next((item.text or "" for item in reversed(assignments) if item.key == GPUS), "")
     ranks = int(gpus) if gpus.isdigit() and int(gpus) else max(min(2, hardware.gpus_per_node - apart), 1)
     return {
         GPUS: ranks,

@@ -223,7 +223,7 @@ class Verdict:
     """A further measurement that would tell more."""
 
 
-def diagnose(known: Evidence) -> Verdict:
+def diagnose(evidence: Evidence) -> Verdict:
     """Determine the cause.
 
     - Routes or sampling support: with other routes or another support, the mismatch vanishes.
@@ -232,34 +232,36 @@ def diagnose(known: Evidence) -> Verdict:
     - Stale version: trainer and engine agree now, but not with the record.
     - Precision: no layer jumps, and the differences are within the effect of rounding to the coarser dtype.
     """
-    gap = known.ways[known.used]
-    if gap.within(known.exact) and known.now.within(known.exact):
+    gap = evidence.ways[evidence.used]
+    if gap.within(evidence.exact) and evidence.now.within(evidence.exact):
         return Verdict("none", [f"recorded log-probs, trainer and engine agree to rounding ({_format_mismatch(gap)})"])
-    if not gap.within(known.exact) and (vanishing := _vanishing_mode(known, gap)) is not None:
+    if not gap.within(evidence.exact) and (vanishing := _vanishing_mode(evidence, gap)) is not None:
         return vanishing
-    if jump := known.layers_same.first():
-        return _wrong_weight(known, gap, jump)
-    if not gap.within(known.rounding) and known.now.within(known.rounding):
-        return _stale(known, gap)
-    if known.now.within(known.rounding):
-        return _precision(known, gap)
-    if known.bits:
-        why = [f"every layer agrees bit for bit; log-probs now differ by {_format_mismatch(known.now)}"]
-        return Verdict("other operations", why, Divergence(SOFTMAX, None, known.now.token, known.now.largest, 0.0))
+    if jump := evidence.layers_same.first():
+        return _wrong_weight(evidence, gap, jump)
+    if not gap.within(evidence.rounding) and evidence.now.within(evidence.rounding):
+        return _stale(evidence, gap)
+    if evidence.now.within(evidence.rounding):
+        return _precision(evidence, gap)
+    if evidence.bits:
+        why = [f"every layer agrees bit for bit; log-probs now differ by {_format_mismatch(evidence.now)}"]
+        return Verdict(
+            "other operations", why, Divergence(SOFTMAX, None, evidence.now.token, evidence.now.largest, 0.0)
+        )
     return Verdict(
         "unknown",
-        [f"engine and trainer now differ by {_format_mismatch(known.now)}, and no layer jumps", *_probe(known)],
-        known.layers_same.first(1.0),
+        [f"engine and trainer now differ by {_format_mismatch(evidence.now)}, and no layer jumps", *_probe(evidence)],
+        evidence.layers_same.first(1.0),
     )
 
 
-def _vanishing_mode(known: Evidence, gap: LogprobMismatch) -> Verdict | None:
+def _vanishing_mode(evidence: Evidence, gap: LogprobMismatch) -> Verdict | None:
     """Find the mode with the fewest changes in which the mismatch vanishes."""
-    used = known.used
+    used = evidence.used
     vanishing = [
         mode
-        for mode, other in known.ways.items()
-        if other.within(known.exact) or (other.within(known.rounding) and other.mean * VANISHES <= gap.mean)
+        for mode, other in evidence.ways.items()
+        if other.within(evidence.exact) or (other.within(evidence.rounding) and other.mean * VANISHES <= gap.mean)
     ]
     if not vanishing:
         return None
@@ -267,62 +269,62 @@ def _vanishing_mode(known: Evidence, gap: LogprobMismatch) -> Verdict | None:
         vanishing, key=lambda mode: ((mode.routes != used.routes) + (mode.support != used.support), mode.routes)
     )
     why = [f"as in the run ({_mode_name(used)}), the mismatch is {_format_mismatch(gap)}"]
-    why += [f"{_mode_name(mode)}: {_format_mismatch(known.ways[mode])}"]
+    why += [f"{_mode_name(mode)}: {_format_mismatch(evidence.ways[mode])}"]
     cause: Cause = "routes" if mode.support == used.support else "sampling support"
     if mode.routes != used.routes and mode.support != used.support:
         cause = "several"
-    divergence = known.layers_used.first() if mode.routes != used.routes else None
+    divergence = evidence.layers_used.first() if mode.routes != used.routes else None
     if cause == "sampling support":
         divergence = divergence or Divergence(SOFTMAX, None, None, gap.largest, 0.0)
         why += ["every layer agrees: the trainer normalizes over other tokens than those that were sampled from"]
-    for name, diff in (("the recorded", known.recorded_routes), ("the trainer's own", known.natural_routes)):
+    for name, diff in (("the recorded", evidence.recorded_routes), ("the trainer's own", evidence.natural_routes)):
         if mode.routes != used.routes and diff is not None:
             first = "" if diff.token is None else f", first at token {diff.token}, layer {diff.layer}"
             why.append(f"{name} experts differ from the engine's at {diff.share:.2%} of tokens × layers{first}")
     return Verdict(cause, why, divergence)
 
 
-def _wrong_weight(known: Evidence, gap: LogprobMismatch, jump: Divergence) -> Verdict:
+def _wrong_weight(evidence: Evidence, gap: LogprobMismatch, jump: Divergence) -> Verdict:
     why = [
         f"with the same experts on both sides, {jump.where} differs by {jump.size:.1e} at token {jump.token}, while "
         f"everything before it agrees within {jump.before:.1e}",
-        f"engine and trainer now differ by {_format_mismatch(known.now)}; the record by {_format_mismatch(gap)}",
-        *_probe(known),
-        *known.tensors,
+        f"engine and trainer now differ by {_format_mismatch(evidence.now)}; the record by {_format_mismatch(gap)}",
+        *_probe(evidence),
+        *evidence.tensors,
     ]
-    cause: Cause = "other operations" if known.bits and known.same_tensors else "wrong weight"
-    return Verdict(cause, why, jump, None if known.tensors else "weights")
+    cause: Cause = "other operations" if evidence.bits and evidence.same_tensors else "wrong weight"
+    return Verdict(cause, why, jump, None if evidence.tensors else "weights")
 
 
-def _stale(known: Evidence, gap: LogprobMismatch) -> Verdict:
+def _stale(evidence: Evidence, gap: LogprobMismatch) -> Verdict:
     why = [
-        f"engine and trainer now agree on version {known.loaded} ({_format_mismatch(known.now)}), but the record "
-        f"differs by {_format_mismatch(gap)}",
-        f"the record contains version {', '.join(known.sampled_by) or 'none'}; step {known.step} must be sampled with "
-        f"version {known.wanted}",
+        f"engine and trainer now agree on version {evidence.loaded} ({_format_mismatch(evidence.now)}), but the "
+        f"record differs by {_format_mismatch(gap)}",
+        f"the record contains version {', '.join(evidence.sampled_by) or 'none'}; step {evidence.step} must be "
+        f"sampled with version {evidence.wanted}",
     ]
-    if not known.versions:
+    if not evidence.versions:
         return Verdict("stale version", why, asks="versions")
-    name, best = min(known.versions.items(), key=lambda item: item[1].mean)
-    if best.within(known.rounding):
+    name, best = min(evidence.versions.items(), key=lambda item: item[1].mean)
+    if best.within(evidence.rounding):
         return Verdict("stale version", [*why, f"the record matches version {name}: {_format_mismatch(best)}"])
-    why += [f"the nearest of the saved versions ({', '.join(known.versions)}) is {name}: {_format_mismatch(best)}"]
-    return Verdict("stale version" if known.loaded != known.wanted else "unknown", why)
+    why += [f"the nearest of the saved versions ({', '.join(evidence.versions)}) is {name}: {_format_mismatch(best)}"]
+    return Verdict("stale version" if evidence.loaded != evidence.wanted else "unknown", why)
 
 
-def _precision(known: Evidence, gap: LogprobMismatch) -> Verdict:
-    engine, trainer = known.dtypes
+def _precision(evidence: Evidence, gap: LogprobMismatch) -> Verdict:
+    engine, trainer = evidence.dtypes
     why = [
         f"the engine computes in {engine}, the trainer in {trainer}",
-        f"record {_format_mismatch(gap)}, engine now {_format_mismatch(known.now)}; rounding alone causes "
-        f"{known.rounding:.1e} on average",
+        f"record {_format_mismatch(gap)}, engine now {_format_mismatch(evidence.now)}; rounding alone causes "
+        f"{evidence.rounding:.1e} on average",
         "differences grow gradually from layer to layer",
     ]
-    return Verdict("precision", why, known.layers_same.first(JUMP * known.finest))
+    return Verdict("precision", why, evidence.layers_same.first(JUMP * evidence.finest))
 
 
-def _probe(known: Evidence) -> list[str]:
-    return [f"the weight sync rejected the engine: {known.probe}"] if known.probe else []
+def _probe(evidence: Evidence) -> list[str]:
+    return [f"the weight sync rejected the engine: {evidence.probe}"] if evidence.probe else []
 
 
 def _mode_name(mode: ComputeMode) -> str:

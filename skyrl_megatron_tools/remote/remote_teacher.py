@@ -51,15 +51,15 @@ class RemoteTeacher:
     async def _row(self, http: httpx.AsyncClient, ids: Sequence[int], start: int, k: int) -> np.ndarray:
         body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
         answer = await self._ask(http, "POST", "/v1/completions", body)
-        given = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
-        if not given or len(given) != len(ids):
+        prompt_logprobs = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
+        if not prompt_logprobs or len(prompt_logprobs) != len(ids):
             raise EngineError(
                 f"the teacher at {self.url} returns no log-probs of prompts: serve it with vLLM, which supports "
                 "prompt_logprobs, or set trainer.teacher.models to a folder"
             )
         out = np.zeros((len(ids) - start, 1 + 2 * k), np.float32)
         for row, position in enumerate(range(start, len(ids))):
-            logprobs = {int(token): float(entry["logprob"]) for token, entry in given[position].items()}
+            logprobs = {int(token): float(entry["logprob"]) for token, entry in prompt_logprobs[position].items()}
             best = sorted(logprobs, key=lambda token: -logprobs[token])[:k]
             if ids[position] not in logprobs or len(best) < k:
                 raise EngineError(

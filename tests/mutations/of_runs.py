@@ -302,8 +302,8 @@ MUTATIONS = (
     Mutation(
         "a-gap-that-is-always-explained",
         "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
-        "if other.within(known.exact) or (other.within(known.rounding) and other.mean * VANISHES <= gap.mean)",
-        "if other.within(known.exact) or other.mean <= gap.mean",
+        "if other.within(evidence.exact) or (other.within(evidence.rounding) and other.mean * VANISHES <= gap.mean)",
+        "if other.within(evidence.exact) or other.mean <= gap.mean",
         ("tests/tools/test_mismatch_diagnosis.py",),
         "explain-gap would blame routing for what stale weights did",
     ),
@@ -326,7 +326,7 @@ MUTATIONS = (
     Mutation(
         "other-operations-taken-for-weights",
         "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
-        'cause: Cause = "other operations" if known.bits and known.same_tensors else "wrong weight"',
+        'cause: Cause = "other operations" if evidence.bits and evidence.same_tensors else "wrong weight"',
         'cause: Cause = "wrong weight"',
         ("tests/tools/test_mismatch_diagnosis.py::test_runs_whose_bits_should_agree",),
         "a user would look for a tensor that is right",

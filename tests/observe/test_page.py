@@ -240,6 +240,10 @@ def test_a_trajectory_is_drawn_as_its_graph(quiet, report, made):
     assert quiet.run("document.activeElement.getAttribute('aria-label')").startswith("call 1: ")
     turns = quiet.run("[...document.querySelectorAll('.messages .turn')].map(turn => turn.textContent)")
     assert len(turns) == 4 and "not trained on" in turns[1] and "SELECT count(*) FROM orders" in turns[3]
+    quiet.run("document.querySelector('.samplelist tr.chosen').focus()")
+    for key, row in (("ArrowDown", 2), ("ArrowUp", 1), ("End", 2), ("Home", 0), ("ArrowUp", 0)):
+        quiet.press(key)
+        assert quiet.run("document.activeElement.sectionRowIndex") == row
 
 
 def test_a_long_sample_scrolls(quiet, tmp_path):

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.structure.test_shapes import core
+from tests.structure import source
 
 WORDS = {"found", "each", "known", "own", "place", "mine", "given", "theirs", "whole"}
 LINES = 10
@@ -56,7 +56,7 @@ def unnamed(tree):
 def test_variables_bear_the_name_of_the_thing():
     wrong = [
         f"{module}:{line} {function}: {name}"
-        for module, tree in core().items()
+        for module, tree in source.modules().items()
         for function, name, line in unnamed(tree)
     ]
     assert not wrong, "name the thing:\n" + "\n".join(wrong)

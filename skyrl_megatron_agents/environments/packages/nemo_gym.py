@@ -61,9 +61,9 @@ class NeMoGym(BaseTextEnv):
             "tool_choice": "auto",
             "tools": [],
         }
-        found = asyncio.run(self._verified({**self.row, "response": response}))
-        rest = {name: value for name, value in found.items() if name not in (*self.row, "response", "reward")}
-        return BaseTextEnvStepOutput(observations=[], reward=float(found["reward"]), done=True, metadata=rest)
+        verdict = asyncio.run(self._verified({**self.row, "response": response}))
+        rest = {name: value for name, value in verdict.items() if name not in (*self.row, "response", "reward")}
+        return BaseTextEnvStepOutput(observations=[], reward=float(verdict["reward"]), done=True, metadata=rest)
 
     async def _verified(self, answered: dict[str, Any]) -> dict[str, Any]:
         async with (

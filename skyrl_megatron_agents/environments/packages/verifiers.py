@@ -100,13 +100,14 @@ class Verifiers(BaseTextEnv):
     def _trace(self, answer: str) -> Any:
         kinds = {"system": messages.SystemMessage, "user": messages.UserMessage}
         said = [
-            kinds.get(str(each["role"]), messages.AssistantMessage)(content=each["content"]) for each in self.prompt
+            kinds.get(str(message["role"]), messages.AssistantMessage)(content=message["content"])
+            for message in self.prompt
         ]
         said.append(messages.AssistantMessage(content=answer))
         last = len(said) - 1
         nodes = [
-            graph.MessageNode(parent=place - 1 if place else None, message=message, sampled=place == last)
-            for place, message in enumerate(said)
+            graph.MessageNode(parent=position - 1 if position else None, message=message, sampled=position == last)
+            for position, message in enumerate(said)
         ]
         task = traces.TraceTask(
             type=type(self.task).__name__, data=self.task.data, key=self.task.key, hash=self.task.hash
