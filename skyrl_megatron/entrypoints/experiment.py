@@ -16,8 +16,14 @@ import ray
 from skyrl_megatron import hub
 from skyrl_megatron import progress as start_times
 from skyrl_megatron.command import redirect_stderr, terminal
-from skyrl_megatron.config.fully_async import is_reproducible
-from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
+from skyrl_megatron.config.resolve import (
+    AnyConfig,
+    is_reproducible,
+    private_folder,
+    run_folder,
+    save_config,
+    typed_config,
+)
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.schema.evaluation import SETS, eval_sets
 from skyrl_megatron.config.validate import require_available

@@ -16,8 +16,8 @@ import numpy as np
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
-from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.layout import stage_layers
+from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.config.roles import (
     distils_in_reward,
     has_value_head,
