@@ -103,9 +103,9 @@ class RayPPOTrainer(TrainingRun):
                 self.end_step()
 
     def begin_step(self) -> None:
-        """Stop here if the user asked for it or the host runs out of memory."""
+        """Stop here if the user asked for it, or a recorder finds that the run has to end."""
         self.stop.check()
-        self.memory_forecast.check()
+        self.recorders.before_step()
         notify(self.callbacks, "on_step_start", self)
 
     def collect_experience(self) -> TrainingBatch:
