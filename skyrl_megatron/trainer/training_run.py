@@ -47,8 +47,7 @@ from skyrl_megatron.trainer.recorders import RecordedRun, Recorders
 from skyrl_megatron.trainer.recovery import Recovery, RunStart
 from skyrl_megatron.trainer.scorers import run_scorers
 from skyrl_megatron.trainer.step_batch import LearningSignal, mini_batch_size
-from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
-from skyrl_megatron.trainer.summary import summary_lines
+from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit, summary_lines
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
