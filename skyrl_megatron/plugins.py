@@ -266,6 +266,9 @@ OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
 """Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
 SOURCES = ClassRegistry("the source of a step's groups")
 """Subclasses of ``PromptRollouts``: where the groups of a step come from (``sources/source.py``)."""
+FAMILY_LAYERS = ClassRegistry("a family's kind of layer", reserved=("attention", "window"))
+"""Modules of layers that only some model families have, by what a family says of itself: an entry of
+``ModelShape.mixers``, an attribute or a flag of its ``MegatronModelConfig`` (``runtime/model/layer_spec.py``)."""
 RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
 """Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 
