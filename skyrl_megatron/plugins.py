@@ -185,6 +185,9 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
     METRICS[name] = {"better": direction, "unit": unit, "meaning": meaning}
 
 
+RULES: Additions[Callable[..., Any]] = Additions()
+"""Rules of a configuration in addition to those of the core: functions of it, and of role → ``config.json`` of its
+model, that yield problems (``config/validate.py``). They open no file and hold whatever starts the run."""
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
 REPORTERS: Additions[Callable[..., Any]] = Additions()
@@ -197,6 +200,7 @@ PARTS: Additions[type[Any]] = Additions()
 SINKS: Additions[Callable[..., Any]] = Additions()
 """Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
 
+register_rule = RULES.register
 register_check = CHECKS.register
 register_reporter = REPORTERS.register
 register_recorder = RECORDERS.register

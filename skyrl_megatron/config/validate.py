@@ -18,7 +18,6 @@ from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffecti
 from skyrl_megatron.config.rules.muon_rules import muon_notes
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems, unaccounted_sampling
-from skyrl_megatron.config.rules.supervised_rules import supervised_problems
 from skyrl_megatron.config.rules.training_rules import (
     fully_async_problems,
     oversampling_problems,
@@ -26,7 +25,7 @@ from skyrl_megatron.config.rules.training_rules import (
 )
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.plugins import TRACKERS, load_plugins
+from skyrl_megatron.plugins import RULES, TRACKERS, load_plugins
 
 FAMILIES_WITHOUT_ENGINE = {
     "dots1": "vLLM removed its architecture Dots1ForCausalLM after version 0.23",
@@ -96,8 +95,8 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
     if supervised(cfg) is None:
         problems += rollout_problems(cfg, policy, hardware, training=training)
         problems += exact_problems(cfg, hardware, policy)
-    else:
-        problems += supervised_problems(cfg, policy)
+    for rule in RULES.all():
+        problems += rule(cfg, configs)
     problems += adapter_problems(cfg, policy)
     problems += fully_async_problems(cfg)
     problems += oversampling_problems(cfg)

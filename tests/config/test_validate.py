@@ -9,7 +9,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
 from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.config.validate import find_problems
-from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
+from skyrl_megatron.errors import AlgorithmError, ConfigError, Problem, SkyRLMegatronWarning
 from tests.bridges.tiny_models import tiny_config
 
 GPUS = Hardware(8, 1)
@@ -708,6 +708,22 @@ def test_registered_names_are_known():
     finally:
         PolicyLossRegistry.unregister(name)
     assert [p.value for p in problems(f"{A}policy_loss_type={name}")] == [name]
+
+
+def test_a_plugin_adds_rules(monkeypatch):
+    from skyrl_megatron.config import validate
+    from skyrl_megatron.plugins import Additions
+
+    rules = Additions()
+    monkeypatch.setattr(validate, "RULES", rules)
+
+    @rules.register
+    def odd_seeds(cfg, models):
+        if cfg.trainer.seed % 2 == 0:
+            yield Problem("trainer.seed", cfg.trainer.seed, "this loss wants an odd one: add 1")
+
+    assert [p.fix for p in problems("trainer.seed=2")] == ["this loss wants an odd one: add 1"]
+    assert problems("trainer.seed=3") == []
 
 
 @pytest.mark.parametrize("lacking", ["a name", "a function"])
