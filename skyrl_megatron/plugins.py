@@ -187,7 +187,8 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
 
 RULES: Additions[Callable[..., Any]] = Additions()
 """Rules of a configuration in addition to those of the core: functions of it, and of role → ``config.json`` of its
-model, that yield problems (``config/validate.py``). They open no file and hold whatever starts the run."""
+model, that yield a Problem for what is wrong and a text for what is questionable (``config/validate.py``). They open
+no file and hold whatever starts the run."""
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
 REPORTERS: Additions[Callable[..., Any]] = Additions()
