@@ -98,9 +98,9 @@ def watch(home: Path) -> dict[str, float]:
     from skyrl_megatron.inference.client import HealthMonitor
     from skyrl_megatron.inference.engine_pool import EngineSlot
     from skyrl_megatron.trainer.callbacks import TrainerCallback
-    from skyrl_megatron.trainer.memory_forecast import MemoryForecast
-    from skyrl_megatron.trainer.stragglers import Stragglers
     from skyrl_megatron.workers.worker_group import WorkerGroup
+    from skyrl_megatron_observe.memory_forecast import MemoryForecast
+    from skyrl_megatron_observe.stragglers import Stragglers
     from skyrl_megatron_tools.embedded.embedded import arguments
 
     clocked, used = [0.0], dict[int, float]()

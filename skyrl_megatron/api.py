@@ -44,6 +44,7 @@ NAMES = {
     "register_sandbox": f"{_PLUGINS}:register_sandbox",
     "register_metric": f"{_PLUGINS}:register_metric",
     "register_check": f"{_PLUGINS}:register_check",
+    "register_rule": f"{_PLUGINS}:register_rule",
     "register_reporter": f"{_PLUGINS}:register_reporter",
     "register_option": f"{_PLUGINS}:register_option",
     "register_recorder": f"{_PLUGINS}:register_recorder",

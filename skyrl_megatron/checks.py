@@ -4,15 +4,17 @@ A check is a function of a :class:`PlannedRun`. It yields a Problem for each fau
 only the started run can show. It starts nothing and leaves no files. The rules that need the configuration alone
 (:mod:`skyrl_megatron.config.validate`) always apply. Checks that read models, data or the machine are registered with
 ``plugins.register_check``; ``skyrl_megatron_observe.preflight`` has most of them. Without any, a run starts all the
-same, and finds its faults one at a time.
+same, and finds its faults one at a time. :func:`quick_check` is what a command finds out within a second.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 
 from skyrl_megatron import hub
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.derive import derive, is_address
 from skyrl_megatron.config.hardware import Hardware, local_hardware
 from skyrl_megatron.config.hf_model import hub_models
 from skyrl_megatron.config.load import parse
@@ -140,6 +142,44 @@ def check_config[C: SkyRLTrainConfig](
     # The default that stands in for an unreadable value would be judged as if the user had chosen it.
     problems += [problem for problem in findings.problems if problem.key not in unread]
     return cfg, Findings(problems, findings.not_checked)
+
+
+class QuickCheck(enum.Enum):
+    """Result of :func:`quick_check`."""
+
+    FINISHED = enum.auto()
+    """The run is finished and there is nothing left to do. This has been printed."""
+    REFUSED = enum.auto()
+    """The arguments have problems, which ``load_config`` will report."""
+    RUN = enum.auto()
+    """No problem was found. Model and data have not been checked."""
+
+
+def quick_check(cls: type[SkyRLTrainConfig], argv: Sequence[str], hardware: Hardware | None = None) -> QuickCheck:
+    """Check a command's arguments within a second, without loading large libraries, models or data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cfg, problems = parse(cls, argv)
+        if problems or find_problems(cfg, hardware or run_hardware()):
+            return QuickCheck.REFUSED
+    return QuickCheck.FINISHED if report_if_finished(cfg) else QuickCheck.RUN
+
+
+def report_if_finished(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether the run is finished; if so, print that and where its files are. ``cfg`` is resolved."""
+    folder = cfg.trainer.ckpt_path
+    if cfg.trainer.resume_mode in (None, "none"):
+        return False
+    if not is_address(folder) and not os.path.isdir(folder) and cfg.trainer.resume_mode != "from_path":
+        return False
+    from skyrl_megatron.trainer.stopping import remaining_work, summary_lines  # loads torch
+
+    left = remaining_work(cfg)
+    if left is None or not left.nothing:
+        return False
+    for line in (str(left), *summary_lines(cfg, left.step, left.step)):
+        print(line, flush=True)
+    return True
 
 
 def load_config[C: SkyRLTrainConfig](

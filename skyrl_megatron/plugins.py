@@ -185,6 +185,10 @@ def register_metric(name: str, *, direction: str = "", unit: str = "", meaning: 
     METRICS[name] = {"better": direction, "unit": unit, "meaning": meaning}
 
 
+RULES: Additions[Callable[..., Any]] = Additions()
+"""Rules of a configuration in addition to those of the core: functions of it, and of role → ``config.json`` of its
+model, that yield a Problem for what is wrong and a text for what is questionable (``config/validate.py``). They open
+no file and hold whatever starts the run."""
 CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts."""
 REPORTERS: Additions[Callable[..., Any]] = Additions()
@@ -197,6 +201,7 @@ PARTS: Additions[type[Any]] = Additions()
 SINKS: Additions[Callable[..., Any]] = Additions()
 """Where the metrics of a run go in addition to ``metrics.jsonl`` and console: functions that return sinks."""
 
+register_rule = RULES.register
 register_check = CHECKS.register
 register_reporter = REPORTERS.register
 register_recorder = RECORDERS.register
@@ -270,6 +275,9 @@ ADAPTERS = ClassRegistry("trainer.policy.model.lora")
 (``inference/vllm/adapter_versions.py``)."""
 SOURCES = ClassRegistry("the source of a step's groups")
 """Subclasses of ``PromptRollouts``: where the groups of a step come from (``sources/source.py``)."""
+FAMILY_LAYERS = ClassRegistry("a family's kind of layer", reserved=("attention", "window"))
+"""Modules of layers that only some model families have, by what a family says of itself: an entry of
+``ModelShape.mixers``, an attribute or a flag of its ``MegatronModelConfig`` (``runtime/model/layer_spec.py``)."""
 RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
 """Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 

@@ -25,6 +25,8 @@ REPORTERS.register_path("skyrl_megatron_observe.preflight.check_report:report")
 
 # The curves are drawn before the last report, which is written when everything else is.
 for _recorder in (
+    "memory_forecast:MemoryRecorder",
+    "stragglers:StragglerRecorder",
     "hang:HangRecorder",
     "dump:BatchRecorder",
     "estimate.step_report:EstimateRecorder",

@@ -31,7 +31,6 @@ from bridges.errors import BridgeError
 from bridges.rows import Split
 from bridges.rules import Entry, matrix_blocks, shard, unshard
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.muon_rules import BLOCKWISE, WINDOW, MuonSettings, muon_settings
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.rank_state import (
     MOMENTUM,
@@ -45,6 +44,7 @@ from skyrl_megatron.runtime.model.local_weights import weight_locations
 from skyrl_megatron.runtime.partial_optimizer import RATIO, PartialOptimizer
 from skyrl_megatron_lora.attach import adapter_modules
 from skyrl_megatron_lora.folder import entry_of
+from skyrl_megatron_parts.muon_settings import BLOCKWISE, WINDOW, MuonSettings, muon_problems, muon_settings
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import OptimizerConfig
@@ -390,6 +390,7 @@ class MuonInAdam(PartialOptimizer):
     def __init__(self, model: ModelChunks, groups: ProcessGroups, adapters: Adapters | None, key: str) -> None:
         self.matrices = matrices_of(model, groups, key) if adapters is None else factors_of(adapters)
         self.groups = groups
+        self.section = key.replace("optimizer_config.optimizer", "megatron_config.optimizer_config_kwargs.")
 
     def overrides(self, settings: OptimizerConfig) -> dict[ParamKey, Any]:
         """Give matrices groups of their own, and the other parameters their rate as a ratio of the schedule's."""
@@ -404,7 +405,10 @@ class MuonInAdam(PartialOptimizer):
         return {ParamKey(predicate=which): change for which, change in chosen.items() if change}
 
     def install(self, optimizer: Any, options: Mapping[str, Any]) -> None:
-        """Replace Adam inside of each of Megatron's optimizers of this rank by :class:`Muon`."""
+        """Replace Adam inside of each of Megatron's optimizers of this rank by :class:`Muon`. Raises ConfigError."""
+        # the rules of a configuration say it before, but not to a script that builds its engine itself
+        if problems := list(muon_problems("muon", options, self.section)):
+            raise ConfigError(problems)
         settings = muon_settings(options)
         for part in inner_optimizers(optimizer):
             ranges = list(held_ranges(part))

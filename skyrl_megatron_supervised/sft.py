@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.checks import load_config
+from skyrl_megatron.checks import QuickCheck, load_config, quick_check
 from skyrl_megatron.command import run_command, with_strict_rows
-from skyrl_megatron.config.schema.run import SkyRLTrainConfig
+from skyrl_megatron.config.schema.run import SkyRLTrainConfig, own_keys
 from skyrl_megatron.config.schema.sft import SFTTrainConfig
 from skyrl_megatron.entrypoints import check
-from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
 from skyrl_megatron.workers.runtime_env import start_server
 from skyrl_megatron_supervised import show_row
 
@@ -40,8 +39,6 @@ def run_on_rows(
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(args):
-        from skyrl_megatron.config.document import own_keys
-
         print("\n".join([about, "Keys of this command:", *own_keys(cls)]))
         return 0
     args = with_strict_rows(args, next(name for name in ("sft", "dpo", "reward") if name in cls.__dataclass_fields__))

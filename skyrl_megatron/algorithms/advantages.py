@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.distillation import distillation
-from skyrl_megatron.algorithms.gdpo import gdpo
 from skyrl_megatron.algorithms.groups import Groups, Index, Trajectories
 from skyrl_megatron.algorithms.masked import (
     check_mask,
@@ -36,7 +35,6 @@ from skyrl_megatron.algorithms.masked import (
     masked_whiten,
 )
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
-from skyrl_megatron.algorithms.role_baselines import rae
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.table import ESTIMATORS, STEP_WISE, AdvantageEstimator, EstimatorRow, GAEConfig
 from skyrl_megatron.errors import AlgorithmError
@@ -454,14 +452,15 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
     _rows = ESTIMATORS
 
 
-BUILT_IN: dict[AdvantageEstimator, Estimator] = {
+BUILT_IN: dict[AdvantageEstimator, Estimator | str] = {
     AdvantageEstimator.GAE: gae,
     AdvantageEstimator.GRPO: grpo,
     AdvantageEstimator.RLOO: rloo,
     AdvantageEstimator.REINFORCE_PP: reinforce_plus_plus,
     AdvantageEstimator.MAXRL: maxrl,
-    AdvantageEstimator.GDPO: gdpo,
-    AdvantageEstimator.RAE: rae,
+    # by path: loaded by the runs that use them
+    AdvantageEstimator.GDPO: "skyrl_megatron.algorithms.gdpo:gdpo",
+    AdvantageEstimator.RAE: "skyrl_megatron.algorithms.role_baselines:rae",
     AdvantageEstimator.DISTILLATION: distillation,
 }
 AdvantageEstimatorRegistry.add_builtins(ESTIMATORS.rows, BUILT_IN)

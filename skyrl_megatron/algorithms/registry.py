@@ -28,6 +28,7 @@ import cloudpickle
 
 from skyrl_megatron.config.table import ObjectiveTable
 from skyrl_megatron.errors import AlgorithmError, DistributedError
+from skyrl_megatron.plugins import load_path
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -323,8 +324,9 @@ class BaseFunctionRegistry:
     _rows: ClassVar[ObjectiveTable[Any]] = ObjectiveTable("", "", {})
     """The facts of the functions, of which those of a removed function go too."""
     _client: ClassVar[RegistryClient]
-    _builtin: ClassVar[dict[str, Callable[..., Any]]]
-    _functions: ClassVar[dict[str, Callable[..., Any]]]
+    _builtin: ClassVar[dict[str, Callable[..., Any] | str]]
+    _functions: ClassVar[dict[str, Callable[..., Any] | str]]
+    """Name → function, or the path of a built-in one that is imported when it is asked for."""
     _unloadable: ClassVar[dict[str, str]]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -347,7 +349,7 @@ class BaseFunctionRegistry:
         if not callable(func):
             raise AlgorithmError(f"{cls._function_type} {name!r} must be callable, got {type(func).__name__}")
         # Functions without an import path cannot be recognised: each run of a lambda's line makes another object.
-        registered = cls._functions.get(name)
+        registered = cls.get(name) if name in cls._functions else None
         if registered is not None and (_import_path(func) is None or _import_path(func) != _import_path(registered)):
             raise AlgorithmError(f"{cls._function_type} {name!r} is already registered. {cls._listing()}")
         cls._functions[name] = func
@@ -359,14 +361,13 @@ class BaseFunctionRegistry:
 
         Raises AlgorithmError if the name is not registered, or its function cannot be unpickled in this process.
         """
-        try:
-            return cls._functions[name]
-        except KeyError:
-            pass
-        if connected_ray() is not None:
+        if name not in cls._functions and connected_ray() is not None:
             cls._client.sync()
         if name in cls._functions:
-            return cls._functions[name]
+            function = cls._functions[name]
+            if isinstance(function, str):
+                function = cls._functions[name] = load_path(function)
+            return function
         if name in cls._unloadable:
             raise AlgorithmError(
                 f"{cls._function_type} {str(name)!r} cannot be loaded in this process: {cls._unloadable[name]}"
@@ -426,10 +427,11 @@ class BaseFunctionRegistry:
         cls._client.sync()
 
     @classmethod
-    def add_builtins(cls, names: Iterable[str], functions: Mapping[Any, Callable[..., Any]]) -> None:
+    def add_builtins(cls, names: Iterable[str], functions: Mapping[Any, Callable[..., Any] | str]) -> None:
         """Add the built-in functions. Every process has them by importing this package, so they are never sent.
 
-        Raises AlgorithmError if their names differ from ``names``, those of the rows in ``config/table.py``.
+        A function may be given by its path, ``module:name``. Raises AlgorithmError if their names differ from
+        ``names``, those of the rows in ``config/table.py``.
         """
         differing = {str(name) for name in names} ^ {str(name) for name in functions}
         if differing:

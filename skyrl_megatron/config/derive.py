@@ -13,16 +13,18 @@ import copy
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
 from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
 from skyrl_megatron.config.schema.models import DEFAULT_TRANSFORMER_CONFIG_KWARGS
-from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
 from skyrl_megatron.config.schema.training import TrainerConfig
 from skyrl_megatron.config.table import ESTIMATORS, OTHER_ROLES, ROLES
 from skyrl_megatron.hub.repo_names import FILE_SUFFIXES, is_hub_name
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
 
 
 def is_address(path: str) -> bool:

@@ -7,19 +7,25 @@ the whole text of all keys there (``launch/docs.sh``).
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
-from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, leaves, sections_of
+from skyrl_megatron.config.fields import (
+    Bounds,
+    OneOf,
+    Section,
+    default_of,
+    field_docstrings,
+    field_types,
+    sections_of,
+)
 from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
 from skyrl_megatron.config.table import OTHER_ROLES, STEP_WISE, AdvantageEstimator, ObjectiveRow, PolicyLossType
 
@@ -144,34 +150,6 @@ def _meaning(text: str, in_full: bool) -> str:
     while clauses and (len(shown) + len(clauses[0]) < _WIDTH or shown.count("(") > shown.count(")")):
         shown += f" {clauses.pop(0)}"
     return re.sub(r";$", ".", shown)
-
-
-def field_docstrings(cls: type) -> dict[str, str]:
-    """Return field name → its docstring in the source, for a class and its parents."""
-    texts: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if not issubclass(owner, Section) or not inspect.get_annotations(owner) or owner.__module__ == "types":
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    texts[field.target.id] = inspect.cleandoc(str(text.value.value))
-    return texts
-
-
-def own_keys(cls: type[SkyRLTrainConfig]) -> Iterator[str]:
-    """Yield a line for each key that ``cls`` has in addition to those of every run: key, default and the text under
-    it."""
-    of_every_run = {key for key, _, _ in leaves(SkyRLTrainConfig)}
-    for key, owner, name in leaves(cls):
-        if key not in of_every_run:
-            try:
-                text = _flow(field_docstrings(owner).get(name, ""))
-            except (OSError, TypeError):  # a class without a source file, for example from a notebook
-                text = ""
-            yield f"  {key}={default_of(owner, name)}  {text}".rstrip()
 
 
 def _values(annotation: Any, default: Any) -> str:

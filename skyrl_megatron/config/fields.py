@@ -12,7 +12,9 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -370,3 +372,18 @@ def _plain_kinds(node: ast.expr) -> list[_Kind] | None:
             parts = [*inside, *([ast.Constant(None)] if node.value.id == "Optional" else [])]
     kinds = [None if part is None else _plain_kinds(part) for part in parts]
     return None if None in kinds else [kind for part in kinds for kind in part or ()]
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return field name → its docstring in the source, for a class and its parents."""
+    texts: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if not issubclass(owner, Section) or not inspect.get_annotations(owner) or owner.__module__ == "types":
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    texts[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return texts

@@ -1,4 +1,4 @@
-"""Resolve a configuration for a machine; the folder of a run; omegaconf's ``DictConfig`` as input."""
+"""Resolve a configuration for a machine; folders and lengths of a run; omegaconf's ``DictConfig`` as input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate
 
 from skyrl_megatron import device
-from skyrl_megatron.config.derive import derive, fill
+from skyrl_megatron.config.derive import derive, fill, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, owner_of, sections_of
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_yaml_str
@@ -173,3 +173,39 @@ def save_config(cfg: SkyRLTrainConfig) -> Path:
     temporary.write_text(get_config_as_yaml_str(cfg))
     temporary.replace(path)
     return path
+
+
+FULLY_ASYNC = "trainer.fully_async"
+
+
+def generates_ahead(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether responses are sampled while the policy trains, and so can be stale."""
+    return cfg.trainer.fully_async.enabled and cfg.trainer.fully_async.max_staleness_steps > 0
+
+
+def is_reproducible(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether two runs sample the same responses. Fully asynchronous runs do not: which weights sample a
+    response depends on timing."""
+    return bool(cfg.trainer.deterministic) and not generates_ahead(cfg)
+
+
+def rollouts_folder(cfg: SkyRLTrainConfig) -> tuple[str, str]:
+    """Return (folder of the sampled groups, key that sets it)."""
+    if cfg.trainer.fully_async.rollouts_path:
+        return cfg.trainer.fully_async.rollouts_path, f"{FULLY_ASYNC}.rollouts_path"
+    return os.path.join(cfg.trainer.ckpt_path, "rollouts"), "trainer.ckpt_path"
+
+
+def longest_sequence(cfg: SkyRLTrainConfig) -> int:
+    """Return the tokens of the longest possible training sequence, which batches, memory estimates and engines allow
+    for: the context of the last turn and its response. Of preferences: of the longest pair."""
+    if (rows := supervised(cfg)) is not None:
+        return rows.longest
+    return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
+
+
+def longest_pack(cfg: SkyRLTrainConfig) -> tuple[int, int]:
+    """Return (number of longest sequences in a full training micro-batch, tokens of each)."""
+    trainer, longest = cfg.trainer, longest_sequence(cfg)
+    most = trainer.max_tokens_per_microbatch
+    return (max(most // longest, 1) if most > 0 else trainer.micro_train_batch_size_per_gpu), longest

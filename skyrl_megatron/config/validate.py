@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.config.derive import derive, supervised
@@ -11,14 +11,12 @@ from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
-from skyrl_megatron.config.roles import active_roles, is_frozen
+from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
 from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
-from skyrl_megatron.config.rules.muon_rules import muon_notes
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems, unaccounted_sampling
-from skyrl_megatron.config.rules.supervised_rules import supervised_problems
 from skyrl_megatron.config.rules.training_rules import (
     fully_async_problems,
     oversampling_problems,
@@ -26,7 +24,7 @@ from skyrl_megatron.config.rules.training_rules import (
 )
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.plugins import TRACKERS, load_plugins
+from skyrl_megatron.plugins import RULES, TRACKERS, load_plugins
 
 FAMILIES_WITHOUT_ENGINE = {
     "dots1": "vLLM removed its architecture Dots1ForCausalLM after version 0.23",
@@ -86,8 +84,9 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
         return list(error.problems)
     derive(cfg)
     problems = fit_to_hardware(cfg, hardware)
-    _warn(cfg, hardware)
     configs, unreadable = _hf_configs(cfg)
+    outcomes = [outcome for rule in RULES.all() for outcome in rule(cfg, configs)]
+    _warn(cfg, hardware, [outcome for outcome in outcomes if isinstance(outcome, str)])
     problems += unreadable
     problems += [problem for name in trackers(cfg) for problem in TRACKERS.problems(name)]
     problems += training_problems(cfg)
@@ -96,8 +95,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
     if supervised(cfg) is None:
         problems += rollout_problems(cfg, policy, hardware, training=training)
         problems += exact_problems(cfg, hardware, policy)
-    else:
-        problems += supervised_problems(cfg, policy)
+    problems += [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     problems += adapter_problems(cfg, policy)
     problems += fully_async_problems(cfg)
     problems += oversampling_problems(cfg)
@@ -127,10 +125,10 @@ def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[
     return configs, problems
 
 
-def _warn(cfg: SkyRLTrainConfig, hardware: Hardware) -> None:
-    """Issue one SkyRLMegatronWarning for all settings without effect, and one for each questionable choice. A
-    configuration gets each message once."""
-    messages = [*_questionable(cfg)]
+def _warn(cfg: SkyRLTrainConfig, hardware: Hardware, notes: Sequence[str]) -> None:
+    """Issue one SkyRLMegatronWarning for all settings without effect, and one for each questionable choice, such as
+    the ``notes`` of registered rules. A configuration gets each message once."""
+    messages = [*_questionable(cfg), *notes]
     if lines := [f"  {key}={value}: {why}" for key, value, why in ineffective_settings(cfg, hardware)]:
         messages.insert(0, "settings without effect in this run:\n" + "\n".join(lines))
     issued: set[str] = cfg.__dict__.setdefault("_warned", set())
@@ -153,9 +151,3 @@ def _questionable(cfg: SkyRLTrainConfig) -> Iterator[str]:
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "
             "stop string have no end-of-sequence token, so the policy is not trained to stop there"
         )
-    for role in active_roles(cfg):
-        if not is_frozen(role):
-            settings = getattr(cfg.trainer, role)
-            section = f"trainer.{role}.megatron_config.optimizer_config_kwargs."
-            options = settings.megatron_config.optimizer_config_kwargs
-            yield from muon_notes(settings.optimizer_config.optimizer, options, section)

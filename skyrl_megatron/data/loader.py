@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from skyrl_megatron.config.fully_async import generates_ahead
+from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.data.samplers import KEY, AdaptiveSampler, Sampler, Shuffle, make_sampler
 from skyrl_megatron.errors import DataError, SkyRLMegatronError, SkyRLMegatronWarning, with_origin
 

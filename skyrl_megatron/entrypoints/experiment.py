@@ -15,10 +15,17 @@ import ray
 
 from skyrl_megatron import hub
 from skyrl_megatron import progress as start_times
+from skyrl_megatron.checks import report_if_finished
 from skyrl_megatron.command import redirect_stderr, terminal
-from skyrl_megatron.config.fully_async import is_reproducible
 from skyrl_megatron.config.hf_model import hub_models, model_folder
-from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
+from skyrl_megatron.config.resolve import (
+    AnyConfig,
+    is_reproducible,
+    private_folder,
+    run_folder,
+    save_config,
+    typed_config,
+)
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.schema.evaluation import SETS, eval_sets
 from skyrl_megatron.config.validate import require_available
@@ -27,9 +34,7 @@ from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.data.vocabulary import configured_stops, require_vocabulary
 from skyrl_megatron.entrypoints.crash_report import crash_reporter
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
-from skyrl_megatron.entrypoints.quick_check import report_if_finished
 from skyrl_megatron.envs import base_text_env as registry
-from skyrl_megatron.envs.answers import warn_of_missing_answers
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.identity import claim, run_identity
 from skyrl_megatron.plugins import GENERATORS, load_plugins
@@ -243,7 +248,7 @@ class BasePPOExp:
             strict=self.cfg.data.strict_rows,
         )
         missing = dataset.rows_without_reward_spec(self.cfg.environment.env_class)
-        warn_of_missing_answers(", ".join(sources), missing, len(dataset.rows))
+        registry.warn_of_missing_answers(", ".join(sources), missing, len(dataset.rows))
         return dataset
 
 

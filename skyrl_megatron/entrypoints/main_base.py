@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.checks import load_config
+from skyrl_megatron.checks import QuickCheck, load_config, quick_check
 from skyrl_megatron.command import run_command, with_strict_rows
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.schema.run import own_keys
 from skyrl_megatron.entrypoints import check
-from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
 from skyrl_megatron.plugins import option_lines, requested_option
 from skyrl_megatron.workers.runtime_env import start_server
 
@@ -97,8 +97,6 @@ def _further_help(config: type[SkyRLTrainConfig]) -> list[str]:
     lines = [*option_lines(), "", "All keys with their meaning: CONFIG.md"]
     if config is SkyRLTrainConfig:
         return lines
-    from skyrl_megatron.config.document import own_keys
-
     return [*lines, "Keys of this script:", *own_keys(config)]
 
 

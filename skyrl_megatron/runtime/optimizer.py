@@ -34,7 +34,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.adapters import TrainedAdapters, attach_adapters
@@ -132,8 +131,6 @@ def build_optimizer(
         raise ConfigError(
             [Problem(f"{key}.{name}", extra[name], "megatron's OptimizerConfig has no such field") for name in unknown]
         )
-    if problems := list(muon_problems(settings.optimizer, extra, f"{key}.")):
-        raise ConfigError(problems)
     fields |= extra | _dtypes(extra, key)
     _require_hardware(fields, key)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bridges.files import weights_fingerprint
 from skyrl_megatron import device
 from skyrl_megatron.algorithms import exact_ops
-from skyrl_megatron.config.lengths import longest_pack
+from skyrl_megatron.config.resolve import longest_pack
 from skyrl_megatron.config.roles import (
     adapter_configs,
     adapter_names,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.config.fully_async import rollouts_folder
+from skyrl_megatron.config.resolve import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.errors import ConfigError, JournalError, Problem
 from skyrl_megatron.identity import changes_numbers, read_identity, refuse_other, sampled_identity

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from skyrl_megatron.config.fully_async import rollouts_folder
+from skyrl_megatron.config.resolve import rollouts_folder
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.data.folder_lock import FolderLock
 from skyrl_megatron.data.journal import SEGMENT_BYTES, Journal

@@ -25,7 +25,7 @@ from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.config.fully_async import generates_ahead
+from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_is_reference
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
@@ -103,9 +103,9 @@ class RayPPOTrainer(TrainingRun):
                 self.end_step()
 
     def begin_step(self) -> None:
-        """Stop here if the user asked for it or the host runs out of memory."""
+        """Stop here if the user asked for it, or a recorder finds that the run has to end."""
         self.stop.check()
-        self.memory_forecast.check()
+        self.recorders.before_step()
         notify(self.callbacks, "on_step_start", self)
 
     def collect_experience(self) -> TrainingBatch:

@@ -3,8 +3,9 @@
 The run names none of them. A package or a plugin registers a subclass of :class:`RunRecorder` with
 ``register_recorder`` (docs/guides/plugins.md), and every run makes one object of each. The run calls them at fixed
 points, in the order of registration: :meth:`~RunRecorder.on_load`, :meth:`~RunRecorder.on_start`, in each step
-:meth:`~RunRecorder.on_rollouts`, :meth:`~RunRecorder.on_batch`, :meth:`~RunRecorder.before_update`,
-:meth:`~RunRecorder.step_metrics` and :meth:`~RunRecorder.on_step_end`, and at last :meth:`~RunRecorder.on_end`.
+:meth:`~RunRecorder.before_step`, :meth:`~RunRecorder.on_rollouts`, :meth:`~RunRecorder.on_batch`,
+:meth:`~RunRecorder.before_update`, :meth:`~RunRecorder.rank_metrics`, :meth:`~RunRecorder.step_metrics` and
+:meth:`~RunRecorder.on_step_end`, and at last :meth:`~RunRecorder.on_end`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ class RunRecorder:
     def on_start(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
         """Run when models and engines are ready; ``step``: the completed steps."""
 
+    def before_step(self) -> None:
+        """Run before a step takes its prompts."""
+
     def on_rollouts(self, output: GeneratorOutput) -> None:
         """Run when the rollouts of a step are selected, before they become a batch."""
 
@@ -78,6 +82,14 @@ class RunRecorder:
     def before_update(self, step: int, batch: TrainingBatch, score: Score | None) -> None:
         """Run before the optimizer steps, with everything that they read in ``batch``. ``score``: None if the ranks
         cannot compute log-probs now."""
+
+    def rank_metrics(self, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return metrics that are logged with the others of the step.
+
+        ``seconds``: role → rank's name → its time in the step's training without its waits for other ranks; a role
+        that did not train, or whose ranks cannot tell, has none.
+        """
+        return {}
 
     def step_metrics(
         self, lengths: np.ndarray, metrics: Mapping[str, float], device_type: Callable[[], str | None]
@@ -124,6 +136,9 @@ class Recorders:
     def on_start(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
         self._call("on_start", step, roles)
 
+    def before_step(self) -> None:
+        self._call("before_step")
+
     def on_rollouts(self, output: GeneratorOutput) -> None:
         self._call("on_rollouts", output)
 
@@ -133,14 +148,15 @@ class Recorders:
     def before_update(self, step: int, batch: TrainingBatch, score: Score | None) -> None:
         self._call("before_update", step, batch, score)
 
+    def rank_metrics(self, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return the metrics of all recorders."""
+        return self._metrics("rank_metrics", seconds)
+
     def step_metrics(
         self, lengths: np.ndarray, metrics: Mapping[str, float], device_type: Callable[[], str | None]
     ) -> dict[str, float]:
         """Return the metrics of all recorders; ``lengths``: [B] int64."""
-        added: dict[str, float] = {}
-        for of_recorder in self._call("step_metrics", lengths, metrics, device_type):
-            added |= of_recorder
-        return added
+        return self._metrics("step_metrics", lengths, metrics, device_type)
 
     def on_step_end(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
         self._call("on_step_end", step, roles)
@@ -151,6 +167,9 @@ class Recorders:
 
     def on_end(self) -> None:
         self._call("on_end")
+
+    def _metrics(self, event: str, *arguments: Any) -> dict[str, float]:
+        return {name: value for metrics in self._call(event, *arguments) for name, value in metrics.items()}
 
     def _call(self, event: str, *arguments: Any) -> list[Any]:
         """Call a method of each recorder, in order, and return what those returned that did not fail."""

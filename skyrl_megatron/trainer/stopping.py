@@ -1,4 +1,5 @@
-"""When a run ends: at its last step, when a metric fits, after a signal, or at once if nothing is left to do."""
+"""When a run ends: at its last step, when a metric fits, after a signal, or at once if nothing is left to do. And the
+last lines of a run."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from skyrl_megatron.config.schema.evaluation import StopCondition
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
 from skyrl_megatron.identity import is_of_other, run_identity
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
+from skyrl_megatron.plugins import run_files
 from skyrl_megatron.runtime.checkpoint.store import DATA, CheckpointStore
 from skyrl_megatron.trainer.checkpoints import export_folder, is_same_run, resumed_checkpoint
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
@@ -215,3 +217,24 @@ def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bo
     saved = {(file["name"], file["bytes"]) for file in files}
     paths = [path for path in map(Path, cfg.data.train_data) if os.path.isfile(path)]
     return all((path.name, path.stat().st_size) in saved for path in paths)
+
+
+SCORE = "eval/all/avg_score"
+
+
+def summary_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
+    """Return lines with the scores of the first and the last evaluation, if any, and the paths of the run's files."""
+    folder = run_folder(cfg)
+    scores = [line[SCORE] for line in read_metrics(folder / METRICS_FILE) if line.get(SCORE) is not None]
+    shown = [f"{score:.3f}" for score in scores]
+    score = f"{shown[0]} before · {shown[-1]} after" if len(shown) > 1 else "".join(shown)
+    paths = {name: folder / file for name, file in {"metrics": METRICS_FILE, **run_files()}.items()}
+    exported = export_folder(cfg.trainer.export_path, step)
+    # A Path would damage the address of an object store.
+    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"
+    return [
+        *([f"score: {score}"] if scores else []),
+        *(f"{name}: {path}" for name, path in paths.items() if path.exists()),
+        *([checkpoint] if saved_step is not None else []),
+        *([f"exported model: {exported}"] if exported.exists() else []),
+    ]

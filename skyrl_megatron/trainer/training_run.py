@@ -43,14 +43,11 @@ from skyrl_megatron.trainer.checkpoints import SETTINGS, export_due, prepare_exp
 from skyrl_megatron.trainer.console import Phases, StartUp
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
-from skyrl_megatron.trainer.memory_forecast import MemoryForecast
 from skyrl_megatron.trainer.recorders import RecordedRun, Recorders
 from skyrl_megatron.trainer.recovery import Recovery, RunStart
 from skyrl_megatron.trainer.scorers import run_scorers
 from skyrl_megatron.trainer.step_batch import LearningSignal, mini_batch_size
-from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit
-from skyrl_megatron.trainer.stragglers import Stragglers
-from skyrl_megatron.trainer.summary import summary_lines
+from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit, summary_lines
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.worker_group import ThroughputMeter, WorkerGroup
@@ -120,8 +117,6 @@ class TrainingRun:
         steps, position = (self.remaining_work or self).limit.steps, self.train_dataloader.state_dict()
         self.run_state = RunState(steps, position, self.phases, tracker.say)
         """How far the run is: its steps, metrics and position, which sources and recovery share."""
-        self.memory_forecast = MemoryForecast()
-        self.stragglers = Stragglers(tracker.say)
         self.recorders = Recorders(
             RecordedRun(cfg, tokenizer, self.total_steps, generator, tracker, lambda: self.identity)
         )
@@ -466,8 +461,8 @@ class TrainingRun:
         seconds = timings["timing/step"]
         tokens = self.metrics.pop("trainer/tokens", 0.0)
         ranks = len(self.policy.group)
-        for name, role in self.roles.items():
-            self.metrics |= self.stragglers.look(name, role.take_own_seconds(), role.group.names)
+        own_seconds = {name: role.take_own_seconds() for name, role in self.roles.items()}
+        self.metrics |= self.recorders.rank_metrics(own_seconds)
         self.metrics |= timings | {
             "trainer/epoch": float(self.train_dataloader.epoch),
             "trainer/global_step": float(self.global_step),

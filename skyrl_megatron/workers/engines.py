@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_megatron.config.fully_async import is_reproducible
-from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.resolve import is_reproducible, run_folder
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot

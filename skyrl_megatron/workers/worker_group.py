@@ -228,10 +228,11 @@ class WorkerGroup:
         self._stepped = self._stepped | named if self._stepped is not None and named else None
         return merged
 
-    def take_own_seconds(self) -> list[float]:
-        """Return each rank's time for mini-batches since the last call, without waiting for others; [] if unknown."""
+    def take_own_seconds(self) -> dict[str, float]:
+        """Return name of a rank → its time for mini-batches since the last call, without waiting for others; {} if
+        unknown."""
         own, self._own_seconds = self._own_seconds, []
-        return own
+        return dict(zip(self.group.names, own, strict=True)) if own else {}
 
     def changed_adapters(self) -> set[str] | None:
         """Return the adapters that took a step since the last call; None: possibly all."""

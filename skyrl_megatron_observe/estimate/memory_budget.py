@@ -21,7 +21,7 @@ from skyrl_megatron.checks import GPU_MEMORY, HOST_MEMORY
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import get_path, owner_of
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.resolve import longest_sequence
 from skyrl_megatron.config.roles import active_roles, adapter_configs, trains_draft
 from skyrl_megatron.config.rules.placement_rules import placement_problems
 from skyrl_megatron.config.rules.training_rules import training_problems

@@ -23,10 +23,10 @@ from bridges.quantisation import Quantisation
 from bridges.rules import Entry, is_matrix, local_shape, matrix_blocks, padded_rows
 from skyrl_megatron.config.hf_model import experts_per_token
 from skyrl_megatron.config.layout import ParallelConfig, stage_layers
-from skyrl_megatron.config.rules.muon_rules import WINDOW
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron_lora.targets import configured_selection, expert_rank
 from skyrl_megatron_lora.tensors import Pairs, adapter_slots
+from skyrl_megatron_parts.muon_settings import WINDOW
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig

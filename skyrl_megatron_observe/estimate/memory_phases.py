@@ -15,7 +15,7 @@ from bridges.quantized import BAND
 from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
 from skyrl_megatron.config.layout import ParallelConfig
-from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.resolve import longest_sequence
 from skyrl_megatron.config.roles import (
     active_roles,
     engine_ranks,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_megatron.config.derive import supervised
-from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
-from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.resolve import generates_ahead, longest_sequence
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds

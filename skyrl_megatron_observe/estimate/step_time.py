@@ -16,8 +16,8 @@ import numpy as np
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.derive import supervised
-from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.layout import stage_layers
+from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.config.roles import (
     distils_in_reward,
     has_value_head,
@@ -29,7 +29,6 @@ from skyrl_megatron.config.roles import (
     weight_bucket_sizes,
     weight_transport,
 )
-from skyrl_megatron.config.rules.muon_rules import muon_settings
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
 from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops, described_config, layer_flops
@@ -41,6 +40,7 @@ from skyrl_megatron_observe.estimate.memory_activations import IMBALANCE, Recomp
 from skyrl_megatron_observe.estimate.memory_budget import gigabytes
 from skyrl_megatron_observe.estimate.memory_phases import GENERATION, TRAINING, RoleModel, engine_bytes, resident
 from skyrl_megatron_observe.estimate.sync_time import BUSIEST, SyncSizes, on_shared_gpus, over_network, share_away
+from skyrl_megatron_parts.muon_settings import muon_settings
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

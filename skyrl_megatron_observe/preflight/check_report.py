@@ -15,7 +15,7 @@ from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.layout import ParallelConfig, stage_layers
-from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.resolve import longest_sequence
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
 from skyrl_megatron_observe.estimate import step_report
 from skyrl_megatron_observe.estimate.memory_budget import Budget, gigabytes, parameter_tables, report_lines

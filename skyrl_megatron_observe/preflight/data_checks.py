@@ -21,7 +21,7 @@ from skyrl_megatron.config.hf_model import cached_folder
 from skyrl_megatron.config.roles import active_roles, role_layout
 from skyrl_megatron.config.rules.evaluation_rules import VAL_DATA, metric_problems, name_problems
 from skyrl_megatron.config.schema.evaluation import DATASET_KEY, SETS, UNKNOWN, read_eval_sets
-from skyrl_megatron.envs.answers import is_built_in, names_built_in, warn_of_missing_answers
+from skyrl_megatron.envs.base_text_env import is_built_in, names_built_in, warn_of_missing_answers
 from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:

@@ -14,12 +14,10 @@ from bridges.errors import BridgeError
 from skyrl_megatron import device
 from skyrl_megatron.checks import NotChecked, PlannedRun
 from skyrl_megatron.config.derive import is_address
-from skyrl_megatron.config.fully_async import generates_ahead
 from skyrl_megatron.config.hardware import GPUS, UNLOCK
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.layout import layout_problems
-from skyrl_megatron.config.lengths import longest_pack
-from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.resolve import generates_ahead, longest_pack, run_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
 from skyrl_megatron.config.rules.training_rules import LONGEST_NAME
 from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, SkyRLMegatronError, shown

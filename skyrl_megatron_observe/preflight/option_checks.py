@@ -15,12 +15,12 @@ from skyrl_megatron.config.fields import declared_fields, get_path, source_of
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import trackers
 from skyrl_megatron.config.roles import active_roles, is_frozen
-from skyrl_megatron.config.rules.muon_rules import PREFIX
 from skyrl_megatron.config.rules.passthrough_keys import SAMPLING
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.errors import ConfigError, Problem, install_command
 from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, sampling_keys, sampling_types, typed_field
 from skyrl_megatron.plugins import GENERATORS
+from skyrl_megatron_parts.muon_settings import PREFIX
 
 _TRANSFORMER = "megatron.core.transformer.transformer_config"
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"

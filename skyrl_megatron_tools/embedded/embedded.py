@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.checks import load_config, run_hardware
+from skyrl_megatron.checks import QuickCheck, load_config, quick_check, run_hardware
 from skyrl_megatron.command import require_memory, run_command
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
@@ -38,7 +38,6 @@ from skyrl_megatron.data.curriculum import curriculum, difficulty
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.main_generate import score_model
-from skyrl_megatron.entrypoints.quick_check import QuickCheck, quick_check
 from skyrl_megatron.tiny_model import write_embedded_model
 from skyrl_megatron.workers.runtime_env import start_server
 

@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_megatron import config
 from skyrl_megatron.config import document, get_config_as_dict
-from skyrl_megatron.config.fields import default_of, field_types, leaves, sections_of
+from skyrl_megatron.config.fields import default_of, field_docstrings, field_types, leaves, sections_of
 
 ON_PURPOSE = {
     ("TrainerConfig", "strategy"): "megatron",
@@ -76,7 +76,7 @@ def test_defaults_obey_their_own_rules():
 
 def test_every_field_is_explained_and_config_md_is_fresh():
     for _, cls, name in leaves(config.SkyRLTrainConfig):
-        assert document.field_docstrings(cls).get(name), f"{cls.__name__}.{name} has no docstring"
+        assert field_docstrings(cls).get(name), f"{cls.__name__}.{name} has no docstring"
     stale = "CONFIG.md is stale: run python -m skyrl_megatron.config.document"
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     with open(os.path.join(root, "CONFIG.md")) as file:
@@ -90,7 +90,7 @@ def test_the_page_of_options_has_the_whole_text_of_every_key(tmp_path):
     assert document.main([str(tmp_path / "options.md")]) == 0
     lines = (tmp_path / "options.md").read_text().splitlines()
     for _, cls, name in leaves(config.SkyRLTrainConfig):
-        text = " ".join(document.field_docstrings(cls)[name].split()).replace("|", "\\|")
+        text = " ".join(field_docstrings(cls)[name].split()).replace("|", "\\|")
         assert any(line.startswith(f"- `{name}=") and line.endswith(f": {text}") for line in lines), name
     short = [line for line in document.document().splitlines() if line.startswith("- `") and "=" in line]
     begun = {line.split("`: ")[0].split(") ")[0] for line in lines}

@@ -143,16 +143,6 @@ WRONG = {
         f"{K}num_layers_in_first_pipeline_stage",
         f"set {M}num_layers_in_first_pipeline_stage",
     ),
-    "one optimizer of the rest": (
-        ["trainer.policy.optimizer_config.optimizer=muon", f"{O}muon_scalar_optimizer=lion"],
-        f"{O}muon_scalar_optimizer",
-        "trained by AdamW",
-    ),
-    "q, k and v together": (
-        ["trainer.policy.optimizer_config.optimizer=muon", f"{O}muon_split_qkv=false"],
-        f"{O}muon_split_qkv",
-        "always separate",
-    ),
     "gradients in another type": ([f"{O}main_grads_dtype=bf16"], f"{O}main_grads_dtype", "grad_reduce_in_fp32"),
     "a floor without its rate": ([f"{O}decoupled_min_lr=1e-6"], f"{O}decoupled_min_lr", "decoupled_lr"),
     "a negative rate": ([f"{O}decoupled_lr=-1"], f"{O}decoupled_lr", "at least 0"),

@@ -13,7 +13,7 @@ from skyrl_megatron.config import (
     document,
     get_config_as_yaml_str,
 )
-from skyrl_megatron.config.fields import field_types, leaves, sections_of
+from skyrl_megatron.config.fields import field_docstrings, field_types, leaves, sections_of
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.table import ESTIMATORS, LOSSES, OPTIMIZERS, ROLES, LossRow
 from skyrl_megatron.config.validate import find_problems
@@ -128,7 +128,7 @@ def test_rows_name_settings_that_are_there():
 
 def test_texts_name_every_row():
     """The explanations of the two keys, and CONFIG.md."""
-    texts = document.field_docstrings(AlgorithmConfig)
+    texts = field_docstrings(AlgorithmConfig)
     assert all(f"`{name}`" in texts["policy_loss_type"] for name in LOSSES.built_in)
     assert all(f"`{name}`" in texts["advantage_estimator"] for name in ESTIMATORS.built_in)
     text = document.document()

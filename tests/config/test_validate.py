@@ -9,7 +9,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
 from skyrl_megatron.config.layout import ParallelConfig
 from skyrl_megatron.config.validate import find_problems
-from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
+from skyrl_megatron.errors import AlgorithmError, ConfigError, Problem, SkyRLMegatronWarning
 from tests.bridges.tiny_models import tiny_config
 
 GPUS = Hardware(8, 1)
@@ -150,25 +150,10 @@ RULES = {
         "trainer.policy.optimizer_config.adam_lr",
         "set lr too",
     ),
-    "unknown field of Muon": (
-        [*MUON, f"{O}muon_use_nesterov=true"],
-        f"{O}muon_use_nesterov",
-        "did you mean muon_nesterov",
-    ),
-    "Muon's field without Muon": ([f"{O}muon_momentum=0.9"], f"{O}muon_momentum", "optimizer=muon"),
-    "momentum of 1": ([*MUON, f"{O}muon_momentum=1"], f"{O}muon_momentum", "below 1"),
-    "Muon summed over ranks": ([*MUON, f"{O}muon_tp_mode=distributed"], f"{O}muon_tp_mode", "or blockwise"),
-    "Megatron's own Muon": ([f"{O}optimizer=muon"], f"{O}optimizer", "optimizer_config.optimizer=muon"),
     "fp16 masters of Muon": (
         [*MUON, f"{O}main_params_dtype=fp16"],
         f"{O}main_params_dtype",
         "fp32 with optimizer=muon",
-    ),
-    "endless updates": ([*MUON, f"{O}muon_extra_scale_factor=.inf"], f"{O}muon_extra_scale_factor", "positive number"),
-    "narrow state of Muon": (
-        [*MUON, f"{O}use_precision_aware_optimizer=true"],
-        f"{O}use_precision_aware_optimizer",
-        "not supported with optimizer=muon",
     ),
     "decay inside warm-up": (
         ["trainer.policy.optimizer_config.num_decay_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"],
@@ -710,6 +695,26 @@ def test_registered_names_are_known():
     assert [p.value for p in problems(f"{A}policy_loss_type={name}")] == [name]
 
 
+def test_a_plugin_adds_rules(monkeypatch):
+    from skyrl_megatron.config import validate
+    from skyrl_megatron.plugins import Additions
+
+    rules = Additions()
+    monkeypatch.setattr(validate, "RULES", rules)
+
+    @rules.register
+    def odd_seeds(cfg, models):
+        if cfg.trainer.seed % 2 == 0:
+            yield Problem("trainer.seed", cfg.trainer.seed, "this loss wants an odd one: add 1")
+        yield "seeds are a matter of taste"
+
+    with pytest.warns(SkyRLMegatronWarning, match="matter of taste"):
+        found = problems("trainer.seed=2")
+    assert [p.fix for p in found] == ["this loss wants an odd one: add 1"]
+    with pytest.warns(SkyRLMegatronWarning, match="matter of taste"):
+        assert problems("trainer.seed=3") == []
+
+
 @pytest.mark.parametrize("lacking", ["a name", "a function"])
 def test_a_built_in_loss_without_a_name_or_a_function_cannot_be_imported(lacking):
     from skyrl_megatron.algorithms import losses
@@ -908,8 +913,6 @@ def test_warnings_that_do_not_stop_a_run(monkeypatch):
     args += ["generator.append_eos_token_after_stop_str_in_multi_turn=false"]
     with pytest.warns(SkyRLMegatronWarning, match="end-of-sequence"):
         find_problems(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
-    with pytest.warns(SkyRLMegatronWarning, match="muon_tp_mode=blockwise is another algorithm"):
-        find_problems(SkyRLTrainConfig.from_cli_overrides([*MUON, f"{O}muon_tp_mode=blockwise"]), GPUS)
 
 
 def test_all_problems_at_once():

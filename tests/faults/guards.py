@@ -83,7 +83,7 @@ GUARDS = (
         (RANK, "slow ×10", "train"),
         taken_away.stragglers,
         "AssertionError",
-        "tests/trainer/test_stragglers.py::test_a_slow_rank_is_named_once_until_it_was_fast_again",
+        "tests/observe/test_stragglers.py::test_a_slow_rank_is_named_once_until_it_was_fast_again",
     ),
     Guard("health", ("engine core", "SIGKILL", "sample"), taken_away.health, "it did not continue"),
     Guard("health, stopped", ("engine worker", "SIGSTOP", "sample"), taken_away.health, "it did not continue"),

@@ -98,7 +98,7 @@ def ray_freed_at_the_end() -> None:
 
 def stragglers() -> None:
     """No rank is slow enough to be named."""
-    from skyrl_megatron.trainer import stragglers as straggler_times
+    from skyrl_megatron_observe import stragglers as straggler_times
 
     straggler_times.RATIO = float("inf")
 

@@ -261,10 +261,10 @@ MUTATIONS = (
     ),
     Mutation(
         "stragglers-that-are-fast",
-        "skyrl_megatron/trainer/stragglers.py",
+        "skyrl_megatron_observe/stragglers.py",
         "slow = ratio > RATIO and",
         "slow = ratio < RATIO and",
-        ("tests/trainer/test_stragglers.py",),
+        ("tests/observe/test_stragglers.py",),
         "the healthy ranks would be named and the slow one not",
     ),
     Mutation(

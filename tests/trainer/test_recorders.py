@@ -47,6 +47,9 @@ def counting():
         def step_metrics(self, lengths, metrics, device_type):
             return {"mine/steps": float(len(self.steps))}
 
+        def rank_metrics(self, seconds):
+            return {f"mine/{role}_ranks": float(len(of_ranks)) for role, of_ranks in seconds.items()}
+
         def on_hang(self):
             return f"; {len(self.steps)} steps"
 
@@ -68,6 +71,10 @@ def test_one_that_fails_is_reported_with_its_name_and_left_out(registered, run):
     [left] = recorders
     assert broken.calls == [1] and left.steps == [1, 2]
     assert recorders.step_metrics(None, {}, lambda: None) == {"mine/steps": 2.0} and recorders.on_hang() == "; 2 steps"
+    assert recorders.rank_metrics({"policy": {"policy rank 0": 0.5}, "critic": {}}) == {
+        "mine/policy_ranks": 1.0,
+        "mine/critic_ranks": 0.0,
+    }
 
 
 @pytest.mark.parametrize("attributes", [{}, {"ends_run": True}], ids=["optional", "needed"])

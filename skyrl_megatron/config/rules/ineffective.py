@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive, supervised
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
-from skyrl_megatron.config.fully_async import generates_ahead
+from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.config.roles import active_roles, balances_experts, has_teacher, needs_reference
 from skyrl_megatron.config.rules.passthrough import masks
 from skyrl_megatron.config.table import (

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.roles import is_frozen, role_world_size
 from skyrl_megatron.config.rules.exchange_rules import exchange_problems
-from skyrl_megatron.config.rules.muon_rules import muon_problems
 from skyrl_megatron.config.rules.passthrough import megatron_key_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.config.schema.models import AUTO, DEFAULT_TRANSFORMER_CONFIG_KWARGS
@@ -110,8 +109,6 @@ def megatron_problems(
     options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
     if not is_frozen(role):
         yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16, muon=optimizer == "muon")
-    if optimizer is not None:
-        yield from muon_problems(optimizer, options, key)
     yield from _clipping(cfg, role, megatron, section)
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)

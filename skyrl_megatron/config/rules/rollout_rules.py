@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.layout import ModelDimensions
-from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.resolve import longest_sequence
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.config.roles import ranks_exchange_weights
 from skyrl_megatron.config.rules.passthrough import distribution_changes, engine_key_problems, masks, weights

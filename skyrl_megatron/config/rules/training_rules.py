@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.derive import is_address, supervised
 from skyrl_megatron.config.fields import get_path
-from skyrl_megatron.config.fully_async import ENABLED, SECTION, generates_ahead, rollouts_folder
-from skyrl_megatron.config.lengths import longest_sequence
+from skyrl_megatron.config.resolve import FULLY_ASYNC, generates_ahead, longest_sequence, rollouts_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen, needs_reference, role_layout
 from skyrl_megatron.config.rules.role_rules import teacher_problems
 from skyrl_megatron.config.schema.algorithm import OffPolicyCorrectionConfig, correction_enabled
@@ -249,24 +248,27 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
             yield Problem(f"trainer.{name}", value, f"names a log folder: use at most {LONGEST_NAME} bytes")
 
 
+_ENABLED = f"{FULLY_ASYNC}.enabled"
+
+
 def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield the settings that contradict fully asynchronous rollouts."""
     if not generates_ahead(cfg):
         return
     if cfg.trainer.placement.colocate_all:
         fix = "engines that sample while the ranks train need separate GPUs: set it to false"
-        yield Problem("trainer.placement.colocate_all", True, f"{ENABLED}: {fix}")
+        yield Problem("trainer.placement.colocate_all", True, f"{_ENABLED}: {fix}")
     if cfg.generator.batched:
         fix = "prompts are sampled one at a time while the policy trains: set it to false"
-        yield Problem("generator.batched", True, f"{ENABLED}: {fix}")
+        yield Problem("generator.batched", True, f"{_ENABLED}: {fix}")
     if cfg.generator.sampling_params.logprobs is None:
         fix = "responses are stale, and only their log-probabilities show by how much: set it to 1"
-        yield Problem("generator.sampling_params.logprobs", None, f"{ENABLED}: {fix}")
+        yield Problem("generator.sampling_params.logprobs", None, f"{_ENABLED}: {fix}")
     folder, setting = rollouts_folder(cfg)
     if is_address(folder):
-        fix = f"{ENABLED}: sampled groups are stored on a file system: set {SECTION}.rollouts_path to a folder"
+        fix = f"{_ENABLED}: sampled groups are stored on a file system: set {FULLY_ASYNC}.rollouts_path to a folder"
         yield Problem(setting, cfg.trainer.fully_async.rollouts_path or cfg.trainer.ckpt_path, fix)
-    yield from _uncorrected(cfg, ENABLED, "max_staleness_steps=0")
+    yield from _uncorrected(cfg, _ENABLED, "max_staleness_steps=0")
 
 
 def oversampling_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:

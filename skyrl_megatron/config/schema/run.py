@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and its conversion to YAML."""
+"""The whole configuration of a run, its conversion to YAML, and the keys that a subclass adds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import enum
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Self, cast
 
 from skyrl_megatron.config import load
 from skyrl_megatron.config.derive import derive
-from skyrl_megatron.config.fields import Section, default_of, field_types, sections_of
+from skyrl_megatron.config.fields import Section, default_of, field_docstrings, field_types, leaves, sections_of
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.generator import DataConfig, EnvironmentConfig, GeneratorConfig
@@ -163,3 +163,16 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value
+
+
+def own_keys(cls: type[SkyRLTrainConfig]) -> Iterator[str]:
+    """Yield a line for each key that ``cls`` has in addition to those of every run: key, default and the text under
+    it."""
+    of_every_run = {key for key, _, _ in leaves(SkyRLTrainConfig)}
+    for key, owner, name in leaves(cls):
+        if key not in of_every_run:
+            try:
+                text = " ".join(field_docstrings(owner).get(name, "").split())
+            except (OSError, TypeError):  # a class without a source file, for example from a notebook
+                text = ""
+            yield f"  {key}={default_of(owner, name)}  {text}".rstrip()

@@ -23,13 +23,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from bridges.family import MegatronModelConfig
 from bridges.rows import DELTA_NET
 from bridges.tensor_names import fused_norms
+from skyrl_megatron.plugins import FAMILY_LAYERS
 from skyrl_megatron.runtime.model.attention import PackedAttention
-from skyrl_megatron.runtime.model.delta_net import GatedDeltaNet
 from skyrl_megatron.runtime.model.description import HfModel
-from skyrl_megatron.runtime.model.family_attention import HeadsByLayer, LatentAttention, SelectedAttention
 from skyrl_megatron.runtime.model.moe import GroupedExperts, router_class
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+HEADS_BY_LAYER, INDEXER, LATENT = "heads_by_layer", "indexer", "multi_latent_attention"
+_FOLDER = "skyrl_megatron.runtime.model"
+FAMILY_LAYERS.register_path(DELTA_NET, f"{_FOLDER}.delta_net:GatedDeltaNet")
+FAMILY_LAYERS.register_path(HEADS_BY_LAYER, f"{_FOLDER}.family_attention:HeadsByLayer")
+FAMILY_LAYERS.register_path(INDEXER, f"{_FOLDER}.family_attention:SelectedAttention")
+FAMILY_LAYERS.register_path(LATENT, f"{_FOLDER}.family_attention:LatentAttention")
 
 
 def block_spec(
@@ -48,12 +54,12 @@ def layer_spec(
     latent = model.multi_latent_attention
     delta_net = kind == DELTA_NET
     if delta_net:
-        mixer = ModuleSpec(module=GatedDeltaNet)
+        mixer = ModuleSpec(module=FAMILY_LAYERS.require(DELTA_NET))
     else:
         mixer = _latent_attention(model) if latent else _grouped_query_attention(config, model, groups)
-        if "heads_by_layer" in model.attributes:
+        if HEADS_BY_LAYER in model.attributes:
             # the projections are those of grouped-query attention, the sizes are made in the module
-            mixer.module = HeadsByLayer
+            mixer.module = FAMILY_LAYERS.require(HEADS_BY_LAYER)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -94,7 +100,7 @@ def _latent_attention(model: MegatronModelConfig) -> ModuleSpec:
         return RMSNorm(config, hidden_size, eps if model.mla_norm_epsilon is None else model.mla_norm_epsilon)
 
     return ModuleSpec(
-        module=LatentAttention,
+        module=FAMILY_LAYERS.require(LATENT),
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
@@ -102,7 +108,7 @@ def _latent_attention(model: MegatronModelConfig) -> ModuleSpec:
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=SelectedAttention if "indexer" in model.attributes else PackedAttention,
+            core_attention=FAMILY_LAYERS.require(INDEXER) if INDEXER in model.attributes else PackedAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=norm,
             kv_layernorm=norm,

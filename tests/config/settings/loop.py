@@ -228,7 +228,7 @@ def stream(cfg):
 
 def rollouts(cfg):
     """Where the groups of a run are kept."""
-    from skyrl_megatron.config.fully_async import rollouts_folder
+    from skyrl_megatron.config.resolve import rollouts_folder
 
     return rollouts_folder(cfg)
 

@@ -10,6 +10,7 @@ import psutil
 
 from skyrl_megatron.config.hardware import own_memory
 from skyrl_megatron.errors import HostMemoryError
+from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
 
 FORECAST_STEPS = 8
 """Steps over which growth is measured."""
@@ -58,6 +59,17 @@ class MemoryForecast:
                 f"more: the run stops before the kernel kills a process. {_largest()}. Give the host more memory, "
                 "sample fewer requests at a time, or find what grows; the same command continues the run"
             )
+
+
+class MemoryRecorder(RunRecorder):
+    """Ends the run, with a checkpoint, before a step that the host's memory would not outlast."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        self.forecast = MemoryForecast()
+
+    def before_step(self) -> None:
+        self.forecast.check()
 
 
 def _largest() -> str:

@@ -19,16 +19,18 @@ _REWARDED = ("pools",)
 """Samplers that draw by the rewards of samples."""
 
 
-def supervised_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield every problem of rows, loss and roles. ``hf``: the policy's ``config.json``, empty if unavailable."""
+def supervised_problems(cfg: SkyRLTrainConfig, models: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """Yield every problem of rows, loss and roles. ``models``: role → the ``config.json`` of its model, if
+    available."""
     rows, trainer = supervised(cfg), cfg.trainer
-    assert rows is not None
+    if rows is None:
+        return
     algorithm, adapters = trainer.algorithm, trainer.policy.model.lora.adapters
     yield from SAMPLERS.problems(cfg.data.sampler)
     yield from adapter_problems(cfg)
     if cfg.data.sampler in _REWARDED:
         yield Problem("data.sampler", cfg.data.sampler, "draws by rewards, which conversations lack: use another one")
-    positions = hf.get("max_position_embeddings")
+    positions = models.get("policy", {}).get("max_position_embeddings")
     if isinstance(positions, int) and rows.max_length > positions and trainer.rope_scaling is None:
         fix = f"exceeds the model's {positions} positions: lower it, or set trainer.rope_scaling"
         yield Problem(f"{rows.SECTION}.max_length", rows.max_length, fix)

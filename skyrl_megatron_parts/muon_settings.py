@@ -7,9 +7,13 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.errors import Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
 
 PREFIX = "muon_"
 BLOCKWISE = "blockwise"
@@ -88,6 +92,17 @@ _NAMES = tuple(field.name for field in dataclasses.fields(MuonSettings))
 def muon_settings(options: Mapping[str, Any]) -> MuonSettings:
     """Read the settings from valid ``optimizer_config_kwargs``."""
     return MuonSettings(**{name: options[PREFIX + name] for name in _NAMES if PREFIX + name in options})
+
+
+def muon_rule(cfg: SkyRLTrainConfig, models: Mapping[str, Any]) -> Iterator[Problem | str]:
+    """Yield what is wrong or questionable in the options of each trained role (``plugins.RULES``)."""
+    for role in active_roles(cfg):
+        if not is_frozen(role):
+            settings = getattr(cfg.trainer, role)
+            optimizer, options = settings.optimizer_config.optimizer, settings.megatron_config.optimizer_config_kwargs
+            section = f"trainer.{role}.megatron_config.optimizer_config_kwargs."
+            yield from muon_problems(optimizer, options, section)
+            yield from muon_notes(optimizer, options, section)
 
 
 def muon_problems(optimizer: str, options: Mapping[str, Any], section: str) -> Iterator[Problem]:

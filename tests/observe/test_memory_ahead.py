@@ -11,7 +11,7 @@ GIB = 2**30
 def looks(gibibytes):
     """At which look it says so, and what; None when it never does."""
     from skyrl_megatron.errors import HostMemoryError
-    from skyrl_megatron.trainer.memory_forecast import MemoryForecast
+    from skyrl_megatron_observe.memory_forecast import MemoryForecast
 
     values = iter([int(each * GIB) for each in gibibytes])
     watch = MemoryForecast(lambda: next(values))
@@ -48,6 +48,22 @@ def test_nothing_is_said_without_a_trend_to_the_end(gibibytes):
 def test_what_is_available_here():
     import psutil
 
-    from skyrl_megatron.trainer.memory_forecast import available_bytes
+    from skyrl_megatron_observe.memory_forecast import available_bytes
 
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_the_error_ends_the_run_instead_of_the_recorder():
+    from types import SimpleNamespace
+
+    from skyrl_megatron.errors import HostMemoryError
+    from skyrl_megatron.trainer.recorders import Recorders
+    from skyrl_megatron_observe.memory_forecast import FORECAST_STEPS, MemoryForecast, MemoryRecorder
+
+    recorders = Recorders.__new__(Recorders)
+    recorder, left = MemoryRecorder(SimpleNamespace()), iter(range(FORECAST_STEPS, 0, -1))
+    recorder.forecast, recorders._recorders = MemoryForecast(lambda: next(left) * GIB), [recorder]
+    for _ in range(FORECAST_STEPS - 1):
+        recorders.before_step()
+    with pytest.raises(HostMemoryError):
+        recorders.before_step()

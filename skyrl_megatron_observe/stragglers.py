@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
 
 RATIO = 2.0
 """How many times the median of the other ranks a slow rank needs."""
@@ -23,9 +25,10 @@ class Stragglers:
         self._slow: dict[tuple[str, int], int] = {}
         """(role, rank) → consecutive slow steps."""
 
-    def look(self, role: str, seconds: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-        """Record the seconds of each rank in a step ([]: unknown) and return ``trainer/<role>_slowest_rank_ratio`` and
-        ``trainer/<role>_stragglers``. ``names``: the display name of each rank."""
+    def look(self, role: str, seconds_of: Mapping[str, float]) -> dict[str, float]:
+        """Record the seconds of each rank in a step, by its display name, and return
+        ``trainer/<role>_slowest_rank_ratio`` and ``trainer/<role>_stragglers``; {} for fewer than two ranks."""
+        names, seconds = list(seconds_of), list(seconds_of.values())
         if len(seconds) < 2:
             return {}
         ratios = [_ratio(seconds, rank) for rank in range(len(seconds))]
@@ -39,6 +42,20 @@ class Stragglers:
                 )
         slow_ranks = sum(self._slow[role, rank] >= STEPS for rank in range(len(seconds)))
         return {f"trainer/{role}_slowest_rank_ratio": max(ratios), f"trainer/{role}_stragglers": float(slow_ranks)}
+
+
+class StragglerRecorder(RunRecorder):
+    """Measures the ranks of each step, and names those that are slow on the console."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        self.stragglers = Stragglers(run.tracker.say)
+
+    def rank_metrics(self, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for role, of_ranks in seconds.items():
+            metrics |= self.stragglers.look(role, of_ranks)
+        return metrics
 
 
 def _ratio(seconds: Sequence[float], rank: int) -> float:
