@@ -65,7 +65,7 @@ class Stopwatch:
         """Time the code of replay for the block."""
         from skyrl_megatron.runtime import engine, packed_inputs
         from skyrl_megatron.runtime import packed_inputs as batch_checks
-        from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
+        from skyrl_megatron.runtime.model.pass_inputs import RoutingReplay
 
         choose = RoutingReplay.get_replay_topk
 

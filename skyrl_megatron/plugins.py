@@ -266,7 +266,7 @@ def requested_option(args: Iterable[str]) -> Option | None:
 
 
 SCORERS = ClassRegistry("a scorer of batches")
-"""What other models than policy, reference and critic say of a batch (``trainer/scorers.py``)."""
+"""What other models than policy, reference and critic say of a batch (``trainer/step_batch.py``)."""
 OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
 """Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
 ADAPTERS = ClassRegistry("trainer.policy.model.lora")
@@ -278,7 +278,7 @@ SOURCES = ClassRegistry("the source of a step's groups")
 FAMILY_LAYERS = ClassRegistry("a family's kind of layer", reserved=("attention", "window"))
 """Modules of layers that only some model families have, by what a family says of itself: an entry of
 ``ModelShape.mixers``, an attribute or a flag of its ``MegatronModelConfig`` (``runtime/model/layer_spec.py``)."""
-RANK_ENGINES = ClassRegistry("the engine of a rank", "policy", "critic")
+RANK_ENGINES = ClassRegistry("the engine of a rank", "policy")
 """Subclasses of ``MegatronEngine``, by what the run trains (``engine_class`` of ``workers/megatron_worker.py``)."""
 
 _ENGINE = "generator.inference_engine."

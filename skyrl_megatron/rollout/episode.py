@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -429,3 +431,27 @@ class TrajectoryLog(Protocol):
 
     async def finished(self, id: TrajectoryID, trajectory: Trajectory) -> None:
         """Store a finished trajectory."""
+
+
+class EarlyEnd(Exception):
+    """A trajectory was interrupted, and what it has is recorded."""
+
+
+class EarlyEndingLog(TrajectoryLog, ABC):
+    """The log of a batch that may end before all its trajectories have, such as ``partial.py``'s."""
+
+    ended: asyncio.Event
+    """Set when the unfinished trajectories are to be interrupted."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> list[str]:
+        """Uids of the groups whose samples are all finished."""
+
+    @abstractmethod
+    def look(self) -> bool:
+        """Return whether the batch may end; from then on it is interrupted."""
+
+    @abstractmethod
+    def keep(self, id: TrajectoryID, begun: BegunTurn | None) -> None:
+        """Record the beginning of an unfinished turn."""

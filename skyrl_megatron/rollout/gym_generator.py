@@ -26,7 +26,15 @@ from skyrl_megatron.rollout.conversation import (
     RetokenizedConversation,
     StepwiseConversation,
 )
-from skyrl_megatron.rollout.episode import Episode, PartialTrajectory, RolloutConfig, Trajectory, TrajectoryLog
+from skyrl_megatron.rollout.episode import (
+    EarlyEnd,
+    EarlyEndingLog,
+    Episode,
+    PartialTrajectory,
+    RolloutConfig,
+    Trajectory,
+    TrajectoryLog,
+)
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,
@@ -34,7 +42,6 @@ from skyrl_megatron.rollout.interface import (
     TrajectoryID,
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
-from skyrl_megatron.rollout.partial import EarlyEnd, PartialRollouts
 from skyrl_megatron.rollout.templates import ChatFormat
 
 INTERRUPT_S = 30.0
@@ -85,7 +92,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         else:
             sampled = await self._generate_independently(input_batch, ids, disable_tqdm)
         log = input_batch.get("trajectory_log")
-        complete_uids = set(log.complete) if isinstance(log, PartialRollouts) else {id.instance_id for id in ids}
+        complete_uids = set(log.complete) if isinstance(log, EarlyEndingLog) else {id.instance_id for id in ids}
         rows = zip(sampled, input_batch["env_classes"], ids, strict=True)
         taken = [
             (trajectory, env_class, id)
@@ -111,7 +118,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
 
         ``max_tokens``: limit of sampled tokens per turn, if ``sampling_params`` is None. ``max_input_length``: limit
         of the prompt tokens of a turn. ``log``: stores the turns, and may hold turns of an earlier process or step; an
-        overriding method does not get it. Raises EarlyEnd when a batch of :class:`PartialRollouts` ends.
+        overriding method does not get it. Raises EarlyEnd when a batch with an :class:`EarlyEndingLog` ends.
         """
         trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
         config = self._rollout_config(sampling_params, max_tokens, max_input_length)
@@ -119,7 +126,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         config = self._with_tools(config, env_extras)
         episode = Episode(config, prompt, env_class, extras, trajectory_id, recording=log is not None)
         recorded = PartialTrajectory() if log is None else log.stored(trajectory_id)
-        partial = log if isinstance(log, PartialRollouts) else None
+        partial = log if isinstance(log, EarlyEndingLog) else None
         try:
             await episode.begin(recorded.turns, recorded.begun)
             if log is not None and (recorded.turns or recorded.begun):
@@ -194,14 +201,14 @@ class SkyRLGymGenerator(ConfiguredGenerator):
             try:
                 async with asyncio.TaskGroup() as group:  # the first error cancels the other tasks before it is raised
                     tasks = [group.create_task(one(*argument)) for argument in arguments]
-                    if isinstance(log, PartialRollouts):
+                    if isinstance(log, EarlyEndingLog):
                         await self._interrupt(dict(zip(tasks, ids, strict=True)), log)
             except BaseExceptionGroup as errors:
                 # the caller expects the environment's or engine's own error, not a group of them
                 raise errors.exceptions[0] from None
         return [None if task.cancelled() else task.result() for task in tasks]
 
-    async def _interrupt(self, tasks: Mapping[asyncio.Task[Any], TrajectoryID], log: PartialRollouts) -> None:
+    async def _interrupt(self, tasks: Mapping[asyncio.Task[Any], TrajectoryID], log: EarlyEndingLog) -> None:
         """Interrupt the tasks that are left when a batch may end. A request returns what it has sampled. A step of an
         environment may end within INTERRUPT_S. What is then left, and an overridden ``agent_loop``, is cancelled."""
         log.look()
@@ -239,7 +246,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
             )
             for prompt, env_class, extra, id in zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
         ]
-        if isinstance(log, PartialRollouts):
+        if isinstance(log, EarlyEndingLog):
             return await self._in_rounds(config, episodes, extras, metadata, log)
         try:
             await asyncio.gather(*(episode.begin() for episode in episodes))
@@ -271,7 +278,7 @@ class SkyRLGymGenerator(ConfiguredGenerator):
         episodes: Sequence[Episode],
         extras: Sequence[Mapping[str, Any]],
         metadata: BatchMetadata | None,
-        log: PartialRollouts,
+        log: EarlyEndingLog,
     ) -> Sequence[Trajectory | None]:
         """Sample in rounds, each of at most a ROUNDS-th of a turn's tokens, until the batch may end after one of them:
         what the interrupted trajectories have does not depend on time. None: it was interrupted."""

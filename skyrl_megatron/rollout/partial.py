@@ -12,15 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from skyrl_megatron.rollout.continuation import BegunTurn
-from skyrl_megatron.rollout.episode import PartialTrajectory, Trajectory
+from skyrl_megatron.rollout.episode import EarlyEndingLog, PartialTrajectory, Trajectory
 from skyrl_megatron.rollout.interface import RecordedTurn, TrajectoryID
 
 
-class EarlyEnd(Exception):
-    """A trajectory was interrupted, and what it has is recorded."""
-
-
-class PartialRollouts:
+class PartialRollouts(EarlyEndingLog):
     """The ``TrajectoryLog`` of a batch that may end early, in memory.
 
     ``groups``: uid → repetition → what earlier batches sampled. It is changed in place. ``samples``: trajectories of a

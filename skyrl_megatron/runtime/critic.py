@@ -1,4 +1,4 @@
-"""Engine of a critic (values and the value-loss step) and the scoring step of a teacher (top-k log-probs)."""
+"""Engine of a critic: values, and the step of the value loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics
 from skyrl_megatron.algorithms.objective import CriticObjective
 from skyrl_megatron.runtime.engine import MegatronEngine
-from skyrl_megatron.runtime.forward_step import ForwardStep, LogprobHead, MicroBatch, TrainingStep
-from skyrl_megatron.runtime.logprobs import top_logprobs
+from skyrl_megatron.runtime.forward_step import ForwardStep, MicroBatch, TrainingStep
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
 
@@ -82,38 +81,3 @@ class CriticStep(TrainingStep):
         assert batch.values is not None and batch.returns is not None
         loss, metrics = self.objective(self.totals, values, batch.values, batch.returns, batch.loss_mask)
         return loss_for_schedule(loss, metrics)
-
-
-# Token ids travel as fp32 next to the log-probs, in one tensor; larger ids would be rounded.
-EXACT_IN_FP32 = 2**24
-
-
-@torch.no_grad()
-def score_responses(engine: MegatronEngine, batch: TrainingBatch, k: int) -> Tensor:
-    """Return [B, T, 1 + 2k] float32 at ``algorithm.temperature``; every rank gets the rows of its replica.
-
-    Per response token: its log-prob in nats, then the log-probs of the ``k`` most likely tokens (most likely first),
-    then their ids. 0 at other positions.
-    """
-    assert k == 0 or engine.model.vocab_size <= EXACT_IN_FP32
-    engine.onload("weights")
-    return engine.forward_only(TeacherStep(engine.head(), k), batch, width=1 + 2 * k)
-
-
-class TeacherStep(ForwardStep):
-    """Forward pass only. The schedule returns [b, T, 1 + 2k] of each micro-batch (see :func:`score_responses`)."""
-
-    def __init__(self, head: LogprobHead, k: int) -> None:
-        self.head, self.k = head, k
-
-    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scalar 0, token count 0, scores [b, T, 1 + 2k] float32 of :func:`score_responses`); ``output`` as in
-        :class:`ForwardStep`."""
-        packed = micro_batch.packed
-        logprobs, _ = self.head(output, packed)
-        scores = logprobs[..., None]
-        if self.k:
-            # Over all positions of the pack, as the head does: to_responses picks those that predict a response.
-            best, ids = top_logprobs(output.flatten(0, -2), self.k, packed.groups.tp, self.head.settings)
-            scores = torch.cat([scores, packed.to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
-        return loss_for_schedule(scores.new_zeros(()), scores)

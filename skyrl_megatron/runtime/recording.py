@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from skyrl_megatron.data.batch import recorded_name
 from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch
 from skyrl_megatron.runtime.model.moe import routers_of
-from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
+from skyrl_megatron.runtime.model.pass_inputs import RoutingReplay
 
 
 class Recorder:

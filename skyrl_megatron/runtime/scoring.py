@@ -1,4 +1,5 @@
-"""Log-probs of given tokens at temperature 1, optionally with perturbed embeddings."""
+"""Scores of given tokens: log-probs at temperature 1 for the probe, optionally with perturbed embeddings; a teacher's
+log-probs with those of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from skyrl_megatron.runtime.forward_step import ForwardStep, LogprobHead, MicroBatch
+from skyrl_megatron.runtime.logprobs import top_logprobs
+from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.types import TrainingBatch
 
 if TYPE_CHECKING:
@@ -50,3 +54,38 @@ def perturbed_embeddings(engine: MegatronEngine, change: float) -> Iterator[None
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# Token ids travel as fp32 next to the log-probs, in one tensor; larger ids would be rounded.
+EXACT_IN_FP32 = 2**24
+
+
+@torch.no_grad()
+def score_responses(engine: MegatronEngine, batch: TrainingBatch, k: int) -> Tensor:
+    """Return [B, T, 1 + 2k] float32 at ``algorithm.temperature``; every rank gets the rows of its replica.
+
+    Per response token: its log-prob in nats, then the log-probs of the ``k`` most likely tokens (most likely first),
+    then their ids. 0 at other positions.
+    """
+    assert k == 0 or engine.model.vocab_size <= EXACT_IN_FP32
+    engine.onload("weights")
+    return engine.forward_only(TeacherStep(engine.head(), k), batch, width=1 + 2 * k)
+
+
+class TeacherStep(ForwardStep):
+    """Forward pass only. The schedule returns [b, T, 1 + 2k] of each micro-batch (see :func:`score_responses`)."""
+
+    def __init__(self, head: LogprobHead, k: int) -> None:
+        self.head, self.k = head, k
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (scalar 0, token count 0, scores [b, T, 1 + 2k] float32 of :func:`score_responses`); ``output`` as in
+        :class:`ForwardStep`."""
+        packed = micro_batch.packed
+        logprobs, _ = self.head(output, packed)
+        scores = logprobs[..., None]
+        if self.k:
+            # Over all positions of the pack, as the head does: to_responses picks those that predict a response.
+            best, ids = top_logprobs(output.flatten(0, -2), self.k, packed.groups.tp, self.head.settings)
+            scores = torch.cat([scores, packed.to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
+        return loss_for_schedule(scores.new_zeros(()), scores)

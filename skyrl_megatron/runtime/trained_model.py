@@ -29,7 +29,7 @@ from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
 from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
 from skyrl_megatron.runtime.model.moe import number_sequences, routers_of
-from skyrl_megatron.runtime.model.routing_replay import replay_routes
+from skyrl_megatron.runtime.model.pass_inputs import replay_routes
 from skyrl_megatron.runtime.offload import Offload
 from skyrl_megatron.runtime.optimizer import TrainingState, build_lr_schedule, prepare_training
 from skyrl_megatron.runtime.parallel_state import from_rank_0

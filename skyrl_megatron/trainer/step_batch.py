@@ -1,10 +1,16 @@
-"""The batch of a step: token rewards, masks of rows without a learning signal, and the metrics of the step."""
+"""The batch of a step: token rewards, masks of rows without a learning signal, and the metrics of the step.
+
+Scorers say of a batch what other models than policy, reference and critic think of its rows, such as teachers. A step
+asks each twice: :meth:`Scorer.score` with the passes of reference and policy, and :meth:`Scorer.reward` once the
+policy's log-probs are known. A trainer's ``scorers`` is a list to which a subclass may add.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -16,15 +22,22 @@ from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
-from skyrl_megatron.config.roles import distils_in_reward
+from skyrl_megatron.config.roles import distils_in_reward, teacher_names
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
+from skyrl_megatron.plugins import SCORERS
 from skyrl_megatron.rollout.dynamic_sampling import zero_variance
 from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output
 from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.types import TrainingBatch
+
+if TYPE_CHECKING:
+    from skyrl_megatron.trainer.event_loop import LoopThread
+    from skyrl_megatron.workers.worker_group import WorkerGroup
+
+SCORERS.register_path("teacher", "skyrl_megatron.trainer.teachers:TeacherScorer")
 
 
 def reward_metrics(
@@ -288,3 +301,31 @@ def check_rollout_gap(metrics: Mapping[str, float], cfg: SkyRLTrainConfig, step:
     if cfg.trainer.rollout_gap_exceeded == "error":
         raise AlgorithmError(text)
     warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)
+
+
+class Scorer(Protocol):
+    """Changes fields of a batch, and measures what it did."""
+
+    phase: str
+    """Name of the time that it takes, in ``timing/…``."""
+    reads_logprobs: bool
+    """Whether :meth:`reward` reads the policy's log-probs before the update."""
+    gives_signal: bool
+    """Whether the policy learns from it also where all rewards of the environment are the same."""
+
+    def score(self, batch: TrainingBatch) -> dict[str, float]:
+        """Add scores to the batch, and return metrics."""
+
+    def reward(self, batch: TrainingBatch) -> dict[str, float]:
+        """Change the rewards of tokens, and return metrics."""
+
+
+def run_scorers(
+    cfg: SkyRLTrainConfig, roles: Mapping[str, WorkerGroup], loop: LoopThread, dataset: Any
+) -> list[Scorer]:
+    """Return the scorers that the configuration asks for. ``roles``: the run's, in which the ranks of teachers will be
+    once they are built."""
+    demonstrates = cfg.trainer.algorithm.distillation.demonstration is not None
+    if not (teacher_names(cfg) or demonstrates or distils_in_reward(cfg)):
+        return []
+    return [SCORERS.require("teacher")(cfg, roles, loop, dataset)]

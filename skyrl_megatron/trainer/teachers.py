@@ -218,7 +218,7 @@ class TeacherScorer:
         self.gives_signal = bool(self.teachers.names)
 
     def score(self, batch: TrainingBatch) -> dict[str, float]:
-        """See :class:`~skyrl_megatron.trainer.scorers.Scorer`."""
+        """See :class:`~skyrl_megatron.trainer.step_batch.Scorer`."""
         metrics: dict[str, float] = {}
         uids = batch.metadata[PROMPT_UIDS]
         if self.teachers.give_rewards:
@@ -232,5 +232,5 @@ class TeacherScorer:
         return metrics
 
     def reward(self, batch: TrainingBatch) -> dict[str, float]:
-        """See :class:`~skyrl_megatron.trainer.scorers.Scorer`."""
+        """See :class:`~skyrl_megatron.trainer.step_batch.Scorer`."""
         return with_teacher_rewards(batch, self.algorithm) if self.reads_logprobs else {}

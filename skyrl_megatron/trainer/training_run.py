@@ -45,8 +45,7 @@ from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.event_loop import LoopThread
 from skyrl_megatron.trainer.recorders import RecordedRun, Recorders
 from skyrl_megatron.trainer.recovery import Recovery, RunStart
-from skyrl_megatron.trainer.scorers import run_scorers
-from skyrl_megatron.trainer.step_batch import LearningSignal, mini_batch_size
+from skyrl_megatron.trainer.step_batch import LearningSignal, mini_batch_size, run_scorers
 from skyrl_megatron.trainer.stopping import StopSignal, reached, remaining_work, step_limit, summary_lines
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer

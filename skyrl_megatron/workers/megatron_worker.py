@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.algorithms.registry import RegistryVersions
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.progress import Span
+    from skyrl_megatron.runtime.critic import CriticEngine
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.trained_model import RoleName
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from skyrl_megatron.weight_sync.tensors import AdapterWeights
     from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.dispatch import RankInfo
+
+RANK_ENGINES.register_path("critic", "skyrl_megatron.runtime.critic:CriticEngine")
 
 type Arrays = dict[str, Any]
 OWN_SECONDS = "own_seconds"
@@ -76,7 +79,7 @@ class RankProcess:
 
         if not device.has_cuda():  # nothing is compiled on CPU, and the compiler is slow to import
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        importlib.import_module("skyrl_megatron.runtime.critic")  # it imports the engine of all roles
+        importlib.import_module("skyrl_megatron.runtime.engine")
         load_plugins(cfg.trainer.plugins)
 
     def build(
@@ -190,18 +193,16 @@ class RankProcess:
     @timed
     def compute_values(self, chunk: Arrays) -> np.ndarray | None:
         """Return a critic's values, [rows, T] float32, on the collection rank of the replica; None elsewhere."""
-        from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.workers.dispatch import from_arrays
 
-        assert isinstance(self.engine, CriticEngine)
-        values = self.engine.compute_values(from_arrays(chunk))
+        values = cast("CriticEngine", self.engine).compute_values(from_arrays(chunk))
         return values.numpy() if self.engine.is_collection_rank else None
 
     @timed
     def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
-        """Return a teacher's scores, [rows, T, 1 + 2k] float32 (``runtime/critic.py``), on the collection rank of the
+        """Return a teacher's scores, [rows, T, 1 + 2k] float32 (``runtime/scoring.py``), on the collection rank of the
         replica; None elsewhere."""
-        from skyrl_megatron.runtime.critic import score_responses
+        from skyrl_megatron.runtime.scoring import score_responses
         from skyrl_megatron.workers.dispatch import from_arrays
 
         scores = score_responses(self.engine, from_arrays(chunk), k)
@@ -519,17 +520,16 @@ ReplaceableWorker = ray.remote(concurrency_groups={WATCH: 1})(RankProcess)
 def engine_class(cfg: SkyRLTrainConfig, role: str) -> Callable[..., MegatronEngine]:
     """Return the class of a role's engine: that of log-probs or of a critic's values, unless the run trains on other
     data. Raises ConfigError if no installed package registers it."""
-    from skyrl_megatron.runtime.critic import CriticEngine
-    from skyrl_megatron.runtime.engine import MegatronEngine
-
     if role == "critic":
-        return CriticEngine
+        kind = "critic"
     # After the critic, which has a value head too.
-    if has_value_head(cfg, role):
+    elif has_value_head(cfg, role):
         kind = "reward"
     elif role == "policy" and preferences(cfg) is not None:
         kind = "preferences"
     else:
+        from skyrl_megatron.runtime.engine import MegatronEngine
+
         return MegatronEngine
     if (cls := RANK_ENGINES.find(kind)) is None:
         raise ConfigError([Problem(f"{RANK_ENGINES.key} ({role})", kind, "no installed package registers it")])

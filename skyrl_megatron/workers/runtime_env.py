@@ -141,7 +141,7 @@ def import_all() -> None:
     try:
         # read when Megatron decorates functions, which must not be compiled on CPU (RankProcess.load)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        importlib.import_module("skyrl_megatron.runtime.critic")  # also imports the engine of all roles
+        importlib.import_module("skyrl_megatron.runtime.engine")
         del os.environ["TORCHDYNAMO_DISABLE"]
         processes.import_all()
     finally:

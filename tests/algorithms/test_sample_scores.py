@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from skyrl_megatron.algorithms.sample_scores import majority_at_k, pass_at_k
+from skyrl_megatron.algorithms.groups import majority_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

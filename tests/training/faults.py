@@ -101,7 +101,7 @@ def routes_of_another_row(engine):
 
 
 def _in_replay(name, change):
-    from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
+    from skyrl_megatron.runtime.model.pass_inputs import RoutingReplay
 
     return mock.patch.object(RoutingReplay, name, change(getattr(RoutingReplay, name)))
 

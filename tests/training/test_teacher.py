@@ -45,8 +45,8 @@ def row_logprobs(model, batch, row):
 
 def scores_body(folder, teacher, batch, layout):
     from skyrl_megatron.data.packing import split_for_dp
-    from skyrl_megatron.runtime.critic import score_responses
     from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.scoring import score_responses
 
     long = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
     keys = {f"trainer.teacher.megatron_config.{long[k]}_parallel_size": v for k, v in layout.items() if k in long}

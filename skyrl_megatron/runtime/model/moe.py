@@ -24,8 +24,7 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.cpu_patches import grouped_gemm
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement
-from skyrl_megatron.runtime.model.pass_inputs import PassInput, SequenceNumbers, give_inputs
-from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
+from skyrl_megatron.runtime.model.pass_inputs import PassInput, RoutingReplay, SequenceNumbers, give_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
