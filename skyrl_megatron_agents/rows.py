@@ -124,7 +124,10 @@ def targets_of(graph: Graph, rule: str | Rule = "all") -> list[tuple[list[Sample
     paths: list[tuple[list[SampledCall], int]] = []
     for chosen in rule_of(rule)(graph):
         if chosen.number >= len(graph.calls) or graph.calls[chosen.number] is not chosen:
-            raise DataError("the rule for the rows of a trajectory returned a call of another trajectory")
+            raise DataError(
+                "the rule for the rows of a trajectory returned a call of another trajectory: return calls of the "
+                "graph that it gets"
+            )
         path = chosen.path()
         first = next((index for index, call in enumerate(path) if call.number not in covered), len(path))
         if any(call.generation.token_ids for call in path[first:]):

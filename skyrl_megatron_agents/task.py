@@ -286,7 +286,7 @@ def reward_of(files: Mapping[str, bytes]) -> float:
     """
     name = next((name for name in ("reward.json", "reward.txt") if name in files), None)
     if name is None:
-        raise SandboxError(f"the tests left no reward.txt or reward.json in {REWARDS}")
+        raise SandboxError(f"the tests left no reward.txt or reward.json in {REWARDS}: let {TEST} write one")
     text = files[name][:REWARD_BYTES].decode(errors="replace")
     try:
         reward = json.loads(text) if name == "reward.json" else float(text)

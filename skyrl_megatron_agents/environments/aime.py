@@ -64,7 +64,7 @@ class AIMEEnv(BaseTextEnv):
         super().__init__(env_config, extras)
         known = (self.extras.get("reward_model") or {}).get("ground_truth", self.ground_truth)
         if known is None:
-            raise ValueError("AIMEEnv needs a reference answer, but the row has no reward_model.ground_truth")
+            raise ValueError("AIMEEnv needs a reference answer, but the row has no reward_model.ground_truth: add it")
         self.answer = normalize(answer_text(self, known))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

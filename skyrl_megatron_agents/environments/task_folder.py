@@ -22,7 +22,9 @@ class TaskFolder(BaseTextEnv):
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         if not self.extras.get("task"):
-            raise ValueError("TaskFolder needs a folder, but the row has no column task")
+            raise ValueError(
+                "TaskFolder needs a folder, but the row has no column task: add it, with the path of the folder"
+            )
         bounds = env_config if isinstance(env_config, TaskEnvConfig) else None
         self.task = read_task(Path(self.extras["task"]), bounds)
 

@@ -147,7 +147,10 @@ class Text2SQLEnv(BaseTextEnv):
         self.reference = answer_text(self, require_ground_truth(self))
         source, name = self.extras.get("data"), self.extras.get("db_id")
         if source not in FOLDERS or not name or Path(name).name != name:
-            raise ValueError(f"text2sql needs data (one of {sorted(FOLDERS)}) and db_id, got {source!r} and {name!r}")
+            raise ValueError(
+                f"text2sql needs data (one of {sorted(FOLDERS)}) and db_id, got {source!r} and {name!r}: set both "
+                "columns of the row"
+            )
         self.database = Path(env_config.db_path).expanduser() / FOLDERS[source] / name / f"{name}.sqlite"
         if not self.database.is_file():
             raise FileNotFoundError(f"{self.database} does not exist: set environment.skyrl_gym.text2sql.db_path")

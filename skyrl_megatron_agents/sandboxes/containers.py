@@ -189,7 +189,7 @@ class ContainerProvider:
                 await self.call("POST", f"/build?t={tag}&rm=true&forcerm=true", archive, timeout_s=PULL_S)
                 image_id = await self._image_id(tag)
         if image_id is None:
-            raise SandboxError(f"the engine did not keep the image of {context} as {tag}")
+            raise SandboxError(f"the engine did not keep the image of {context} as {tag}: is its disk full?")
         return image_id
 
     async def _image_id(self, image: str) -> str | None:
@@ -219,7 +219,7 @@ class ContainerProvider:
             finally:
                 await sandbox.stop()
         if (image_id := await self._image_id(tag)) is None:
-            raise SandboxError(f"the engine did not keep the image of a setup command as {tag}")
+            raise SandboxError(f"the engine did not keep the image of a setup command as {tag}: is its disk full?")
         return image_id
 
     async def call(

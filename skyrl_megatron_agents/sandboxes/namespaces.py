@@ -405,9 +405,9 @@ class NamespaceSandbox:
     def _exhausted(self, kills: int) -> str:
         """Return the limit that ended the sandbox, or nothing."""
         if time.monotonic() >= self._ends:
-            return f"its lifetime of {self._spec.limits.lifetime_s:g} s"
+            return f"its lifetime of {self._spec.limits.lifetime_s:g} s: raise limits.lifetime_s"
         if control_groups.memory_kills(self.folders) > kills:
-            return f"its memory limit of {self._spec.limits.memory:,} bytes"
+            return f"its memory limit of {self._spec.limits.memory:,} bytes: raise limits.memory"
         return ""
 
     async def stop(self) -> None:

@@ -108,7 +108,8 @@ class SandboxQueue:
         need = limits.memory + limits.disk
         if self._memory is not None and need > self._memory:
             raise SandboxStartError(
-                f"a sandbox with memory and disk of {need:,} bytes exceeds the {self._memory:,} of all"
+                f"a sandbox with memory and disk of {need:,} bytes exceeds the {self._memory:,} of all: lower its "
+                "limits.memory or limits.disk"
             )
         waiting = _Waiting(group, limits, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(group, deque()).append(waiting)

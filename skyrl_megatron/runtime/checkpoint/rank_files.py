@@ -383,7 +383,10 @@ def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankS
         unread = {key for key in unread if not key.startswith(OPTIMIZER_PREFIX)}
     if unread:
         some = ", ".join(sorted(unread)[:3])
-        raise CheckpointError(f"{folder} has {len(unread)} tensors that the model does not have ({some}, …)")
+        raise CheckpointError(
+            f"{folder} has {len(unread)} tensors that the model does not have ({some}, …): set model and layers to "
+            "those of the run that saved it, or trainer.resume_mode=none to start anew"
+        )
 
 
 def _restore_counters(
@@ -393,7 +396,10 @@ def _restore_counters(
     saved = json.loads(read_verified(storage, folder, manifest, f"{role}/{STATE}"))
     if state.optimizer is not None:
         if saved["optimizer_step"] is None:
-            raise CheckpointError(f"{folder}/{role} was saved without an optimizer")
+            raise CheckpointError(
+                f"{folder}/{role} was saved without an optimizer, so that no training continues from it: set "
+                "trainer.resume_mode=none to start anew"
+            )
         # Bias correction of moments that start at zero must start too.
         set_step_count(state.optimizer, 0 if restart else saved["optimizer_step"])
         finish_load(state.optimizer)

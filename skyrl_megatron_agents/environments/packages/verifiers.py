@@ -47,7 +47,10 @@ class _Tasks:
             missing = index + 1 - len(self._known)
             self._known += itertools.islice(self._rest, max(missing, 0))
         if index >= len(self._known):
-            raise ValueError(f"the taskset has {len(self._known)} tasks, the row asks for index {index}")
+            raise ValueError(
+                f"the taskset has {len(self._known)} tasks, the row asks for index {index}: use "
+                "indices below that number"
+            )
         return self._known[index]
 
 
