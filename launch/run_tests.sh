@@ -7,6 +7,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in -h|--help) sed -n '2,5s/^# //p' "$0"; exit 0 ;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Images and CI machines set it. The tests start hundreds of processes, each of which would compile the project anew, and
+# every worker of every run would rewrite the asserts of all test modules, which takes four times as long as collecting.
+unset PYTHONDONTWRITEBYTECODE
 if [ "${1:-}" = --te ]; then
   shift
   launch/setup.sh --quiet te

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def sites() -> Iterator[Site]:
     """Yield all of them; a message that only passes another error on is that error's."""
     kinds = error_classes()
     for path in files():
-        source = Source(ast.parse(path.read_text()))
+        source = Source(tree_of(path))
         module = path.relative_to(ROOT).as_posix().removeprefix("skyrl_megatron/")
         for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else ""
@@ -73,11 +74,16 @@ def files() -> list[Path]:
     return sorted(path for package in sorted(ROOT.glob("skyrl_megatron*/")) for path in package.rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the tree of a file, which is parsed once."""
+    return ast.parse(path.read_text())
+
+
 def error_classes() -> set[str]:
     """Return the names of errors, those that modules derive included."""
     known = {"SkyRLMegatronError"}
-    trees = [ast.parse(path.read_text()) for path in files()]
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in files() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
     while True:
         more = {node.name for node in classes if any(isinstance(b, ast.Name) and b.id in known for b in node.bases)}
         if more <= known:
@@ -93,6 +99,7 @@ class Source:
         self.blocks: dict[ast.AST, tuple[tuple[int, int], ...]] = {}
         """Of each node the blocks that it is in, outermost first: (statement, which of its lists)."""
         self._place(tree, ())
+        self.functions = {id(node) for node in self.blocks if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         self.assigned: dict[str, list[ast.Assign]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
@@ -122,10 +129,7 @@ class Source:
             elsewhere = common < min(len(here), len(there)) and here[common][0] == there[common][0]
             if elsewhere or (assign.lineno > at.lineno and len(there) > 1) or len(there) > common + 3:
                 continue
-            if len(there) > common and any(
-                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and id(node) == there[common][0]
-                for node in self.blocks
-            ):
+            if len(there) > common and there[common][0] in self.functions:
                 continue  # a local variable of another function
             found.append(assign)
             if common == len(there):

@@ -5,11 +5,12 @@ import importlib.util
 import json
 import os
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.serving import start
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-environments"
@@ -123,7 +124,7 @@ def test_answers_of_a_server_are_bounded(monkeypatch):
     from skyrl_megatron_agents.environments.packages import nemo_gym
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Verifier)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    start(server)
     row = {"extra_info": {"row": json.dumps({"responses_create_params": {"input": "2 + 2"}})}}
     env = make(f"nemo-gym:http://127.0.0.1:{server.server_port}", extras=row)
     try:

@@ -1,10 +1,10 @@
 """Episodes of an environment, and the servers that some environments ask."""
 
 import json
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from skyrl_megatron.envs import make
+from tests.support.serving import start
 
 
 def env(id, answer, config=None, max_turns=1, **extras):
@@ -35,7 +35,7 @@ class Server:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        start(self.server)
 
     def close(self):
         self.server.shutdown()
@@ -46,10 +46,10 @@ def servers():
     """A fixture: starts servers, which end with the test."""
     started = []
 
-    def start(answer):
+    def answering(answer):
         started.append(Server(answer))
         return started[-1]
 
-    yield start
+    yield answering
     for server in started:
         server.close()

@@ -171,7 +171,7 @@ def test_pool_gives_up_on_calls_that_hang():
     release = threading.Event()
 
     async def main():
-        pool = EnvPool(2, timeout_s=2.0)
+        pool = EnvPool(2, timeout_s=1.0)
         hung = [asyncio.create_task(pool.run(release.wait)) for _ in range(6)]
         slow = [asyncio.create_task(pool.run(time.sleep, 0.05)) for _ in range(10)]
         quick = asyncio.create_task(pool.run(lambda: 7))

@@ -32,8 +32,8 @@ OWN_KEYS = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of its own to work in; what the guides register is forgotten."""
+    from skyrl_megatron import plugins
     from skyrl_megatron.envs import base_text_env as registry
-    from skyrl_megatron.plugins import ENGINES, GATES, GENERATORS, SAMPLERS, TRANSPORTS
     from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 
     monkeypatch.chdir(tmp_path)
@@ -41,8 +41,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
-    for classes in (ENGINES, GATES, GENERATORS, SAMPLERS, TRANSPORTS):
-        monkeypatch.setattr(classes, "_classes", dict(classes._classes))
+    for classes in vars(plugins).values():
+        if isinstance(classes, plugins.ClassRegistry):
+            monkeypatch.setattr(classes, "_classes", dict(classes._classes))
     yield tmp_path
     AdvantageEstimatorRegistry.repopulate()
     PolicyLossRegistry.repopulate()

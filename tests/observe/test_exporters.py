@@ -2,11 +2,12 @@
 
 import http.server
 import json
-import threading
 import urllib.error
 import urllib.request
 
 import pytest
+
+from tests.support.serving import serving
 
 
 def test_prometheus_reads_the_last_numbers():
@@ -52,12 +53,8 @@ def collector():
         def log_message(self, *args):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with serving(http.server.HTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}", taken
-        server.shutdown()
-        thread.join(10)
 
 
 def test_a_step_is_a_trace(collector):

@@ -3,11 +3,12 @@
 import json
 import socket
 import struct
-import threading
 import urllib.error
 import urllib.request
 
 import pytest
+
+from tests.support.serving import serving
 
 
 @pytest.fixture
@@ -16,12 +17,8 @@ def server(tmp_path):
     from skyrl_megatron_observe.run_report import RunReader
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 0.5}\n{"step": 2, "a": 0.25}\n')
-    with DashboardServer([RunReader(tmp_path)]) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with serving(DashboardServer([RunReader(tmp_path)])) as server:
         yield server
-        server.shutdown()
-        thread.join(10)
 
 
 def get(server, path, token=None):

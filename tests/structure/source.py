@@ -37,10 +37,27 @@ def foreign_packages(root: Path = ROOT) -> list[str]:
 
 
 @cache
+def files() -> dict[str, Path]:
+    """Dotted name → every file of the packages and of ``bridges``; a package's name is its ``__init__``."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {dotted(path): path for path in paths}
+
+
+@cache
 def modules() -> dict[str, ast.Module]:
-    """Dotted name → tree of every file of the package and of ``bridges``; a package's name is its ``__init__``."""
-    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {dotted(path): ast.parse(path.read_text()) for path in files}
+    """Dotted name → tree of every file. Not for use at collection: it takes seconds, in every process of a run."""
+    return {name: ast.parse(path.read_text()) for name, path in files().items()}
+
+
+def tree_of(path: Path) -> ast.Module:
+    """Return the tree of a file, which is parsed once if it is of the packages."""
+    return modules()[dotted(path)] if path.relative_to(ROOT).parts[0] in PACKAGES else ast.parse(path.read_text())
+
+
+@cache
+def import_statements(module: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Return those of a file, at any depth."""
+    return tuple(node for node in ast.walk(modules()[module]) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def dotted(path: Path) -> str:
@@ -74,12 +91,12 @@ def imported(module: str, *, types: bool = True) -> tuple[tuple[str, str | None]
     plain ``import module``. ``types``: also what it imports for types only."""
     skipped = set() if types else for_types(modules()[module])
     found: list[tuple[str, str | None]] = []
-    for node in ast.walk(modules()[module]):
+    for node in import_statements(module):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names if alias.name in modules()]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = _base(module, node)
             for alias in node.names:
                 if f"{base}.{alias.name}" in modules():
@@ -120,7 +137,7 @@ def resolve(module: str, name: str | None) -> frozenset[str]:
         return frozenset({module})
     sources = [
         (source, given)
-        for node in ast.walk(modules()[module])
+        for node in import_statements(module)
         if isinstance(node, ast.ImportFrom)
         for source in [_base(module, node)]
         for given in node.names

@@ -23,7 +23,7 @@ def file_of(module):
 def names_in(path):
     """Return the names that a file binds anywhere; None if it makes names on demand."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
+    for node in ast.walk(source.tree_of(path)) if path.is_file() else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -33,9 +33,9 @@ def names_in(path):
     return None if {"__getattr__", "*"} & names else names
 
 
-def missing(text, where=""):
+def missing(tree, where=""):
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").partition(".")[0] not in OWN:
             continue
         path = file_of(node.module)
@@ -48,7 +48,7 @@ def missing(text, where=""):
 
 def test_imported_names_exist():
     files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
-    found = [each for path in files for each in missing(path.read_text(), path.relative_to(ROOT))]
+    found = [each for path in files for each in missing(source.tree_of(path), path.relative_to(ROOT))]
     assert len(files) > 500 and not found, "\n".join(found)
 
 
@@ -56,4 +56,4 @@ def test_imported_names_exist():
     "line", ["from skyrl_megatron.entrypoints import convert", "from bridges.names import canonical"]
 )
 def test_a_name_that_is_gone_is_found(line):
-    assert len(missing(line)) == 1
+    assert len(missing(ast.parse(line))) == 1

@@ -76,7 +76,7 @@ COMPATIBILITY = {"utils", "generators"}  # re-exports for scripts written for Sk
 
 
 def sources() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(source.files().values())
 
 
 def relative(path: Path) -> str:
@@ -102,10 +102,9 @@ def folder_of(module: str) -> str:
 @cache
 def imports(path: Path) -> list[str]:
     """Every module named by an import statement of the file, at any depth, type-checking blocks excepted."""
-    tree = ast.parse(path.read_text())
-    skipped = source.for_types(tree)
+    skipped = source.for_types(source.tree_of(path))
     names = []
-    for node in ast.walk(tree):
+    for node in source.import_statements(source.dotted(path)):
         if id(node) not in skipped and isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif id(node) not in skipped and isinstance(node, ast.ImportFrom) and not node.level:
@@ -177,7 +176,7 @@ def device_names(name: str, tree: ast.AST) -> Iterator[str]:
 
 
 def test_device_and_backend_names_stay_in_their_files():
-    broken = [line for path in sources() for line in device_names(relative(path), ast.parse(path.read_text()))]
+    broken = [line for path in sources() for line in device_names(relative(path), source.tree_of(path))]
     assert not broken, "\n".join(broken)
 
 
@@ -220,7 +219,7 @@ def test_no_dumping_grounds():
 def test_compatibility_modules_only_reexport(folder):
     """Imports and names, and a module-level ``__getattr__`` where an import must be lazy."""
     for path in (ROOT / "skyrl_megatron" / folder).rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in source.tree_of(path).body:
             lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
             typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             plain = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr)

@@ -5,6 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from tests.structure import source
 from tests.structure.source import AROUND, CORE
 from tests.structure.test_layers import ROOT, sources
 
@@ -66,13 +67,12 @@ def texts(tree: ast.Module) -> list[tuple[int, str]]:
 @cache
 def all_texts() -> dict[Path, list[tuple[int, str]]]:
     """File → its sentences with options; a file without two hyphens in a text is not parsed."""
-    sentences = {path: path.read_text() for path in sources()}
-    return {path: texts(ast.parse(text)) if "--" in text else [] for path, text in sentences.items()}
+    return {path: texts(source.tree_of(path)) if "--" in path.read_text() else [] for path in sources()}
 
 
 def declared(path: Path) -> set[str]:
     """Options of the parsers in a file, and in the files beside it that belong to the same command."""
-    trees = [ast.parse(file.read_text()) for file in (path, *path.parent.glob("__main__.py"))]
+    trees = [source.tree_of(file) for file in (path, *path.parent.glob("__main__.py"))]
     calls = [node for tree in trees for node in ast.walk(tree) if called(node) in ("add", "add_argument")]
     return {
         argument.value

@@ -28,7 +28,7 @@ def reaches(tree: ast.AST) -> Iterator[str]:
 
 
 def parts() -> list[str]:
-    return [name for name in source.modules() if name.startswith(tuple(f"{folder}." for folder in FOLDERS))]
+    return [name for name in source.files() if name.startswith(tuple(f"{folder}." for folder in FOLDERS))]
 
 
 @pytest.mark.parametrize("module", parts())

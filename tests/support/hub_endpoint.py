@@ -15,6 +15,8 @@ import socket
 import threading
 import urllib.parse
 
+from tests.support.serving import start
+
 TOKEN = "hf_a_token_that_opens_gated_repositories"
 _ROUTE = re.compile(
     r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/(?P<what>revision|tree)/(?P<revision>[^/]+)|"
@@ -71,8 +73,7 @@ def serve():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.hub = Hub(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    thread = start(server)
     try:
         yield server.hub
     finally:

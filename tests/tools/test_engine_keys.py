@@ -2,9 +2,10 @@
 
 import asyncio
 import http.server
-import threading
 
 import pytest
+
+from tests.support.serving import serving
 
 OWN = "the run's own key"
 
@@ -23,12 +24,8 @@ def address(monkeypatch):
         def log_message(self, *_):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(http.server.HTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}", sent
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.process

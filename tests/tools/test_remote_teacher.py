@@ -2,13 +2,14 @@
 
 import pytest
 
+from tests.support.serving import start
+
 
 class Server:
     """Answers as an OpenAI-compatible engine does; only such a stand-in can leave log-probs out."""
 
     def __init__(self, answer):
         import json
-        import threading
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,7 +30,7 @@ class Server:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        start(self.server)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self):
