@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from skyrl_megatron.data.packing import balance, pack_by_tokens
+from skyrl_megatron.data.splitting import balance, pack_by_tokens
 
 CAP = 32_768
 

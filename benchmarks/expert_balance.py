@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from skyrl_megatron.data.packing import pack_by_tokens, split_for_dp, split_to_count
+from skyrl_megatron.data.splitting import pack_by_tokens, split_for_dp, split_to_count
 from skyrl_megatron_parts.experts.levelling import Imbalance, ReplicaRows, balance_experts, rank_loads
 
 if TYPE_CHECKING:

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import blake3
-
 from bridges.errors import BridgeError
 
 _OPENED = (".json", ".safetensors", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".bin", ".metadata", ".distcp")
@@ -317,6 +315,8 @@ def weights_fingerprint(folder: Path) -> str:
     """Return a BLAKE3 hash over every safetensors file of a folder: name, size, header, and 64 samples of 64 KiB
     spread evenly over its data (all data of a smaller file). It is equal for copies of the folder. After a training
     step every sample differs."""
+    import blake3  # of those who read files, few hash weights
+
     hasher = blake3.blake3()
     for path in sorted(folder.glob("*.safetensors")):
         with open_regular(path) as file:

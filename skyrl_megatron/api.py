@@ -41,6 +41,7 @@ NAMES = {
     "register_gate": f"{_PLUGINS}:register_gate",
     "register_engine": f"{_PLUGINS}:register_engine",
     "register_transport": f"{_PLUGINS}:register_transport",
+    "register_optimizer": f"{_PLUGINS}:register_optimizer",
     "register_sandbox": f"{_PLUGINS}:register_sandbox",
     "register_metric": f"{_PLUGINS}:register_metric",
     "register_check": f"{_PLUGINS}:register_check",

@@ -77,7 +77,7 @@ def _installed() -> tuple[EntryPoint, ...]:
 
 
 class ClassRegistry:
-    """Classes by name, for one configuration key.
+    """Classes, or functions that make something, by name: the values of a configuration key, or of ``key`` in words.
 
     ``built_in``: values of the key that the package implements. ``reserved``: other names that cannot be registered.
     """
@@ -190,7 +190,7 @@ RULES: Additions[Callable[..., Any]] = Additions()
 model, that yield a Problem for what is wrong and a text for what is questionable (``config/validate.py``). They open
 no file and hold whatever starts the run."""
 CHECKS: Additions[Callable[..., Any]] = Additions()
-"""Checks before a run starts."""
+"""Checks before a run starts (:mod:`skyrl_megatron.checks`)."""
 REPORTERS: Additions[Callable[..., Any]] = Additions()
 """Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
@@ -224,7 +224,7 @@ def run_files() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option that does something else than the command it is given to, such as printing one row of the data."""
+    """An option that replaces what its command does, such as printing one row of the data."""
 
     value: str
     """What its value is called in ``--help``."""
@@ -271,8 +271,8 @@ OPTIMIZERS = ClassRegistry("optimizer_config.optimizer", "adam")
 """Optimizers that take Adam's place for some parameters (``runtime/partial_optimizer.py``)."""
 ADAPTERS = ClassRegistry("trainer.policy.model.lora")
 """What is done with adapters: ``trained`` and ``saved`` (``runtime/adapters.py``), ``source`` and ``merged_source``
-(``weight_sync/megatron_source.py``), ``sent`` (``weight_sync/tensors.py``), ``served``
-(``inference/vllm/adapter_versions.py``)."""
+(``weight_sync/megatron_source.py``), ``sent`` (``workers/policy_rank.py``), ``served``
+(``inference/vllm/settings.py``)."""
 SOURCES = ClassRegistry("the source of a step's groups")
 """Subclasses of ``PromptRollouts``: where the groups of a step come from (``sources/source.py``)."""
 FAMILY_LAYERS = ClassRegistry("a family's kind of layer", reserved=("attention", "window"))
@@ -303,3 +303,4 @@ register_tracker = TRACKERS.register
 register_engine = ENGINES.register
 register_transport = TRANSPORTS.register
 register_sandbox = SANDBOXES.register
+register_optimizer = OPTIMIZERS.register

@@ -2,7 +2,7 @@
 
 from skyrl_megatron.plugins import ADAPTERS
 
-ADAPTERS.register_path("trained", "skyrl_megatron_lora.folder:configured_adapter")
+ADAPTERS.register_path("trained", "skyrl_megatron_lora.configured:configured_adapter")
 ADAPTERS.register_path("saved", "skyrl_megatron_lora.folder:save_adapter")
 ADAPTERS.register_path("source", "skyrl_megatron_lora.source:AdapterSource")
 ADAPTERS.register_path("merged_source", "skyrl_megatron_lora.source:MergedWeightSource")

@@ -39,7 +39,7 @@ from skyrl_megatron_lora.targets import Selection
 
 
 class Adapters(TrainedAdapters):
-    """All adapters of this rank's chunks. The base is frozen. :meth:`disabled` switches the adapters off."""
+    """An adapter of the policy on this rank: the factors of all selected layers of its chunks. The base is frozen."""
 
     def __init__(
         self, model: ModelChunks, groups: ProcessGroups, selection: Selection, settings: AdapterSettings
@@ -188,7 +188,7 @@ def attach(
             # A hook and not a wrapper: names of parameters, and with them checkpoints, stay those of the base.
             module.register_forward_hook(_Addition(adapters, adapter, module))
             attached.append(adapter)
-        # Drawn on the host, so that initial values do not depend on the device.
+        # Factors were drawn on the host, so that initial values do not depend on the device.
         device = next(chunk.parameters()).device
         adapters.by_chunk.append(AdapterList(attached, model.config.num_moe_experts or 0).to(device))
         _let_gradients_in(chunk)

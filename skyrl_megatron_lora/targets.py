@@ -82,11 +82,11 @@ def select(
     """Select modules by ``target_modules`` and ``exclude_modules``: names separated by commas. Each name is one or
     more consecutive parts of a HF or Megatron module name (``q_proj``, ``linear_fc1``, ``mlp.experts``, ``layers.0``).
 
-    ``attention``, ``mlp``, ``unembed``: ``train_attn``, ``train_mlp`` and ``train_unembed``, which define
-    ``all-linear``. ``separate``: every HF projection has a separate adapter (``canonical_lora``); else the projections
-    of one Megatron module share an adapter. Raises ConfigError for a name that matches nothing (with the nearest
-    names), for a part of a joined module, for an empty selection, and for a family whose layers on disk cannot have
-    adapters.
+    ``attention``, ``mlp``: ``train_attn`` and ``train_mlp``; layers of a kind that is false get no adapter, named or
+    not. ``unembed``: ``train_unembed``, the output layer with ``all-linear``. ``separate``: every HF projection has a
+    separate adapter (``canonical_lora``); else the projections of one Megatron module share an adapter. Raises
+    ConfigError for a name that matches nothing (with the nearest names), for a part of a joined module, for an empty
+    selection, and for a family whose layers on disk cannot have adapters.
     """
     everything = list(targets(plan))
     wanted = _words(names)
@@ -112,7 +112,10 @@ def select(
     if "untied" not in plan.shape.flags:
         problems += _tied(chosen, unembed, names, key)
     if not chosen and not problems:
-        problems.append(Problem(f"{key}.target_modules", names, "selects no linear layer: name at least one"))
+        off = [name for name, trained in (("train_attn", attention), ("train_mlp", mlp)) if not trained]
+        why = f" with {' and '.join(f'{name}=false' for name in off)}" if off else ""
+        fix = f"selects no linear layer{why}: name at least one{', or set it to true' if off else ''}"
+        problems.append(Problem(f"{key}.target_modules", names, fix))
     # the same problem once: every layer of the model reports it
     if problems:
         # dict, not set: the order of the problems is that of the layers

@@ -1,4 +1,5 @@
-"""Names of the adapter tensors that are sent to engines, and the check that they are complete.
+"""The adapter tensors that are sent to engines: their names, the check that they are complete, and what engines need
+to hold them.
 
 Engines hold separate factors for each projection and expert: 37,000 tensors for a model with 128 experts and 48
 layers. Far fewer tensors are sent. Each is named after all projections that it serves:

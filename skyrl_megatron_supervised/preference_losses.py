@@ -13,7 +13,7 @@ logistic function. The loss is a mean over the rows of the data of an optimizer 
 z is the KL divergence to the reference, at least 0, which the trainer estimates from answers to other prompts. It has
 no gradient.
 
-The rows of a pair stay in one micro-batch (``data.packing.TOGETHER``), where both sums are known: a rank has the
+The rows of a pair stay in one micro-batch (``data.splitting.TOGETHER``), where both sums are known: a rank has the
 log-probs of whole sequences, whatever tp, cp and pp are. Loss and gradient are thus those of the training pass, in
 every layout. The alternative, a loss linear in the log-probs with the coefficient σ(−margin) of an earlier pass, lets
 a pair be split, but needs that pass in each optimizer step, and differs from the loss when dropout is on. Sums over

@@ -21,7 +21,7 @@ import torch
 
 from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
 from skyrl_megatron.data.messages import as_rendered, flag_of, is_finite_number, messages_problem
-from skyrl_megatron.data.packing import TOGETHER
+from skyrl_megatron.data.splitting import TOGETHER
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.trained_answers import TrainedSequence
 from skyrl_megatron.types import TrainingBatch

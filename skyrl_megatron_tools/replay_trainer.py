@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.data.packing import PROMPT_UIDS
+from skyrl_megatron.data.splitting import PROMPT_UIDS
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 from skyrl_megatron.trainer.ppo import RayPPOTrainer

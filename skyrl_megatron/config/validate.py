@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skyrl_megatron.config.derive import derive, supervised
@@ -11,7 +12,7 @@ from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware, trackers
-from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
 from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
@@ -24,7 +25,7 @@ from skyrl_megatron.config.rules.training_rules import (
 )
 from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.plugins import RULES, TRACKERS, load_plugins
+from skyrl_megatron.plugins import OPTIMIZERS, RULES, TRACKERS, load_plugins
 
 FAMILIES_WITHOUT_ENGINE = {
     "dots1": "vLLM removed its architecture Dots1ForCausalLM after version 0.23",
@@ -89,6 +90,12 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
     _warn(cfg, hardware, [outcome for outcome in outcomes if isinstance(outcome, str)])
     problems += unreadable
     problems += [problem for name in trackers(cfg) for problem in TRACKERS.problems(name)]
+    problems += [
+        replace(problem, key=f"trainer.{role}.{problem.key}")
+        for role in active_roles(cfg)
+        if not is_frozen(role)
+        for problem in OPTIMIZERS.problems(getattr(cfg.trainer, role).optimizer_config.optimizer)
+    ]
     problems += training_problems(cfg)
     policy = configs.get("policy", {})
     problems += evaluation_problems(cfg)

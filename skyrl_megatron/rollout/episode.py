@@ -47,7 +47,7 @@ class Trajectory:
     rows: list[TrajectoryOutput]
     turns: int = 0
     unfinished: bool = False
-    """Whether the environment was not done after the last turn."""
+    """Whether the environment was not done after the last turn, and the next prompt was not too long."""
     llm_seconds: float = 0.0
     env_seconds: float = 0.0
     seconds: float = 0.0
@@ -145,7 +145,7 @@ class Episode:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there was a turn and another one follows, unless its prompt is too long."""
+        """Whether another turn follows the last one, if its prompt is not too long."""
         return bool(self.turns) and not (self.done or self.error) and self.turns < self.config.max_turns
 
     async def _begin(self) -> None:
@@ -175,7 +175,9 @@ class Episode:
                 )
 
     def request(self) -> list[int] | None:
-        """Return the tokens before those that the next request samples; None if the episode is over."""
+        """Begin the next request: return its prompt, with what is sampled of its turn; None if the episode is over.
+
+        A prompt that is too long ends the episode."""
         if self.conversation is None or self.error or self.done or self.turns >= self.config.max_turns:
             return None
         prompt = self.conversation.next_prompt()

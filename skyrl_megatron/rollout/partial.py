@@ -1,7 +1,8 @@
 """Partial rollouts: a batch of prompts that ends when enough of them have all their samples.
 
 The generator interrupts the others. Their finished turns are recorded, and so is the beginning of an unfinished turn:
-its tokens, log-probs, versions, routes and support. A later batch continues after them, with newer weights.
+its tokens, log-probs, versions, routes and support. A later batch continues after them, with newer weights; between
+steps ``sources/oversampled.py`` keeps them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ All ranks of a model call the same methods, each with the rows of its data-paral
     result = engine.optim_step()
 
 The model, its optimizer and its memory are in ``trained_model.py``. The parts of a step have their own files:
-micro-batches (``data/packing.py``), packing (``packed_inputs.py``), the loss of a micro-batch and Megatron's schedule
-(``forward_step.py``), the scale of gradients (``loss_scale.py``) and the optimizer (``optimizer.py``).
+micro-batches (``data/splitting.py``), packing (``packed_inputs.py``), the loss of a micro-batch and Megatron's
+schedule (``forward_step.py``), the scale of gradients (``loss_scale.py``) and the optimizer (``optimizer.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.data.packing import aligned, joined, plan_micro_batches, rows_by_adapter, units
+from skyrl_megatron.data.splitting import aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
     ForwardStep,

@@ -5,6 +5,7 @@ version j takes ``batch`` groups, the oldest first. At any time there are at mos
 groups (:func:`max_new_groups`). Still, several slow groups may reach the same deadline while younger ones are trained
 first. All deadlines can be met if, after the step at j and for every k, at most ``batch · k`` of the remaining groups
 have a deadline of j + k or earlier. A step that would leave more of them waits (:func:`can_step`).
+``rollout_stream.py`` applies the bound, and drops groups that are older than the limits of a run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from bridges.staging import write_file
-from skyrl_megatron.algorithms.groups import majority_at_k, pass_at_k
+from skyrl_megatron.algorithms.metrics import majority_at_k, pass_at_k
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.rules.evaluation_rules import (

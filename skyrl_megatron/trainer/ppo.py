@@ -28,7 +28,12 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_is_reference
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
-from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
+from skyrl_megatron.data.splitting import (
+    PROMPT_UIDS,
+    mini_batches,
+    parts_with_trained_tokens,
+    rows_with_trained_tokens,
+)
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
 from skyrl_megatron.plugins import SOURCES
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
@@ -217,8 +222,8 @@ class RayPPOTrainer(TrainingRun):
     # ------------------------------------------------------------------ scores
     def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
         """Add the reference's log-probs, the critic's values, and the policy's log-probs before the update where they
-        are read and the training pass does not compute them itself. Roles with GPUs of their own compute at the same
-        time, others one after another."""
+        are read and the training pass does not compute them itself; then what scorers add, such as teachers. Roles
+        with GPUs of their own compute at the same time, others one after another."""
         apart = [
             self._start_scores(name, batch)
             for name in ("ref", "critic")

@@ -1,7 +1,7 @@
 """The batch of a step: token rewards, masks of rows without a learning signal, and the metrics of the step.
 
-Scorers say of a batch what other models than policy, reference and critic think of its rows, such as teachers. A step
-asks each twice: :meth:`Scorer.score` with the passes of reference and policy, and :meth:`Scorer.reward` once the
+Scorers add what models other than policy, reference and critic say of a batch, such as teachers. A step asks each
+twice: :meth:`Scorer.score` with the passes of reference and policy, and :meth:`Scorer.reward` once the
 policy's log-probs are known. A trainer's ``scorers`` is a list to which a subclass may add.
 """
 
@@ -25,7 +25,7 @@ from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.roles import distils_in_reward, teacher_names
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.config.schema.algorithm import correction_enabled
-from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
+from skyrl_megatron.data.splitting import mini_batches, rows_by_adapter
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 from skyrl_megatron.plugins import SCORERS
 from skyrl_megatron.rollout.dynamic_sampling import zero_variance

@@ -22,7 +22,7 @@ from skyrl_megatron.config.roles import (
     teachers_on_ranks,
 )
 from skyrl_megatron.data.batch import failed_uid
-from skyrl_megatron.data.packing import PROMPT_UIDS
+from skyrl_megatron.data.splitting import PROMPT_UIDS
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.plugins import TEACHERS
 from skyrl_megatron.trainer.step_batch import trajectories_of

@@ -22,9 +22,9 @@ that is more than ``LIMITS``.
 
 Only the mean is compared: in half precision a router's near-ties go either way and move single log-probs far, and in
 fp32 single tokens of two correct implementations differ by 3e-4. The effect of rounding depends on the model.
-``benchmarks/probe_limits.py`` measured, with equal weights, at most 0.12 or 1.8 times rounding in bfloat16 and 4e-5 in
+Measured with equal weights: at most 0.12 or 1.8 times rounding in bfloat16 and 4e-5 in
 fp32; with a stale output layer, at least 0.77 and 4.5 times in bfloat16 and 0.7 in fp32; with two experts swapped, at
-least 0.06 in fp32 if any token is routed to them. In 8 bits (``benchmarks/probe_of_8_bits.py``, weights only) equal
+least 0.06 in fp32 if any token is routed to them. In 8 bits (weights only) equal
 weights differ by at most 0.13 or 1.2 times rounding; engines that round activations add about as much."""
 
 

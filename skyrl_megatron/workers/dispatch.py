@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
-from skyrl_megatron.data.packing import TOGETHER, rows_by_adapter, split_for_dp, split_units, units
+from skyrl_megatron.data.splitting import TOGETHER, rows_by_adapter, split_for_dp, split_units, units
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import TrainingBatch
 

@@ -1,7 +1,7 @@
 """Seconds of a training step on paper, term by term, from the configuration, ``config.json`` and published peaks.
 
 FLOPs are counted by ``runtime/flops.py``, parameters, states and activations by ``memory_*.py``, micro-batches by
-``data/packing.py``, bytes of a sync by the layouts of trainer and engines (``estimate/sync_time.py``). Rates and
+``data/splitting.py``, bytes of a sync by the layouts of trainer and engines (``estimate/sync_time.py``). Rates and
 their uncertainty are in ``machine_rates.py``. Not counted: environments, evaluation, checkpoints, and the driver.
 """
 
@@ -30,7 +30,7 @@ from skyrl_megatron.config.roles import (
     weight_transport,
 )
 from skyrl_megatron.config.rules.placement_rules import gpus_requested
-from skyrl_megatron.data.packing import aligned, plan_micro_batches, split_for_dp
+from skyrl_megatron.data.splitting import aligned, plan_micro_batches, split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops, described_config, layer_flops
 from skyrl_megatron.trainer.step_batch import training_pass_scores
 from skyrl_megatron.weight_sync.tensors import FUSED_EXPERTS

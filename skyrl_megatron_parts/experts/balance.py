@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skyrl_megatron import device
 from skyrl_megatron.config.roles import balances_experts
-from skyrl_megatron.data.packing import aligned
+from skyrl_megatron.data.splitting import aligned
 from skyrl_megatron.runtime.flops import expert_flops
 from skyrl_megatron.runtime.packed_inputs import find_route_problem
 from skyrl_megatron.runtime.parallel_state import raise_on_all_ranks

@@ -277,7 +277,7 @@ def test_the_loss_of_observations(case):
 
 def test_observations_are_what_was_not_sampled():
     """By the sampled spans, also where a filter has masked the whole response; rows that failed have none."""
-    from skyrl_megatron.data.packing import parts_with_trained_tokens, rows_with_trained_tokens
+    from skyrl_megatron.data.splitting import parts_with_trained_tokens, rows_with_trained_tokens
     from skyrl_megatron.rollout.outputs import observation_mask, to_training_batch
 
     output = {

@@ -98,7 +98,7 @@ def synthetic_batch(seed: int):
 
 def train(engine, steps) -> list[tuple[float, float]]:
     """Take the given steps, each on a batch drawn from its number. Returns (loss, gradient norm) of each."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     seen = []
     for step in steps:

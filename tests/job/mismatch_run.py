@@ -46,10 +46,39 @@ def altered(named):
 """
 
 
+PLANTED = """
+import sys
+from dataclasses import replace
+
+from skyrl_megatron.cli import main
+from skyrl_megatron_tools.logprob_mismatch import replay
+
+worker, *arguments = sys.argv[1:]
+plain = replay.engine_settings
+
+
+def planted(*given, **changes):
+    settings = plain(*given, **changes)
+    return replace(settings, extra={**settings.extra, "worker_extension_cls": f"faulty.{worker}"})
+
+
+if __name__ == "__main__":
+    replay.engine_settings = planted
+    sys.exit(main(arguments))
+"""
+"""A command whose engines have a worker of ``faulty.py``: no setting gives them one."""
+
+
+def planted(folder, worker):
+    """The beginning of a command with this worker, and a folder with the configuration of the run."""
+    (folder / "planted.py").write_text(PLANTED)
+    return [str(folder / "planted.py"), worker], other_config(folder, worker, "", "")
+
+
 def other_config(folder, name, old, new):
     """A folder with the configuration of the run in it, one line changed."""
     text = (folder / "logs/skyrl/run/config.yaml").read_text()
-    assert text.count(old) == 1, text
+    assert not old or text.count(old) == 1, text
     (folder / name).mkdir()
     (folder / name / "config.yaml").write_text(text.replace(old, new))
     return folder / name

@@ -120,9 +120,8 @@ def test_no_token_differs_in_ten_steps(tmp_path, family, layout):
     ],
 )
 def test_what_breaks_it_is_named(dense, extension, cause, where):
-    old = "kv_cache_memory_bytes: 33554432"
-    run = mismatch_run.other_config(dense, extension, old, f"{old}\n      worker_extension_cls: faulty.{extension}")
-    command = [sys.executable, "-m", "skyrl_megatron", "explain-mismatch", str(run), "--step", str(STEPS)]
+    planted, run = mismatch_run.planted(dense, extension)
+    command = [sys.executable, *planted, "explain-mismatch", str(run), "--step", str(STEPS)]
     command += ["--json", str(run / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, env=runs.environment(dense), timeout=runs.TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,7 @@ def test_prompts_with_one_reward_throughout_leave_the_loss():
 
 def test_rows_without_a_token_to_train_on_are_left_out():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.packing import rows_with_trained_tokens
+    from skyrl_megatron.data.splitting import rows_with_trained_tokens
 
     batch = collate([[1]] * 3, [[2, 3], [2], [4]], uids=["a", "b", "c"], rewards=[1.0, 0.0, 1.0])
     assert rows_with_trained_tokens(batch) is batch
@@ -31,7 +31,7 @@ def test_rows_without_a_token_to_train_on_are_left_out():
 def test_mini_batches_without_a_token_to_train_on_are_left_out():
     """As late in a run, when nearly every prompt is solved in all of its samples or in none."""
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.packing import mini_batches, parts_with_trained_tokens
+    from skyrl_megatron.data.splitting import mini_batches, parts_with_trained_tokens
     from skyrl_megatron.trainer.step_batch import mask_zero_variance_groups
 
     rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]

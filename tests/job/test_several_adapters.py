@@ -83,7 +83,7 @@ def replayed(arguments, folder, name):
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.data.packing import rows_with_trained_tokens
+    from skyrl_megatron.data.splitting import rows_with_trained_tokens
     from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.workers.dispatch import from_arrays

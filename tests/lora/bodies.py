@@ -48,7 +48,7 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
     """Three steps on this rank's share of the batch; errors against PEFT's."""
     import torch
 
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.model.local_weights import local_weights
     from skyrl_megatron_lora.folder import stream_factors
     from tests.lora.faults import planted

@@ -32,7 +32,7 @@ def share(engine, batch, names=NAMES):
     """This replica's rows: those of each adapter are split over the replicas as if there were no others."""
     import numpy as np
 
-    from skyrl_megatron.data.packing import rows_by_adapter, split_for_dp
+    from skyrl_megatron.data.splitting import rows_by_adapter, split_for_dp
 
     own = [
         rows[split_for_dp(engine.flops.forward(batch.lengths[rows]), engine.dp_size)[engine.dp_rank]]

@@ -48,7 +48,7 @@ def held(engine):
 
 
 def share(engine, batch):  # noqa: F811
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     return batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
 

@@ -25,7 +25,7 @@ def body(folder, batch, layout, factors, each):  # noqa: F811
     """For each of some settings: log-probs before, (loss, gradient norm) of two steps, factors after them."""
     from megatron.core import parallel_state
 
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     found = []
     for overrides in each:

@@ -40,7 +40,7 @@ def load_body(folder, batch, adapter, layout, overrides):  # noqa: F811
 
 def logprobs(engine, batch, adapters=True):  # noqa: F811
     """[rows, T] of this rank's replica, and which rows they are."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
     return list(rows), engine.compute_logprobs(batch.select(rows), adapters=adapters)

@@ -56,7 +56,7 @@ def dequantised(ranks, pair, batch, tmp_path_factory):  # noqa: F811
 def body(folder, batch, layout, root, fault=None, overrides=None):  # noqa: F811
     """What a run leaves behind: (loss, gradient norm) of three steps, factors, bytes of the base; the merged model in
     ``root``."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.hf_weights import save_hf
     from skyrl_megatron_lora.folder import stream_factors
 

@@ -99,6 +99,13 @@ def test_names_that_do_not_fit(names, exclude, says):
         chosen(plan_of("qwen3_moe"), names, exclude)
 
 
+def test_a_kind_of_layer_that_is_off_is_named():
+    from skyrl_megatron.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"selects no linear layer with train_attn=false: .* or set it to true"):
+        chosen(plan_of("qwen3_moe"), "self_attn", attention=False)
+
+
 @pytest.mark.around
 @pytest.mark.parametrize(
     "settings, says",

@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mini-batches-one-prompt-short",
-        "skyrl_megatron/data/packing.py",
+        "skyrl_megatron/data/splitting.py",
         "if number % prompts == 0:",
         "if (number + 1) % prompts == 0:",
         ("tests/rollout/test_batches.py::test_mini_batches_are_prompts_not_rows",),
@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bins-a-token-over-the-budget",
-        "skyrl_megatron/data/packing.py",
+        "skyrl_megatron/data/splitting.py",
         "left, target = cap, len(bins)",
         "left, target = cap + 1, len(bins)",
         ("tests/prompts/test_packing_and_balance.py",),

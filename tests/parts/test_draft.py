@@ -41,7 +41,7 @@ def drafted(tmp_path_factory):
 
 
 def part_of(engine, batch):
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
     return rows, batch.select(rows)

@@ -66,7 +66,7 @@ def test_the_step_is_the_same_and_the_load_is_level(ranks, folder, skewed, expec
 
 def wrong_routes(folder, batch, layout):
     """What the ranks say of experts that the model lacks, in rows of the last replica."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=BALANCED))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 def replicas_of(seed, replicas, rows, layers, ranks, cap, topics=4):
     """Rows with the routes of few topics, planned by tokens."""
-    from skyrl_megatron.data.packing import pack_by_tokens, split_to_count
+    from skyrl_megatron.data.splitting import pack_by_tokens, split_to_count
     from skyrl_megatron_parts.experts.levelling import ReplicaRows
 
     rng = np.random.default_rng(seed)

@@ -56,7 +56,7 @@ def state_by_expert(engine):
 
 def step(engine, number):
     """A step on the batch of this number, with routes where the engine replays them: its loss, and the moves."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     batch = training.synthetic_batch(number)
     if engine.megatron.moe_enable_routing_replay:

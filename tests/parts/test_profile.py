@@ -8,7 +8,7 @@ PROFILER = f"{bodies.MEGATRON}torch_profiler_config."
 
 
 def one_step(folder, batch, overrides):
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     engine = MegatronEngine(bodies.config(folder, overrides=overrides, world=2))

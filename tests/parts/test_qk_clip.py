@@ -102,7 +102,7 @@ def clip_body(folder, batch, threshold, layout, overrides=None):
     """Weights before and after a step whose rate is 0, the largest logit that the step reports, and the logits of the
     first layer's heads afterwards, by their number."""
     from skyrl_megatron.algorithms import exact_ops
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from tests.parts.test_muon import weights_of
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
     multiple_of=st.integers(1, 4),
 )
 def test_every_sequence_once_and_no_bin_over_the_budget(lengths, min_bins, multiple_of):
-    from skyrl_megatron.data.packing import pack_by_tokens, plan_micro_batches
+    from skyrl_megatron.data.splitting import pack_by_tokens, plan_micro_batches
 
     lengths = np.array(lengths)
     bins = plan_micro_batches(
@@ -32,7 +32,7 @@ def test_every_sequence_once_and_no_bin_over_the_budget(lengths, min_bins, multi
 
 
 def test_lognormal_lengths_reach_the_lower_bound():
-    from skyrl_megatron.data.packing import pack_by_tokens
+    from skyrl_megatron.data.splitting import pack_by_tokens
 
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(8.3, 0.9, 4096)).astype(int) + 1, 20_000)
     bins = pack_by_tokens(lengths, 32_768)
@@ -40,7 +40,7 @@ def test_lognormal_lengths_reach_the_lower_bound():
 
 
 def test_a_sequence_over_the_budget_is_named():
-    from skyrl_megatron.data.packing import pack_by_tokens
+    from skyrl_megatron.data.splitting import pack_by_tokens
 
     with pytest.raises(ValueError, match="sequence 1 has 101 tokens, the budget of a micro-batch is 100"):
         pack_by_tokens(np.array([5, 101]), 100)
@@ -49,7 +49,7 @@ def test_a_sequence_over_the_budget_is_named():
 @settings(max_examples=60, deadline=None)
 @given(costs=st.lists(st.floats(0, 1e6), min_size=6, max_size=90), k=st.integers(1, 6), equal=st.booleans())
 def test_balance_deals_out_everything(costs, k, equal):
-    from skyrl_megatron.data.packing import balance
+    from skyrl_megatron.data.splitting import balance
 
     groups = balance(np.array(costs), k, equal_counts=equal)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
@@ -61,7 +61,7 @@ def test_balance_deals_out_everything(costs, k, equal):
 
 
 def test_balance_of_many_sequences_is_close_to_perfect():
-    from skyrl_megatron.data.packing import balance
+    from skyrl_megatron.data.splitting import balance
 
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(8.3, 0.9, 8192)), 20_000)
     costs = 24_576 * lengths + lengths**2

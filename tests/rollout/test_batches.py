@@ -274,7 +274,7 @@ def test_a_token_outside_its_support_is_named():
 
 def test_mini_batches_are_prompts_not_rows():
     from skyrl_megatron.data.batch import collate, failed_uid
-    from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches
+    from skyrl_megatron.data.splitting import PROMPT_UIDS, mini_batches
 
     uids = ["a", "a", "b", failed_uid("b", 3), "b", "c", "d", "d"]
     batch = collate([[row] for row in range(8)], [[9]] * 8, uids=uids, rewards=[0.0] * 8)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.guides.documents import ALL, FENCE, GENERATED, INLINE, SHELLS, blocks
 from tests.guides.documents import DOCUMENTS as GUIDES
+from tests.structure import source
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = re.compile(r"`([\w/.]+/[\w.]+\.(?:py|sh|yml|yaml|txt))`")
@@ -27,6 +28,17 @@ def test_files_that_documents_name_exist():
         if not any((ROOT / base / name).exists() for base in ("", "skyrl_megatron"))
     ]
     assert not missing, "\n".join(missing)
+
+
+OURS = re.compile(r"``((?:skyrl_megatron\w*|bridges|benchmarks|launch|docs|tests)/[\w/.]+\.(?:py|sh|md))``")
+"""A file in a docstring or comment, by its path from the root."""
+
+
+def test_files_that_docstrings_name_exist():
+    texts = {module: source.path_of(module).read_text() for module in source.modules()}
+    named = [(module, name) for module, text in texts.items() for name in OURS.findall(text)]
+    missing = [f"{module}: {name}" for module, name in named if not (ROOT / name).exists()]
+    assert len(named) > 20 and not missing, "\n".join(missing)
 
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -70,7 +70,6 @@ HEAVY = {
 DEVICE_FILES = {
     "skyrl_megatron/device.py",
     "skyrl_megatron/runtime/cpu_patches.py",
-    "skyrl_megatron/weight_sync/transport.py",
 }
 COMPATIBILITY = {"utils", "generators"}  # re-exports for scripts written for SkyRL, nothing else
 

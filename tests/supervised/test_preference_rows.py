@@ -247,7 +247,7 @@ def test_kto_needs_two_rows(tokenizer, tmp_path):  # noqa: F811
 
 
 def test_a_row_that_occurs_twice_in_a_step_is_two_pairs(tokenizer, tmp_path):  # noqa: F811
-    from skyrl_megatron.data.packing import mini_batches, units
+    from skyrl_megatron.data.splitting import mini_batches, units
     from skyrl_megatron_supervised.preference_rows import preference_batch
 
     rows, _ = read(tmp_path, tokenizer, [PAIR])

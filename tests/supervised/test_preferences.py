@@ -48,7 +48,7 @@ def batch_of(loss):
 def step(folder, loss, layout, overrides=None):
     """(metrics, {HF name: gradient}) of this rank's share."""
     from skyrl_megatron.config.schema.supervised import DPOConfig
-    from skyrl_megatron.data.packing import split_units
+    from skyrl_megatron.data.splitting import split_units
     from skyrl_megatron.runtime.hf_weights import stream_hf
     from skyrl_megatron_supervised.preference_engine import PreferenceEngine
     from tests.training.bodies import NO_DISTRIBUTED, config
@@ -164,9 +164,9 @@ def test_a_pair_that_fits_no_micro_batch(ranks, folder):
 
 
 def test_pairs_are_not_split(loss):
-    from skyrl_megatron.data import packing
+    from skyrl_megatron.data import splitting
 
     batch = batch_of(loss)
-    assert packing.units(batch)[0].tolist() == ([0, 1] if loss == "kto" else [0, 1, 2])
-    shares = packing.split_units(batch, batch.lengths.astype(float), 2)
+    assert splitting.units(batch)[0].tolist() == ([0, 1] if loss == "kto" else [0, 1, 2])
+    shares = splitting.split_units(batch, batch.lengths.astype(float), 2)
     assert not {batch.uids[row] for row in shares[0]} & {batch.uids[row] for row in shares[1]}

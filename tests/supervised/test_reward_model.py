@@ -38,7 +38,7 @@ def scorer(folder, tmp_path_factory):
 def engine_of(folder, layout, overrides=None):
     """(engine, its share of the pairs)."""
     from skyrl_megatron.config.schema.supervised import RewardConfig
-    from skyrl_megatron.data.packing import split_units
+    from skyrl_megatron.data.splitting import split_units
     from skyrl_megatron_supervised.preference_engine import RewardEngine
     from skyrl_megatron_supervised.preference_rows import preference_batch
     from tests.training.bodies import NO_DISTRIBUTED, config

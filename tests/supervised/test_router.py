@@ -48,7 +48,7 @@ def routes(folder):
 
 def engine_of(folder, layout, keys=None):
     """An engine of supervised training, and its share of the rows."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron_supervised.chat_rows import taught_batch
     from tests.training.bodies import config

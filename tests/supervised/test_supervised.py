@@ -39,7 +39,7 @@ WHOLE = {"tp2": dict(world=2, tp=2), "pp2": dict(world=2, pp=2)}
 
 def step(folder, taught, layout, keys=None):
     """(loss, {HF name: gradient}, norm of all) of this rank's share."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
     from skyrl_megatron_lora.folder import stream_factors

@@ -19,9 +19,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def explain(folder, run, *steps):
+def explain(folder, run, *steps, program=("-m", "skyrl_megatron")):
     """What the command says of each step: printed, and for programs."""
-    command = [sys.executable, "-m", "skyrl_megatron", "explain-mismatch", str(run), "--step", *map(str, steps)]
+    command = [sys.executable, *program, "explain-mismatch", str(run), "--step", *map(str, steps)]
     command += ["--json", str(run / "found.json")]
     done = subprocess.run(
         command, capture_output=True, text=True, env=runs.environment(folder), timeout=runs.TIMEOUT_S
@@ -58,9 +58,8 @@ def test_an_engine_of_another_precision(folder):
 
 def test_an_engine_with_a_wrong_weight(folder):
     """Its loader makes another tensor of one that arrived whole: layer, part and tensor are named."""
-    old = "kv_cache_memory_bytes: 33554432"
-    run = mismatch_run.other_config(folder, "wrong", old, f"{old}\n      worker_extension_cls: faulty.Altered")
-    (text,), (found,) = explain(folder, run, 4)
+    planted, run = mismatch_run.planted(folder, "Altered")
+    (text,), (found,) = explain(folder, run, 4, program=planted)
     assert found["cause"] == "wrong weight" and found["place"]["where"] == "layer 1, attention", text
     assert [line.split()[0] for line in found["tensors"]] == [mismatch_run.ALTERED]
     assert found["probe"] is not None and "differ from the trainer's" in found["probe"]

@@ -57,7 +57,7 @@ def config(folder, *, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, world=1, override
 
 def three_steps(folder, batch, expected, layout, overrides, fault=None):
     """Three steps on this rank's share of the batch; errors against the reference."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
     from tests.training.faults import planted

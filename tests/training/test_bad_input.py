@@ -12,7 +12,7 @@ def errors(folder, batch):
     import torch
 
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     engine = MegatronEngine(bodies.config(folder, overrides=NO_DISTRIBUTED, world=2))

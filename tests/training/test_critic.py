@@ -74,7 +74,7 @@ def with_advantages(batch, cfg):
 
 def critic_steps(folder, critic, batch, expected, layout, overrides, fault=None):
     """Values, returns and three steps on this rank's share of the batch; errors against the reference."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.critic import CriticEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
 
@@ -222,7 +222,7 @@ def offloaded_body(folder, critic, batch, layout, moves):
     """SHA-256 of weights and moments after three steps; with ``moves`` everything leaves the device around each."""
     import hashlib
 
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.critic import CriticEngine
 

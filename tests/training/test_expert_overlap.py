@@ -20,7 +20,7 @@ def update(folder, batch, layout, overlap, fault=False):
 
     import torch
 
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.model.moe import GroupedExperts, TokenWeightedRouter
 

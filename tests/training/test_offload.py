@@ -28,7 +28,7 @@ def train(folder, batch, layout, overrides, offloads, fault=None):
     Returns SHA-256 of all state, log-probs, and what was found wrong on the way."""
     import hashlib
 
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.offload import optimizer_tensors

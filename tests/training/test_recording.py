@@ -18,7 +18,7 @@ every_layout = pytest.mark.parametrize(
 
 def recorded(folder, batch, layout, overrides):
     """Rows of this rank, and what it recorded of each by name."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.recording import Recorder
 
@@ -80,7 +80,7 @@ def test_every_rank_has_whole_rows_of_its_layers(ranks, folder, batch, layout, w
 def two_steps(folder, batch, layout, overrides, routes, exports):
     """The first step with and without ``routes``; then, with them, log-probs before the second, metrics of it, and
     the weights that it starts from."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import save_hf, stream_hf
 

@@ -102,7 +102,7 @@ def test_rows_of_one_length_keep_their_own_routes(ranks, folder, routed, tmp_pat
 
 def one_pass(folder, batch, layout, overrides):
     """Log-probs, loss and the gradient of every parameter."""
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
 

@@ -47,7 +47,7 @@ def lost_and_back(folder, batch, layout, overrides, lost, fault=None):
     their own. Returns the state behind step 1, behind step 3, and both once more."""
     import torch.distributed as dist
 
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.offload import optimizer_tensors
     from skyrl_megatron.runtime.parallel_state import end_groups

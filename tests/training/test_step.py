@@ -161,7 +161,7 @@ def test_auxiliary_losses(ranks, folder, batch, with_auxiliary, name):
 
 
 def router_metrics(folder, batch, layout):
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     overrides = {f"{MEGATRON}moe_per_layer_logging": True, "trainer.gradient_checkpointing": True}

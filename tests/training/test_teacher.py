@@ -44,7 +44,7 @@ def row_logprobs(model, batch, row):
 
 
 def scores_body(folder, teacher, batch, layout):
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.scoring import score_responses
 
@@ -110,7 +110,7 @@ def expected_step(folder, batch):
 
 
 def step_body(folder, batch, layout, overrides, grads):
-    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.fields import Bounds, Count, NonNegative, NonNegativeInt, OneOf
+from skyrl_megatron.config.fields import Bounds, Count, NonNegative, NonNegativeInt, OneOf, Registered
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.table import OPTIMIZERS
 
@@ -93,7 +93,7 @@ class OptimizerConfig(BaseConfig):
     """Optimizer step at which `min_lr` is reached, including the warm-up. None: the last step of the run."""
     decay_norms_and_biases: bool = False
     """Apply weight decay to one-dimensional parameters too, like SkyRL's FSDP backend."""
-    optimizer: Annotated[str, OneOf(*OPTIMIZERS)] = "adam"
+    optimizer: Annotated[str, Registered(*OPTIMIZERS)] = "adam"
     """`muon`: linear weights by Muon, without clipping; the rest by AdamW (`optimizer_config_kwargs.muon_*`)."""
     adam_lr: NonNegative | None = None
     """With `optimizer=muon`, peak rate of what AdamW trains. None: `lr`."""

@@ -192,7 +192,7 @@ def scores(cfg):
 
 def _batch_of(uids):
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.packing import PROMPT_UIDS
+    from skyrl_megatron.data.splitting import PROMPT_UIDS
 
     batch = collate([[1, 2]] * len(uids), [[3, 4]] * len(uids), uids=list(uids), rewards=[1.0] * len(uids))
     batch.metadata[PROMPT_UIDS] = list(uids)
