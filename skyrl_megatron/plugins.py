@@ -135,7 +135,9 @@ class ClassRegistry:
             load_plugins()
         names = (*self.built_in, *self._paths, *self._classes)
         if name not in names:
-            yield Problem(self.key, name, f"not registered; known: {', '.join(names) or 'none'}")
+            # an older installation of this package does not know the entry points of its newer parts
+            none = "no installed package registers one: install this package again (launch/setup.sh)"
+            yield Problem(self.key, name, f"not registered; known: {', '.join(names)}" if names else none)
 
 
 class Additions[T]:
