@@ -117,14 +117,14 @@ class Megatron:
 
     def prepare(self, sequences: list[torch.Tensor]) -> None:
         from skyrl_megatron.runtime.packed_inputs import pack
-        from skyrl_megatron.types import TrainingBatch
+        from skyrl_megatron.types import PaddedBatch
 
         longest = max(map(len, sequences))
         tokens = torch.stack([F.pad(s, (longest - len(s), 0)) for s in sequences])
         mask = torch.stack([torch.arange(longest) >= longest - len(s) for s in sequences])
         response = mask[:, 1:].float()
         response[mask[:, 1:] & ~mask[:, :-1]] = 0.0  # a first token has no prediction
-        self.packed = pack(TrainingBatch(tokens, mask, response, response), self.groups, torch.device("cpu"))
+        self.packed = pack(PaddedBatch(tokens, mask, response, response), self.groups, torch.device("cpu"))
         self.count = response.sum()
 
     def step(self) -> float:

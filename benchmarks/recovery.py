@@ -180,6 +180,7 @@ def watch(home: Path) -> dict[str, float]:
 
 def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> None:
     """One of two ranks: an update and a copy, some times; sends seconds and bytes."""
+    import numpy as np
     import torch
     import torch.distributed as dist
 
@@ -201,10 +202,10 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
     rows = tokens // LENGTH // 2
     generator = torch.Generator().manual_seed(rank)
     sequences = torch.randint(0, engine.model.vocab_size, (rows, LENGTH), generator=generator)
-    mask = torch.ones(rows, LENGTH - 16)
-    batch = TrainingBatch(
-        sequences, torch.ones(rows, LENGTH, dtype=torch.bool), mask, mask, [str(n) for n in range(rows)]
-    )
+    lengths = np.full(rows, LENGTH)
+    mask = torch.ones(rows * (LENGTH - 16), dtype=torch.bool)
+    uids = [str(n) for n in range(rows)]
+    batch = TrainingBatch(sequences.flatten().int(), lengths, lengths - 16, mask, mask, uids)
     batch.advantages = torch.randn(mask.shape, generator=generator)
     batch.old_logprobs = batch.rollout_logprobs = torch.full(mask.shape, -7.0)
     copies, seconds = PeerCheckpoints(), dict[str, list[float]](update=[], copy=[])

@@ -3,12 +3,14 @@
 Legend (for every docstring and comment of the project):
 
     B  sequences of a batch                 V  vocabulary (``V_padded`` when padded to the tp size)
+    N  tokens of a batch, row after row     R  response tokens of a batch, row after row
     T  response tokens, right-aligned and padded at the left
     S  tokens of a padded sequence (prompt + response), padded at the left
     P  packed tokens: the concatenated sequences of a micro-batch, without padding
     H  hidden size   E  experts   K  experts per token (top-k)   L  layers
 
-The runtime works on packed ``[P]`` tensors with ``cu_seqlens``; algorithms see ``[B, T]``.
+A step's batch is flat (``[N]``, ``[R]``), so that it takes the memory of its tokens. A micro-batch is small and sees
+both forms: the model runs on packed ``[P]`` tensors with ``cu_seqlens``, losses on ``[B, T]``.
 """
 
 from __future__ import annotations
@@ -76,58 +78,179 @@ class TokenSupport:
         return int(missing[0]) if missing.size else None
 
 
-@dataclass(slots=True)
-class TrainingBatch:
-    """Sequences with all data that training needs, one sequence per row.
+class Rows:
+    """The rows of flat values: B rows whose R values stand one after another, without padding.
 
-    Example: prompt ``a b`` with response ``x y z``, prompt ``c`` with response ``u``; S = 5, T = 3::
-
-        sequences       a b x y z        response_mask   1 1 1
-                        . . . c u                        . . 1
-
-    Token ``t`` of ``[B, T]`` is in column ``S - T + t`` of ``sequences``. The trainer computes its log-prob at the
-    previous column.
+    ``lengths`` [B] int64: values of each row, which may be 0. ``starts`` [B] int64: its first value.
     """
 
-    sequences: Tensor
-    """[B, S] int64: prompt and response, padded at the left."""
-    attention_mask: Tensor
-    """[B, S] bool: False on padding."""
+    __slots__ = ("_lengths", "lengths", "starts")
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self._lengths = torch.from_numpy(self.lengths.copy())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def size(self) -> int:
+        """R, the number of values."""
+        return int(self.lengths.sum())
+
+    def of(self, row: int) -> slice:
+        """Return where the values of a row are."""
+        return slice(int(self.starts[row]), int(self.starts[row] + self.lengths[row]))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of each row of ``values`` [R], [B] float64: the sum of a long row is exact to many digits."""
+        return torch.segment_reduce(values.double(), "sum", lengths=self._lengths, unsafe=True)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each row of ``values`` [R] floating, [B] of the same dtype; −∞ of an empty row."""
+        return torch.segment_reduce(values, "max", lengths=self._lengths, unsafe=True)
+
+    def any(self, chosen: Tensor) -> Tensor:
+        """Return [B] bool: whether ``chosen`` [R] bool holds for a value of each row."""
+        numbers = torch.from_numpy(np.searchsorted(self.starts + self.lengths, chosen.nonzero().flatten(), "right"))
+        return torch.zeros(len(self), dtype=torch.bool).index_fill_(0, numbers, True)
+
+    def spread(self, of_rows: Tensor) -> Tensor:
+        """Return for each value that of its row in ``of_rows`` [B, …]: [R, …]."""
+        return of_rows.repeat_interleave(self._lengths, dim=0)
+
+    def row_of(self, position: int) -> tuple[int, int]:
+        """Return (row, place in the row) of a value by its ``position`` in [R]."""
+        row = int(np.searchsorted(self.starts + self.lengths, position, "right"))
+        return row, position - int(self.starts[row])
+
+    def numbers(self) -> Tensor:
+        """Return the row of each value, [R] int64."""
+        return self.spread(torch.arange(len(self)))
+
+    def select[T: (Tensor, np.ndarray)](self, values: T, rows: np.ndarray) -> T:
+        """Return the values of ``rows`` [b] int64, in their order, of ``values`` [R, …]: [r, …]."""
+        if len(rows) and bool((np.diff(rows) == 1).all()):  # neighbours: one slice
+            first, last = int(rows[0]), int(rows[-1])
+            return values[int(self.starts[first]) : int(self.starts[last] + self.lengths[last])]
+        # one copy of each row: an index of every value would take more memory than most values
+        pieces = [values[self.of(row)] for row in rows.tolist()] or [values[:0]]
+        return torch.cat(pieces) if isinstance(values, Tensor) else np.concatenate(pieces)
+
+    def padded(self, values: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ``values`` [R, …] as [B, width, …], right-aligned, 0 elsewhere. ``width`` defaults to the longest
+        row, at least 1."""
+        out = values.new_zeros(len(self), self.width if width is None else width, *values.shape[1:], dtype=dtype)
+        for line, start, length in zip(out, self.starts.tolist(), self.lengths.tolist(), strict=True):
+            if length:
+                line[-length:] = values[start : start + length]
+        return out
+
+    def flat(self, padded: Tensor) -> Tensor:
+        """Return the values [R, …] of right-aligned rows [B, T, …]."""
+        width = padded.shape[1]
+        rows = zip(padded, self.lengths.tolist(), strict=True)
+        return torch.cat([line[width - length :] for line, length in rows] or [padded.new_zeros(0, *padded.shape[2:])])
+
+    @property
+    def width(self) -> int:
+        """The longest row, at least 1."""
+        return int(self.lengths.max(initial=1))
+
+    def of_similar_length(self, most: int) -> list[np.ndarray]:
+        """Return the rows in parts, each [b] int64, whose padded form is little more than their values: at most
+        ``most`` values padded, or one row."""
+        parts: list[list[int]] = []
+        width = 0
+        for row in np.argsort(-self.lengths, kind="stable").tolist():
+            # from the longest on: the first row of a part is as wide as any of it
+            full = not parts or (len(parts[-1]) + 1) * width > most or 4 * int(self.lengths[row]) < 3 * width
+            if full:
+                parts.append([])
+                width = max(int(self.lengths[row]), 1)
+            parts[-1].append(row)
+        return [np.asarray(part, dtype=np.int64) for part in parts]
+
+
+OF_RESPONSES = (
+    "response_mask",
+    "loss_mask",
+    "rewards",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "teacher_top_logprobs",
+    "teacher_top_ids",
+    "values",
+    "advantages",
+    "returns",
+    "observation_mask",
+)
+"""Fields of a batch with a value for each response token."""
+OF_ROWS = ("is_last_step", "truncated", "reward_parts", "preferences")
+"""Fields of a batch that are tensors with an entry for each row."""
+LISTS = ("uids", "adapters", "rollout_support", "rollout_routes")
+"""Fields of a batch that are lists with an entry for each row, or empty."""
+MASKS = ("response_mask", "loss_mask", "observation_mask")
+PADDED_DTYPES = dict.fromkeys(MASKS, torch.float32) | {"teacher_top_ids": torch.int64}
+"""Dtypes of padded fields that differ from the flat ones."""
+
+
+@dataclass(slots=True)
+class TrainingBatch:
+    """Sequences with all data that training needs, without padding: every field is flat, one row after another.
+
+    Example: prompt ``a b`` with response ``x y z``, prompt ``c`` with response ``u``; N = 7, R = 4::
+
+        tokens   a b x y z c u       lengths           5 2
+        rewards      0 0 1   1       response_lengths  3 1
+
+    :meth:`padded` has the form that estimators and losses see. Tensors are on the CPU.
+    """
+
+    tokens: Tensor
+    """[N] int32: prompt and response of each row."""
+    lengths: np.ndarray
+    """[B] int64: number of tokens of each row."""
+    response_lengths: np.ndarray
+    """[B] int64: number of tokens of each response, the last ones of the row."""
     response_mask: Tensor
-    """[B, T] float32 in {0, 1}: response tokens, of the policy and of the environment."""
+    """[R] bool: response tokens, of the policy and of the environment. False in rows that failed."""
     loss_mask: Tensor
-    """[B, T] float32 in {0, 1}: the trained tokens, a subset of ``response_mask``."""
+    """[R] bool: the trained tokens, a subset of ``response_mask``."""
     uids: list[str] = field(default_factory=list)
     """[B] uid of each row's prompt; rows with the same uid are a group of group-relative estimators."""
     rewards: Tensor | None = None
-    """[B, T] float32: reward of each token."""
+    """[R] float32: reward of each token."""
     rollout_logprobs: Tensor | None = None
-    """[B, T] float32, nats: log-probs of the engine that sampled the tokens, over ``rollout_support`` if present, else
+    """[R] float32, nats: log-probs of the engine that sampled the tokens, over ``rollout_support`` if present, else
     over the whole vocabulary."""
     old_logprobs: Tensor | None = None
-    """[B, T] float32, nats: log-probs of the trainer before the update."""
+    """[R] float32, nats: log-probs of the trainer before the update."""
     ref_logprobs: Tensor | None = None
-    """[B, T] float32, nats: log-probs of the reference policy."""
+    """[R] float32, nats: log-probs of the reference policy."""
     teacher_logprobs: Tensor | None = None
-    """[B, T] float32, nats: log-probs of the row's teacher."""
+    """[R] float32, nats: log-probs of the row's teacher."""
     teacher_top_logprobs: Tensor | None = None
-    """[B, T, K] float32, nats: log-probs of the teacher's likeliest tokens, in descending order."""
+    """[R, K] float32, nats: log-probs of the teacher's likeliest tokens, in descending order."""
     teacher_top_ids: Tensor | None = None
-    """[B, T, K] int64: the ids of these tokens."""
+    """[R, K] int32: the ids of these tokens."""
     values: Tensor | None = None
-    """[B, T] float32: critic's values before the update."""
+    """[R] float32: critic's values before the update."""
     advantages: Tensor | None = None
-    """[B, T] float32."""
+    """[R] float32."""
     returns: Tensor | None = None
-    """[B, T] float32."""
+    """[R] float32."""
     is_last_step: Tensor | None = None
     """[B] bool: last row of its trajectory (step-wise trajectories have one row per turn)."""
     truncated: Tensor | None = None
     """[B] bool: a length limit cut off the response."""
     observation_mask: Tensor | None = None
-    """[B, T] float32 in {0, 1}: response tokens of the environment, which ``observation_loss_coef`` trains on."""
+    """[R] bool: response tokens of the environment, which ``observation_loss_coef`` trains on."""
     reward_parts: Tensor | None = None
-    """[B, R] float32: the rewards that ``gdpo`` normalises separately."""
+    """[B, n] float32: the n rewards that ``gdpo`` normalises separately."""
     preferences: Tensor | None = None
     """[B, 3] float64 of preferences: 1 for a row of the better answer, -1 for one of the other; the summed log-probs
     of its trained tokens under the reference, in nats; and the margin of its pair."""
@@ -142,6 +265,143 @@ class TrainingBatch:
     """[B] of [n, L, K] uint8/uint16: the experts that the engine chose for the first n tokens of a row, by model
     layer. With ``moe_routing_replay_source=trainer`` the trainer chose them before the update. None: unknown for this
     row. Empty: unknown for all rows."""
+    carried: Any = field(default=None, repr=False, compare=False)
+    """What is in the object store of these rows (``workers/dispatch.py``), which frees it with the batch."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def rows(self) -> Rows:
+        """Where the tokens of each row are in ``tokens``."""
+        return Rows(self.lengths)
+
+    @property
+    def responses(self) -> Rows:
+        """Where the response tokens of each row are in the fields [R]."""
+        return Rows(self.response_lengths)
+
+    def response_tokens(self) -> Tensor:
+        """Return the tokens of the responses, [R] int32."""
+        ends = (self.rows.starts + self.lengths).tolist()
+        pieces = [self.tokens[end - n : end] for end, n in zip(ends, self.response_lengths.tolist(), strict=True)]
+        return torch.cat([self.tokens[:0], *pieces])
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
+        """Return the given rows, in the given order. Fields of neighbouring rows share memory with this batch."""
+        index = np.asarray(rows, dtype=np.int64).reshape(-1)
+        tokens, responses = self.rows, self.responses
+        picked: dict[str, Any] = {"tokens": tokens.select(self.tokens, index), "metadata": self.metadata}
+        picked |= {name: getattr(self, name)[index] for name in ("lengths", "response_lengths")}
+        for name in OF_RESPONSES:
+            value = getattr(self, name)
+            picked[name] = None if value is None else responses.select(value, index)
+        for name in OF_ROWS:
+            value = getattr(self, name)
+            picked[name] = None if value is None else value[torch.from_numpy(index)]
+        for name in LISTS:
+            value = getattr(self, name)
+            picked[name] = [value[row] for row in index.tolist()] if value else []
+        return TrainingBatch(**picked)
+
+    def blank_row(self) -> TrainingBatch:
+        """Return one row without tokens, with the fields of this batch.
+
+        It lets a rank without data take part in collectives, and has weight 0.
+        """
+        blank: dict[str, Any] = {"metadata": self.metadata, "tokens": self.tokens[:0]}
+        blank |= {name: np.zeros(1, np.int64) for name in ("lengths", "response_lengths")}
+        for name in (*OF_RESPONSES, *OF_ROWS):
+            value = getattr(self, name)
+            if value is not None:
+                blank[name] = value[:0] if name in OF_RESPONSES else value.new_zeros(1, *value.shape[1:])
+        return TrainingBatch(
+            **blank,
+            uids=[""] if self.uids else [],
+            adapters=self.adapters[:1],
+            rollout_support=[TokenSupport.none(0)] if self.rollout_support else [],
+            rollout_routes=[None] if self.rollout_routes else [],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[TrainingBatch]) -> TrainingBatch:
+        """Concatenate the rows of batches that have the same fields; the metadata is that of the first."""
+        first = parts[0]
+        made: dict[str, Any] = {"metadata": first.metadata}
+        for name in ("lengths", "response_lengths"):
+            made[name] = np.concatenate([getattr(part, name) for part in parts])
+        for name in ("tokens", *OF_RESPONSES, *OF_ROWS):
+            values = [getattr(part, name) for part in parts]
+            made[name] = None if values[0] is None else torch.cat(values)
+        for name in LISTS:
+            made[name] = [entry for part in parts for entry in getattr(part, name)]
+        return cls(**made)
+
+    def padded(self) -> PaddedBatch:
+        """Return the rows as padded tensors."""
+        responses = self.responses
+        fields: dict[str, Any] = {name: getattr(self, name) for name in (*OF_ROWS, *LISTS, "metadata")}
+        for name in OF_RESPONSES:
+            value = getattr(self, name)
+            dtype = PADDED_DTYPES.get(name)
+            fields[name] = None if value is None else responses.padded(value, dtype=dtype)
+        valid = self.rows.padded(torch.ones(len(self.tokens), dtype=torch.bool))
+        sequences = self.rows.padded(self.tokens, dtype=torch.int64)
+        return PaddedBatch(sequences, valid, **fields, response_lengths=self.response_lengths)
+
+
+def rows_without_response(tokens: Sequence[Tensor]) -> TrainingBatch:
+    """Return a batch of rows that a model only reads. ``tokens``: [n] integers of each row."""
+    none = torch.zeros(0, dtype=torch.bool)
+    lengths = np.asarray([len(row) for row in tokens], np.int64)
+    return TrainingBatch(torch.cat(list(tokens)).int(), lengths, np.zeros(len(tokens), np.int64), none, none)
+
+
+@dataclass(slots=True)
+class PaddedBatch:
+    """The rows of a :class:`TrainingBatch` as padded tensors: what losses and estimators look at.
+
+    Example: the rows of :class:`TrainingBatch`; S = 5, T = 3::
+
+        sequences       a b x y z        response_mask   1 1 1
+                        . . . c u                        . . 1
+
+    Token ``t`` of ``[B, T]`` is in column ``S - T + t`` of ``sequences``. The trainer computes its log-prob at the
+    previous column. Fields that are not described here are those of the flat batch, [B, T, …] in place of [R, …].
+    """
+
+    sequences: Tensor
+    """[B, S] int64: prompt and response, padded at the left."""
+    attention_mask: Tensor
+    """[B, S] bool: False on padding."""
+    response_mask: Tensor
+    """[B, T] float32 in {0, 1}."""
+    loss_mask: Tensor
+    """[B, T] float32 in {0, 1}."""
+    uids: list[str] = field(default_factory=list)
+    rewards: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    """[B, T, K] int64."""
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    is_last_step: Tensor | None = None
+    truncated: Tensor | None = None
+    observation_mask: Tensor | None = None
+    """[B, T] float32 in {0, 1}."""
+    reward_parts: Tensor | None = None
+    preferences: Tensor | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    adapters: list[str] = field(default_factory=list)
+    rollout_support: list[TokenSupport] = field(default_factory=list)
+    rollout_routes: list[np.ndarray | None] = field(default_factory=list)
+    response_lengths: np.ndarray | None = None
+    """[B] int64: tokens of each response. None: from the first token that a mask holds."""
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -151,45 +411,29 @@ class TrainingBatch:
         """[B] int64: number of tokens of each row without padding."""
         return self.attention_mask.sum(dim=1, dtype=torch.int64).numpy(force=True)
 
-    def select(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
-        """Return the given rows, in the given order."""
-        index = torch.as_tensor(np.asarray(rows, dtype=np.int64))
-        picked: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                value = value[index.to(value.device)]
-            elif isinstance(value, list):
-                value = [value[row] for row in index.tolist()] if value else []
-            picked[item.name] = value
-        return TrainingBatch(**picked)
-
-    def to(self, device: torch.device) -> TrainingBatch:
+    def to(self, device: torch.device) -> PaddedBatch:
         """Return the same batch with every tensor on ``device``."""
         moved: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         for name, value in moved.items():
             if isinstance(value, Tensor):
                 moved[name] = value.to(device)
-        return TrainingBatch(**moved)
+        return PaddedBatch(**moved)
 
-    def blank_row(self) -> TrainingBatch:
-        """Return one row of padding with the widths of this batch.
-
-        It lets a rank without data take part in collectives, and has weight 0.
-        """
-        blank: dict[str, Any] = {"metadata": self.metadata}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                blank[item.name] = value.new_zeros(1, *value.shape[1:])
-        support = [TokenSupport.none(0)] if self.rollout_support else []
-        return TrainingBatch(
-            **blank,
-            uids=[""] if self.uids else [],
-            adapters=self.adapters[:1],
-            rollout_support=support,
-            rollout_routes=[None] if self.rollout_routes else [],
-        )
+    def flat(self) -> TrainingBatch:
+        """Return the rows without padding."""
+        lengths, counts = self.lengths, self.response_lengths
+        if counts is None:
+            held = torch.stack([getattr(self, name) for name in MASKS if getattr(self, name) is not None]).any(0)
+            first = torch.where(held.any(1), held.int().argmax(1), held.shape[1])
+            counts = (held.shape[1] - first).numpy(force=True)
+        responses = Rows(counts)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in (*OF_ROWS, *LISTS, "metadata")}
+        for name in OF_RESPONSES:
+            value = getattr(self, name)
+            dtype = torch.bool if name in MASKS else torch.int32 if name == "teacher_top_ids" else None
+            fields[name] = None if value is None else responses.flat(value.cpu()).to(dtype)
+        tokens = Rows(lengths).flat(self.sequences.cpu()).int()
+        return TrainingBatch(tokens, lengths, responses.lengths, **fields)
 
 
 Part = Literal["weights", "gradients", "optimizer"]

@@ -18,7 +18,7 @@ from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.identity import Identity, as_json, from_json, refuse_other, sampled_identity, sampled_part
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.recorders import RunRecorder
-from skyrl_megatron.types import TokenSupport, TrainingBatch
+from skyrl_megatron.types import PaddedBatch, TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]
 """For each row, its spans (policy version, first response token, token after the last)."""
@@ -47,8 +47,8 @@ def dump_batch(
     versions: Sequence[Sequence[Sequence[Any]]] = (),
     identity: Identity | None = None,
 ) -> None:
-    """Write the tensors of ``batch`` to ``path``, a safetensors file. The file is renamed to ``path`` when complete.
-    An OSError, also of a full disk, names the file.
+    """Write the flat tensors of ``batch`` to ``path``, a safetensors file. The file is renamed to ``path`` when
+    complete. An OSError, also of a full disk, names the file.
 
     ``rollout_support`` becomes the vocabulary entries of all rows, the count of each response token, and the tokens of
     each row. ``rollout_routes`` becomes [tokens, L, K] of all rows, and the tokens of each row. Uids, adapters,
@@ -59,6 +59,7 @@ def dump_batch(
     private_folder(path.parent)
     fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    tensors |= {name: torch.from_numpy(fields[name]) for name in ("lengths", "response_lengths")}
     if batch.rollout_support:
         joined = TokenSupport.joined(batch.rollout_support)
         tensors["rollout_support_ids"] = torch.from_numpy(joined.ids.astype("int32"))
@@ -107,7 +108,12 @@ def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
         for name in list(tensors)
         if name.startswith(("rollout_support", "rollout_routes"))
     }
-    batch = TrainingBatch(**tensors, uids=metadata.get("uids", []), adapters=metadata.get("adapters", []))
+    lists = {name: metadata.get(name, []) for name in ("uids", "adapters")}
+    if "sequences" in tensors:  # written by an older version, padded
+        batch = PaddedBatch(**tensors, **lists).flat()
+    else:
+        lengths = {name: tensors.pop(name).numpy() for name in ("lengths", "response_lengths")}
+        batch = TrainingBatch(**tensors, **lengths, **lists)
     if "rollout_support_ids" in ragged:
         rest = TokenSupport(ragged["rollout_support_ids"], ragged["rollout_support_counts"])
         for tokens in ragged["rollout_support_tokens"].tolist():

@@ -20,7 +20,7 @@ from skyrl_megatron.config.derive import supervised
 from skyrl_megatron.config.resolve import private_folder, run_folder
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.recorders import sample_interval
-from skyrl_megatron.trainer.step_batch import trajectories_of, trajectory_rewards
+from skyrl_megatron.trainer.step_batch import rewards_of_trajectories, trajectories_of, trajectory_rewards
 from skyrl_megatron.trainer.tracking import ShownSample
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_observe.run_report import SAMPLE_FORMAT, SAMPLES
@@ -61,7 +61,7 @@ class SampleLog:
 
         Groups whose rewards differ, which alone have advantages, come first; of each the best and the worst row."""
         tokens, rows, lengths = 0, list[int](), batch.lengths
-        totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy()
+        totals = np.zeros(len(batch)) if batch.rewards is None else batch.responses.sum(batch.rewards).numpy()
         ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
         groups: dict[str, list[int]] = defaultdict(list)
         for row, uid in enumerate(batch.uids):
@@ -78,14 +78,12 @@ class SampleLog:
         return rows
 
     def write(self, step: int, batch: TrainingBatch, rows: Sequence[int], logprobs: np.ndarray | None) -> Path:
-        """Write the step's file, and return its path. ``logprobs``: of the trainer before the update,
-        [rows, T] float32, in nats."""
-        scores = trajectory_rewards(batch)
-        samples = [
-            self._sample(batch, row, scores, None if logprobs is None else logprobs[number])
-            for number, row in enumerate(rows)
-        ]
-        ids = np.unique(batch.sequences[list(rows)].numpy())
+        """Write the step's file, and return its path. ``logprobs``: of the trainer before the update, those of the
+        response tokens of ``rows``, [r] float32, in nats."""
+        scores, ends = trajectory_rewards(batch), np.cumsum(batch.response_lengths[list(rows)])
+        of_rows = [None] * len(rows) if logprobs is None else np.split(logprobs, ends[:-1])
+        samples = [self._sample(batch, row, scores, of_row) for row, of_row in zip(rows, of_rows, strict=True)]
+        ids = np.unique(batch.rows.select(batch.tokens, np.asarray(rows, np.int64)).numpy())
         record = {
             "format": SAMPLE_FORMAT,
             "step": step,
@@ -106,8 +104,8 @@ class SampleLog:
         """Return rows as texts, for trackers."""
         stops, shown, rewards = self._facts.get("stop_reasons"), list[ShownSample](), trajectory_rewards(batch)
         for row in rows:
-            response, length = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
-            tokens = batch.sequences[row, -length:].tolist()
+            response, length = shown_tokens(batch, row), int(batch.lengths[row])
+            tokens = batch.tokens[batch.rows.of(row)].tolist()
             reward = None if rewards is None else float(rewards[row])
             stop = "" if stops is None else stops[row] or ""
             split = length - response
@@ -119,9 +117,8 @@ class SampleLog:
     def _sample(
         self, batch: TrainingBatch, row: int, scores: Tensor | None, logprobs: np.ndarray | None
     ) -> dict[str, Any]:
-        response = int(batch.response_mask[row].sum())
-        length = int(batch.attention_mask[row].sum())
-        tokens = batch.sequences[row, -length:].numpy()
+        response, length, of_row = shown_tokens(batch, row), int(batch.lengths[row]), batch.responses.of(row)
+        tokens = batch.tokens[batch.rows.of(row)].numpy()
         facts = {name: None if rows is None else rows[row] for name, rows in self._facts.items()}
         sampled = facts.get("loss_masks")
         support = batch.rollout_support[row].last(response).counts if batch.rollout_support else None
@@ -129,8 +126,8 @@ class SampleLog:
         def last(values: Any, kind: str = "<f4") -> str | None:
             return None if values is None else _packed(np.asarray(values)[-response:] if response else [], kind)
 
-        rewards = None if batch.rewards is None or self.of_rows else batch.rewards[row].numpy()
-        advantages = None if batch.advantages is None or self.of_rows else batch.advantages[row].numpy()
+        rewards = None if batch.rewards is None or self.of_rows else batch.rewards[of_row].numpy()
+        advantages = None if batch.advantages is None or self.of_rows else batch.advantages[of_row].numpy()
         return {
             "uid": batch.uids[row],
             "answer": "" if batch.preferences is None else ANSWERS[float(batch.preferences[row, 0]) > 0],
@@ -140,9 +137,9 @@ class SampleLog:
             "versions": [list(span) for span in facts.get("rollout_versions") or ()],
             "prompt": _packed(tokens[: length - response], "<i4"),
             "tokens": _packed(tokens[length - response :], "<i4"),
-            "mask": last(batch.loss_mask[row].numpy() > 0, "u1"),
+            "mask": last(batch.loss_mask[of_row].numpy(), "u1"),
             "sampled": None if sampled is None else _packed(sampled, "u1"),
-            "engine": last(None if batch.rollout_logprobs is None else batch.rollout_logprobs[row].numpy()),
+            "engine": last(None if batch.rollout_logprobs is None else batch.rollout_logprobs[of_row].numpy()),
             "trainer": last(logprobs),
             "advantages": last(advantages),
             "rewards": last(rewards),
@@ -155,6 +152,11 @@ class SampleLog:
         return self._pieces[token]
 
 
+def shown_tokens(batch: TrainingBatch, row: int) -> int:
+    """Return the number of response tokens of a row; 0 if it failed."""
+    return int(batch.response_mask[batch.responses.of(row)].sum())
+
+
 def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
     """Return ``groups``: (uid, mean reward, standard deviation, rows) of each group; ``group_count``; ``flat_groups``:
     the number of groups whose rewards are all equal. ``rows`` counts the trajectories."""
@@ -163,7 +165,7 @@ def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
     groups = np.asarray([names.setdefault(uid, len(names)) for uid in uids], dtype=np.int64)
     totals, count = np.zeros(len(uids)), len(names)
     if batch.rewards is not None:
-        totals = trajectories.rewards(batch.rewards).numpy().astype(np.float64)
+        totals = rewards_of_trajectories(batch).numpy().astype(np.float64)
     rows = np.maximum(np.bincount(groups, minlength=count), 1)
     means = np.bincount(groups, totals, count) / rows
     deviations = np.sqrt(np.bincount(groups, (totals - means[groups]) ** 2, count) / rows)

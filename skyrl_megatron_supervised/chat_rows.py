@@ -280,5 +280,5 @@ def taught_batch(sequences: Sequence[TrainedSequence], uids: Sequence[str]) -> T
     """Return the batch of sequences. ``uids``: the row of each one; those of a row are adjacent."""
     prompts, responses, masks = zip(*sequences, strict=True)
     batch = collate(prompts, responses, uids=uids, rewards=[0.0] * len(uids), loss_masks=masks)
-    batch.advantages = batch.returns = torch.zeros_like(batch.response_mask)
+    batch.advantages = batch.returns = torch.zeros(len(batch.response_mask))
     return batch

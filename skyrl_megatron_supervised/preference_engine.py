@@ -14,7 +14,7 @@ from skyrl_megatron.runtime.critic import CriticEngine, response_values
 from skyrl_megatron.runtime.engine import MegatronEngine
 from skyrl_megatron.runtime.forward_step import LogprobHead, MicroBatch, TrainingStep
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
-from skyrl_megatron_supervised.preference_losses import KL, Answers, PreferenceObjective, RewardObjective
+from skyrl_megatron_supervised.preference_losses import KL, Answers, PreferenceObjective, RewardObjective, summed
 
 if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
@@ -62,7 +62,8 @@ class PreferenceStep(TrainingStep):
         batch = micro_batch.batch
         logprobs, _ = self.head(output, micro_batch.packed)
         assert batch.preferences is not None
-        answers = Answers.of(logprobs, batch.loss_mask, batch.preferences, batch.uids)
+        sums, counts = summed(logprobs, batch.loss_mask), (batch.loss_mask > 0).sum(dim=1)
+        answers = Answers.of(sums, counts, batch.preferences, batch.uids)
         loss, metrics = self.objective(self.totals, answers, batch.metadata.get(KL, 0.0))
         return loss_for_schedule(loss.to(logprobs.dtype) + 0.0 * logprobs.sum(), metrics)
 
@@ -98,6 +99,7 @@ class RewardStep(TrainingStep):
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
         batch, scores = micro_batch.batch, response_values(output, micro_batch.packed)
         assert batch.preferences is not None
-        answers = Answers.of(scores, batch.loss_mask, batch.preferences, batch.uids)
+        sums, counts = summed(scores, batch.loss_mask), (batch.loss_mask > 0).sum(dim=1)
+        answers = Answers.of(sums, counts, batch.preferences, batch.uids)
         loss, metrics = self.objective(self.totals, answers)
         return loss_for_schedule(loss.to(scores.dtype) + 0.0 * scores.sum(), metrics)

@@ -34,6 +34,7 @@ from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.algorithms.reduction import StepTotals, step_totals
 from skyrl_megatron.config.schema.supervised import DPOConfig
+from skyrl_megatron.types import TrainingBatch
 
 SIDES = ("chosen", "rejected")
 SIDE, REFERENCE, MARGIN = 0, 1, 2
@@ -45,6 +46,11 @@ KL = "kto_kl"
 def summed(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum over the valid tokens of each row, [B] float64, of ``values`` [B, T]."""
     return keep_masked(values, mask).sum(dim=1, dtype=torch.float64)
+
+
+def summed_rows(batch: TrainingBatch, values: Tensor) -> Tensor:
+    """Return the sum over the trained tokens of each row of a batch, [B] float64, of ``values`` [R]."""
+    return batch.responses.sum(keep_masked(values, batch.loss_mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +68,14 @@ class Answers:
     """[N] float64."""
 
     @classmethod
-    def of(cls, values: Tensor, mask: Tensor, preferences: Tensor, uids: Sequence[str]) -> Answers:
-        """Group rows by uid. ``values`` and ``mask`` are [B, T], ``preferences`` [B, 3]. Rows without a trained token
-        are left out. An answer may have several rows."""
-        counts = (mask > 0).sum(dim=1)
+    def of(cls, sums: Tensor, counts: Tensor, preferences: Tensor, uids: Sequence[str]) -> Answers:
+        """Group rows by uid. ``sums`` [B] float64: of the trained tokens of each row, ``counts`` [B] their number,
+        ``preferences`` [B, 3]. Rows without a trained token are left out. An answer may have several rows."""
         numbers: dict[str, int] = {}
         valid = [row for row, tokens in enumerate(counts.tolist()) if tokens]
         first_slots = [2 * numbers.setdefault(uids[row], len(numbers)) for row in valid]
-        rows = torch.tensor(valid, dtype=torch.int64, device=values.device)
-        slots = torch.tensor(first_slots, dtype=torch.int64, device=values.device)
+        rows = torch.tensor(valid, dtype=torch.int64, device=sums.device)
+        slots = torch.tensor(first_slots, dtype=torch.int64, device=sums.device)
         chosen = preferences[rows, SIDE] > 0
         slots = slots + (~chosen).long()
 
@@ -78,10 +83,9 @@ class Answers:
             return each.new_zeros(2 * len(numbers)).index_add(0, slots, each[rows]).view(-1, 2)
 
         margins = preferences.new_zeros(2 * len(numbers)).index_copy(0, slots, preferences[rows, MARGIN])
-        sums, reference = summed(values, mask), preferences[:, REFERENCE]
         return cls(
             added(sums),
-            added(reference),
+            added(preferences[:, REFERENCE]),
             added(counts.double()),
             margins.view(-1, 2)[:, 0],
         )

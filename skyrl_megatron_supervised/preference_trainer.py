@@ -29,7 +29,7 @@ from skyrl_megatron_supervised.preference_losses import (
     Answers,
     PreferenceObjective,
     RewardObjective,
-    summed,
+    summed_rows,
 )
 from skyrl_megatron_supervised.preference_rows import other_answers, preference_batch
 from skyrl_megatron_supervised.reference_cache import ReferenceCache
@@ -90,17 +90,17 @@ class PreferenceTrainer(SFTTrainer):
         batch.preferences[:, REFERENCE] = torch.from_numpy(sums)
         if not self.settings.paired:
             others = other_answers(rows)
-            policy = float(summed(self.policy_logprobs(others), others.loss_mask).sum())
+            policy = float(summed_rows(others, self.policy_logprobs(others)).sum())
             batch.metadata[KL] = max((policy - float(reference.sum())) / len(rows), 0.0)
 
     def reference_sums(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the summed log-probs of the reference, float64: of each sequence of ``rows`` [B], and of the answers
         in ``others`` of each row [N], zeros for pairs."""
         batch, reference = preference_batch(rows), np.zeros(len(rows))
-        sums = summed(self.reference_logprobs(batch), batch.loss_mask).numpy()
+        sums = summed_rows(batch, self.reference_logprobs(batch)).numpy()
         if not self.settings.paired:
             others = other_answers(rows)
-            of_each = summed(self.reference_logprobs(others), others.loss_mask).numpy()
+            of_each = summed_rows(others, self.reference_logprobs(others)).numpy()
             np.add.at(reference, [int(uid) for uid in others.uids], of_each)
         return sums, reference
 
@@ -115,7 +115,7 @@ class PreferenceTrainer(SFTTrainer):
         super().before_training()
 
     def policy_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """Return the policy's log-probs [B, T]."""
+        """Return the policy's log-probs [R]."""
         return self.policy.compute_logprobs(batch, "policy log-probs")
 
     # ------------------------------------------------------------------ evaluation
@@ -135,7 +135,8 @@ class PreferenceTrainer(SFTTrainer):
                 names = np.asarray([str(row["name"]) for row in rows for _ in row["sequences"]])
                 for name in dict.fromkeys(names.tolist()):
                     of_name = np.flatnonzero(names == name)
-                    measured = self._measured(batch.select(of_name), values[torch.from_numpy(of_name)])
+                    of_rows = batch.responses.select(values, of_name)
+                    measured = self._measured(batch.select(of_name), of_rows)
                     for key in (name, "all"):
                         measurements.setdefault(key, []).append(measured)
         metrics = {
@@ -148,12 +149,13 @@ class PreferenceTrainer(SFTTrainer):
         return metrics
 
     def policy_values(self, batch: TrainingBatch) -> torch.Tensor:
-        """Return what the loss reads of the policy, [B, T]."""
+        """Return what the loss reads of the policy, [R]."""
         return self.policy_logprobs(batch)
 
     def _measured(self, batch: TrainingBatch, values: torch.Tensor) -> dict[str, Any]:
         assert batch.preferences is not None
-        answers = Answers.of(values, batch.loss_mask, batch.preferences, batch.uids)
+        sums, counts = summed_rows(batch, values), batch.responses.sum(batch.loss_mask).long()
+        answers = Answers.of(sums, counts, batch.preferences, batch.uids)
         losses = self.objective.losses(answers, batch.metadata.get(KL, 0.0))
         return {"loss": Mean(losses.sum(), losses.new_tensor(len(losses))), **self.objective.measured(answers)}
 
@@ -176,7 +178,7 @@ class RewardTrainer(PreferenceTrainer):
         """Scores are compared with each other only."""
 
     def policy_values(self, batch: TrainingBatch) -> torch.Tensor:
-        """Return the scores, [B, T]."""
+        """Return the scores, [R]."""
         return self.policy.start_values(batch)()
 
     def folder_changes(self, role: str) -> FolderChanges:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.config.roles import needs_reference, policy_is_reference
 from skyrl_megatron.sources.source import PromptRollouts
 from skyrl_megatron.trainer.callbacks import notify
@@ -49,7 +50,7 @@ class SFTTrainer(RayPPOTrainer):
         self.metrics["sft/trained_tokens"] = float(batch.loss_mask.sum(dtype=torch.float64))
 
     def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """Return the reference's log-probs [B, T]: of the policy without its adapters, or of a model of its own."""
+        """Return the reference's log-probs [R]: of the policy without its adapters, or of a model of its own."""
         if policy_is_reference(self.cfg):
             return self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
         assert self.ref is not None
@@ -79,8 +80,9 @@ class SFTTrainer(RayPPOTrainer):
         """Return for each sequence the summed loss of its trained tokens, and their number: [B, 2] float64."""
         count = len(batch)
         filled = batch.select(np.resize(np.arange(count), max(count, self.policy.dp_size)))  # each replica needs a row
-        logprobs, mask = self.policy.compute_logprobs(filled, "evaluation")[:count].double(), batch.loss_mask.double()
-        return torch.stack([-(logprobs * mask).sum(dim=1), mask.sum(dim=1)], dim=1).numpy()
+        logprobs = self.policy.compute_logprobs(filled, "evaluation")[: len(batch.loss_mask)]
+        sums = batch.responses.sum(keep_masked(logprobs, batch.loss_mask))
+        return torch.stack([-sums, batch.responses.sum(batch.loss_mask)], dim=1).numpy()
 
     # ------------------------------------------------------------------ no engines
     def make_rollouts(self) -> PromptRollouts:

@@ -119,17 +119,11 @@ def _compare(args: argparse.Namespace, groups: Any, expected: Any) -> dict[str, 
     from skyrl_megatron.runtime.model.attention import local_positions
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import rows_without_response
 
     model = build_model(args.hf, groups, dtype=torch.float32)
     load_megatron(model, groups, args.megatron)
-    longest, rows = max(LENGTHS), len(LENGTHS)
-    sequences = torch.zeros(rows, longest, dtype=torch.int64)
-    mask = torch.zeros(rows, longest, dtype=torch.bool)
-    for row, sequence in enumerate(tokens(model.vocab_size, args.seed)):
-        sequences[row, -len(sequence) :], mask[row, -len(sequence) :] = sequence, True
-    ones = torch.ones(rows, 1)
-    batch = TrainingBatch(sequences, mask, ones, ones)
+    batch, rows = rows_without_response(tokens(model.vocab_size, args.seed)), len(LENGTHS)
     width = model.padded_vocab_size // groups.tp.size()
     first = groups.tp.rank() * width
     columns = slice(first, min(first + width, model.vocab_size))
@@ -137,7 +131,7 @@ def _compare(args: argparse.Namespace, groups: Any, expected: Any) -> dict[str, 
 
     def forward_step(micro_batches: Any, chunk: Any) -> tuple[Any, Any]:
         row = next(micro_batches)
-        packed = pack(batch.select([row]), groups, device.device())
+        packed = pack(batch.select([row]).padded(), groups, device.device())
         positions = local_positions(packed.padded_lengths, groups.cp.size(), groups.cp.rank())
         real = positions < LENGTHS[row]
         wanted = expected[starts[row] + positions[real], columns]

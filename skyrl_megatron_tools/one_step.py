@@ -132,7 +132,7 @@ class _Step:
 
     def rollout(self) -> TrainingBatch:
         """Sample answers to additions. The reward is the share of digits in a response."""
-        from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+        from skyrl_megatron.algorithms.advantages import batch_advantages
         from skyrl_megatron.data.batch import collate
         from skyrl_megatron.data.tokenizer import render
 
@@ -155,29 +155,22 @@ class _Step:
             rewards=rewards,
             rollout_logprobs=[sample.logprobs for sample in samples],
         )
-        assert batch.rewards is not None
-        batch.advantages, batch.returns = compute_advantages_and_returns(
-            token_level_rewards=batch.rewards,
-            response_mask=batch.response_mask,
-            index=uids,
-            adv_estimator="grpo",
-            config=self.cfg.trainer.algorithm,
-        )
+        batch.advantages, batch.returns = batch_advantages(batch, "grpo", self.cfg.trainer.algorithm)
         return batch
 
     def engine_logprobs(self, batch: TrainingBatch) -> Tensor:
-        """Return log-probs [B, T] under the engine's weights."""
+        """Return log-probs [R] under the engine's weights."""
         import torch
 
-        rows = [batch.sequences[row, -length:].tolist() for row, length in enumerate(batch.lengths)]
-        out = torch.zeros_like(batch.response_mask)
+        rows = [row.tolist() for row in batch.tokens.split(batch.lengths.tolist())]
+        out = torch.zeros(len(batch.response_mask))
 
         async def score() -> list[list[float]]:
             return await asyncio.gather(*(self.client.score(ids) for ids in rows))
 
         for row, scores in enumerate(self._run(score())):
-            tokens = int(batch.response_mask[row].sum())
-            out[row, -tokens:] = torch.tensor(scores[-tokens:])
+            place = batch.responses.of(row)
+            out[place] = torch.tensor(scores[len(scores) - (place.stop - place.start) :])
         return out
 
     def difference(self, batch: TrainingBatch, engine: Tensor) -> float:

@@ -10,10 +10,11 @@ from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.resolve import run_folder
-from skyrl_megatron.data.splitting import PROMPT_UIDS
+from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.trainer.step_batch import mini_batch_size
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_observe.dump import dump_path, read_dump, refuse_other_dump
 
@@ -110,7 +111,8 @@ class BatchReplay(RayPPOTrainer):
     def collect_experience(self) -> TrainingBatch:
         """Return the dumped batch of the step."""
         batch, _ = read_dump(dump_path(self.cfg, self.global_step + 1))
-        batch.metadata[PROMPT_UIDS] = batch.uids
+        prompts = mini_batch_size(self.cfg.trainer, "policy")
+        batch.metadata |= {PROMPT_UIDS: batch.uids, MINI_BATCH_PROMPTS: prompts}
         return batch
 
     def train_steps(self) -> None:

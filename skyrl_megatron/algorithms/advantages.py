@@ -38,6 +38,7 @@ from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.table import ESTIMATORS, STEP_WISE, AdvantageEstimator, EstimatorRow, GAEConfig
 from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.types import Rows, TrainingBatch
 
 EPSILON = 1e-6
 
@@ -204,9 +205,10 @@ def _of_trajectories(
     last, columns = trajectories.last, rewards.shape[1]
     totals = rewards.new_zeros(len(trajectories), columns)
     # In one column, as an outcome estimator sums over a row.
-    totals[:, -1] = trajectories.rewards(rewards)
+    totals[:, -1] = trajectories.sum(rewards.sum(dim=1))
     if (loss_mask := options["loss_mask"]) is not None:
-        options["loss_mask"] = trajectories.trained(loss_mask)[:, None].to(rewards.dtype).expand(-1, columns)
+        trained = trajectories.any((loss_mask > 0).any(dim=1))
+        options["loss_mask"] = trained[:, None].to(rewards.dtype).expand(-1, columns)
     rows = {key: tensors.get(key) for key in ("values", "reward_parts")} | {"truncated": options["truncated"]}
     options |= {key: None if value is None else value[last] for key, value in rows.items()}
     advantages, returns = run_estimator(
@@ -274,6 +276,42 @@ def gae(
     Ignore the entries of the result outside the mask. Raises AlgorithmError without ``values`` [B, T], for a λ or γ
     outside [0, 1], or if fewer than two tokens are valid; with ``loss_mask`` such advantages are 0.
     """
+    advantages, returns = gae_sums(
+        token_level_rewards,
+        response_mask,
+        values=values,
+        gamma=gamma,
+        lambd=lambd,
+        config=config,
+        loss_mask=loss_mask,
+        truncated=truncated,
+    )
+    return whitened_gae(advantages, response_mask, trained_token_mask(loss_mask, config)), returns
+
+
+def whitened_gae(advantages: Tensor, response_mask: Tensor, counted: Tensor | None) -> Tensor:
+    """Whiten the advantages of :func:`gae_sums` in place, over the ``counted`` tokens, or over the response if that is
+    None. All tensors have one shape."""
+    mask = response_mask if counted is None else counted
+    if counted is not None and mask.sum() < 2:  # no trained token, or one that equals its mean
+        return advantages.zero_()
+    scale = torch.rsqrt(masked_var(advantages, mask) + 1e-8)
+    return advantages.sub_(masked_mean(advantages, mask)).mul_(scale)
+
+
+def gae_sums(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    values: Tensor | None = None,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    config: Any = None,
+    loss_mask: Tensor | None = None,
+    truncated: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages before whitening, and the returns, [B, T] each. The arguments are those of :func:`gae`."""
     if values is None:
         raise AlgorithmError(
             "the estimator gae needs values: set trainer.critic.model.path, or choose another"
@@ -303,11 +341,6 @@ def gae(
     returns = advantages if same else discounted_suffix_sum(deltas, gamma * critic_lambd)
     # Not in place: `returns` may be the advantages, which are whitened after this. `deltas` is not read any more.
     returns = torch.add(returns, values, out=deltas)
-    if mask is not response_mask and mask.sum() < 2:  # no trained token, or one that equals its mean
-        advantages.zero_()
-    else:
-        scale = torch.rsqrt(masked_var(advantages, mask) + 1e-8)
-        advantages.sub_(masked_mean(advantages, mask)).mul_(scale)
     return (advantages, returns) if trained is None else (trained.back(advantages), trained.back(returns))
 
 
@@ -384,20 +417,44 @@ def reinforce_plus_plus(
     trained tokens are whitened. Raises AlgorithmError if fewer than two tokens are valid; with ``loss_mask`` such
     advantages are 0.
     """
+    sums = reinforce_plus_plus_sums(
+        token_level_rewards, response_mask, gamma=gamma, config=config, loss_mask=loss_mask
+    )
+    returns = sums[0]
+    return whitened_returns(returns, response_mask, trained_token_mask(loss_mask, config)), returns
+
+
+def whitened_returns(returns: Tensor, response_mask: Tensor, counted: Tensor | None) -> Tensor:
+    """Return ``returns`` whitened over the ``counted`` tokens, or over the response if that is None, and masked. All
+    tensors have one shape."""
+    mask = response_mask if counted is None else counted
+    # The variance of one token is undefined, and an error here would end a run whose batch is masked by a filter.
+    if counted is not None and mask.sum() < 2:
+        return torch.zeros_like(returns)
+    # Masked again: whitening moves the entries outside the mask away from 0.
+    return masked_whiten(returns, mask) * mask
+
+
+def reinforce_plus_plus_sums(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    config: Any = None,
+    loss_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the discounted returns of :func:`reinforce_plus_plus` twice, [B, T]."""
     counted = trained_token_mask(loss_mask, config)
     if counted is None:
         returns = _sums_up_to_gaps(token_level_rewards, response_mask, gamma)
-        # Masked again: whitening moves the entries outside the mask away from 0.
-        return masked_whiten(returns, response_mask) * response_mask, returns
+        return returns, returns
     trained = RightAlignedTokens.if_not_right_aligned(counted)
     if trained is None:
         returns = discounted_suffix_sum(token_level_rewards, gamma) * counted
     else:
         returns = trained.back(discounted_suffix_sum(trained.credit(token_level_rewards), gamma))
-    # The variance of one token is undefined, and an error here would end a run whose batch is masked by a filter.
-    if counted.sum() < 2:
-        return torch.zeros_like(returns), returns
-    return masked_whiten(returns, counted) * counted, returns
+    return returns, returns
 
 
 def _sums_up_to_gaps(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
@@ -452,6 +509,12 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
     _rows = ESTIMATORS
 
 
+TOKEN_SUMS: dict[Estimator, tuple[Estimator, Callable[[Tensor, Tensor, Tensor | None], Tensor]]] = {
+    gae: (gae_sums, whitened_gae),
+    reinforce_plus_plus: (reinforce_plus_plus_sums, whitened_returns),
+}
+"""Built-in estimators that propagate rewards through time, as what they do with each row and then with all tokens."""
+
 BUILT_IN: dict[AdvantageEstimator, Estimator | str] = {
     AdvantageEstimator.GAE: gae,
     AdvantageEstimator.GRPO: grpo,
@@ -472,8 +535,12 @@ def register_advantage_estimator(
     settings: type[BaseConfig] | None = None,
     reads: Iterable[str] | None = None,
     refuses: Mapping[str, str] | None = None,
+    per_group: bool = False,
 ) -> Callable[[Estimator], Estimator]:
     """Return a decorator that registers a function as the estimator ``name``.
+
+    ``per_group``: it compares only responses to one prompt, and is called for each prompt. The padded tensors that it
+    sees are then no wider than the longest of these responses; otherwise it sees the whole batch.
 
     The rest is for the checks of a configuration, and may be left out. ``settings``: dataclass of its section
     ``trainer.algorithm.<name>``. ``reads``: which of the settings that not every estimator reads it uses, such as
@@ -484,7 +551,8 @@ def register_advantage_estimator(
         # First: it raises for a name that is taken, whose row must then stay.
         AdvantageEstimatorRegistry.register(name, function)
         known = None if reads is None else frozenset(reads)
-        ESTIMATORS.add(name, EstimatorRow(settings=settings, reads=known, critic=None, refuses=refuses or {}))
+        row = EstimatorRow(settings=settings, reads=known, critic=None, refuses=refuses or {}, per_group=per_group)
+        ESTIMATORS.add(name, row)
         return function
 
     return decorate
@@ -531,3 +599,119 @@ def compute_advantages_and_returns(
         config=config,
         **kwargs,
     )
+
+
+PADDED_TOKENS = 1 << 22
+"""Tokens of rows that built-in estimators look at in padded form at once."""
+
+
+@torch.no_grad()
+def batch_advantages(batch: TrainingBatch, adv_estimator: str, config: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns [R] of the rows of a batch, as :func:`compute_advantages_and_returns`, which has
+    the errors. ``options``: its other arguments, but for the fields of the batch.
+
+    The memory is that of the tokens: built-in estimators see one number per row, or rows of similar lengths. A custom
+    estimator sees all rows, padded; one that was registered with ``per_group``, those of one prompt at a time.
+    """
+    assert batch.rewards is not None
+    estimator, nonfinite = AdvantageEstimatorRegistry.get(adv_estimator), getattr(config, "nonfinite", "error")
+    rows, uids, keep = batch.responses, batch.uids, torch.ones(len(batch), dtype=torch.bool)
+    for name, values in {"token_level_rewards": batch.rewards, "values": batch.values}.items():
+        if values is not None:
+            keep &= finite_rows(name, values, nonfinite=nonfinite, uids=uids, of=rows)
+    arguments = {"adv_estimator": adv_estimator, "config": config, **options}
+    if batch.is_last_step is not None:
+        arguments["is_last_step"] = batch.is_last_step
+    if estimator is distillation:
+        return distillation(batch.rewards, batch.response_mask)
+    if estimator in TOKEN_SUMS:
+        return _by_token_sums(batch, TOKEN_SUMS[estimator], keep, **arguments)
+    if estimator in _of_outcomes():
+        advantages, returns = compute_advantages_and_returns(
+            rows.sum(batch.rewards).to(batch.rewards.dtype)[:, None],
+            torch.ones(len(batch), 1),
+            uids,
+            values=None,
+            loss_mask=rows.any(batch.loss_mask)[:, None].float(),
+            truncated=batch.truncated,
+            reward_parts=batch.reward_parts,
+            **arguments,
+        )
+        both = (advantages,) if returns is advantages else (advantages, returns)
+        spread = [rows.spread(values[:, 0]).mul_(batch.response_mask) for values in both]
+        return spread[0], spread[-1]
+    known = ESTIMATORS.get(adv_estimator)
+    parts = _groups_of(uids) if known is not None and known.per_group else [np.arange(len(batch))]
+    results = [_padded_estimates(batch if len(parts) == 1 else batch.select(part), arguments) for part in parts]
+    order = np.argsort(np.concatenate(parts))
+    of_parts = Rows(rows.lengths[np.concatenate(parts)])
+    advantages, returns = (of_parts.select(torch.cat(values), order) for values in zip(*results, strict=True))
+    return advantages, returns
+
+
+def _of_outcomes() -> set[Estimator]:
+    """Return the built-in estimators that read nothing of a row's tokens but the sum of their rewards."""
+    return {AdvantageEstimatorRegistry.get(name) for name in BUILT_IN} - {*TOKEN_SUMS, distillation}
+
+
+def _groups_of(uids: Sequence[str]) -> list[np.ndarray]:
+    """Return the rows of each uid, [rows] int64."""
+    groups: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    return [np.asarray(rows, dtype=np.int64) for rows in groups.values()]
+
+
+def _padded_estimates(batch: TrainingBatch, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the estimates [R] of a custom estimator, which sees ``batch`` as padded tensors."""
+    padded, rows = batch.padded(), batch.responses
+    assert padded.rewards is not None
+    estimates = compute_advantages_and_returns(
+        padded.rewards,
+        padded.response_mask,
+        padded.uids,
+        values=padded.values,
+        loss_mask=padded.loss_mask,
+        truncated=padded.truncated,
+        reward_parts=padded.reward_parts,
+        **({**arguments, "is_last_step": padded.is_last_step} if padded.is_last_step is not None else arguments),
+    )
+    advantages, returns = (rows.flat(values) for values in estimates)
+    return advantages, returns
+
+
+def _by_token_sums(
+    batch: TrainingBatch,
+    halves: tuple[Estimator, Callable[[Tensor, Tensor, Tensor | None], Tensor]],
+    keep: Tensor,
+    *,
+    adv_estimator: str,
+    config: Any,
+    is_last_step: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the estimates [R] of a built-in estimator that propagates rewards through time. ``keep`` [B] bool: the
+    rows that count; others get 0."""
+    assert batch.rewards is not None
+    sums, whiten = halves
+    if is_last_step is not None:
+        refused = ESTIMATORS.rows[adv_estimator].refuses[STEP_WISE]
+        raise AlgorithmError(f"the advantage estimator {adv_estimator} {refused}")
+    rows, kept = batch.responses, np.flatnonzero(keep.numpy())
+    advantages, returns = torch.zeros_like(batch.rewards), torch.zeros_like(batch.rewards)
+    shown = [name for name in ("rewards", "response_mask", "values", "loss_mask") if getattr(batch, name) is not None]
+    for part in Rows(rows.lengths[kept]).of_similar_length(PADDED_TOKENS):
+        chosen = kept[part]
+        of_part = Rows(rows.lengths[chosen])
+        dense = {name: of_part.padded(rows.select(getattr(batch, name), chosen)).float() for name in shown}
+        truncated = None if batch.truncated is None else batch.truncated[torch.from_numpy(chosen)]
+        estimates = sums(
+            dense.pop("rewards"), dense.pop("response_mask"), config=config, truncated=truncated, **dense, **options
+        )
+        for out, values in zip((advantages, returns), estimates, strict=True):
+            for row, line in zip(chosen.tolist(), values, strict=True):
+                out[rows.of(row)] = line[len(line) - rows.lengths[row] :]
+    loss_mask = batch.loss_mask & rows.spread(keep)
+    counted = trained_token_mask(loss_mask, config)
+    mask = batch.response_mask & rows.spread(keep)
+    return whiten(advantages, mask.float(), None if counted is None else counted.float()), returns

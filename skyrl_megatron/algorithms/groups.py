@@ -49,10 +49,6 @@ class Trajectories:
         """Return the sums of ``of_rows`` [B] over the rows of each trajectory, [N]."""
         return of_rows.new_zeros(len(self)).index_add_(0, self.ids, of_rows) if self.several else of_rows
 
-    def rewards(self, token_rewards: Tensor) -> Tensor:
-        """Return the reward of each trajectory [N], the sum of ``token_rewards`` [B, T] over all its rows."""
-        return self.sum(token_rewards.sum(dim=1))
-
     def largest(self, of_rows: Tensor) -> Tensor:
         """Return the largest of ``of_rows`` [B] in each trajectory, [N]."""
         # without the zeros of the target, or negative values would never be the largest
@@ -61,10 +57,6 @@ class Trajectories:
     def any(self, of_rows: Tensor) -> Tensor:
         """Return [N] bool: whether ``of_rows`` [B] bool holds for a row of each trajectory."""
         return self.sum(of_rows.long()) > 0
-
-    def trained(self, loss_mask: Tensor) -> Tensor:
-        """Return [N] bool: whether ``loss_mask`` [B, T] has a token of each trajectory."""
-        return self.any((loss_mask > 0).any(dim=1))
 
     def of_last[T](self, of_rows: Sequence[T]) -> list[T]:
         """Return the entries of ``of_rows`` [B] at the last rows, [N]."""

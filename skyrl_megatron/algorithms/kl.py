@@ -11,6 +11,7 @@ from skyrl_megatron.algorithms.groups import Trajectories
 from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.types import Rows
 
 
 def compute_approx_kl(
@@ -84,19 +85,24 @@ def penalize_rewards(
     kl_coef: float,
     kl_estimator_type: str = "k3",
     trajectories: Trajectories | None = None,
+    *,
+    rows: Rows,
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [B, T] (``algorithm.use_kl_in_reward``).
+    """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [R] (``algorithm.use_kl_in_reward``). All
+    tensors are the flat values of ``rows``.
 
-    Returns (rewards [B, T], metrics). ``avg_kl`` is the mean over ``trajectories`` (None: the rows) of their mean
+    Returns (rewards [R], metrics). ``avg_kl`` is the mean over ``trajectories`` (None: the rows) of their mean
     token KL; it updates the controller. ``avg_kl_max`` is the mean over trajectories of their largest token KL. Both
     leave out trajectories without a trained token.
     """
     kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
-    samples = trajectories or Trajectories(None, len(kl), kl.device)
-    trained = samples.trained(loss_mask).double()
+    samples = trajectories or Trajectories(None, len(rows))
+    counts = samples.sum(rows.sum(loss_mask))
+    trained = (counts > 0).double()
     # tokens of all rows of a trajectory count alike: the mean of its rows' means would favour short turns
-    means = (samples.sum((kl * loss_mask).sum(1)) / samples.sum(loss_mask.sum(1)).clamp(min=1)).double()
-    largest = samples.largest(kl.abs().amax(dim=1)).double()
+    means = samples.sum(rows.sum(kl)) / counts.clamp(min=1)
+    # at least 0: a row without tokens has no largest value
+    largest = samples.largest(rows.largest(kl.abs()).clamp(min=0)).double()
     metrics: ReducibleMetrics = {
         "avg_kl": Mean((means * trained).sum(), trained.sum()),
         "avg_kl_max": Mean((largest * trained).sum(), trained.sum()),

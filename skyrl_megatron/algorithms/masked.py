@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_megatron.data.batch import refuse_mask
 from skyrl_megatron.errors import AlgorithmError
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import Rows, TrainingBatch
 
 SUM_BLOCK = 1 << 18
 """Elements that a masked sum multiplies at once."""
@@ -112,10 +113,7 @@ def check_mask(name: str, mask: Tensor) -> None:
     if mask.max() <= 1 and all(torch.equal(part * part, part) for part in torch.split(mask.flatten(), CHECK_BLOCK)):
         return
     row, token = ((mask != 0) & (mask != 1)).nonzero()[0].tolist()
-    raise AlgorithmError(
-        f"{name} must hold 0 and 1 only, found {mask[row, token].item():g} in row {row}, token {token}: weights of "
-        "tokens belong into the advantages"
-    )
+    refuse_mask(name, mask[row, token].item(), row, token)
 
 
 def finite_rows(
@@ -125,25 +123,29 @@ def finite_rows(
     *,
     nonfinite: str = "error",
     uids: Sequence[str] | np.ndarray | None = None,
+    of: Rows | None = None,
 ) -> Tensor:
     """Return [B] bool: the rows of ``values`` ([B] or [B, T]) whose entries are all finite where ``mask`` is 1.
+    ``of``: the rows of flat values [R].
 
     ``nonfinite`` is ``algorithm.nonfinite``. With ``error`` a non-finite row raises AlgorithmError with its number,
     uid, token and value. With ``skip`` the caller masks the other rows and counts them (``(~rows).sum()``).
     """
     # outside of the mask anything is allowed: padding of log-probs may be infinite
     considered = keep_masked(values.detach(), mask)
-    rows = values.shape[0]
+    rows = values.shape[0] if of is None else len(of)
     # A finite sum proves that every entry is finite, in one pass over memory instead of three.
     if bool(considered.sum().isfinite()):
         return torch.ones(rows, dtype=torch.bool, device=values.device)
     finite = considered.isfinite()
-    keep = finite.reshape(rows, -1).all(dim=1)
+    keep = finite.reshape(rows, -1).all(dim=1) if of is None else ~of.any(~finite)
     # the sum alone may overflow while every entry is finite
     if nonfinite == "skip" or bool(keep.all()):
         return keep
     position = (~finite).nonzero()[0].tolist()
     row, token = position[0], position[1] if len(position) > 1 else None
+    if of is not None:
+        row, token = of.row_of(row)
     whose = "" if uids is None else f" (uid {str(uids[row])!r})"
     raise AlgorithmError(
         f"{name} of row {row}{whose} is {considered[tuple(position)].item()}"
@@ -156,16 +158,16 @@ def finite_rows(
 def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
     """Return [B] bool: the rows whose rewards, values and log-probs are finite. Log-probs count where trained on.
 
-    ``nonfinite`` works as in :func:`finite_rows`. To skip the other rows, set ``batch.loss_mask *= keep[:, None]``
-    before advantages are computed, so that these rows do not affect their group.
+    ``nonfinite`` works as in :func:`finite_rows`. To skip the other rows, mask them before advantages are computed, so
+    that they do not affect their group.
     """
-    keep = torch.ones(len(batch), dtype=torch.bool, device=batch.loss_mask.device)
+    keep, rows = torch.ones(len(batch), dtype=torch.bool), batch.responses
     for name in ("rewards", "values", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
         values = getattr(batch, name)
         if values is not None:
             # rewards and values at every position: rewards are summed over all of them
             mask = batch.loss_mask if name.endswith("logprobs") else None
-            keep &= finite_rows(name, values, mask, nonfinite=nonfinite, uids=batch.uids or None)
+            keep &= finite_rows(name, values, mask, nonfinite=nonfinite, uids=batch.uids or None, of=rows)
     return keep
 
 

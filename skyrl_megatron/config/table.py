@@ -87,6 +87,8 @@ class EstimatorRow(ObjectiveRow):
     """Whether it compares the responses to a prompt."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Setting of ``trainer.algorithm`` → what to do if it is empty."""
+    per_group: bool = False
+    """Whether a custom one is called with the responses to one prompt at a time."""
 
 
 def _reads(names: str) -> frozenset[str]:

@@ -1,17 +1,17 @@
-"""Collation of samples to the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`, and the routed
-experts of their tokens.
+"""Collation of samples to the flat tensors of :class:`~skyrl_megatron.types.TrainingBatch`, and the routed experts of
+their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_megatron.errors import DataError
+from skyrl_megatron.errors import AlgorithmError, DataError
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type TokenValues = Sequence[Any] | np.ndarray
@@ -30,38 +30,47 @@ def collate(
     is_last_step: Sequence[bool] | None = None,
     rollout_support: Sequence[TokenSupport | None] | None = None,
 ) -> TrainingBatch:
-    """Collate B samples to a batch: S is the longest prompt + response, T the longest response (at least 1).
+    """Collate B samples to a batch of N tokens, R of them of responses.
 
     ``rewards``: one number per sample (assigned to its last response token) or one per token. ``loss_masks``: 0 or 1
     per response token, default 1. ``rollout_routes``: [n, L, K] integers, the experts of the first n tokens of a
     sample including its prompt; None if unknown. ``rollout_support``: the support of a sample's response tokens; None
     if they were sampled from the whole vocabulary.
 
-    Raises ValueError with the first sample whose lengths do not match, DataError for a token outside its support.
+    Raises ValueError with the first sample whose lengths do not match, AlgorithmError for another value in a mask,
+    DataError for a token outside its support.
     """
-    before, lengths = _lengths(prompts), _lengths(responses)
-    total = before + lengths
-    width, response_width = int(total.max(initial=1)), int(lengths.max(initial=1))
+    lengths = _lengths(responses)
+    total = _lengths(prompts) + lengths
     for name, values in {"rewards": rewards, "loss_masks": loss_masks, "rollout_logprobs": rollout_logprobs}.items():
         if values is not None and not (name == "rewards" and _per_sample(rewards)):
             _check_lengths(name, values, lengths, uids)  # type: ignore[arg-type]
-    sequences = torch.zeros(len(total), width, dtype=torch.int64)
-    _fill(sequences.numpy(), prompts, width - total)
-    _fill(sequences.numpy(), responses, width - lengths)
-    response_mask = _filled(lengths, response_width, torch.float32)
+    size = int(lengths.sum())
+    loss_mask = torch.ones(size, dtype=torch.bool)
+    if loss_masks is not None:
+        _fill(loss_mask.numpy(), [_checked_mask(mask, row) for row, mask in enumerate(loss_masks)])
+    tokens = torch.empty(int(total.sum()), dtype=torch.int32)
+    _fill(tokens.numpy(), [part for pair in zip(prompts, responses, strict=True) for part in pair])
     return TrainingBatch(
-        sequences=sequences,
-        attention_mask=_filled(total, width, torch.bool),
-        response_mask=response_mask,
-        loss_mask=response_mask.clone() if loss_masks is None else _right_aligned(loss_masks, lengths, response_width),
+        tokens=tokens,
+        lengths=total,
+        response_lengths=lengths,
+        response_mask=torch.ones(size, dtype=torch.bool),
+        loss_mask=loss_mask,
         uids=list(uids),
-        rewards=_rewards(rewards, lengths, response_width),
-        rollout_logprobs=(
-            None if rollout_logprobs is None else _right_aligned(rollout_logprobs, lengths, response_width)
-        ),
+        rewards=_rewards(rewards, lengths),
+        rollout_logprobs=None if rollout_logprobs is None else _joined(rollout_logprobs, size),
         is_last_step=None if is_last_step is None else torch.tensor(is_last_step, dtype=torch.bool),
         rollout_routes=_routes(rollout_routes or (), total, uids),
         rollout_support=_supports(rollout_support or (), responses, uids),
+    )
+
+
+def refuse_mask(name: str, value: float, row: int, token: int) -> NoReturn:
+    """Raise AlgorithmError for a ``value`` of a mask that is neither 0 nor 1."""
+    raise AlgorithmError(
+        f"{name} must hold 0 and 1 only, found {value:g} in row {row}, token {token}: weights of tokens belong into "
+        "the advantages"
     )
 
 
@@ -108,33 +117,36 @@ def _check_lengths(name: str, rows: Sequence[TokenValues], lengths: np.ndarray, 
         )
 
 
-def _fill(out: np.ndarray, rows: Sequence[TokenValues], starts: np.ndarray) -> None:
-    """Copy each row to its position, with one contiguous copy per row."""
-    for line, row, start in zip(out, rows, starts.tolist(), strict=True):
-        if n := len(row):
-            line[start : start + n] = row
+def _fill(out: np.ndarray, rows: Sequence[TokenValues]) -> None:
+    """Copy the rows one after another, with one contiguous copy per row."""
+    start = 0
+    for row in rows:
+        end = start + len(row)
+        out[start:end] = row
+        start = end
 
 
-def _right_aligned(rows: Sequence[TokenValues], lengths: np.ndarray, width: int) -> Tensor:
-    """Return [B, width] float32 with right-aligned rows and zeros on the left."""
-    out = torch.zeros(len(rows), width, dtype=torch.float32)
-    _fill(out.numpy(), rows, width - lengths)
+def _joined(rows: Sequence[TokenValues], size: int) -> Tensor:
+    """Return the values of all rows, [R] float32. ``size``: R."""
+    out = torch.empty(size, dtype=torch.float32)
+    _fill(out.numpy(), rows)
     return out
 
 
-def _filled(lengths: np.ndarray, width: int, dtype: torch.dtype) -> Tensor:
-    """Return [B, width] with ones in the last ``lengths`` columns of each row."""
-    out = torch.zeros(len(lengths), width, dtype=dtype)
-    for line, length in zip(out.numpy(), lengths.tolist(), strict=True):
-        line[width - length :] = 1
-    return out
+def _checked_mask(mask: TokenValues, row: int) -> np.ndarray:
+    """Return a mask as bool, which keeps no other value than 0 and 1."""
+    values = np.asarray(mask)
+    if values.dtype != bool and (other := np.flatnonzero((values != 0) & (values != 1))).size:
+        refuse_mask("loss_mask", values[other[0]], row, int(other[0]))
+    return values.astype(bool, copy=False)
 
 
-def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
+def _rewards(rewards: Sequence[Any], lengths: np.ndarray) -> Tensor:
     if not _per_sample(rewards):
-        return _right_aligned(rewards, lengths, width)
-    out = torch.zeros(len(rewards), width, dtype=torch.float32)
-    out[:, -1] = torch.tensor(np.asarray(rewards, dtype=np.float32) * (lengths > 0))
+        return _joined(rewards, int(lengths.sum()))
+    out = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+    some = lengths > 0
+    out.numpy()[(np.cumsum(lengths) - 1)[some]] = np.asarray(rewards, dtype=np.float32)[some]
     return out
 
 

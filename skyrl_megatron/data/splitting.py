@@ -13,29 +13,32 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
-from torch import Tensor
 
 from skyrl_megatron.types import TrainingBatch
 
 PROMPT_UIDS = "prompt_uids"
 """Metadata key of a batch: the prompt uid of each row, also of failed rows, which have a separate uid."""
 
+MINI_BATCH_PROMPTS = "mini_batch_prompts"
+"""Metadata key of a batch: the prompts of a mini-batch of the policy."""
+
 TOGETHER = "together"
 """Metadata key of a batch: the rows of a uid are not split over replicas or micro-batches, because their loss compares
 them."""
 
 
-def units(batch: TrainingBatch) -> list[np.ndarray]:
-    """Return the rows of each part of a batch that is not split, [rows] int64: those of a uid with ``TOGETHER``, else
-    single rows.
+def units(batch: TrainingBatch, rows: np.ndarray | None = None) -> list[np.ndarray]:
+    """Return the rows of each part of a batch, or of some ``rows`` of it, that is not split, [rows] int64: those of a
+    uid with ``TOGETHER``, else single rows.
 
     A row without uid is padding, and a part of its own.
     """
+    chosen = np.arange(len(batch)) if rows is None else rows
     if not batch.metadata.get(TOGETHER):
-        return [np.array([row]) for row in range(len(batch))]
+        return [np.array([row]) for row in chosen]
     parts: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.uids):
-        parts.setdefault(uid or f"/{row}", []).append(row)
+    for row in chosen.tolist():
+        parts.setdefault(batch.uids[row] or f"/{row}", []).append(row)
     return [np.asarray(rows) for rows in parts.values()]
 
 
@@ -44,15 +47,9 @@ def joined(parts: Sequence[np.ndarray], chosen: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate([parts[part] for part in chosen])) if len(chosen) else np.zeros(0, np.int64)
 
 
-def split_units(batch: TrainingBatch, costs: np.ndarray, dp: int) -> list[np.ndarray]:
-    """Assign the :func:`units` of a batch to ``dp`` replicas as :func:`split_for_dp` does rows. ``costs``: [B]."""
-    parts = units(batch)
-    shares = split_for_dp(np.array([costs[part].sum() for part in parts]), dp)
-    return [joined(parts, share) for share in shares]
-
-
-def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
-    """Split ``batch`` after every ``prompts`` prompts. The rows of a prompt must be adjacent."""
+def mini_batches(batch: TrainingBatch, prompts: int) -> list[np.ndarray]:
+    """Split ``batch`` after every ``prompts`` prompts: the rows [rows] int64 of each mini-batch. The rows of a prompt
+    must be adjacent."""
     ends = []
     row = 0
     uids = batch.metadata.get(PROMPT_UIDS, batch.uids)
@@ -62,29 +59,28 @@ def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
             ends.append(row)
     if not ends or ends[-1] != row:
         ends.append(row)
-    if len(ends) == 1:
-        return [batch]
-    starts = [0, *ends[:-1]]
-    return [batch.select(range(start, end)) for start, end in zip(starts, ends, strict=True)]
+    return [np.arange(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def rows_with_trained_tokens(batch: TrainingBatch) -> TrainingBatch:
-    """Return the rows with a trained token; the others do not affect loss or gradients. All rows if there is none."""
-    rows = _trained(batch).any(dim=1).nonzero().flatten()
-    return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
+def trained_rows(batch: TrainingBatch) -> np.ndarray:
+    """Return [B] bool: whether any term of the loss is about a token of the row."""
+    mask = batch.loss_mask if batch.observation_mask is None else batch.loss_mask | batch.observation_mask
+    return batch.responses.any(mask).numpy()
 
 
-def parts_with_trained_tokens(parts: list[TrainingBatch]) -> list[TrainingBatch]:
-    """Return the mini-batches with a trained token; the others have no gradient, as filters masked all of their rows.
+def parts_with_trained_tokens(parts: list[np.ndarray], trained: np.ndarray) -> list[np.ndarray]:
+    """Return the mini-batches with a trained row, by ``trained`` [B] bool; the others have no gradient, as filters
+    masked all of their rows.
 
-    Returns all mini-batches if none has a trained token.
+    Returns all mini-batches if none has one.
     """
-    return [part for part in parts if _trained(part).any()] or parts
+    return [rows for rows in parts if trained[rows].any()] or parts
 
 
-def _trained(batch: TrainingBatch) -> Tensor:
-    """Return [B, T]: the tokens that any term of the loss is about."""
-    return batch.loss_mask if batch.observation_mask is None else batch.loss_mask + batch.observation_mask
+def rows_with_trained_tokens(rows: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """Return those of ``rows`` that are ``trained`` [B] bool; the others do not affect loss or gradients. All rows if
+    there is none."""
+    return rows[trained[rows]] if trained[rows].any() else rows
 
 
 def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.ndarray]:

@@ -439,18 +439,17 @@ def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
 
 
 def observation_mask(output: GeneratorOutput, batch: TrainingBatch) -> torch.Tensor:
-    """Return [B, T] float32: 1 on response tokens of ``batch`` that were not sampled; 0 in rows that failed.
+    """Return [R] bool: the response tokens of ``batch`` that were not sampled, but for rows that failed.
 
     Which tokens were sampled is known from ``rollout_versions``, else from the loss masks of the generator.
     """
     spans, mask = output.get("rollout_versions"), batch.response_mask.clone()
-    width = mask.shape[1]
-    for row, response in enumerate(output["response_ids"]):
-        first = width - len(response)
+    for row, first in enumerate(batch.responses.starts.tolist()):
         if spans is None:
-            mask[row, first:] *= 1 - torch.as_tensor(np.asarray(output["loss_masks"][row], np.float32))
+            sampled = np.asarray(output["loss_masks"][row]).astype(bool, copy=False)
+            mask[first : first + len(sampled)] &= ~torch.from_numpy(sampled)
         for _, begin, end in spans[row] if spans is not None else ():
-            mask[row, first + begin : first + end] = 0.0
+            mask[first + begin : first + end] = False
     return mask
 
 
@@ -475,6 +474,8 @@ def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingB
     )
     if (reasons := output.get("stop_reasons")) is not None:
         batch.truncated = torch.tensor([reason in CUT_OFF for reason in reasons])
-    batch.response_mask[list(failed)] = 0.0
-    batch.loss_mask[list(failed)] = 0.0
+    responses = batch.responses
+    for row in failed:
+        for mask in (batch.response_mask, batch.loss_mask):
+            mask[responses.of(row)] = False
     return batch

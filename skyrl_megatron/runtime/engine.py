@@ -49,12 +49,17 @@ from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_proble
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
 from skyrl_megatron.runtime.parts import around, call_parts, metrics_of, planned
 from skyrl_megatron.runtime.trained_model import TrainedModel
+from skyrl_megatron.types import Rows
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import AlgorithmConfig
     from skyrl_megatron.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
+
+
+COUNTED_TOKENS = 1 << 20
+"""Tokens of rows whose masks are counted in padded form at once."""
 
 
 class MegatronEngine(TrainedModel):
@@ -236,7 +241,7 @@ class MegatronEngine(TrainedModel):
         adapters: bool = True,
         make_step: Callable[[LogprobHead, np.ndarray], LogprobStep] | None = None,
     ) -> Tensor:
-        """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
+        """Return log-probs of the response tokens under the current weights: [R] float32 in nats.
 
         ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters=False``
         computes them with the base model, which is the reference of a policy with adapters. ``make_step`` makes the
@@ -244,7 +249,8 @@ class MegatronEngine(TrainedModel):
         rank gets the result of its replica.
         """
         self.onload("weights")
-        out = torch.zeros(batch.response_mask.shape)
+        out = torch.zeros(len(batch.response_mask))
+        numbers = torch.arange(len(out))
         for name, rows in self._turns(batch):
             self.set_adapter(name)
             # The adapters' base is the reference model: no second copy of the weights is needed.
@@ -252,19 +258,22 @@ class MegatronEngine(TrainedModel):
             with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
                 head = self.head(temperature)
                 step = LogprobStep(head) if make_step is None else make_step(head, rows)
-                out[torch.from_numpy(rows)] = self.forward_only(step, _picked(batch, rows))
+                out[batch.responses.select(numbers, rows)] = self.forward_only(step, _picked(batch, rows))
         return out
 
     def forward_only(self, step: ForwardStep, batch: TrainingBatch, *, width: int | None = None) -> Tensor:
-        """Return the output of ``step`` for the response tokens of every row of this replica: [B, T] float32, or with
-        ``width`` [B, T, width]; 0 elsewhere."""
+        """Return the output of ``step`` for the response tokens of every row of this replica: [R] float32, or with
+        ``width`` [R, width]."""
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
         self._set_training(False)
         results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
-        shape = (*batch.response_mask.shape, *([] if width is None else [width]))
+        shape = (len(batch.response_mask), *([] if width is None else [width]))
         out = torch.zeros(shape, dtype=torch.float32, device=device.device())
+        responses = batch.responses
         for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
-            out[torch.as_tensor(micro_batch.rows, device=out.device)] = values[: len(micro_batch.rows)]
+            for row, line in zip(micro_batch.rows.tolist(), values, strict=False):
+                place = responses.of(row)
+                out[place] = line[len(line) - (place.stop - place.start) :]
         # Only the last stage has results, and callers on every rank use them.
         if self.groups.pp.size() > 1:
             source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
@@ -287,13 +296,19 @@ class MegatronEngine(TrainedModel):
     def step_totals(self, batch: TrainingBatch, objective: Objective | None = None) -> StepTotals:
         """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
         objective = objective or self.objective()
-        of_replica = objective.totals(
-            batch.loss_mask,
-            old_log_probs=batch.old_logprobs,
-            rollout_log_probs=batch.rollout_logprobs,
-            observation_mask=batch.observation_mask,
-            uids=batch.uids or None,
-        )
+        of_replica, rows = StepTotals(), batch.responses
+        read = ("loss_mask", "old_logprobs", "rollout_logprobs", "observation_mask")
+        for part in rows.of_similar_length(COUNTED_TOKENS):
+            of_part = Rows(rows.lengths[part])
+            values = {name: value for name in read if (value := getattr(batch, name)) is not None}
+            shown = {name: of_part.padded(rows.select(value, part)).float() for name, value in values.items()}
+            of_replica += objective.totals(
+                shown["loss_mask"],
+                old_log_probs=shown.get("old_logprobs"),
+                rollout_log_probs=shown.get("rollout_logprobs"),
+                observation_mask=shown.get("observation_mask"),
+                uids=[batch.uids[row] for row in part.tolist()] if batch.uids else None,
+            )
         # Totals hold counts per prompt, whose rows may be on several replicas: no fixed shape, so no all-reduce.
         gathered: list[StepTotals | None] = [None] * self.dp_size
         dist.all_gather_object(gathered, of_replica, group=self.groups.dp)
@@ -349,7 +364,7 @@ class MegatronEngine(TrainedModel):
         micro_batches = []
         for chosen in (joined(parts, share) for share in plan):
             # A replica with fewer rows runs padding, because all replicas must enter the same expert collectives.
-            part = batch.select(chosen) if len(chosen) else batch.blank_row()
+            part = (batch.select(chosen) if len(chosen) else batch.blank_row()).padded()
             padded = not trainer.use_sample_packing
             packed = pack(
                 part, self.groups, target, padded=padded, replayed=self._replayed, by_sequence=self._by_sequence

@@ -31,7 +31,7 @@ from skyrl_megatron.runtime.logprobs import (
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.model.moe import routers_of
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
-from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
+from skyrl_megatron.types import OWN_LOGPROBS, PaddedBatch
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -88,7 +88,7 @@ class MicroBatch:
 
     rows: np.ndarray
     """[b] int64: indices of the rows in the replica's batch."""
-    batch: TrainingBatch
+    batch: PaddedBatch
     """The rows themselves."""
     packed: PackedInputs
 

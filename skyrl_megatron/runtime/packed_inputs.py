@@ -22,7 +22,7 @@ from skyrl_megatron.runtime.model.attention import gather_tokens, local_position
 from skyrl_megatron.runtime.model.pass_inputs import SequenceNumbers
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.softmax import Support
-from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
+from skyrl_megatron.types import OWN_LOGPROBS, PaddedBatch, TrainingBatch
 
 if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
@@ -58,11 +58,12 @@ def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None
     for name in read:
         values = getattr(batch, name)
         if values is not None:
-            bad = ~torch.isfinite(values) & (batch.loss_mask > 0)
+            bad = ~torch.isfinite(values) & batch.loss_mask
             if bad.any():
-                row, token = (int(i) for i in bad.nonzero()[0])
+                position = int(bad.nonzero()[0])
+                row, token = batch.responses.row_of(position)
                 uid = f" (uid {batch.uids[row]})" if batch.uids else ""
-                return ValueError(f"{name} is {values[row, token]} at row {row}{uid}, response token {token}")
+                return ValueError(f"{name} is {values[position]} at row {row}{uid}, response token {token}")
     return None
 
 
@@ -110,10 +111,10 @@ def _bad_routes(
 
 def _missing_routes(batch: TrainingBatch) -> Exception | None:
     """Return an error if a token before a trained token has no route, else None."""
-    width = batch.loss_mask.shape[1]
-    for row, length in enumerate(batch.lengths.tolist()):
-        trained = batch.loss_mask[row].nonzero()
-        needed = length - (width - int(trained[-1])) if len(trained) else 0
+    mask, responses = batch.loss_mask.numpy(), batch.responses
+    for row, (length, of_response) in enumerate(zip(batch.lengths.tolist(), responses.lengths.tolist(), strict=True)):
+        trained = np.flatnonzero(mask[responses.of(row)])
+        needed = length - (of_response - int(trained[-1])) if len(trained) else 0
         routes = batch.rollout_routes[row] if batch.rollout_routes else None
         if (routed := 0 if routes is None else len(routes)) < needed:
             return ValueError(
@@ -209,7 +210,7 @@ class PackedInputs:
 
 
 def pack(
-    batch: TrainingBatch,
+    batch: PaddedBatch,
     groups: ProcessGroups,
     device: torch.device,
     *,
@@ -276,7 +277,7 @@ def pack(
     )
 
 
-def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor]:
+def _response_index(batch: PaddedBatch, lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor]:
     """Return (columns [b, T], valid [b, T]) as in :class:`PackedInputs`.
 
     Response token t of a row is T − t positions before the row's end, and the position before it predicts it. No
@@ -293,7 +294,7 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
 
 
 def _support(
-    batch: TrainingBatch,
+    batch: PaddedBatch,
     lengths: list[int],
     starts: list[int],
     total: int,
@@ -320,7 +321,7 @@ def _support(
 
 
 def _routes(
-    batch: TrainingBatch,
+    batch: PaddedBatch,
     lengths: list[int],
     starts: list[int],
     total: int,

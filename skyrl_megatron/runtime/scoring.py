@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,13 +30,13 @@ def score_tokens(
     default the first. All ranks call it together.
     """
     # All tokens but the first are a response, so that each has a position that predicts it.
-    tokens = torch.tensor([list(token_ids)])
-    ones = torch.ones(1, len(token_ids) - 1)
-    batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
+    ones = torch.ones(len(token_ids) - 1, dtype=torch.bool)
+    lengths = np.array([len(token_ids)])
+    batch = TrainingBatch(torch.tensor(list(token_ids), dtype=torch.int32), lengths, lengths - 1, ones, ones)
     batch.adapters = [adapter] if adapter else []
     with perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext():
         logprobs = engine.compute_logprobs(batch, temperature=1.0)
-    return logprobs[0].tolist() if engine.is_collection_rank and engine.dp_rank == 0 else None
+    return logprobs.tolist() if engine.is_collection_rank and engine.dp_rank == 0 else None
 
 
 @contextlib.contextmanager
@@ -62,10 +63,10 @@ EXACT_IN_FP32 = 2**24
 
 @torch.no_grad()
 def score_responses(engine: MegatronEngine, batch: TrainingBatch, k: int) -> Tensor:
-    """Return [B, T, 1 + 2k] float32 at ``algorithm.temperature``; every rank gets the rows of its replica.
+    """Return [R, 1 + 2k] float32 at ``algorithm.temperature``; every rank gets the rows of its replica.
 
     Per response token: its log-prob in nats, then the log-probs of the ``k`` most likely tokens (most likely first),
-    then their ids. 0 at other positions.
+    then their ids.
     """
     assert k == 0 or engine.model.vocab_size <= EXACT_IN_FP32
     engine.onload("weights")

@@ -21,15 +21,14 @@ class AgedRollouts(PromptRollouts):
     """Of the metrics by age."""
     bound: int
     """Maximum staleness in steps."""
-    _token_ages: Tensor | None = None  # [B, T], of the current batch
+    _token_ages: Tensor | None = None  # [R], of the current batch
 
     def to_batch(self, output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Return the tensors of the selected rows, and keep the age of each token."""
         batch = super().to_batch(output, uids)
         self._token_ages = None
         if spans := output.get("rollout_versions"):
-            lengths = [len(row) for row in output["response_ids"]]
-            self._token_ages = token_staleness(spans, lengths, self.run.step, batch.loss_mask.shape[1])
+            self._token_ages = token_staleness(spans, batch.responses, self.run.step)
         return batch
 
     def staleness_metrics(self, batch: TrainingBatch) -> dict[str, float]:

@@ -10,14 +10,14 @@ have a deadline of j + k or earlier. A step that would leave more of them waits 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from skyrl_megatron.sources.records import Spans
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import Rows, TrainingBatch
 
 
 class DoneGroups:
@@ -69,33 +69,32 @@ def can_step(*, batch: int, bound: int, version: int, running: Mapping[int, int]
     return True
 
 
-def token_staleness(spans: Spans, lengths: Sequence[int], version: int, width: int) -> Tensor:
-    """Return the staleness of each token, [B, T] int32, right-aligned: ``version`` minus its sampling version.
+def token_staleness(spans: Spans, responses: Rows, version: int) -> Tensor:
+    """Return the staleness of each token of the ``responses``, [R] int32: ``version`` minus its sampling version.
 
-    It is -1 for tokens that were not sampled or whose version is not a number. ``lengths``: response tokens of each
-    row; ``width``: T.
+    It is -1 for tokens that were not sampled or whose version is not a number.
     """
-    lags = torch.full((len(lengths), width), -1, dtype=torch.int32)
-    for row, (spans_of_row, length) in enumerate(zip(spans, lengths, strict=True)):
+    lags = torch.full((responses.size,), -1, dtype=torch.int32)
+    for spans_of_row, start in zip(spans, responses.starts.tolist(), strict=True):
         for name, first, end in spans_of_row:
             if name.isdecimal():
-                start = width - length
-                lags[row, start + first : start + end] = version - int(name)
+                lags[start + first : start + end] = version - int(name)
     return lags
 
 
 def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int, prefix: str = "async") -> dict[str, float]:
-    """Return ``<prefix>/…`` metrics over the trained tokens; ``lags`` [B, T]: of :func:`token_staleness`.
+    """Return ``<prefix>/…`` metrics over the trained tokens; ``lags`` [R]: of :func:`token_staleness`.
 
     ``token_lag_mean``; ``token_lag_<k>``: share of the tokens that are k steps old; ``logprob_diff_lag_<k>``: their
     mean |trainer − engine| log-prob before the update, in nats, if both are known; ``mixed_rows``: share of the rows
     that several versions sampled.
     """
-    trained = (batch.loss_mask > 0) & (lags >= 0)
+    trained = batch.loss_mask & (lags >= 0)
     if not trained.any():
         return {}
-    least = torch.where(trained, lags, lags.max() + 1).amin(dim=1)
-    most = torch.where(trained, lags, -1).amax(dim=1)
+    # as floats, which are exact for steps: integers have no segment_reduce
+    least = -batch.responses.largest(-torch.where(trained, lags, lags.max() + 1).float())
+    most = batch.responses.largest(torch.where(trained, lags, -1).float())
     rows = most >= 0
     metrics = {
         f"{prefix}/token_lag_mean": lags[trained].double().mean().item(),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_megatron import progress
-from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns, normalize_advantages
+from skyrl_megatron.algorithms.advantages import batch_advantages, normalize_advantages
 from skyrl_megatron.algorithms.kl import penalize_rewards
 from skyrl_megatron.algorithms.length_penalty import LengthPenalty
 from skyrl_megatron.algorithms.masked import finite_samples
@@ -29,10 +29,12 @@ from skyrl_megatron.config.resolve import generates_ahead
 from skyrl_megatron.config.roles import adapter_names, needs_reference, policy_is_reference
 from skyrl_megatron.config.rules.exact_rules import rollout_gap_limit
 from skyrl_megatron.data.splitting import (
+    MINI_BATCH_PROMPTS,
     PROMPT_UIDS,
     mini_batches,
     parts_with_trained_tokens,
     rows_with_trained_tokens,
+    trained_rows,
 )
 from skyrl_megatron.errors import ConfigError, HostMemoryError, Problem
 from skyrl_megatron.plugins import SOURCES
@@ -199,9 +201,9 @@ class RayPPOTrainer(TrainingRun):
         self.recorders.on_rollouts(output)
 
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
-        """Return right-aligned tensors. With ``algorithm.nonfinite=skip`` samples that are not finite are masked."""
+        """Return the rows as a batch. With ``algorithm.nonfinite=skip`` samples that are not finite are masked."""
         batch = to_training_batch(generator_output, uids)
-        batch.metadata[PROMPT_UIDS] = uids
+        batch.metadata |= {PROMPT_UIDS: uids, MINI_BATCH_PROMPTS: mini_batch_size(self.cfg.trainer, "policy")}
         if names := self.estimator.reward_names:
             batch.reward_parts = reward_parts(generator_output, names)
         if self.cfg.trainer.algorithm.observation_loss_coef:
@@ -212,9 +214,11 @@ class RayPPOTrainer(TrainingRun):
         trajectories = trajectories_of(batch)
         finite = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         keep = ~trajectories.any(~finite)[trajectories.ids]  # a trajectory is a sample as a whole
-        batch.loss_mask *= keep[:, None]
-        if batch.observation_mask is not None:
-            batch.observation_mask *= keep[:, None]
+        if not keep.all():
+            kept = batch.responses.spread(keep)
+            batch.loss_mask &= kept
+            if batch.observation_mask is not None:
+                batch.observation_mask &= kept
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
         self.recorders.on_batch(self.global_step + 1, batch, generator_output)
         return batch
@@ -303,6 +307,7 @@ class RayPPOTrainer(TrainingRun):
             self.kl_controller.value,
             algorithm.kl_estimator_type,
             trajectories := trajectories_of(batch),
+            rows=batch.responses,
         )
         metrics = metric_values(measured)
         self.kl_controller.update(metrics.get("avg_kl", 0.0), len(trajectories))
@@ -324,21 +329,14 @@ class RayPPOTrainer(TrainingRun):
         assert batch.rewards is not None
         if algorithm.zero_variance_filter:
             metrics["loss/zero_variance_rows"] = mask_zero_variance_groups(batch)
-        batch.advantages, batch.returns = compute_advantages_and_returns(
-            token_level_rewards=batch.rewards,
-            response_mask=batch.response_mask,
-            index=batch.uids,
-            adv_estimator=algorithm.advantage_estimator,
-            config=algorithm,
-            values=batch.values,
+        batch.advantages, batch.returns = batch_advantages(
+            batch,
+            algorithm.advantage_estimator,
+            algorithm,
             grpo_norm_by_std=algorithm.grpo_norm_by_std,
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
-            loss_mask=batch.loss_mask,
-            truncated=batch.truncated,
-            reward_parts=batch.reward_parts,
             **self.estimator.arguments(lambda: self.train_dataset.roles_of(batch.metadata[PROMPT_UIDS])),
-            **({} if batch.is_last_step is None else {"is_last_step": batch.is_last_step}),
         )
         if algorithm.advantage_batch_normalize:
             batch.advantages = normalize_advantages(batch.advantages, batch.loss_mask)
@@ -371,13 +369,13 @@ class RayPPOTrainer(TrainingRun):
     def _train(self, role: WorkerGroup, batch: TrainingBatch) -> list[dict[str, float]]:
         """Take an optimizer step on each mini-batch of a role, in ``update_epochs_per_batch`` passes."""
         trainer = self.cfg.trainer
-        batches = mini_batches(batch, mini_batch_size(trainer, role.name))
-        parts = parts_with_trained_tokens(batches)
+        batches, trained = mini_batches(batch, mini_batch_size(trainer, role.name)), trained_rows(batch)
+        parts = parts_with_trained_tokens(batches, trained)
         self.metrics[f"trainer/{role.name}_mini_batches_left_out"] = float(len(batches) - len(parts))
         model = trainer.critic if role.name == "critic" else trainer.policy
         if not model.megatron_config.moe_aux_loss_coeff:  # the auxiliary loss counts every routed token
-            parts = [rows_with_trained_tokens(part) for part in parts]
-        sharded = [role.dispatch(part) for part in parts] * trainer.update_epochs_per_batch
+            parts = [rows_with_trained_tokens(part, trained) for part in parts]
+        sharded = [role.dispatch(batch, rows=rows) for rows in parts] * trainer.update_epochs_per_batch
         left = range(len(sharded) - 1, -1, -1)
         results = [role.train_mini_batch(part, more_follow=more > 0) for part, more in zip(sharded, left, strict=True)]
         self.run_state.finite &= not any(result["skipped"] for result in results)

@@ -7,7 +7,6 @@ policy's log-probs are known. A trainer's ``scorers`` is a list to which a subcl
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,7 @@ from torch import Tensor
 from skyrl_megatron.algorithms.advantages import rows_with_variance
 from skyrl_megatron.algorithms.groups import Trajectories
 from skyrl_megatron.algorithms.length_penalty import LengthPenalty
+from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import MISMATCH, metric_values, mismatch_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
@@ -31,7 +31,7 @@ from skyrl_megatron.plugins import SCORERS
 from skyrl_megatron.rollout.dynamic_sampling import zero_variance
 from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output
 from skyrl_megatron.rollout.outputs import select_rows
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import OF_RESPONSES, OF_ROWS, TrainingBatch
 
 if TYPE_CHECKING:
     from skyrl_megatron.trainer.event_loop import LoopThread
@@ -66,13 +66,25 @@ def _reward_metrics(of: str, output: GeneratorOutput, uids: Sequence[str], sampl
 
 def trajectories_of(batch: TrainingBatch) -> Trajectories:
     """Return the trajectories that the rows of a batch belong to."""
-    return Trajectories(batch.is_last_step, len(batch), batch.loss_mask.device)
+    return Trajectories(batch.is_last_step, len(batch))
+
+
+def trained_trajectories(batch: TrainingBatch, mask: Tensor) -> Tensor:
+    """Return [trajectories] bool: whether ``mask`` [R] bool holds for a token of each."""
+    return trajectories_of(batch).any(batch.responses.any(mask))
+
+
+def rewards_of_trajectories(batch: TrainingBatch, mask: Tensor | None = None) -> Tensor:
+    """Return the reward of each trajectory, [trajectories] float32: the sum over the tokens of all its rows, or over
+    those in ``mask`` [R] bool."""
+    assert batch.rewards is not None
+    rewards = batch.rewards if mask is None else keep_masked(batch.rewards, mask)
+    return trajectories_of(batch).sum(batch.responses.sum(rewards)).to(batch.rewards.dtype)
 
 
 def trajectory_rewards(batch: TrainingBatch) -> Tensor | None:
     """Return the reward of each row's trajectory, [B]; None before there are rewards."""
-    trajectories = trajectories_of(batch)
-    return None if batch.rewards is None else trajectories.rewards(batch.rewards)[trajectories.ids]
+    return None if batch.rewards is None else rewards_of_trajectories(batch)[trajectories_of(batch).ids]
 
 
 def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
@@ -99,8 +111,8 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Return means of the advantages over the trained tokens, and the mean reward of the trajectories that did not
     fail."""
     assert batch.advantages is not None and batch.rewards is not None
-    advantages, trajectories = batch.advantages[batch.loss_mask > 0], trajectories_of(batch)
-    rewards = trajectories.rewards(batch.rewards)[trajectories.trained(batch.response_mask)]
+    advantages = batch.advantages[batch.loss_mask]
+    rewards = rewards_of_trajectories(batch)[trained_trajectories(batch, batch.response_mask)]
     return {
         "loss/avg_final_rewards": rewards.mean().item() if len(rewards) else 0.0,
         "loss/avg_raw_advantages": advantages.mean().item() if len(advantages) else 0.0,
@@ -114,8 +126,7 @@ def value_metrics(batch: TrainingBatch) -> dict[str, float]:
     It is 1 for a perfect critic, 0 for one that predicts the mean, and negative for a worse one.
     """
     assert batch.values is not None and batch.returns is not None
-    taken = batch.loss_mask > 0
-    values, returns = batch.values[taken], batch.returns[taken]
+    values, returns = batch.values[batch.loss_mask], batch.returns[batch.loss_mask]
     if len(returns) < 2 or not returns.var() > 0:
         return {}
     explained = 1 - (returns - values).var() / returns.var()
@@ -170,12 +181,11 @@ class LearningSignal:
 def missing_signal(batch: TrainingBatch) -> tuple[str, str] | None:
     """Return (kind, reason) if all trained tokens have advantage 0, otherwise None."""
     assert batch.advantages is not None and batch.rewards is not None
-    if not (batch.loss_mask > 0).any():
+    if not batch.loss_mask.any():
         return "masked", "all of its tokens are masked, because the samples failed, were truncated, or were not finite"
-    if torch.any((batch.advantages != 0) & (batch.loss_mask > 0)):
+    if torch.any((batch.advantages != 0) & batch.loss_mask):
         return None
-    trajectories = trajectories_of(batch)
-    scores = trajectories.rewards(batch.rewards * batch.response_mask)
+    trajectories, scores = trajectories_of(batch), rewards_of_trajectories(batch, batch.response_mask)
     if scores.max() == scores.min():
         return "equal", f"all {len(scores)} samples got reward {scores[0].item():g}. Check the environment's reward"
     groups: dict[str, set[float]] = {}
@@ -203,15 +213,14 @@ def with_length_penalty(batch: TrainingBatch, penalty: LengthPenalty) -> dict[st
     """Subtract the penalty of each trajectory that is trained on from the reward of its last token, and return the
     mean. Its length is the number of its sampled tokens that are trained on, over all its rows."""
     assert batch.rewards is not None
-    trajectories = trajectories_of(batch)
-    trained = trajectories.trained(batch.loss_mask)
+    trajectories, trained = trajectories_of(batch), trained_trajectories(batch, batch.loss_mask)
     if not trained.any():
         return {}
-    lengths, scores = trajectories.sum(batch.loss_mask.sum(dim=1)), trajectories.rewards(batch.rewards)
+    lengths = trajectories.sum(batch.responses.sum(batch.loss_mask)).to(batch.rewards.dtype)
+    scores = rewards_of_trajectories(batch)
     uids = [uid for uid, kept in zip(trajectories.of_last(batch.uids), trained.tolist(), strict=True) if kept]
     penalties = penalty.penalties(lengths[trained], scores[trained], uids)
-    # Rows are right-aligned: column -1 is the last token of each.
-    batch.rewards[trajectories.last[trained], -1] -= penalties.to(batch.rewards.dtype)
+    batch.rewards[last_tokens(batch)[trajectories.last[trained]]] -= penalties.to(batch.rewards.dtype)
     return {"loss/avg_length_penalty": penalties.mean().item()}
 
 
@@ -219,13 +228,17 @@ def mask_zero_variance_groups(batch: TrainingBatch) -> float:
     """Mask the rows of prompts whose trajectories all have the same reward, unless that masks everything; return their
     number."""
     assert batch.rewards is not None
-    trajectories = trajectories_of(batch)
-    scores = trajectories.rewards(batch.rewards * batch.response_mask)
-    trained = trajectories.trained(batch.loss_mask)
+    trajectories, trained = trajectories_of(batch), trained_trajectories(batch, batch.loss_mask)
+    scores = rewards_of_trajectories(batch, batch.response_mask)
     varied = rows_with_variance(scores, trajectories.of_last(batch.uids), trained[:, None])[trajectories.ids]
-    if (batch.loss_mask * varied[:, None]).any():
-        batch.loss_mask *= varied[:, None]
+    if (mask := batch.loss_mask & batch.responses.spread(varied)).any():
+        batch.loss_mask = mask
     return float((~varied).sum())
+
+
+def last_tokens(batch: TrainingBatch) -> Tensor:
+    """Return the place in [R] of the last response token of each row, [B] int64; of a row without one, that before."""
+    return torch.from_numpy(np.cumsum(batch.response_lengths) - 1)
 
 
 def mini_batch_size(trainer: TrainerConfig, role: str) -> int:
@@ -248,15 +261,17 @@ def for_each_adapter(
         if not len(rows):
             continue
         part, index = batch.select(rows), torch.from_numpy(rows)
+        tokens = batch.responses.select(torch.arange(len(batch.loss_mask)), rows)
         for counted, value in change(part).items():
             metrics[counted] = metrics.get(counted, 0.0) + value
         # ``change`` may set any tensor of its rows: all of them go back to the whole batch.
-        for item in dataclasses.fields(batch):
-            value = getattr(part, item.name)
-            if isinstance(value, Tensor):
-                if getattr(batch, item.name) is None:
-                    setattr(batch, item.name, value.new_zeros(len(batch), *value.shape[1:]))
-                getattr(batch, item.name)[index] = value
+        for field in (*OF_RESPONSES, *OF_ROWS):
+            if (value := getattr(part, field)) is not None:
+                size = len(batch.loss_mask) if field in OF_RESPONSES else len(batch)
+                if getattr(batch, field) is None:
+                    setattr(batch, field, value.new_zeros(size, *value.shape[1:]))
+                whole = getattr(batch, field)
+                whole.index_copy_(0, tokens if field in OF_RESPONSES else index, value)
         for metric, value in advantage_metrics(part).items():
             metrics[metric.replace("loss/", f"adapter/{name}/")] = value
     return metrics

@@ -25,7 +25,7 @@ from skyrl_megatron.data.batch import failed_uid
 from skyrl_megatron.data.splitting import PROMPT_UIDS
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.plugins import TEACHERS
-from skyrl_megatron.trainer.step_batch import trajectories_of
+from skyrl_megatron.trainer.step_batch import last_tokens, trained_trajectories, trajectories_of
 from skyrl_megatron.types import TrainingBatch
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Teachers:
         ``names``: the teacher of each row; if the list or a name is empty, the first teacher scores. Raises DataError
         for an unknown name.
         """
-        out = torch.zeros(*batch.response_mask.shape, 1 + 2 * self.k)
+        out = torch.zeros(len(batch.response_mask), 1 + 2 * self.k)
+        numbers = torch.arange(len(out))
         whose = np.asarray([name or self.names[0] for name in names or [""] * len(batch)])
         if unknown := set(whose.tolist()) - set(self.names):
             raise DataError(
@@ -77,9 +78,8 @@ class Teachers:
             rows = np.flatnonzero(whose == name)
             if len(rows):
                 part = batch.select(rows)
-                out[torch.from_numpy(rows)] = (
-                    self._remote(name, part) if name in self.remote else self._ranks(name, part)
-                )
+                scored = self._remote(name, part) if name in self.remote else self._ranks(name, part)
+                out[batch.responses.select(numbers, rows)] = scored
         self._set(batch, out)
 
     def add_rewards(self, batch: TrainingBatch) -> dict[str, float]:
@@ -93,12 +93,12 @@ class Teachers:
         role, settings = self.roles[role_key(self.names[0])], self.cfg.trainer.algorithm.distillation
         trajectories = trajectories_of(batch)
         rows = torch.zeros(len(batch), dtype=torch.bool)
-        rows[trajectories.last] = trajectories.trained(batch.loss_mask)
+        rows[trajectories.last] = trained_trajectories(batch, batch.loss_mask)
         limit = (read_hf_config(self.cfg, "teacher") or {}).get("max_position_embeddings")
         fits = torch.from_numpy(batch.lengths) + 1 <= (limit or math.inf)
         scores = torch.full((len(batch),), math.nan)
         if len(scorable := (rows & fits).nonzero().flatten()):
-            scores[scorable] = role.start_values(with_end(batch.select(scorable.numpy())))()[:, 0]
+            scores[scorable] = role.start_values(with_end(batch.select(scorable.numpy())))()
         if self.cfg.trainer.placement.colocate_all:
             role.offload()
         scored, failed = rows & scores.isfinite(), rows & ~scores.isfinite()
@@ -107,9 +107,9 @@ class Teachers:
                 f"trainer.teacher.model.path={self.cfg.trainer.teacher.model.path}: none of {int(failed.sum())} "
                 f"responses has a finite score within the {limit} positions of this reward model: use another one"
             )
-        batch.rewards[scored, -1] += (settings.reward_coef or 0.0) * scores[scored]
+        batch.rewards[last_tokens(batch)[scored]] += (settings.reward_coef or 0.0) * scores[scored]
         masked = trajectories.any(failed)[trajectories.ids]
-        batch.loss_mask[masked] = 0
+        batch.loss_mask[batch.responses.spread(masked)] = False
         for row in masked.nonzero().flatten().tolist():
             batch.uids[row] = failed_uid(batch.uids[row], row)
         metrics = {"reward/unscored_samples": float(failed.sum())}
@@ -128,7 +128,7 @@ class Teachers:
         batch.teacher_logprobs = scores[..., 0].contiguous()
         if self.k:
             batch.teacher_top_logprobs = scores[..., 1 : 1 + self.k].contiguous()
-            batch.teacher_top_ids = scores[..., 1 + self.k :].long()
+            batch.teacher_top_ids = scores[..., 1 + self.k :].int()
 
     def _ranks(self, name: str, batch: TrainingBatch) -> Tensor:
         role = self.roles[role_key(name)]
@@ -138,36 +138,32 @@ class Teachers:
         return scores
 
     def _remote(self, name: str, batch: TrainingBatch) -> Tensor:
-        rows, starts = [], []
-        for ids, valid, response in zip(batch.sequences, batch.attention_mask, batch.response_mask, strict=True):
-            tokens = ids[valid].tolist()
-            rows.append(tokens)
-            starts.append(len(tokens) - int(response.any()) * (len(response) - int(response.argmax())))
+        tokens = batch.tokens.split(batch.lengths.tolist())
+        scored_tokens = batch.responses.any(batch.response_mask).tolist()
+        rows = [row.tolist() for row in tokens]
+        starts = [
+            len(row) - int(response) * int(scores)
+            for row, response, scores in zip(rows, batch.response_lengths, scored_tokens, strict=True)
+        ]
         scored = self.loop.run(
             self.remote[name].score(rows, starts, self.k), "teacher", timeout_s=self.cfg.trainer.phase_timeout_s
         )
-        out = torch.zeros(*batch.response_mask.shape, 1 + 2 * self.k)
+        out, responses = torch.zeros(len(batch.response_mask), 1 + 2 * self.k), batch.responses
         for row, scores in enumerate(scored):
             if len(scores):
-                out[row, -len(scores) :] = torch.from_numpy(scores)
-        return out * batch.response_mask[..., None]
+                out[responses.of(row)][-len(scores) :] = torch.from_numpy(scores)
+        return out * batch.response_mask[:, None]
 
 
 def with_hints(batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> TrainingBatch:
     """Return the rows with the tokens of a hint before each prompt, as log-probs of the responses need them."""
-    lengths = batch.lengths
-    total = [len(hint) + int(length) for hint, length in zip(hints, lengths, strict=True)]
-    width = max(total)
-    sequences = batch.sequences.new_zeros(len(batch), width)
-    attention = batch.attention_mask.new_zeros(len(batch), width)
-    for row, (hint, length) in enumerate(zip(hints, lengths.tolist(), strict=True)):
-        first = width - total[row]
-        sequences[row, first : first + len(hint)] = torch.as_tensor(list(hint), dtype=sequences.dtype)
-        sequences[row, width - length :] = batch.sequences[row, batch.sequences.shape[1] - length :]
-        attention[row, first:] = True
+    before = np.asarray([len(hint) for hint in hints], np.int64)
+    rows = zip(hints, batch.tokens.split(batch.lengths.tolist()), strict=True)
+    pieces = [part for hint, row in rows for part in (torch.tensor(list(hint), dtype=torch.int32), row)]
     return TrainingBatch(
-        sequences=sequences,
-        attention_mask=attention,
+        tokens=torch.cat(pieces),
+        lengths=batch.lengths + before,
+        response_lengths=batch.response_lengths,
         response_mask=batch.response_mask,
         loss_mask=batch.loss_mask,
         uids=batch.uids,
@@ -179,12 +175,14 @@ def with_hints(batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> Training
 def with_end(batch: TrainingBatch) -> TrainingBatch:
     """Return the rows with one more token, the only token of the response: its value is the score of the row, that of
     the state after the last token."""
-    one = torch.ones(len(batch), 1)
+    pieces = [part for row in batch.tokens.split(batch.lengths.tolist()) for part in (row, row[-1:])]
+    ones = torch.ones(len(batch), dtype=torch.bool)
     return TrainingBatch(
-        sequences=torch.cat([batch.sequences, batch.sequences[:, -1:]], dim=1),
-        attention_mask=torch.cat([batch.attention_mask, one.bool()], dim=1),
-        response_mask=one,
-        loss_mask=one.clone(),
+        tokens=torch.cat(pieces),
+        lengths=batch.lengths + 1,
+        response_lengths=np.ones(len(batch), np.int64),
+        response_mask=ones,
+        loss_mask=ones,
         uids=batch.uids,
     )
 

@@ -1,10 +1,15 @@
-"""Split a batch over the data-parallel replicas of a role, and collect results in the order of the batch."""
+"""Carry the rows of a batch to the replicas of a role, and collect results in the order of the batch.
+
+Rows are put into Ray's object store once, in a block for each replica and mini-batch: a replica trains on the rows that
+it scored. Every later pass (log-probs, reference, critic, mini-batches, epochs) sends numbers of rows. A field that was
+added or changed since is put when a pass reads it. The references live as long as the batch. The driver owns them: it
+outlives the engines that sampled the rows, and the ranks that read them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +17,22 @@ import ray
 import torch
 from torch import Tensor
 
-from skyrl_megatron.data.splitting import TOGETHER, rows_by_adapter, split_for_dp, split_units, units
+from skyrl_megatron.data.splitting import (
+    MINI_BATCH_PROMPTS,
+    PROMPT_UIDS,
+    TOGETHER,
+    joined,
+    mini_batches,
+    rows_by_adapter,
+    split_for_dp,
+    units,
+)
 from skyrl_megatron.runtime.flops import ModelFlops
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, Rows, TokenSupport, TrainingBatch
+
+SCORED = ("tokens", "lengths", "response_lengths", "response_mask", *LISTS)
+"""Fields that a pass without gradients reads. A training pass reads all."""
+TRAINED = (*SCORED, *OF_RESPONSES, *OF_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +49,177 @@ class RankInfo:
     """On a GPU, the library of its model's layers; empty on CPU."""
 
 
+# ---------------------------------------------------------------------------------------------------- on the driver
+@dataclass(slots=True)
+class Block:
+    """Some rows of a batch in the object store."""
+
+    rows: np.ndarray
+    """[b] int64, ascending."""
+    references: dict[str, Any] = field(default_factory=dict)
+    """Field → reference to the object that has it."""
+    states: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Field → what it was when it was put (:func:`_state`)."""
+
+
+class Carried:
+    """The blocks of a batch in the object store."""
+
+    def __init__(self, rows: int) -> None:
+        self.blocks: list[Block] = []
+        self.block_of, self.place_of = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
+        """Number of each row's block, and its place there, [B] each."""
+        self.bytes = 0
+        """Bytes that were put."""
+
+    def take(self, batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> list[tuple[Block, np.ndarray]]:
+        """Put what is missing of the fields ``names`` of ``rows`` [b] int64; return the blocks that have them, with
+        the place in ``rows`` of each of their rows."""
+        if len(new := rows[self.block_of[rows] < 0]):
+            new = np.unique(new)
+            self.block_of[new], self.place_of[new] = len(self.blocks), np.arange(len(new))
+            self.blocks.append(Block(new))
+        numbers = self.block_of[rows]
+        taken = []
+        for number in np.unique(numbers).tolist():
+            block = self.blocks[number]
+            self._put(batch, block, names)
+            taken.append((block, np.flatnonzero(numbers == number)))
+        return taken
+
+    def _put(self, batch: TrainingBatch, block: Block, names: Sequence[str]) -> None:
+        present = [name for name in names if getattr(batch, name) is not None]
+        for name in block.references.keys() - set(present):  # removed from the batch since
+            if name in names:
+                del block.references[name], block.states[name]
+        changed = [name for name in present if not _is_same(block.states.get(name), getattr(batch, name))]
+        if not changed:
+            return
+        arrays = to_arrays(batch, block.rows, changed)
+        self.bytes += sum(array.nbytes for array in _arrays(arrays))
+        reference = ray.put(arrays)
+        for name in changed:
+            block.references[name], block.states[name] = reference, _state(getattr(batch, name))
+
+
+def _state(value: Any) -> tuple[Any, Any]:
+    """Return what :func:`_is_same` needs to see that a field was replaced, or changed in place."""
+    return (value, value._version) if isinstance(value, Tensor) else (value, list(value))
+
+
+def _is_same(state: tuple[Any, Any] | None, value: Any) -> bool:
+    if state is None or state[0] is not value:
+        return False
+    if isinstance(value, Tensor):
+        return bool(state[1] == value._version)
+    # entries are replaced and never changed; comparing arrays would read them
+    return len(state[1]) == len(value) and all(a is b for a, b in zip(state[1], value, strict=True))
+
+
+def _arrays(value: Any) -> Iterable[np.ndarray]:
+    """Return all arrays in nested dictionaries."""
+    if isinstance(value, np.ndarray):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else ():
+        yield from _arrays(entry)
+
+
+def to_arrays(batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields ``names`` of ``rows`` [b] int64 as NumPy arrays, which Ray shares between processes of a node.
+
+    Lists of arrays become one array each: thousands of small ones would cost more time than their bytes.
+    """
+    tokens, responses, index = batch.rows, batch.responses, torch.from_numpy(rows)
+    arrays: dict[str, Any] = {}
+    for name in names:
+        value = getattr(batch, name)
+        if name == "tokens":
+            arrays[name] = tokens.select(value, rows).numpy()
+        elif name in OF_RESPONSES:
+            arrays[name] = responses.select(value, rows).numpy()
+        elif name in OF_ROWS:
+            arrays[name] = value[index].numpy()
+        elif name in LISTS:
+            arrays[name] = _packed(name, [value[row] for row in rows.tolist()] if value else [])
+        else:
+            arrays[name] = value[rows]
+    return {
+        name: _bits(value) if isinstance(value, np.ndarray) and value.dtype == bool else value
+        for name, value in arrays.items()
+    }
+
+
+def _bits(mask: np.ndarray) -> dict[str, Any]:
+    return {"bits": np.packbits(mask), "size": len(mask)}
+
+
+def _packed(name: str, entries: list[Any]) -> Any:
+    """Return the entries of a list of a batch as few arrays."""
+    if name == "rollout_support" and entries:
+        support = TokenSupport.joined(entries)
+        return {"ids": support.ids, "counts": support.counts, "tokens": np.asarray([len(each) for each in entries])}
+    if name == "rollout_routes" and (known := [routes for routes in entries if routes is not None]):
+        lengths = np.asarray([-1 if routes is None else len(routes) for routes in entries])
+        return {"routes": np.concatenate(known), "lengths": lengths}
+    return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows of one replica for one call, as references to blocks. Ranks make the batch of it."""
+
+    references: list[dict[str, Any]]
+    """References of each block: field → object."""
+    blocks: np.ndarray
+    """[b] int64: which of these blocks each row is in."""
+    places: np.ndarray
+    """[b] int64: the row's number there."""
+    blanks: list[str]
+    """Adapters of further rows without tokens, which keep the replicas together."""
+    metadata: dict[str, Any]
+
+    def batch(self) -> TrainingBatch:
+        """Fetch the rows. Raises Ray's errors of lost objects."""
+        wanted = list({reference.hex(): reference for each in self.references for reference in each.values()}.values())
+        objects = dict(zip([reference.hex() for reference in wanted], ray.get(wanted), strict=True))
+        blocks = [{name: objects[ref.hex()][name] for name, ref in each.items()} for each in self.references]
+        made = from_arrays(blocks, self.blocks, self.places)
+        made.metadata = self.metadata
+        if self.blanks:
+            blank = made.blank_row()
+            blanks = [blank.select([0]) for _ in self.blanks]
+            for row, adapter in zip(blanks, self.blanks, strict=True):
+                row.adapters = [adapter] if made.adapters else []
+            made = TrainingBatch.joined([made, *blanks])
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class ShardedBatch:
-    """The chunks of a batch in Ray's object store, one per replica. It may be used for several calls."""
+    """The shares of the replicas in some rows of a batch. It may be used for several calls."""
 
     rows: list[np.ndarray]
-    """Rows of the batch in each chunk."""
-    chunks: list[Any]
-    """Reference to each chunk."""
-    size: int
+    """Rows of the batch in each share."""
+    shares: list[Share]
+    responses: Rows
+    """Where the results of the batch's rows are."""
 
     def arguments(self, ranks: Sequence[RankInfo]) -> list[tuple[Any]]:
-        """Return the chunk of each rank."""
-        return [(self.chunks[rank.dp_rank],) for rank in ranks]
+        """Return the share of each rank."""
+        return [(self.shares[rank.dp_rank],) for rank in ranks]
 
     def collect(self, ranks: Sequence[RankInfo], results: Sequence[np.ndarray | None]) -> Tensor:
-        """Return [B, …] in the order of the batch, from the ranks that collect."""
+        """Return [R, …] in the order of the batch, from the ranks that collect."""
         out: np.ndarray | None = None
         for rank, result in zip(ranks, results, strict=True):
             if rank.collects:
                 assert result is not None
                 if out is None:
-                    out = np.zeros((self.size, *result.shape[1:]), result.dtype)
-                replica_rows = self.rows[rank.dp_rank]
-                out[replica_rows] = result[: len(replica_rows)]
+                    out = np.zeros((self.responses.size, *result.shape[1:]), result.dtype)
+                start = 0
+                for row in self.rows[rank.dp_rank].tolist():
+                    place = self.responses.of(row)
+                    out[place] = result[start : (start := start + place.stop - place.start)]
         assert out is not None, "no rank collects"
         return torch.from_numpy(out)
 
@@ -63,67 +228,117 @@ class ShardedBatch:
     ) -> list[dict[str, np.ndarray]]:
         """Return the recorded values of each row by name, [n, …] of its n tokens, int32 or float32, from the ranks of
         all pipeline stages."""
-        recorded: list[dict[str, np.ndarray]] = [{} for _ in range(self.size)]
+        recorded: list[dict[str, np.ndarray]] = [{} for _ in range(len(self.responses))]
         for rank, result in zip(ranks, results, strict=True):
             replica_rows = self.rows[rank.dp_rank]
             for name, by_row in (result or {}).items():
                 for row, value in by_row.items():
-                    if row < len(replica_rows):  # the rest is padding
+                    if row < len(replica_rows):  # the rest is blank
                         recorded[replica_rows[row]][name] = value
         return recorded
 
 
-def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:
-    """Split ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
+def dispatch(
+    batch: TrainingBatch, dp_size: int, flops: ModelFlops, rows: np.ndarray | None = None, *, trains: bool = True
+) -> ShardedBatch:
+    """Split ``rows`` [b] int64 of ``batch``, by default all, over ``dp_size`` replicas, balanced by FLOPs.
 
+    A pass that does not train is split as the mini-batches will be, so that ranks have the rows that they train on.
     The rows of each adapter are split separately, those of a uid with ``TOGETHER`` not at all. If there are fewer rows
     than replicas, blank rows without weight are added.
     """
-    size, names = len(batch), list(dict.fromkeys(batch.adapters)) or [""]
-    if batch.metadata.get(TOGETHER):
-        batch = _filled(batch, max(dp_size - len(units(batch)), 0), names[0])
-        rows = split_units(batch, flops.forward(batch.lengths), dp_size)
-    else:
-        for name, adapter_rows in rows_by_adapter(batch, names).items():
-            if len(adapter_rows) < dp_size:
-                batch = _filled(batch, dp_size - len(adapter_rows), name)
-        costs = flops.forward(batch.lengths)
-        split = [
-            [adapter_rows[part] for part in split_for_dp(costs[adapter_rows], dp_size)]
-            for adapter_rows in rows_by_adapter(batch, names).values()
+    if batch.carried is None:
+        batch.carried = Carried(len(batch))
+    prompts = batch.metadata.get(MINI_BATCH_PROMPTS)
+    parts = [np.arange(len(batch)) if rows is None else rows]
+    if prompts and not trains:
+        parts = mini_batches(batch, prompts)
+    costs = flops.forward(batch.lengths)
+    splits = [_split(batch, part, costs, dp_size) for part in parts]
+    names = TRAINED if trains else SCORED
+    metadata = {key: value for key, value in batch.metadata.items() if key not in (PROMPT_UIDS, MINI_BATCH_PROMPTS)}
+    shares, all_rows = [], []
+    for replica in range(dp_size):
+        chosen = [split[replica][0] for split in splits]
+        blanks = [adapter for split in splits for adapter in split[replica][1]]
+        for part in chosen:  # a block for each mini-batch
+            batch.carried.take(batch, part, names)
+        of_replica = np.sort(np.concatenate(chosen))
+        taken = batch.carried.take(batch, of_replica, names)
+        blocks = np.zeros(len(of_replica), np.int64)
+        for number, (_, where) in enumerate(taken):
+            blocks[where] = number
+        references = [
+            {name: block.references[name] for name in names if name in block.references} for block, _ in taken
         ]
-        rows = [np.sort(np.concatenate(parts)) for parts in zip(*split, strict=True)]
-    chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(replica_rows))) for replica_rows in rows]
-    return ShardedBatch([replica_rows[replica_rows < size] for replica_rows in rows], chunks, size)
+        shares.append(Share(references, blocks, batch.carried.place_of[of_replica], blanks, metadata))
+        all_rows.append(of_replica)
+    return ShardedBatch(all_rows, shares, batch.responses)
 
 
-def _filled(batch: TrainingBatch, rows: int, adapter: str) -> TrainingBatch:
-    """Append blank rows of an adapter."""
-    if not rows:
-        return batch
-    blank = batch.blank_row()
-    blank.adapters = [adapter] if batch.adapters else []
+def _split(
+    batch: TrainingBatch, rows: np.ndarray, costs: np.ndarray, dp_size: int
+) -> list[tuple[np.ndarray, list[str]]]:
+    """Return (rows [b] int64, adapters of blank rows) of each replica. ``costs``: [B]."""
+    if batch.metadata.get(TOGETHER):
+        parts = units(batch, rows)
+        of_parts = np.array([costs[part].sum() for part in parts] + [0.0] * max(dp_size - len(parts), 0))
+        shares = split_for_dp(of_parts, dp_size)
+        names = [""] * len(of_parts)
+        return [
+            (joined(parts, share[share < len(parts)]), [names[part] for part in share if part >= len(parts)])
+            for share in shares
+        ]
+    names = list(dict.fromkeys(batch.adapters)) or [""]
+    split: list[tuple[list[np.ndarray], list[str]]] = [([], []) for _ in range(dp_size)]
+    for name, of_adapter in rows_by_adapter(batch, names).items():
+        chosen = np.intersect1d(of_adapter, rows)
+        of_rows = np.concatenate([costs[chosen], np.zeros(max(dp_size - len(chosen), 0))])
+        for (real, blanks), share in zip(split, split_for_dp(of_rows, dp_size), strict=True):
+            real.append(chosen[share[share < len(chosen)]])
+            blanks += [name] * int((share >= len(chosen)).sum())
+    return [(np.sort(np.concatenate(real)), blanks) for real, blanks in split]
+
+
+# ---------------------------------------------------------------------------------------------------- on the ranks
+def from_arrays(blocks: Sequence[Mapping[str, Any]], block_of: np.ndarray, place_of: np.ndarray) -> TrainingBatch:
+    """Return the batch of rows, given the block and the place in it of each, [b] int64; ``blocks`` are those of
+    :func:`to_arrays`. The tensors are copies."""
+    tokens = [Rows(block["lengths"]) for block in blocks]
+    responses = [Rows(block["response_lengths"]) for block in blocks]
+    order = list(zip(block_of.tolist(), place_of.tolist(), strict=True))
     fields: dict[str, Any] = {}
-    for item in dataclasses.fields(batch):
-        value, empty = getattr(batch, item.name), getattr(blank, item.name)
-        if isinstance(value, Tensor):
-            value = torch.cat([value, *[empty] * rows])
-        elif isinstance(value, list):
-            value = [*value, *list(empty) * rows]
-        fields[item.name] = value
+    for name in blocks[0] if blocks else ():
+        values = [_unpacked(name, block[name]) for block in blocks]
+        if name in LISTS:
+            fields[name] = [values[block][row] for block, row in order] if values[0] else []
+            continue
+        where = tokens if name == "tokens" else responses if name in OF_RESPONSES else None
+        pieces = [
+            values[block][row : row + 1] if where is None else values[block][where[block].of(row)]
+            for block, row in order
+        ]
+        joined_pieces = np.concatenate([values[0][:0], *pieces])
+        fields[name] = joined_pieces if name in ("lengths", "response_lengths") else torch.from_numpy(joined_pieces)
     return TrainingBatch(**fields)
 
 
-def to_arrays(batch: TrainingBatch) -> dict[str, Any]:
-    """Return the fields of ``batch`` with NumPy arrays, which Ray shares between processes of a node."""
-    fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
-
-
-def from_arrays(arrays: dict[str, Any]) -> TrainingBatch:
-    """Return the batch of :func:`to_arrays`, with copied tensors."""
-    fields: dict[str, Any] = {
-        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-        for name, value in arrays.items()
-    }
-    return TrainingBatch(**fields)
+def _unpacked(name: str, value: Any) -> Any:
+    """Return the entries of a field that :func:`to_arrays` packed."""
+    if not isinstance(value, dict):
+        return value
+    if "bits" in value:
+        return np.unpackbits(value["bits"], count=value["size"]).astype(bool)
+    if name == "rollout_support":
+        ends = np.cumsum(value["tokens"])
+        id_ends = np.concatenate([[0], np.cumsum(value["counts"])])
+        return [
+            TokenSupport(value["ids"][id_ends[end - n] : id_ends[end]], value["counts"][end - n : end])
+            for end, n in zip(ends.tolist(), value["tokens"].tolist(), strict=True)
+        ]
+    lengths = value["lengths"]
+    ends = np.cumsum(np.maximum(lengths, 0))
+    return [
+        None if n < 0 else value["routes"][end - n : end]
+        for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
+    ]

@@ -44,11 +44,10 @@ if TYPE_CHECKING:
     from skyrl_megatron.weight_sync.slices import SourceMap
     from skyrl_megatron.weight_sync.tensors import AdapterWeights
     from skyrl_megatron.weight_sync.transport import GroupMember
-    from skyrl_megatron.workers.dispatch import RankInfo
+    from skyrl_megatron.workers.dispatch import RankInfo, Share
 
 RANK_ENGINES.register_path("critic", "skyrl_megatron.runtime.critic:CriticEngine")
 
-type Arrays = dict[str, Any]
 OWN_SECONDS = "own_seconds"
 """Metric of a single rank: its time in a mini-batch, without the waits for other ranks."""
 
@@ -125,7 +124,7 @@ class RankProcess:
     # ------------------------------------------------------------------ training
     @timed
     def train_mini_batch(
-        self, registry: RegistryVersions, algorithm: Mapping[str, Any], more_follow: bool, chunk: Arrays
+        self, registry: RegistryVersions, algorithm: Mapping[str, Any], more_follow: bool, share: Share
     ) -> dict[str, float]:
         """Take an optimizer step on a mini-batch. All ranks return the same metrics, except those of their own speed.
 
@@ -135,13 +134,12 @@ class RankProcess:
         from skyrl_megatron import device
         from skyrl_megatron.algorithms.registry import ensure_registry_versions
         from skyrl_megatron.runtime.parallel_state import own_seconds
-        from skyrl_megatron.workers.dispatch import from_arrays
 
         began = own_seconds()
         # A loss registered in the driver after this process started.
         ensure_registry_versions(registry)
         objective = self.engine.objective(algorithm)
-        result = self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
+        result = self.engine.forward_backward(share.batch(), objective=objective) | self.optim_step(more_follow)
         # On a GPU the call returns before its kernels end, so the host's seconds would say nothing.
         return result if device.has_cuda() else result | {OWN_SECONDS: own_seconds() - began}
 
@@ -179,52 +177,46 @@ class RankProcess:
 
     # ------------------------------------------------------------------ scoring
     @timed
-    def compute_logprobs(self, adapters: bool, chunk: Arrays) -> np.ndarray | None:
+    def compute_logprobs(self, adapters: bool, share: Share) -> np.ndarray | None:
         """Return log-probs, [rows, T] float32 in nats, on the collection rank of the replica; None elsewhere.
 
         The result is an array: Megatron changes how tensors are pickled, so unpickling one would import all of
         Megatron in the driver.
         """
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
+        logprobs = self.engine.compute_logprobs(share.batch(), adapters=adapters)
         return logprobs.numpy() if self.engine.is_collection_rank else None
 
     @timed
-    def compute_values(self, chunk: Arrays) -> np.ndarray | None:
+    def compute_values(self, share: Share) -> np.ndarray | None:
         """Return a critic's values, [rows, T] float32, on the collection rank of the replica; None elsewhere."""
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        values = cast("CriticEngine", self.engine).compute_values(from_arrays(chunk))
+        values = cast("CriticEngine", self.engine).compute_values(share.batch())
         return values.numpy() if self.engine.is_collection_rank else None
 
     @timed
-    def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
+    def compute_scores(self, k: int, share: Share) -> np.ndarray | None:
         """Return a teacher's scores, [rows, T, 1 + 2k] float32 (``runtime/scoring.py``), on the collection rank of the
         replica; None elsewhere."""
         from skyrl_megatron.runtime.scoring import score_responses
-        from skyrl_megatron.workers.dispatch import from_arrays
 
-        scores = score_responses(self.engine, from_arrays(chunk), k)
+        scores = score_responses(self.engine, share.batch(), k)
         return scores.numpy() if self.engine.is_collection_rank else None
 
     @timed
     def compute_recorded(
-        self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
+        self, temperature: float | None, layers: bool, perturbation: float, share: Share
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
         """Return log-probs [rows, T] as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a
         replica the experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the
-        chunk.
+        share.
 
         ``perturbation``: relative change of every embedding before the pass (``runtime/scoring.py``)."""
         from skyrl_megatron.runtime.recording import Recorder
         from skyrl_megatron.runtime.scoring import perturbed_embeddings
-        from skyrl_megatron.workers.dispatch import from_arrays
 
         engine = self.engine
         perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
         with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
-            logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, make_step=recorder.step)
+            logprobs = engine.compute_logprobs(share.batch(), temperature=temperature, make_step=recorder.step)
         # The recorder gathered over tp and cp, so one rank of a stage has all tokens.
         first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
         return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None

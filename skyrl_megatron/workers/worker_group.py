@@ -128,20 +128,23 @@ class WorkerGroup:
         return self.ranks[0].dp_size
 
     # ------------------------------------------------------------------ computing
-    def dispatch(self, batch: TrainingBatch) -> ShardedBatch:
-        """Split a batch for the replicas and put it into the object store, for one or more calls."""
-        return dispatch(batch, self.dp_size, self.flops)
+    def dispatch(self, batch: TrainingBatch, rows: np.ndarray | None = None) -> ShardedBatch:
+        """Split ``rows`` [b] int64 of a batch, by default all, for the replicas, to train on them once or more."""
+        return dispatch(batch, self.dp_size, self.flops, rows)
+
+    def _to_score(self, batch: TrainingBatch) -> ShardedBatch:
+        return dispatch(batch, self.dp_size, self.flops, trains=False)
 
     def compute_logprobs(self, batch: TrainingBatch, phase: str = "") -> Tensor:
-        """Return log-probs [B, T] float32 (nats) of the response tokens under this role's weights."""
+        """Return log-probs [R] float32 (nats) of the response tokens under this role's weights."""
         return self.start_logprobs(batch, phase)()
 
     def start_logprobs(self, batch: TrainingBatch, phase: str = "", *, adapters: bool = True) -> Callable[[], Tensor]:
-        """Start to compute log-probs [B, T] float32 (nats). Call the result to wait.
+        """Start to compute log-probs [R] float32 (nats). Call the result to wait.
 
         Roles on separate devices then run concurrently. ``adapters`` false: compute them without the LoRA adapters.
         """
-        sharded = self.dispatch(batch)
+        sharded = self._to_score(batch)
         each = sharded.arguments(self.ranks)
         phase = phase or f"{self.name} log-probs"
         pending = self.group.start("compute_logprobs", adapters, phase=phase, each=each)
@@ -156,13 +159,13 @@ class WorkerGroup:
         perturbation: float = 0.0,
         phase: str = "",
     ) -> tuple[Tensor, list[dict[str, np.ndarray]]]:
-        """Return log-probs [B, T] as :meth:`compute_logprobs`, and the recorded values of each row, [n, …] of its n
+        """Return log-probs [R] as :meth:`compute_logprobs`, and the recorded values of each row, [n, …] of its n
         tokens, int32 or float32 (``runtime/recording.py``).
 
         Recorded are routes, if routers can replay them, and with ``layers`` the outputs of layers. ``temperature``:
         ``algorithm.temperature`` by default. ``perturbation``: relative change of every embedding.
         """
-        sharded = self.dispatch(batch)
+        sharded = self._to_score(batch)
         arguments = (temperature, layers, perturbation)
         phase = phase or f"{self.name} log-probs"
         results = self.group.call("compute_recorded", *arguments, phase=phase, each=sharded.arguments(self.ranks))
@@ -187,17 +190,17 @@ class WorkerGroup:
         return {name: tensor for found in results for name, tensor in found.items()}
 
     def start_values(self, batch: TrainingBatch) -> Callable[[], Tensor]:
-        """Start to compute a critic's values [B, T] float32. Call the result to wait."""
-        sharded = self.dispatch(batch)
+        """Start to compute a critic's values [R] float32. Call the result to wait."""
+        sharded = self._to_score(batch)
         pending = self.group.start("compute_values", phase="values", each=sharded.arguments(self.ranks))
         return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
 
     def start_scores(self, batch: TrainingBatch, k: int) -> Callable[[], Tensor]:
-        """Start to compute a teacher's scores [B, T, 1 + 2k] float32. Call the result to wait.
+        """Start to compute a teacher's scores [R, 1 + 2k] float32. Call the result to wait.
 
         They are the log-prob of each response token, the log-probs of the ``k`` likeliest tokens, and their ids.
         """
-        sharded = self.dispatch(batch)
+        sharded = self._to_score(batch)
         pending = self.group.start("compute_scores", k, phase="teacher", each=sharded.arguments(self.ranks))
         return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
 

@@ -114,17 +114,12 @@ def _step(model: ModelChunks, groups: ProcessGroups) -> tuple[Tensor, dict[str, 
 
     from skyrl_megatron.runtime.model.local_weights import local_weights
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import rows_without_response
 
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, length in enumerate(LENGTHS):
-        tokens[row, -length:] = torch.randint(VOCABULARY, (length,), generator=generator)
-        mask[row, -length:] = True
-    ones = torch.ones(len(LENGTHS), 1)
+    batch = rows_without_response([torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS])
     chunk: Any = model.chunks[0]
-    logits = chunk(**pack(TrainingBatch(tokens, mask, ones, ones), groups, device.device()).model_arguments())
+    logits = chunk(**pack(batch.padded(), groups, device.device()).model_arguments())
     factors = torch.randn(logits.shape, generator=generator).to(logits.device)
     (logits.float() * factors).sum().backward()
     gradients = local_weights(model, groups, of=_gradient)

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from skyrl_megatron.types import TrainingBatch
+
 type Routes = Sequence[np.ndarray | None]
 """Experts [n, L, K] of the first n tokens of each sample; None: unknown."""
 
@@ -40,13 +42,13 @@ class LogprobMismatch:
     """Index of its response token, from 0."""
 
     @classmethod
-    def of(cls, one: np.ndarray, other: np.ndarray, mask: np.ndarray) -> LogprobMismatch:
-        """Compare log-probs [B, T] (right-aligned) where ``mask`` [B, T] is set. NaN counts as infinite."""
-        apart = np.where(mask > 0, np.nan_to_num(np.abs(one.astype(np.float64) - other), nan=np.inf), 0.0)
-        row, column = (int(each) for each in np.unravel_index(apart.argmax(), apart.shape))
-        first = int(np.flatnonzero(mask[row])[0]) if mask[row].any() else 0
-        mean = float(apart.sum() / max(float((mask > 0).sum()), 1.0))
-        return cls(mean, float(apart[row, column]), row, column - first)
+    def of(cls, one: np.ndarray, other: np.ndarray, batch: TrainingBatch) -> LogprobMismatch:
+        """Compare log-probs [R] of the rows of ``batch`` where they are trained on. NaN counts as infinite."""
+        mask = batch.loss_mask.numpy()
+        apart = np.where(mask, np.nan_to_num(np.abs(one.astype(np.float64) - other), nan=np.inf), 0.0)
+        row, token = batch.responses.row_of(position := int(apart.argmax()))
+        first = int(mask[batch.responses.of(row)].argmax())
+        return cls(float(apart.sum() / max(int(mask.sum()), 1)), float(apart[position]), row, token - first)
 
     def within(self, limit: float) -> bool:
         """Return whether rounding explains the mismatch. ``limit``: the mean effect of rounding on log-probs."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.rollout_rules import returns_sampling_support
@@ -57,7 +58,7 @@ class MismatchMeasurement:
         routes = "recorded" if replay.replays and batch.rollout_routes else "natural"
         self.used = ComputeMode(routes, "recorded" if batch.rollout_support else "whole")
         self.initial: np.ndarray | None = None
-        """[B, T] log-probs computed as in the run, with the initial weights."""
+        """[R] log-probs computed as in the run, with the initial weights."""
 
     def measure_initial(self) -> None:
         """Compute the trainer's log-probs with the initial weights, before a checkpoint is loaded."""
@@ -69,7 +70,6 @@ class MismatchMeasurement:
         every, _ = self._trainer(recorded.batch, self.used)
         self.rows = self._worst(every)
         self.batch = recorded.batch.select(self.rows)
-        self.masks = self.batch.loss_mask.numpy()
         probe = replay.sync()
         scores, self.routes, hidden = replay.engine(self.batch, watched=0)
         missing = not self.batch.rollout_support and returns_sampling_support(replay.cfg.generator)
@@ -84,7 +84,7 @@ class MismatchMeasurement:
             evidence.tensors, evidence.same_tensors = self._tensors(verdict)
             verdict = diagnose(evidence)
         uids = self.batch.uids or [str(row) for row in self.rows]
-        responses = [int(count) for count in self.batch.response_mask.sum(1).tolist()]
+        responses = [int(count) for count in self.batch.responses.sum(self.batch.response_mask).tolist()]
         return MismatchReport(recorded.step, evidence, verdict, len(every), uids, rows_of(self.batch), responses)
 
     # ------------------------------------------------------------------ the trainer
@@ -97,15 +97,15 @@ class MismatchMeasurement:
         return nearest
 
     def _trainer(self, batch: TrainingBatch, way: ComputeMode, **options: Any) -> tuple[np.ndarray, list[Hidden]]:
-        """Return (log-probs [B, T], recorded values of each row) of the trainer in a mode."""
+        """Return (log-probs [R], recorded values of each row) of the trainer in a mode."""
         routes: dict[str, Routes] = {"natural": [], "recorded": batch.rollout_routes}
         support: dict[str, list[TokenSupport]] = {"whole": [], "recorded": batch.rollout_support}
         if way.routes == "engine":
             routes["engine"] = self.routes
         if way.support == "engine":
             support["engine"] = self.support
-        changed = dataclasses.replace(
-            batch, rollout_routes=list(routes[way.routes]), rollout_support=support[way.support]
+        changed = dataclasses.replace(  # a batch of its own: what is in the object store has other routes
+            batch, carried=None, rollout_routes=list(routes[way.routes]), rollout_support=support[way.support]
         )
         return self.replay.trainer(changed, **options)
 
@@ -114,7 +114,8 @@ class MismatchMeasurement:
         batch = self.recorded.batch
         assert batch.rollout_logprobs is not None
         apart = np.abs(every - batch.rollout_logprobs.numpy()) * batch.loss_mask.numpy()
-        order = np.argsort(-np.nan_to_num(apart, nan=np.inf).max(1), kind="stable")
+        largest = batch.responses.largest(torch.from_numpy(np.nan_to_num(apart, nan=np.inf))).numpy()
+        order = np.argsort(-largest, kind="stable")
         return order[: self.keep]
 
     # ------------------------------------------------------------------ evidence
@@ -139,7 +140,7 @@ class MismatchMeasurement:
         }
         layers = recorded_layers(natural[0])
         natural_routes = [routes_of(row, max(layers, default=0) + 1) for row in natural]
-        moves = LogprobMismatch.of(plain, bent, self.masks)
+        moves = LogprobMismatch.of(plain, bent, self.batch)
         rounding, finest = (
             limit_of(coarse, LogprobDiff(moves.largest, moves.mean)),
             EPSILON["float32"] / EPSILON[coarse],
@@ -154,8 +155,8 @@ class MismatchMeasurement:
             rounding=0.0 if bits else rounding,
             finest=finest,
             used=used,
-            ways={way: LogprobMismatch.of(record, logprobs, self.masks) for way, logprobs in ways.items()},
-            now=LogprobMismatch.of(scores, plain, self.masks),
+            ways={way: LogprobMismatch.of(record, logprobs, self.batch) for way, logprobs in ways.items()},
+            now=LogprobMismatch.of(scores, plain, self.batch),
             layers_used=LayerDifferences.of(as_used[0], hidden, limits),
             layers_same=LayerDifferences.of(layers_now[0], hidden, limits),
             sampled_by=self._sampled_by(),
@@ -182,12 +183,13 @@ class MismatchMeasurement:
         assert batch.rollout_logprobs is not None
         record = batch.rollout_logprobs.numpy()
         if self.initial is not None:
-            gaps["0"] = LogprobMismatch.of(record, self.initial[self.rows], self.masks)
+            initial = self.recorded.batch.responses.select(self.initial, self.rows)
+            gaps["0"] = LogprobMismatch.of(record, initial, self.batch)
         near = sorted(self.folders, key=lambda version: abs(version - self.recorded.version))[:VERSIONS]
         for version in near:
             if version != loaded:
                 self.replay.load(version, self.folders[version])
-                gaps[str(version)] = LogprobMismatch.of(record, self._trainer(batch, self.used)[0], self.masks)
+                gaps[str(version)] = LogprobMismatch.of(record, self._trainer(batch, self.used)[0], self.batch)
         return gaps
 
     def _tensors(self, verdict: Verdict) -> tuple[list[str], bool]:

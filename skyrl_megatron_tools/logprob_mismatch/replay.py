@@ -225,20 +225,21 @@ class Replay:
 
     # ------------------------------------------------------------------ the trainer
     def trainer(self, batch: TrainingBatch, **options: Any) -> tuple[np.ndarray, list[Hidden]]:
-        """Return log-probs [B, T] and the recorded values of each row (``WorkerGroup.compute_recorded``)."""
+        """Return log-probs [R] and the recorded values of each row (``WorkerGroup.compute_recorded``)."""
         logprobs, found = self.policy.compute_recorded(batch, **options)
         return logprobs.numpy(), found
 
     # ------------------------------------------------------------------ the engine
     def engine(self, batch: TrainingBatch, watched: int) -> tuple[np.ndarray, list[np.ndarray | None], Hidden]:
-        """Return log-probs [B, T] over the whole vocabulary at temperature 1, the experts of each row, and the layer
+        """Return log-probs [R] over the whole vocabulary at temperature 1, the experts of each row, and the layer
         outputs of the row ``watched``."""
-        scores, hidden = np.zeros(batch.response_mask.shape, np.float32), Hidden()
+        scores, hidden, responses = np.zeros(len(batch.response_mask), np.float32), Hidden(), batch.responses
         routes: list[np.ndarray | None] = []
         for row, tokens in enumerate(rows_of(batch)):
             logprobs, chosen, outputs = self._run(self._engine.replay(tokens, layers=row == watched))
-            kept = min(len(logprobs), scores.shape[1])
-            scores[row, -kept:] = logprobs[-kept:]
+            kept = min(len(logprobs), int(responses.lengths[row]))
+            end = responses.of(row).stop
+            scores[end - kept : end] = logprobs[len(logprobs) - kept :]
             routes.append(None if chosen is None else np.asarray(chosen)[: len(tokens)])
             hidden |= outputs
         return scores, routes, hidden
@@ -248,7 +249,7 @@ class Replay:
         sampling = engine_sampling(self.cfg.generator.sampling_params) | {"max_tokens": 1}
         found = []
         for row, tokens in enumerate(rows_of(batch)):
-            count = int(batch.response_mask[row].sum())
+            count = int(batch.response_mask[batch.responses.of(row)].sum())
             starts = [tokens[: len(tokens) - left] for left in range(count, 0, -1)]
             answers = self._run(self.client.generate(starts, sampling))
             found.append(TokenSupport.joined([a.support or TokenSupport.none(1) for a in answers]))
@@ -271,5 +272,4 @@ class Replay:
 
 def rows_of(batch: TrainingBatch) -> list[list[int]]:
     """Return the tokens of each row, without padding."""
-    lengths: Sequence[int] = batch.lengths.tolist()
-    return [batch.sequences[row, -length:].tolist() for row, length in enumerate(lengths)]
+    return [row.tolist() for row in batch.tokens.split(batch.lengths.tolist())]
