@@ -103,7 +103,7 @@ def check(outcomes, expected):
 
 
 def one_backward(folder, batch, layers, overrides, fault=None):
-    """Log-probs [B, T] and the gradient of every parameter by HF name, with ``layers`` of Transformer Engine's or
+    """Log-probs [R] and the gradient of every parameter by HF name, with ``layers`` of Transformer Engine's or
     ours (``transformer_impl``); ``fault``: one of ``tests/runtime/faults.py``."""
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf_weights import stream_hf

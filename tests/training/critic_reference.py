@@ -17,7 +17,7 @@ class CriticReference:
     """Numbers of each step (means over the batch's valid tokens), and tensors by HF name on disk."""
 
     values: object
-    """[B, T] before the first step."""
+    """[R] before the first step."""
     advantages: object
     returns: object
     losses: list
@@ -34,7 +34,8 @@ def make_batch(batch):
 
     batch = batch.select(range(len(batch)))
     g = torch.Generator().manual_seed(5)
-    batch.rewards = torch.randn(batch.response_mask.shape, generator=g) * batch.response_mask
+    responses = batch.responses
+    batch.rewards = responses.flat(torch.randn(len(batch), responses.width, generator=g)) * batch.response_mask
     return batch
 
 
@@ -55,8 +56,8 @@ def save_critic(policy_folder, folder, name="value_head.weight"):
 
 def row_values(trunk, head, batch, row):
     """Values [r] of a row's response tokens: of the state before each."""
-    length, responses = int(batch.attention_mask[row].sum()), int(batch.response_mask[row].sum())
-    hidden = trunk(batch.sequences[row, -length:][None], use_cache=False).last_hidden_state[0]
+    length, responses = int(batch.lengths[row]), int(batch.response_lengths[row])
+    hidden = trunk(reference.tokens_of(batch, row), use_cache=False).last_hidden_state[0]
     return (hidden[length - responses - 1 : -1].float() @ head.T).squeeze(1)
 
 
@@ -83,8 +84,8 @@ def value_loss(trunk, head, batch, old, returns):
     tokens, total, clipped = batch.loss_mask.sum(), 0.0, 0.0
     for row in range(len(batch)):
         values = row_values(trunk, head, batch, row)
-        n = len(values)
-        before, target, mask = old[row, -n:], returns[row, -n:], batch.loss_mask[row, -n:]
+        place = batch.responses.of(row)
+        before, target, mask = old[place], returns[place], batch.loss_mask[place]
         near = before + (values - before).clamp(-VALUE_CLIP, VALUE_CLIP)
         free, limited = (values - target) ** 2, (near - target) ** 2
         total = total + (0.5 * torch.maximum(free, limited) * mask).sum()
@@ -102,13 +103,12 @@ def critic_steps(folder, batch, scratch):
     model = reference.load_model(folder)
     head = torch.nn.Parameter(load_file(folder / "model.safetensors")["value_head.weight"].clone())
     trunk, parameters = model.model, [*model.model.parameters(), head]
-    values = torch.zeros(batch.response_mask.shape)
     with torch.no_grad():
-        for row in range(len(batch)):
-            mine = row_values(trunk, head, batch, row)
-            values[row, -len(mine) :] = mine
-    advantages, returns = whole_gae(batch.rewards, values, batch.response_mask)
-    valid = batch.response_mask > 0
+        values = torch.cat([row_values(trunk, head, batch, row) for row in range(len(batch))])
+    responses = batch.responses
+    padded = [responses.padded(each.float()) for each in (batch.rewards, values, batch.response_mask)]
+    advantages, returns = (responses.flat(each) for each in whole_gae(*padded))
+    valid = batch.response_mask
     advantages = (advantages - advantages[valid].mean()) / (advantages[valid].var() + 1e-8).sqrt()
     optimizer = torch.optim.AdamW(parameters, reference.LR, eps=reference.ADAM_EPS, weight_decay=0.0)
     losses, clipped, grads, norm = [], [], None, None

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.training.reference import TEMPERATURE
+from tests.training.reference import TEMPERATURE, tokens_of
 
 LAYERS = 4
 SCALE = 0.1
@@ -81,9 +81,10 @@ def foretell(folder: Path, batch, out: Path) -> Expected:
         return F.rms_norm(x, x.shape[-1:], own[f"{name}.weight"], config.rms_norm_eps)
 
     total, count, logprobs = 0.0, 0, {}
-    for row in range(len(batch.sequences)):
-        length, responses = int(batch.attention_mask[row].sum()), int(batch.response_mask[row].sum())
-        tokens = batch.sequences[row, -length:][None]
+    for row, (length, responses) in enumerate(
+        zip(batch.lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+    ):
+        tokens = tokens_of(batch, row)
         place = torch.arange(length)[None]
         masked = torch.full((1, 1, length, length), -torch.inf).triu(1)
         with torch.no_grad():
@@ -97,7 +98,7 @@ def foretell(folder: Path, batch, out: Path) -> Expected:
         logits = norm(made, "shared_head.norm") @ model.lm_head.weight.detach().t() / TEMPERATURE
         found = F.log_softmax(logits[0, :-2], -1).gather(1, tokens[0, 2:, None]).squeeze(1)
         found = torch.cat([torch.full((2,), torch.nan), found])[-responses:]
-        kept = (batch.loss_mask[row, -responses:] > 0) & ~found.isnan()
+        kept = batch.loss_mask[batch.responses.of(row)] & ~found.isnan()
         total, count = total - found[kept].sum(), count + int(kept.sum())
         logprobs[row] = found.detach()
     (SCALE * total / batch.loss_mask.sum()).backward()

@@ -35,11 +35,11 @@ def make_batch(vocab_size, seed=0, rows=7, prompt=9, response=14):
     """Unequal lengths, one fully masked row, one row with a hole in its loss mask; every log-prob near the model's."""
     import torch
 
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     g = torch.Generator().manual_seed(seed)
     sequence, width = prompt + response, response
-    batch = TrainingBatch(
+    batch = PaddedBatch(
         sequences=torch.zeros(rows, sequence, dtype=torch.int64),
         attention_mask=torch.zeros(rows, sequence, dtype=torch.bool),
         response_mask=torch.zeros(rows, width),
@@ -56,7 +56,12 @@ def make_batch(vocab_size, seed=0, rows=7, prompt=9, response=14):
     batch.loss_mask[2] = 0  # a row that counts nowhere
     batch.loss_mask[0, 3:5] = 0  # an observation in the middle
     batch.advantages = torch.randn(rows, width, generator=g) * batch.response_mask
-    return batch
+    return batch.flat()
+
+
+def tokens_of(batch, row):
+    """A row's tokens as a batch of one, [1, n] int64."""
+    return batch.tokens[batch.rows.of(row)].long()[None]
 
 
 def with_logprobs(batch, logprobs, seed=1):
@@ -64,9 +69,10 @@ def with_logprobs(batch, logprobs, seed=1):
     import torch
 
     g = torch.Generator().manual_seed(seed)
-    noise = torch.randn(logprobs.shape, generator=g)
-    batch.old_logprobs = (logprobs + 0.3 * noise) * batch.response_mask
-    batch.ref_logprobs = (logprobs + 0.3 * torch.randn(logprobs.shape, generator=g)) * batch.response_mask
+    responses = batch.responses
+    noise = [responses.flat(torch.randn(len(batch), responses.width, generator=g)) for _ in range(2)]
+    batch.old_logprobs = (logprobs + 0.3 * noise[0]) * batch.response_mask
+    batch.ref_logprobs = (logprobs + 0.3 * noise[1]) * batch.response_mask
     batch.rollout_logprobs = batch.old_logprobs.clone()
     return batch
 
@@ -75,9 +81,8 @@ def hf_logprobs(model, batch, row):
     """(log-probs [r], entropies [r]) of a row's response tokens, at :data:`TEMPERATURE`."""
     import torch
 
-    length = int(batch.attention_mask[row].sum())
-    responses = int(batch.response_mask[row].sum())
-    tokens = batch.sequences[row, -length:][None]
+    tokens, responses = tokens_of(batch, row), int(batch.response_lengths[row])
+    length = tokens.shape[1]
     with forced_routes(model, batch.rollout_routes[row] if batch.rollout_routes else None):
         logits = model(tokens, use_cache=False).logits[0, length - responses - 1 : -1].float() / TEMPERATURE
     if batch.rollout_support:
@@ -109,10 +114,10 @@ def with_support(batch, vocab_size, seed=2):
 
     rng, batch = np.random.default_rng(seed), copy.deepcopy(batch)
     for row in range(len(batch)):
-        responses = int(batch.response_mask[row].sum())
+        responses = int(batch.response_lengths[row])
         sets = [
             [] if place % 5 == 4 else {int(token), *rng.integers(0, vocab_size, rng.integers(0, 400)).tolist()}
-            for place, token in enumerate(batch.sequences[row, -responses:])
+            for place, token in enumerate(tokens_of(batch, row)[0, -responses:])
         ]
         batch.rollout_support.append(TokenSupport.of([sorted(entries) for entries in sets]))
     return batch
@@ -167,9 +172,9 @@ def natural_routes(folder, batch):
     model, batch = load_model(folder), copy.deepcopy(batch)
     seen = router_logits(model)
     with torch.no_grad():
-        for row, length in enumerate(batch.lengths.tolist()):
+        for row in range(len(batch)):
             seen.clear()
-            model(batch.sequences[row, -length:][None], use_cache=False)
+            model(tokens_of(batch, row), use_cache=False)
             chosen = [logits.topk(model.config.num_experts_per_tok).indices for logits in seen]
             batch.rollout_routes.append(torch.stack(chosen, 1).numpy().astype(np.uint8))
     return batch
@@ -185,15 +190,12 @@ def load_model(folder, dtype="float32"):
 
 
 def all_logprobs(folder, batch):
-    """[B, T] log-probs under the folder's weights."""
+    """[R] log-probs under the folder's weights."""
     import torch
 
-    model, out = load_model(folder), torch.zeros(batch.response_mask.shape)
+    model = load_model(folder)
     with torch.no_grad():
-        for row in range(len(batch)):
-            logprobs, _ = hf_logprobs(model, batch, row)
-            out[row, -len(logprobs) :] = logprobs
-    return out
+        return torch.cat([hf_logprobs(model, batch, row)[0] for row in range(len(batch))])
 
 
 def on_disk(model, folder):
@@ -247,12 +249,12 @@ def loss_terms(model, batch, *, after_row=lambda: None):
     for row in range(len(batch)):
         logprobs, entropies = hf_logprobs(model, batch, row)
         after_row()
-        n = len(logprobs)
-        mask, advantages = batch.loss_mask[row, -n:], batch.advantages[row, -n:]
-        ratio = (logprobs - batch.old_logprobs[row, -n:]).exp()
+        place = batch.responses.of(row)
+        mask, advantages = batch.loss_mask[place], batch.advantages[place]
+        ratio = (logprobs - batch.old_logprobs[place]).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         policy = policy - (torch.minimum(ratio * advantages, clipped * advantages) * mask).sum()
-        k = (batch.ref_logprobs[row, -n:] - logprobs).clamp(-20, 20)
+        k = (batch.ref_logprobs[place] - logprobs).clamp(-20, 20)
         kl = kl + ((k.exp() - k - 1).clamp(max=10) * mask).sum()  # limited as documented for k3
         entropy = entropy + (entropies * mask).sum()
     return policy / tokens, kl / tokens, entropy / tokens
@@ -310,7 +312,7 @@ def router_load(folder, batch):
     seen, layers = router_logits(model), None
     with torch.no_grad():
         for row in range(len(batch)):
-            model(batch.sequences[row, -int(batch.attention_mask[row].sum()) :][None], use_cache=False)
+            model(tokens_of(batch, row), use_cache=False)
             layers = seen[:] if layers is None else [torch.cat(pair) for pair in zip(layers, seen, strict=True)]
             seen.clear()
     loads = []
@@ -335,12 +337,12 @@ def mismatch(folder, batch):
     elsewhere, tokens = torch.zeros(len(model.model.layers), dtype=torch.float64), 0
     seen = router_logits(model)
     with torch.no_grad():
-        for row, length in enumerate(batch.lengths.tolist()):
+        for row in range(len(batch)):
             seen.clear()
             if (routes := batch.rollout_routes[row]) is None:
                 continue
             with forced_routes(model, routes):
-                model(batch.sequences[row, -length:][None], use_cache=False)
+                model(tokens_of(batch, row), use_cache=False)
             for layer, logits in enumerate(seen):
                 natural = logits[: len(routes)].topk(model.config.num_experts_per_tok).indices.sort(-1).values
                 given = torch.from_numpy(routes[:, layer].astype("int64")).sort(-1).values

@@ -28,8 +28,9 @@ def errors(folder, batch):
 
     wrong = part.select(range(len(part)))
     if rank == 1:
-        row = int((wrong.loss_mask.sum(1) > 0).nonzero()[0])
-        wrong.advantages[row, wrong.loss_mask[row].bool()] = float("nan")
+        row = wrong.responses.of(int(wrong.responses.any(wrong.loss_mask).nonzero()[0]))
+        wrong.advantages = wrong.advantages.clone()
+        wrong.advantages[row][wrong.loss_mask[row]] = float("nan")
     attempt("nan on one rank", wrong)
 
     wrong = part.select(range(len(part)))

@@ -64,11 +64,12 @@ def with_advantages(batch, cfg):
     """Advantages and returns by the run's estimator."""
     from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
 
-    algorithm = cfg.trainer.algorithm
-    batch.advantages, batch.returns = compute_advantages_and_returns(
-        batch.rewards, batch.response_mask, batch.uids, "gae", algorithm, batch.values,
+    algorithm, padded = cfg.trainer.algorithm, batch.padded()
+    estimates = compute_advantages_and_returns(
+        padded.rewards, padded.response_mask, batch.uids, "gae", algorithm, padded.values,
         gamma=algorithm.gamma, lambd=algorithm.lambd,
     )  # fmt: skip
+    batch.advantages, batch.returns = map(batch.responses.flat, estimates)
     return batch
 
 
@@ -81,7 +82,7 @@ def critic_steps(folder, critic, batch, expected, layout, overrides, fault=None)
     cfg = config(folder, critic, **layout, overrides=overrides)
     engine = CriticEngine(cfg)
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
-    part, valid = batch.select(rows), batch.response_mask[rows] > 0
+    part = batch.select(rows)
     losses, clipped, gradients = [], [], {}
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         part.values = engine.compute_values(part)
@@ -103,8 +104,8 @@ def critic_steps(folder, critic, batch, expected, layout, overrides, fault=None)
         for piece in stream_hf(engine.model, engine.groups)
     }
     errors = [
-        float((found - want)[valid].abs().max())
-        for found, want in ((part.values, expected.values[rows]), (part.returns, expected.returns[rows]))
+        float((found - batch.responses.select(want, rows))[part.response_mask].abs().max())
+        for found, want in ((part.values, expected.values), (part.returns, expected.returns))
     ]
     return Outcome(*errors, losses, clipped, grad_norm, gradients, weights)
 
@@ -209,8 +210,7 @@ def test_the_policy_learns_from_the_advantages(ranks, folder, critic, rewarded, 
     batch = rewarded.select(range(len(rewarded)))
     batch.values = ranks(1, values_body, folder, critic, batch)[0]
     batch = with_advantages(batch, config(folder, critic))
-    valid = batch.response_mask > 0
-    assert (batch.advantages - expected.advantages)[valid].abs().max() <= 2e-5
+    assert (batch.advantages - expected.advantages)[batch.response_mask].abs().max() <= 2e-5
     wanted = rewarded.select(range(len(rewarded)))
     wanted.advantages = expected.advantages
     policy = reference.policy_gradient_step(folder, wanted, tmp_path)

@@ -48,8 +48,8 @@ def hidden_states(folder, batch):
     model.model.embed_tokens.register_forward_hook(lambda _, a, output: found.update(embedding=output[0].numpy()))
     model.model.norm.register_forward_hook(lambda _, a, output: found.update(norm=output[0].numpy()))
     with torch.no_grad():
-        for row, length in enumerate(batch.lengths.tolist()):
-            model(batch.sequences[row, -length:][None], use_cache=False)
+        for row in range(len(batch)):
+            model(reference.tokens_of(batch, row), use_cache=False)
             rows.append(dict(found))
     return rows
 
@@ -120,7 +120,7 @@ def test_steps_after_the_first_take_the_experts_from_before_it(ranks, folder, ba
     for (natural, replayed), rows, logprobs, metrics in out:
         assert natural.keys() == replayed.keys()
         assert all(torch.equal(natural[name], replayed[name]) for name in natural)
-        found[rows] = logprobs
+        found[batch.responses.select(torch.arange(len(found)), rows)] = logprobs
         assert metrics["moe_routing_replayed"] == 1.0 and metrics["moe_routing_mismatch"] > 0.05
     forced, free = all_logprobs(tmp_path / "second", chosen), all_logprobs(tmp_path / "second", batch)
     assert (found - forced).abs().max() < 1e-4 < 1e-2 < (found - free).abs().max()

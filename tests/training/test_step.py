@@ -206,7 +206,7 @@ def without_a_pass(folder, batch, loss):
         engine.clear_gradients()
     difference = max(float((a - b).abs().max()) for a, b in zip(found[0][1], found[1][1], strict=True))
     largest = max(float(a.abs().max()) for a in found[0][1])
-    gap = (given.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask > 0]
+    gap = (given.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
     return found[0][0], found[1][0], difference / largest, float(gap.max()), float(gap.mean())
 
 

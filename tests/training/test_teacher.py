@@ -20,25 +20,25 @@ def teacher(tmp_path_factory):
 
 
 def scored(folder, batch):
-    """[B, T, 1 + 2K]: log-prob of the token, of the likeliest, their ids, by transformers."""
+    """[R, 1 + 2K]: log-prob of the token, of the likeliest, their ids, by transformers."""
     import torch
 
     model = reference.load_model(folder)
-    out = torch.zeros(*batch.response_mask.shape, 1 + 2 * K)
+    out = []
     for row in range(len(batch)):
         every, ids = row_logprobs(model, batch, row)
         best = every.detach().topk(K, -1)
         own = every.detach().gather(1, ids[:, None])
-        out[row, -len(ids) :] = torch.cat([own, best.values, best.indices.float()], -1)
-    return out
+        out.append(torch.cat([own, best.values, best.indices.float()], -1))
+    return torch.cat(out)
 
 
 def row_logprobs(model, batch, row):
     """([r, V] log-probs, [r] ids) of a row's response."""
     import torch
 
-    length, responses = int(batch.attention_mask[row].sum()), int(batch.response_mask[row].sum())
-    tokens = batch.sequences[row, -length:][None]
+    tokens, responses = reference.tokens_of(batch, row), int(batch.response_lengths[row])
+    length = tokens.shape[1]
     logits = model(tokens, use_cache=False).logits[0, length - responses - 1 : -1].float() / reference.TEMPERATURE
     return torch.log_softmax(logits, -1), tokens[0, -responses:]
 
@@ -71,8 +71,9 @@ def test_what_a_teacher_says(ranks, folder, teacher, batch, name):
 
     layout, wanted = (LAYOUTS | MORE)[name], scored(teacher, batch)
     for rows, scores in ranks(layout["world"], scores_body, folder, teacher, batch, layout):
-        torch.testing.assert_close(scores[..., : 1 + K], wanted[rows][..., : 1 + K], rtol=1e-5, atol=1e-5)
-        assert torch.equal(scores[..., 1 + K :], wanted[rows][..., 1 + K :]), "the same tokens in the same order"
+        expected = batch.responses.select(wanted, rows)
+        torch.testing.assert_close(scores[:, : 1 + K], expected[:, : 1 + K], rtol=1e-5, atol=1e-5)
+        assert torch.equal(scores[:, 1 + K :], expected[:, 1 + K :]), "the same tokens in the same order"
 
 
 def divergence(student, teacher_top, ids):
@@ -95,10 +96,10 @@ def expected_step(folder, batch):
     model = reference.load_model(folder)
     total = 0.0
     for row in range(len(batch)):
-        every, ids = row_logprobs(model, batch, row)
-        n = len(ids)
-        value = divergence(every, batch.teacher_top_logprobs[row, -n:], batch.teacher_top_ids[row, -n:])
-        total = total + (value * batch.loss_mask[row, -n:]).sum()
+        every, _ = row_logprobs(model, batch, row)
+        place = batch.responses.of(row)
+        value = divergence(every, batch.teacher_top_logprobs[place], batch.teacher_top_ids[place].long())
+        total = total + (value * batch.loss_mask[place]).sum()
     total = total / batch.loss_mask.sum()
     (COEF * total).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
@@ -131,8 +132,8 @@ def step_body(folder, batch, layout, overrides, grads):
 def taught(teacher, batch):
     batch = batch.select(range(len(batch)))
     scores = scored(teacher, batch)
-    batch.teacher_logprobs = scores[..., 0]
-    batch.teacher_top_logprobs, batch.teacher_top_ids = scores[..., 1 : 1 + K], scores[..., 1 + K :].long()
+    batch.teacher_logprobs = scores[:, 0]
+    batch.teacher_top_logprobs, batch.teacher_top_ids = scores[:, 1 : 1 + K], scores[:, 1 + K :].int()
     return batch
 
 
