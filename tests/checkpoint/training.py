@@ -74,7 +74,7 @@ def synthetic_batch(seed: int):
     """Seven sequences of unequal lengths with random tokens and advantages."""
     import torch
 
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     generator = torch.Generator().manual_seed(seed)
     rows, prompt, response = 7, 9, 14
@@ -84,7 +84,7 @@ def synthetic_batch(seed: int):
         tokens = int(torch.randint(2, response + 1, (), generator=generator))
         mask[row, -tokens:] = 1
         valid[row, -(tokens + int(torch.randint(2, prompt + 1, (), generator=generator))) :] = True
-    return TrainingBatch(
+    return PaddedBatch(
         sequences=torch.randint(0, VOCAB, valid.shape, generator=generator) * valid,
         attention_mask=valid,
         response_mask=mask,
@@ -93,7 +93,7 @@ def synthetic_batch(seed: int):
         advantages=torch.randn(mask.shape, generator=generator) * mask,
         old_logprobs=mask * -4.0,
         rollout_logprobs=mask * -4.0,
-    )
+    ).flat()
 
 
 def train(engine, steps) -> list[tuple[float, float]]:

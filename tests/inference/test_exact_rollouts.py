@@ -48,16 +48,13 @@ def sampled(folder, **changes):
 
 def rows_to_score(rows, counts):
     """A batch whose responses are the last ``counts`` tokens of each row."""
+    import numpy as np
     import torch
 
     from skyrl_megatron.types import TrainingBatch
 
-    longest, most = max(map(len, rows)), max(counts)
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-    mask, response = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), most)
-    for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        tokens[i, -len(row) :], mask[i, -len(row) :], response[i, -count:] = torch.tensor(row), True, 1.0
-    return TrainingBatch(tokens, mask, response, response)
+    tokens, ones = torch.tensor([token for row in rows for token in row]), torch.ones(sum(counts), dtype=torch.bool)
+    return TrainingBatch(tokens.int(), np.array([len(row) for row in rows]), np.array(counts), ones, ones)
 
 
 def scored(folder, rows, counts, overrides, **layout):
@@ -69,7 +66,7 @@ def scored(folder, rows, counts, overrides, **layout):
     try:
         trainer = MegatronEngine(config(folder, overrides=overrides, **layout))
         found = trainer.compute_logprobs(rows_to_score(rows, counts), temperature=TEMPERATURE)
-        return [found[i, -count:].tolist() for i, count in enumerate(counts)]
+        return [row.tolist() for row in found.split(counts)]
     finally:
         exact_ops.use(False)
 
@@ -137,7 +134,7 @@ def scored_in_any_packs(folder, samples):
         trainer.cfg.trainer.max_tokens_per_microbatch = most
         rows, counts = [prompt + tokens for prompt, tokens, _ in chosen], [len(tokens) for _, tokens, _ in chosen]
         found = trainer.compute_logprobs(rows_to_score(rows, counts), temperature=TEMPERATURE)
-        assert [found[i, -count:].tolist() for i, count in enumerate(counts)] == [one[2] for one in chosen]
+        assert [row.tolist() for row in found.split(counts)] == [one[2] for one in chosen]
 
     try:
         equal()

@@ -59,7 +59,8 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
     part = batch.select(rows)
     gradients = {}
     with planted(fault, engine):
-        logprobs = float((engine.compute_logprobs(part) - expected.logprobs[torch.as_tensor(rows)]).abs().max())
+        wanted = batch.responses.select(expected.logprobs, rows)
+        logprobs = float((engine.compute_logprobs(part) - wanted).abs().max())
         for step in range(reference.STEPS):
             measured = engine.forward_backward(part)
             if step == 0 and not engine.optimizer.config.use_distributed_optimizer:
@@ -83,7 +84,7 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
 
 
 def one_backward(folder, batch, factors, layers, overrides, fault=None):
-    """Log-probs [B, T] and the gradient of every factor, as ``tests.training.bodies.one_backward`` of weights."""
+    """Log-probs [R] and the gradient of every factor, as ``tests.training.bodies.one_backward`` of weights."""
     from skyrl_megatron_lora.folder import stream_factors
     from tests.lora.faults import planted
     from tests.training.bodies import MEGATRON, NO_DISTRIBUTED

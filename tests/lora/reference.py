@@ -110,15 +110,11 @@ def peft_model(folder, factors):
 
 
 def transformers_logprobs(model, batch):
-    """[B, T] log-probs of the response tokens, each row alone."""
+    """[R] log-probs of the response tokens, each row alone."""
     import torch
 
-    out = torch.zeros(batch.response_mask.shape)
     with torch.no_grad():
-        for row in range(len(batch)):
-            values, _ = reference.hf_logprobs(model, batch, row)
-            out[row, -len(values) :] = values
-    return out
+        return torch.cat([reference.hf_logprobs(model, batch, row)[0] for row in range(len(batch))])
 
 
 def tie(model):

@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 from unittest import mock
 
+import numpy as np
+
 from tests.lora import bodies
 
 NAMES = ("math", "code")
@@ -30,8 +32,6 @@ def engine_of(folder, layout, names, overrides):
 
 def share(engine, batch, names=NAMES):
     """This replica's rows: those of each adapter are split over the replicas as if there were no others."""
-    import numpy as np
-
     from skyrl_megatron.data.splitting import rows_by_adapter, split_for_dp
 
     own = [
@@ -93,8 +93,8 @@ def together(folder, batch, labels, layout, overrides, fault=None):
 
 
 def rows_of(part, scores, name):
-    rows = [row for row, adapter in enumerate(part.adapters) if adapter == name]
-    return [score[rows].tolist() for score in scores]
+    rows = np.asarray([row for row, adapter in enumerate(part.adapters) if adapter == name], dtype=np.int64)
+    return [part.responses.select(score, rows).tolist() for score in scores]
 
 
 def alone(folder, batch, labels, layout, overrides, name):

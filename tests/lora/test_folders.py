@@ -39,19 +39,19 @@ def load_body(folder, batch, adapter, layout, overrides):  # noqa: F811
 
 
 def logprobs(engine, batch, adapters=True):  # noqa: F811
-    """[rows, T] of this rank's replica, and which rows they are."""
+    """[R] of this rank's replica, and which rows they are."""
     from skyrl_megatron.data.splitting import split_for_dp
 
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
-    return list(rows), engine.compute_logprobs(batch.select(rows), adapters=adapters)
+    return rows, engine.compute_logprobs(batch.select(rows), adapters=adapters)
 
 
 def whole(results, batch):  # noqa: F811
     import torch
 
-    out = torch.zeros(batch.response_mask.shape)
+    out = torch.zeros(len(batch.response_mask))
     for rows, values in results:
-        out[torch.as_tensor(rows)] = values
+        out[batch.responses.select(torch.arange(len(out)), rows)] = values
     return out
 
 

@@ -68,8 +68,8 @@ def largest_logits(folder, batch):
         return attention(module, query, key, value, attention_mask, scaling)
 
     with torch.no_grad(), mock.patch.object(file, "eager_attention_forward", recording):
-        for row, length in enumerate(batch.lengths.tolist()):
-            model(batch.sequences[row, -length:][None], use_cache=False)
+        for row in range(len(batch)):
+            model(reference.tokens_of(batch, row), use_cache=False)
     return torch.stack([found[layer] for layer in sorted(found)])
 
 

@@ -122,7 +122,7 @@ def forward_backward(model, groups, expected, padded: bool, fault: str | None, r
     from skyrl_megatron.runtime.forward_step import run_schedule
     from skyrl_megatron.runtime.model.attention import local_positions
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     loss_scale.sum_gradients(model.config, settings)
@@ -134,7 +134,7 @@ def forward_backward(model, groups, expected, padded: bool, fault: str | None, r
         chunk.zero_grad_buffer()
     batch = data()
     ones = torch.ones(len(LENGTHS), 1)
-    everything = TrainingBatch(batch["sequences"], batch["mask"], ones, ones)
+    everything = PaddedBatch(batch["sequences"], batch["mask"], ones, ones).flat()
     mine = np.split(np.arange(len(LENGTHS)), groups.dp.size())[groups.dp.rank()]
     rows = np.split(mine, min(2, len(mine)))
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
@@ -145,7 +145,7 @@ def forward_backward(model, groups, expected, padded: bool, fault: str | None, r
 
     def forward_step(micro_batches, chunk):
         picked = next(micro_batches)
-        packed = pack(everything.select(picked), groups, torch.device("cpu"), padded=padded)
+        packed = pack(everything.select(picked).padded(), groups, torch.device("cpu"), padded=padded)
         kept, source = _real_tokens(packed.padded_lengths, picked, starts)
         mine = local_positions(packed.padded_lengths, groups.cp.size(), groups.cp.rank())
         wanted = torch.zeros(sum(packed.padded_lengths), VOCAB)

@@ -119,7 +119,7 @@ def critic_body(folder, layout):
     from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout))
     model = build_model(folder, groups, dtype=torch.float32, head="value")
@@ -136,7 +136,7 @@ def critic_body(folder, layout):
     sequences = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in token_rows()])
     mask = torch.stack([torch.arange(longest) >= longest - n for n in LENGTHS])
     response = mask[:, 1:] & mask[:, :-1]
-    batch = TrainingBatch(sequences, mask, response.float(), response.float())
+    batch = PaddedBatch(sequences, mask, response.float(), response.float())
     found = []
 
     def forward_step(micro_batches, chunk):

@@ -40,7 +40,7 @@ def batch_of(loss):
     from skyrl_megatron_supervised.preference_rows import preference_batch
 
     batch, noise = preference_batch(rows(loss)), np.random.default_rng(6).normal(0, 2, 11)
-    batch.preferences[:, 1] = -7 * batch.loss_mask.sum(1).double() + torch.from_numpy(noise)
+    batch.preferences[:, 1] = -7 * batch.responses.sum(batch.loss_mask) + torch.from_numpy(noise)
     batch.metadata["kto_kl"] = KL
     return batch
 

@@ -106,11 +106,11 @@ def test_a_full_disk_is_one_sentence(cache, tmp_path):
 def test_a_full_disk_at_a_dumped_batch_names_the_file(tmp_path):
     import torch
 
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
     from skyrl_megatron_observe.dump import dump_batch
 
     fields = ("sequences", "attention_mask", "response_mask", "loss_mask")
-    batch = TrainingBatch(**{name: torch.ones(1, 2) for name in fields}, uids=["a"])
+    batch = PaddedBatch(**{name: torch.ones(1, 2) for name in fields}, uids=["a"]).flat()
     (tmp_path / ".step.safetensors").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as failed:
         dump_batch(batch, tmp_path / "step.safetensors")

@@ -31,7 +31,12 @@ class Reference:
     """Weights after :data:`STEPS` steps on the same batch."""
 
 
-def make_batch(vocab_size, seed=0, rows=7, prompt=9, response=14):
+def make_batch(vocab_size, **sizes):
+    """:func:`padded_batch` without padding."""
+    return padded_batch(vocab_size, **sizes).flat()
+
+
+def padded_batch(vocab_size, seed=0, rows=7, prompt=9, response=14):
     """Unequal lengths, one fully masked row, one row with a hole in its loss mask; every log-prob near the model's."""
     import torch
 
@@ -56,7 +61,7 @@ def make_batch(vocab_size, seed=0, rows=7, prompt=9, response=14):
     batch.loss_mask[2] = 0  # a row that counts nowhere
     batch.loss_mask[0, 3:5] = 0  # an observation in the middle
     batch.advantages = torch.randn(rows, width, generator=g) * batch.response_mask
-    return batch.flat()
+    return batch
 
 
 def tokens_of(batch, row):

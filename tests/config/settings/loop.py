@@ -109,7 +109,7 @@ def plan(cfg):
     trainer.roles["policy"] = SimpleNamespace(
         name="policy",
         ranks=[],
-        dispatch=lambda part: part,
+        dispatch=lambda batch, rows: batch.select(rows),
         train_mini_batch=lambda part, more_follow: notes.append(("update", part.uids)) or {"skipped": 0.0},
         export_hf=lambda folder, described: notes.append(("export", folder)),
         offload=lambda *parts: None,

@@ -55,9 +55,11 @@ def _batch(values=False):
         loss_masks=[[1, 1, 1], [1, 1], [1, 0, 1], [1, 1, 1], [1, 1], [1, 1]],
     )
     batch.truncated = torch.tensor([False, True, False, False, False, False])
-    shape = batch.response_mask.shape
-    batch.old_logprobs, batch.ref_logprobs = _tokens(5, 1.0, *shape), _tokens(6, 1.0, *shape)
-    batch.values = _tokens(7, 1.0, *shape) if values else None
+    responses = batch.responses
+    batch.old_logprobs, batch.ref_logprobs, drawn = (
+        responses.flat(_tokens(seed, 1.0, len(batch), responses.width)) for seed in (5, 6, 7)
+    )
+    batch.values = drawn if values else None
     batch.metadata["prompt_uids"] = [str(row) for row in range(6)]
     return batch
 

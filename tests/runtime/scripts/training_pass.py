@@ -25,7 +25,7 @@ from skyrl_megatron_lora.layers import AdapterSettings
 from skyrl_megatron_lora.targets import select
 from tests.bridges.tiny_models import tiny_config
 from tests.runtime.scripts.fake_cuda import CUDA, Answers, backward, fake_cuda
-from tests.training.reference import make_batch
+from tests.training.reference import padded_batch
 
 SIZES = dict(num_hidden_layers=2, hidden_size=64, moe_intermediate_size=32, intermediate_size=64, vocab_size=1003)
 GROUPED = dict(num_attention_heads=4, num_key_value_heads=2)
@@ -33,7 +33,7 @@ GROUPED = dict(num_attention_heads=4, num_key_value_heads=2)
 
 def even_batch() -> Any:
     """Four sequences of 24 tokens: what is counted on the device, and not known, comes out even."""
-    batch = make_batch(SIZES["vocab_size"], rows=4, prompt=10, response=14)
+    batch = padded_batch(SIZES["vocab_size"], rows=4, prompt=10, response=14)
     batch.attention_mask[:] = True
     batch.response_mask[:] = batch.loss_mask[:] = 1
     return batch
