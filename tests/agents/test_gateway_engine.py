@@ -206,5 +206,7 @@ def test_a_batch_of_agents_is_that_of_our_own_loop(folder, served, tmp_path):
     assert own["stop_reasons"] == agents["stop_reasons"] and own["errors"] == agents["errors"] == [None] * 3
     uids = ["a", "a", "b"]
     left, right = to_training_batch(own, uids), to_training_batch(agents, uids)
-    for name in ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "rollout_logprobs"):
+    for name in ("lengths", "response_lengths"):
+        np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+    for name in ("tokens", "response_mask", "loss_mask", "rewards", "rollout_logprobs"):
         assert torch.equal(getattr(left, name), getattr(right, name)), name

@@ -101,7 +101,7 @@ def step(groups, rule, estimator, reduction, twice=False):
         loss_masks=[row.loss_mask for row in rows],
         rollout_logprobs=[row.rollout_logprobs for row in rows],
         is_last_step=last,
-    )
+    ).padded()
     config = AlgorithmConfig(policy_loss_type="regular", loss_reduction=reduction, use_kl_loss=False)
     advantages, _ = compute_advantages_and_returns(
         token_level_rewards=batch.rewards.double(),

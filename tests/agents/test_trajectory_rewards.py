@@ -70,11 +70,13 @@ def as_batch(output, uids):
 
 
 def by_trajectory(batch, values):
-    """The mean of ``values`` [B, T] over the trained tokens of each trajectory."""
+    """The mean of ``values`` [R] over the trained tokens of each trajectory."""
+    rows = batch.responses
     ends = [True] * len(batch) if batch.is_last_step is None else batch.is_last_step.tolist()
     sums, found = np.zeros(2), []
     for row, last in enumerate(ends):
-        sums += float((values[row] * batch.loss_mask[row]).sum()), float(batch.loss_mask[row].sum())
+        mask = batch.loss_mask[rows.of(row)]
+        sums += float((values[rows.of(row)] * mask).sum()), float(mask.sum())
         if last:
             found.append(sums[0] / sums[1] if sums[1] else 0.0)
             sums = np.zeros(2)
@@ -83,7 +85,7 @@ def by_trajectory(batch, values):
 
 def learned(form, trajectories, estimator, **generator):
     """All that is said of the trajectories in a form: before the batch, after each setting, and at the end."""
-    from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+    from skyrl_megatron.algorithms.advantages import batch_advantages
     from skyrl_megatron.algorithms.kl import penalize_rewards
     from skyrl_megatron.algorithms.length_penalty import LengthPenalty
     from skyrl_megatron.algorithms.metrics import metric_values
@@ -105,22 +107,21 @@ def learned(form, trajectories, estimator, **generator):
     batch.old_logprobs, batch.ref_logprobs = batch.rollout_logprobs, 1.25 * batch.rollout_logprobs
     whole = step_batch.trajectories_of(batch)
     batch.rewards, kl = penalize_rewards(
-        batch.rewards, batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, 0.1, "k1", whole
+        batch.rewards,
+        batch.old_logprobs,
+        batch.ref_logprobs,
+        batch.loss_mask,
+        0.1,
+        "k1",
+        whole,
+        rows=batch.responses,
     )
     told |= metric_values(kl) | {
         "samples": len(whole),
         "report": [group[1:] for group in reward_groups(batch)["groups"]],
     }
-    batch.advantages, _ = compute_advantages_and_returns(
-        batch.rewards,
-        batch.response_mask,
-        batch.uids,
-        estimator,
-        algorithm_config(gdpo_weights={"right": 1.0, "short": 0.5}),
-        loss_mask=batch.loss_mask,
-        reward_parts=batch.reward_parts,
-        **({} if batch.is_last_step is None else {"is_last_step": batch.is_last_step}),
-    )
+    weights = algorithm_config(gdpo_weights={"right": 1.0, "short": 0.5})
+    batch.advantages, _ = batch_advantages(batch, estimator, weights)
     told |= step_batch.advantage_metrics(batch) | {"advantages": by_trajectory(batch, batch.advantages)}
     told["shown"] = [float(step_batch.trajectory_rewards(batch)[row]) for row in whole.last.tolist()]
     return told
@@ -193,8 +194,9 @@ def test_the_filter_of_groups_with_equal_rewards_masks_all_rows():
     for form, rows in (("one row", 4), ("step-wise", 6), ("merged", 4)):
         batch = as_batch(*sampled(form, equal + varied))
         assert mask_zero_variance_groups(batch) == rows
-        assert [bool(row.any()) for row in batch.loss_mask][:rows] == [False] * rows
-        assert batch.loss_mask[rows:].any(dim=1).all()
+        mask = batch.padded().loss_mask
+        assert [bool(row.any()) for row in mask][:rows] == [False] * rows
+        assert mask[rows:].any(dim=1).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*trajectories. environment:UserWarning")
@@ -211,14 +213,15 @@ def test_a_sample_is_left_out_as_a_whole(tmp_path):
     output, uids = sampled("step-wise", trajectories)
     output["errors"][3] = "the environment could not be closed"  # of the second trajectory's last row only
     batch = as_batch(output, uids)
-    assert [bool(row.any()) for row in batch.loss_mask] == [True, True, False, False, True, True, True, True]
+    assert [bool(row.any()) for row in batch.padded().loss_mask] == [True, True, False, False, True, True, True, True]
     batch = as_batch(*sampled("step-wise", trajectories))
 
     (tmp_path / "config.json").write_text("{}")
 
     class Role:
         def start_values(self, rows):
-            return lambda: torch.tensor([[1.0], [float("nan")], [3.0], [4.0]])
+            assert rows.response_lengths.tolist() == [1, 1, 1, 1]
+            return lambda: torch.tensor([1.0, float("nan"), 3.0, 4.0])
 
     teachers = Teachers.__new__(Teachers)
     teachers.cfg = SkyRLTrainConfig.from_cli_overrides(
@@ -231,6 +234,7 @@ def test_a_sample_is_left_out_as_a_whole(tmp_path):
     teachers.roles, teachers.names = {"teacher": Role()}, ("",)
     told = teachers.add_rewards(batch)
     assert told["reward/unscored_samples"] == 1.0
-    assert [bool(row.any()) for row in batch.loss_mask] == [True, True, False, False, True, True, True, True]
+    assert [bool(row.any()) for row in batch.padded().loss_mask] == [True, True, False, False, True, True, True, True]
     assert len(set(batch.uids)) == 3 and batch.uids[0] == batch.uids[1] == batch.uids[7]
-    assert batch.rewards[[1, 5, 7], -1].tolist() == [0.5, 1.5, 2.0] and batch.rewards[[3], -1].tolist() == [0.0]
+    rewards = batch.padded().rewards
+    assert rewards[[1, 5, 7], -1].tolist() == [0.5, 1.5, 2.0] and rewards[[3], -1].tolist() == [0.0]

@@ -420,20 +420,21 @@ def test_log_probs_that_are_not_finite():
     import torch
 
     from skyrl_megatron.algorithms.masked import finite_samples
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     mask = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
     old, rollout = torch.zeros(3, 2), torch.zeros(3, 2)
-    old[0, 0] = float("nan")  # on padding: nobody looks
+    old[0, 0] = float("nan")  # not trained on: nobody looks
     rollout[1, 1] = float("-inf")
     shape = {"sequences": torch.zeros(3, 4, dtype=torch.int64), "attention_mask": torch.ones(3, 4, dtype=torch.bool)}
-    batch = TrainingBatch(**shape, response_mask=mask, loss_mask=mask, uids=["a", "b", "c"])
+    batch = PaddedBatch(**shape, response_mask=torch.ones(3, 2), loss_mask=mask, uids=["a", "b", "c"]).flat()
+    assert batch.loss_mask.tolist() == [False, *[True] * 5]
     assert finite_samples(batch).all()
-    batch.old_logprobs, batch.rollout_logprobs = old, rollout
+    batch.old_logprobs, batch.rollout_logprobs = old.flatten(), rollout.flatten()
     with pytest.raises(ValueError, match=r"rollout_logprobs of row 1 \(uid 'b'\) is -inf at token 1; 1 of 3 rows"):
         finite_samples(batch)
     assert finite_samples(batch, "skip").tolist() == [True, False, True]
-    batch.rewards = torch.tensor([[0.0, 0.0], [0.0, 0.0], [float("nan"), 0.0]])
+    batch.rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, float("nan"), 0.0])
     assert finite_samples(batch, "skip").tolist() == [True, False, False]
 
 

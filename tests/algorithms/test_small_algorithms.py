@@ -3,6 +3,7 @@ on negative, zero and constant rewards."""
 
 import json
 
+import numpy as np
 import pytest
 
 from skyrl_megatron.errors import AlgorithmError, ConfigError
@@ -156,7 +157,9 @@ def test_a_penalty_changes_rewards_before_advantages():
         loss_masks=[[1] * 4, [1] * 2, [0]],
     )
     metrics = with_length_penalty(batch, LengthPenalty.of({"type": "relative"}))
-    assert batch.rewards.sum(1).tolist() == [0.5, 1.5, 0.0] and metrics == {"loss/avg_length_penalty": 0.0}
+    assert batch.padded().rewards.sum(1).tolist() == [0.5, 1.5, 0.0]
+    assert batch.rewards.tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 1.5, 0.0], "on the last token of each"
+    assert metrics == {"loss/avg_length_penalty": 0.0}
 
 
 def test_sequence_masks_of_mlperf(case):
@@ -277,7 +280,7 @@ def test_the_loss_of_observations(case):
 
 def test_observations_are_what_was_not_sampled():
     """By the sampled spans, also where a filter has masked the whole response; rows that failed have none."""
-    from skyrl_megatron.data.splitting import parts_with_trained_tokens, rows_with_trained_tokens
+    from skyrl_megatron.data.splitting import parts_with_trained_tokens, rows_with_trained_tokens, trained_rows
     from skyrl_megatron.rollout.outputs import observation_mask, to_training_batch
 
     output = {
@@ -293,11 +296,16 @@ def test_observations_are_what_was_not_sampled():
     }
     batch = to_training_batch(output, ["a", "a", "b"])
     batch.observation_mask = observation_mask(output, batch)
-    assert batch.observation_mask.tolist() == [[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
-    assert len(rows_with_trained_tokens(batch)) == 2  # the second teaches by its observation alone
-    assert len(parts_with_trained_tokens([batch.select([0]), batch.select([1]), batch.select([2])])) == 2
+    assert batch.padded().observation_mask.tolist() == [[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
+    trained, rows = trained_rows(batch), np.arange(3)
+    # the second teaches by its observation alone
+    assert rows_with_trained_tokens(rows, trained).tolist() == [0, 1]
+    assert [part.tolist() for part in parts_with_trained_tokens([rows[:1], rows[1:2], rows[2:]], trained)] == [
+        [0],
+        [1],
+    ]
     del output["rollout_versions"]
-    assert observation_mask(output, batch).tolist()[0] == [0, 1, 1, 0]
+    assert observation_mask(output, batch).tolist()[:4] == [False, True, True, False]
 
 
 def test_a_hint_is_before_the_prompt_and_nothing_else_moves():
@@ -308,9 +316,10 @@ def test_a_hint_is_before_the_prompt_and_nothing_else_moves():
 
     batch = collate([[1, 2], [3]], [[4, 5, 6], [7]], uids=["a", "b"], rewards=[0.0, 1.0])
     hinted = with_hints(batch, [[90], [91, 92, 93, 94]])
-    assert hinted.sequences.tolist() == [[90, 1, 2, 4, 5, 6], [91, 92, 93, 94, 3, 7]]
-    assert hinted.attention_mask.all() and torch.equal(hinted.response_mask, batch.response_mask)
-    short = with_hints(batch, [[], [91]])
+    assert hinted.padded().sequences.tolist() == [[90, 1, 2, 4, 5, 6], [91, 92, 93, 94, 3, 7]]
+    assert hinted.padded().attention_mask.all() and torch.equal(hinted.response_mask, batch.response_mask)
+    assert hinted.response_lengths.tolist() == [3, 1]
+    short = with_hints(batch, [[], [91]]).padded()
     assert short.sequences.tolist() == [[1, 2, 4, 5, 6], [0, 0, 91, 3, 7]]
     assert short.attention_mask.tolist() == [[True] * 5, [False, False, True, True, True]]
 

@@ -81,7 +81,7 @@ def test_the_penalty_is_taken_off_the_last_token(dapo):
         "rollout_logprobs": None,
     }
     batch = trainer.convert_to_training_input(output, ["a", "a", "b"])
-    assert batch.rewards.sum(dim=1).tolist() == pytest.approx(total)
+    assert batch.padded().rewards.sum(dim=1).tolist() == pytest.approx(total)
     assert np.count_nonzero(batch.rewards.numpy()) == 3, "one token of each response"
     assert trainer.metrics["reward/overlong_penalty"] == pytest.approx((1 + 0.25 + 0) / 3)
     assert [row[-1] for row in output["rewards"]] == [0.5] * 3

@@ -31,7 +31,8 @@ class Trainer(FullyAsyncRayPPOTrainer):
 
     def fwd_logprobs_values_reward(self, batch):
         batch = super().fwd_logprobs_values_reward(batch)
-        old = [[float(v) for v in row[mask > 0]] for row, mask in zip(batch.old_logprobs, batch.loss_mask)]
+        padded = batch.padded()
+        old = [[float(v) for v in row[mask > 0]] for row, mask in zip(padded.old_logprobs, padded.loss_mask)]
         with open("old.jsonl", "a") as file:
             file.write(json.dumps({"step": self.global_step, "old": old}) + chr(10))
         return batch

@@ -34,7 +34,7 @@ from pathlib import Path
 sampled = {}
 def convert_to_training_input(self, generator_output, uids):
     batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
-    digest = hashlib.sha256(batch.sequences.numpy().tobytes())
+    digest = hashlib.sha256(batch.tokens.numpy().tobytes() + batch.lengths.tobytes())
     for tensor in (batch.rollout_logprobs, batch.loss_mask, batch.rewards):
         digest.update(tensor.numpy().tobytes())
     digest.update(repr(generator_output["rollout_versions"]).encode())

@@ -92,7 +92,7 @@ sampled = hashlib.sha256()
 def convert_to_training_input(self, generator_output, uids):
     batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
     if self.global_step >= 3:
-        sampled.update(batch.sequences.numpy().tobytes())
+        sampled.update(batch.tokens.numpy().tobytes() + batch.lengths.tobytes())
     return batch
 def finish(self):
     state = {name: role.state_hashes() for name, role in self.roles.items()}
@@ -149,20 +149,26 @@ def taught(folder, *teachers):
     return done.lines[-1], by_transformers(folder, teachers)
 
 
+def dumped(folder):
+    """The tensors of the first step, padded."""
+    from skyrl_megatron_observe.dump import read_dump
+
+    return read_dump(folder / "exports/dumped_data/global_step_1.safetensors")[0].padded()
+
+
 def by_transformers(folder, teachers):
     """Means over the tokens of the dumped batch: log p_student − log p_teacher; KL(teacher ‖ student) over the
     teacher's K likeliest and the rest; the teacher's probability of that rest."""
     import torch
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    batch = load_file(folder / "exports/dumped_data/global_step_1.safetensors")
+    batch = dumped(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     models = {"same": folder / "model", "other": folder / "other"}
     models = {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for name, path in models.items()}
     found = []
-    for row, sequence in enumerate(batch["sequences"]):
-        tokens, sampled = sequence[batch["attention_mask"][row]], int(batch["response_mask"][row].sum())
+    for row, sequence in enumerate(batch.sequences):
+        tokens, sampled = sequence[batch.attention_mask[row]], int(batch.response_mask[row].sum())
         prompt = tokenizer.decode(tokens[:-sampled], skip_special_tokens=True)
         teacher = teachers[(int(prompt.partition("+")[0]) - 11) % len(teachers)]
         with torch.no_grad():
@@ -175,7 +181,7 @@ def by_transformers(folder, teachers):
             for e in (teacher, student)
         )
         kl = (p * (p / q).log()).sum(-1, keepdim=True)
-        found.append(torch.cat([own, kl, p[:, -1:]], 1)[batch["loss_mask"][row, -sampled:] > 0])
+        found.append(torch.cat([own, kl, p[:, -1:]], 1)[batch.loss_mask[row, -sampled:] > 0])
     return torch.cat(found).mean(0).tolist()
 
 
@@ -225,21 +231,20 @@ def rewarded(folder):
 def test_a_reward_model_scores_the_samples(folder, positions):
     """Its scores, by plain transformers, are added to the rewards. Longer samples than its context are masked."""
     import torch
-    from safetensors.torch import load_file
 
     model = scorer(folder, positions)
     done = rewarded(folder).check()
-    batch, scores = load_file(folder / "exports/dumped_data/global_step_1.safetensors"), []
-    for row, sequence in enumerate(batch["sequences"]):
-        tokens = sequence[batch["attention_mask"][row]]
-        if len(tokens) < model.config.max_position_embeddings and batch["loss_mask"][row].any():
+    batch, scores = dumped(folder), []
+    for row, sequence in enumerate(batch.sequences):
+        tokens = sequence[batch.attention_mask[row]]
+        if len(tokens) < model.config.max_position_embeddings and batch.loss_mask[row].any():
             with torch.no_grad():
                 hidden = model.model(tokens[None]).last_hidden_state[0, -1]
                 scores.append(model.score(hidden).item())
     line = done.lines[-1]
-    trained = int((batch["loss_mask"] > 0).any(1).sum())
+    trained = int((batch.loss_mask > 0).any(1).sum())
     assert line["reward/unscored_samples"] == trained - len(scores)
-    assert (len(scores) < trained) == (positions is not None), batch["attention_mask"].sum(1)
+    assert (len(scores) < trained) == (positions is not None), batch.attention_mask.sum(1)
     assert line["reward/avg_model_score"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
     assert line[GAP] <= AGREE
 

@@ -65,7 +65,8 @@ register("both", Both)
 def compute_advantages_and_returns(self, batch):
     parts, uids = batch.reward_parts.tolist(), list(batch.uids)
     batch = RayPPOTrainer.compute_advantages_and_returns(self, batch)
-    found = (batch.advantages * batch.response_mask).sum(1) / batch.response_mask.sum(1)
+    padded = batch.padded()
+    found = (padded.advantages * padded.response_mask).sum(1) / padded.response_mask.sum(1)
     with open(self.cfg.trainer.log_path + "/parts.jsonl", "a") as file:
         file.write(json.dumps({"parts": parts, "uids": uids, "found": found.tolist()}) + chr(10))
     return batch
@@ -143,7 +144,7 @@ sampled = hashlib.sha256()
 def convert_to_training_input(self, generator_output, uids):
     batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
     if self.global_step >= 2:
-        sampled.update(batch.sequences.numpy().tobytes())
+        sampled.update(batch.tokens.numpy().tobytes() + batch.lengths.tobytes())
     return batch
 def finish(self):
     state = self.policy.state_hashes()

@@ -52,12 +52,11 @@ def prepared(folder):
 
 
 RECORDS = """
-import json, hashlib, torch
+import dataclasses, json, hashlib, torch
 from pathlib import Path
-from skyrl_megatron.workers.dispatch import to_arrays
 out = Path(os.environ["OUT"])
 def train_critic_and_policy(self, batch):
-    torch.save(to_arrays(batch), out / f"batch_{self.global_step}.pt")
+    torch.save(dataclasses.replace(batch, carried=None), out / f"batch_{self.global_step}.pt")
     RayPPOTrainer.train_critic_and_policy(self, batch)
 def finish(self):
     state = self.policy.state_hashes()
@@ -79,27 +78,27 @@ def replayed(arguments, folder, name):
     import hashlib
     from pathlib import Path
 
+    import numpy as np
     import torch
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.data.splitting import rows_with_trained_tokens
+    from skyrl_megatron.data.splitting import rows_with_trained_tokens, trained_rows
     from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.workers.dispatch import from_arrays
     from tests.lora.several import share
 
     cfg = SkyRLTrainConfig.from_cli_overrides(arguments)
     assert resolve.fit_to_hardware(cfg, local_hardware()) == []
     engine = MegatronEngine(cfg)
     for file in sorted(Path(folder).glob("batch_*.pt")):
-        batch = from_arrays(torch.load(file, weights_only=False))
-        rows = [row for row, adapter in enumerate(batch.adapters) if adapter == name]
-        if not rows:
+        batch = torch.load(file, weights_only=False)
+        rows = np.flatnonzero(np.asarray(batch.adapters) == name)
+        if not len(rows):
             continue
-        part = batch.select(rows)
+        part = batch.select(rows_with_trained_tokens(rows, trained_rows(batch)))
         part.adapters = []
-        engine.forward_backward(share(engine, rows_with_trained_tokens(part), ("",)))
+        engine.forward_backward(share(engine, part, ("",)))
         engine.optim_step()
     hashes = {}
     for block in blocks_to_save(list(engine.chunks), engine.optimizer, engine.groups):

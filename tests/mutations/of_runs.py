@@ -174,8 +174,8 @@ MUTATIONS = (
     Mutation(
         "failed-rows-that-are-counted",
         "skyrl_megatron/rollout/outputs.py",
-        "batch.loss_mask[list(failed)] = 0.0",
-        "pass",
+        "for mask in (batch.response_mask, batch.loss_mask):",
+        "for mask in (batch.response_mask,):",
         ("tests/rollout/test_batches.py::test_failed_rows_enter_no_baseline_and_no_mean",),
         "trajectories of a broken environment would be trained on",
     ),
@@ -236,12 +236,12 @@ MUTATIONS = (
         "samples would be staler than max_staleness_steps allows",
     ),
     Mutation(
-        "lags-at-the-left",
+        "lags-of-the-first-row",
         "skyrl_megatron/sources/staleness.py",
-        "start = width - length",
-        "start = 0",
+        "lags[start + first : start + end] = version - int(name)",
+        "lags[first:end] = version - int(name)",
         ("tests/stream/test_token_versions.py",),
-        "staleness would be reported of padding",
+        "staleness would be reported of other rows",
     ),
     Mutation(
         "a-dropped-group-that-is-observed",
@@ -286,8 +286,8 @@ MUTATIONS = (
     Mutation(
         "results-in-the-order-of-ranks",
         "skyrl_megatron/workers/dispatch.py",
-        "out[replica_rows] = result[: len(replica_rows)]",
-        "out[: len(replica_rows)] = result[: len(replica_rows)]",
+        "for row in self.rows[rank.dp_rank].tolist():",
+        "for row in range(len(self.rows[rank.dp_rank])):",
         ("tests/job/test_workers.py::test_a_batch_goes_out_once_a_replica_and_comes_back_in_order",),
         "log-probs would belong to other rows than they are given to",
     ),

@@ -199,7 +199,7 @@ def batch_of(
     """Rows as a step trains on: a turn with a tool call, its answer, and a turn that is as long as it must be."""
     import torch
 
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     prompt, call = (tokenizer.encode(part).ids for part in CHAT.split("<|assistant|>"))
     answer, end = tokenizer.encode(ANSWER).ids, tokenizer.encode(END).ids
@@ -210,7 +210,7 @@ def batch_of(
     rewards = torch.zeros(rows, length)
     rewards[:, -1] = torch.tensor([float(row // samples == 1 or rng.random() < 0.5) for row in range(rows)])
     engine = -torch.rand(rows, length) * sampled
-    batch = TrainingBatch(
+    batch = PaddedBatch(
         sequences=torch.tensor([prompt + response] * rows),
         attention_mask=torch.ones(rows, len(prompt) + length, dtype=torch.bool),
         response_mask=torch.ones(rows, length),
@@ -219,23 +219,26 @@ def batch_of(
         rewards=rewards,
         rollout_logprobs=engine,
         advantages=(rewards.sum(1, keepdim=True) - rewards.sum(1).mean()) * sampled,
-    )
+    ).flat()
     trainer = engine + torch.randn(rows, length).clamp(-3, 3) * 1e-3
-    return batch, [mask] * rows, torch.where(sampled > 0, trainer, -9.0)  # engines give 0 for what they did not sample
+    trainer = torch.where(sampled > 0, trainer, -9.0)  # engines give 0 for what they did not sample
+    return batch, [mask] * rows, trainer.flatten()
 
 
 def write_samples(cfg, steps, tokens, rng):
+    import numpy as np
+
     from skyrl_megatron_observe.samples import SampleLog
 
     tokenizer = byte_tokenizer()
     log = SampleLog(cfg, tokenizer, max(steps))
     batch, masks, trainer = batch_of(tokenizer, tokens, rng)
     for step in steps:
-        half = batch.response_mask.shape[1] // 2
+        half = int(batch.response_lengths[0]) // 2
         spans = [[(str(step - 2), 0, half), (str(step - 1), half, 2 * half)]] * len(batch)
         log.note({"stop_reasons": ["stop"] * len(batch), "loss_masks": masks, "rollout_versions": spans})
         rows = log.chosen(batch)
-        log.write(step, batch, rows, trainer[rows].numpy())
+        log.write(step, batch, rows, batch.responses.select(trainer, np.asarray(rows)).numpy())
 
 
 def write_trajectories(run, steps, rng):

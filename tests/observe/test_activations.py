@@ -57,7 +57,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     from skyrl_megatron.runtime.adapters import attach_adapters
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
     from skyrl_megatron_observe.estimate.memory_activations import (
         Kernels,
         LayerActivations,
@@ -80,7 +80,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     ours = {tensor.untyped_storage().data_ptr() for tensor in [*chunk.parameters(), *chunk.buffers()]}
     tokens = torch.randint(config["vocab_size"], (1, TOKENS), generator=generator)
     ones = torch.ones(1, 1)
-    batch = TrainingBatch(tokens, torch.ones(1, TOKENS, dtype=torch.bool), ones, ones)
+    batch = PaddedBatch(tokens, torch.ones(1, TOKENS, dtype=torch.bool), ones, ones)
     packed = pack(batch, groups, torch.device("cpu"))
     kept = {}
 
@@ -154,7 +154,7 @@ def peaks(folder, settings):
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
     from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
     from skyrl_megatron_observe.estimate.memory_phases import RoleModel
 
@@ -177,7 +177,8 @@ def peaks(folder, settings):
     ones = torch.ones(rows, half)
     tokens = torch.randint(1000, (rows, 2 * half), generator=torch.Generator().manual_seed(0))
     whole = torch.ones(rows, 2 * half, dtype=torch.bool)
-    batch = TrainingBatch(tokens, whole, ones, ones, uids=["a", "b"], advantages=ones, old_logprobs=-5 * ones)
+    padded = PaddedBatch(tokens, whole, ones, ones, uids=["a", "b"], advantages=ones, old_logprobs=-5 * ones)
+    batch = padded.flat()
     engine.forward_backward(batch)  # what is made once is there afterwards
     engine.clear_gradients()
     training = peak_of(lambda: engine.forward_backward(batch))

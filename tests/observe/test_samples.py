@@ -18,7 +18,7 @@ def kept(tmp_path, step=1, **overrides):
     log = SampleLog(config(tmp_path, **overrides), tokenizer, 10)
     log.note({"stop_reasons": ["stop"] * len(batch), "loss_masks": masks, "rollout_versions": None})
     rows = log.chosen(batch)
-    path = log.write(step, batch, rows, trainer[rows].numpy())
+    path = log.write(step, batch, rows, batch.responses.select(trainer, np.asarray(rows)).numpy())
     return json.loads(path.read_text()), batch, trainer, rows, tokenizer
 
 
@@ -29,14 +29,15 @@ def numbers(text, kind):
 def test_a_row_is_what_the_batch_holds(tmp_path):
     record, batch, trainer, rows, tokenizer = kept(tmp_path)
     assert len(rows) == 8 and record["rows"] == len(batch) == 24
+    responses = batch.responses
     for sample, row in zip(record["samples"], rows, strict=True):
         tokens = np.concatenate([numbers(sample[part], "<i4") for part in ("prompt", "tokens")])
-        np.testing.assert_array_equal(tokens, batch.sequences[row].numpy())
+        np.testing.assert_array_equal(tokens, batch.tokens[batch.rows.of(row)].numpy())
         known = {"engine": batch.rollout_logprobs, "trainer": trainer, "advantages": batch.advantages}
         for name, values in known.items():
-            np.testing.assert_array_equal(numbers(sample[name], "<f4"), values[row].numpy())
-        np.testing.assert_array_equal(numbers(sample["mask"], "u1"), batch.loss_mask[row].numpy())
-        assert sample["reward"] == batch.rewards[row].sum() and sample["uid"] == batch.uids[row]
+            np.testing.assert_array_equal(numbers(sample[name], "<f4"), values[responses.of(row)].numpy())
+        np.testing.assert_array_equal(numbers(sample["mask"], "u1"), batch.loss_mask[responses.of(row)].numpy())
+        assert sample["reward"] == batch.rewards[responses.of(row)].sum() and sample["uid"] == batch.uids[row]
     text = "".join(record["pieces"][str(token)] for token in numbers(record["samples"][0]["tokens"], "<i4"))
     assert "SELECT count(*) FROM orders" in text
 
@@ -45,14 +46,16 @@ def test_groups_that_teach_are_kept_with_their_best_and_worst_rows(tmp_path):
     """Those with equal rewards fill up, in the order of the batch."""
     import torch
 
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
     from skyrl_megatron_observe.samples import SampleLog
     from tests.observe.made_run import byte_tokenizer, config
 
     rewards = [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0.5, 1, 0.2], [3, 3, 3, 3]]
     ones = torch.ones(16, 2)
     uids = [f"{group}" for group in range(4) for _ in range(4)]
-    batch = TrainingBatch(ones.long(), ones, ones, ones, rewards=torch.tensor(rewards).reshape(16, 1), uids=uids)
+    column = torch.tensor(rewards).reshape(16, 1)
+    padded = PaddedBatch(ones.long(), ones, ones[:, :1], ones[:, :1], rewards=column, uids=uids)
+    batch = padded.flat()
 
     def chosen(count):
         return SampleLog(config(tmp_path, **{"trainer.samples_per_step": count}), byte_tokenizer(), 10).chosen(batch)
@@ -63,7 +66,7 @@ def test_groups_that_teach_are_kept_with_their_best_and_worst_rows(tmp_path):
 
 def test_groups_are_measured_as_one_by_one(tmp_path):
     record, batch, *_ = kept(tmp_path)
-    totals = batch.rewards.sum(dim=1).numpy()
+    totals = batch.padded().rewards.sum(dim=1).numpy()
     for uid, mean, deviation, count in record["groups"]:
         own = totals[[row for row, each in enumerate(batch.uids) if each == uid]]
         assert (mean, deviation, count) == (pytest.approx(own.mean()), pytest.approx(own.std()), len(own))

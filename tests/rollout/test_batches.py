@@ -177,11 +177,13 @@ def test_failed_rows_enter_no_baseline_and_no_mean():
 
     batch = to_training_batch(output_of([1.0, 0.0, 0.0], ["a"] * 3, errors=[None, "TimeoutError", None]), ["a"] * 3)
     assert batch.uids[0] == batch.uids[2] == "a" and batch.uids[1] != "a"
-    assert batch.loss_mask.sum(dim=1).tolist() == batch.response_mask.sum(dim=1).tolist() == [2, 0, 2]
+    assert batch.response_lengths.tolist() == [2, 2, 2]
+    padded = batch.padded()
+    assert padded.loss_mask.sum(dim=1).tolist() == padded.response_mask.sum(dim=1).tolist() == [2, 0, 2]
 
 
 @pytest.mark.parametrize("arrays", [True, False])
-def test_tensors_are_right_aligned(arrays):
+def test_rows_are_one_after_another_and_right_aligned_when_padded(arrays):
     """Against a loop over every element."""
     from skyrl_megatron.data.batch import collate
 
@@ -195,7 +197,7 @@ def test_tensors_are_right_aligned(arrays):
     rewards = [kind(rng.random(r)) for _, r in sizes]
     routes = [rng.integers(0, 8, (p + r - i % 2, 2, 3)) if i % 3 else None for i, (p, r) in enumerate(sizes)]
     uids = [str(i) for i in range(20)]
-    batch = collate(
+    made = collate(
         prompts,
         responses,
         uids=uids,
@@ -206,6 +208,13 @@ def test_tensors_are_right_aligned(arrays):
         is_last_step=[i % 2 == 0 for i in range(20)],
     )
     width, response_width = max(p + r for p, r in sizes), max(r for _, r in sizes)
+    assert made.tokens.tolist() == [int(x) for pair in zip(prompts, responses) for part in pair for x in part]
+    assert made.lengths.tolist() == [p + r for p, r in sizes] and made.response_lengths.tolist() == [
+        r for _, r in sizes
+    ]
+    assert made.rewards.tolist() == pytest.approx([float(x) for row in rewards for x in row])
+    assert made.loss_mask.tolist() == [bool(x) for row in masks for x in row]
+    batch = made.padded()
     assert batch.sequences.shape == (20, width) and batch.rewards.shape == (20, response_width)
     for i, (p, r) in enumerate(sizes):
         for column in range(width):
@@ -228,7 +237,10 @@ def test_tensors_are_right_aligned(arrays):
                 assert float(tensor[i, column]) == pytest.approx(float(values[i][at]) if at >= 0 else 0.0)
     assert batch.is_last_step.tolist() == [i % 2 == 0 for i in range(20)]
     whole = collate([[1]] * 3, [[2, 3], [], [4]], uids=list("abc"), rewards=[0.5, 0.7, 1.0])
-    assert whole.rewards.tolist() == [[0, 0.5], [0, 0.0], [0, 1.0]], "on the last response token, if there is one"
+    assert whole.rewards.tolist() == [0, 0.5, 1.0]
+    assert whole.padded().rewards.tolist() == [[0, 0.5], [0, 0.0], [0, 1.0]], (
+        "on the last response token, if there is one"
+    )
     with pytest.raises(ValueError, match=r"sample 1 \(uid b\): 1 rewards for 2 response tokens"):
         collate([[1]] * 2, [[2], [3, 4]], uids=["a", "b"], rewards=[[1.0], [1.0]])
 
@@ -255,7 +267,8 @@ def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
     assert dumped["rollout_support_counts"].tolist() == [2, 0, 0, 2, 1, 3]
     assert dumped["rollout_support_ids"].tolist() == [2, 7, 4, 70000, 9, 1, 5, 6]
     again, sampled_by = read_dump(path)
-    assert again.uids == batch.uids and sampled_by == versions and (again.sequences == batch.sequences).all()
+    assert again.uids == batch.uids and sampled_by == versions and (again.tokens == batch.tokens).all()
+    assert (again.lengths == batch.lengths).all() and (again.response_lengths == batch.response_lengths).all()
     for one, other in zip(again.rollout_support, batch.rollout_support, strict=True):
         assert one.ids.tolist() == other.ids.tolist() and one.counts.tolist() == other.counts.tolist()
 
@@ -281,8 +294,8 @@ def test_mini_batches_are_prompts_not_rows():
     batch.metadata[PROMPT_UIDS] = list("aabbbcdd")
 
     def rows(prompts):
-        return [part.sequences[:, 0].tolist() for part in mini_batches(batch, prompts)]
+        return [batch.select(part).padded().sequences[:, 0].tolist() for part in mini_batches(batch, prompts)]
 
     assert rows(2) == [[0, 1, 2, 3, 4], [5, 6, 7]]
     assert rows(3) == [[0, 1, 2, 3, 4, 5], [6, 7]]
-    assert mini_batches(batch, 4) == [batch]
+    assert [part.tolist() for part in mini_batches(batch, 4)] == [list(range(8))]

@@ -7,9 +7,13 @@ import pytest
 
 def test_lags_stand_where_their_tokens_do():
     from skyrl_megatron.sources.staleness import token_staleness
+    from skyrl_megatron.types import Rows
 
     spans = [[("3", 0, 2), ("5", 4, 5)], [("base", 0, 1), ("4", 1, 3)]]
-    assert token_staleness(spans, [5, 3], 6, 6).tolist() == [[-1, 3, 3, -1, -1, 1], [-1, -1, -1, -1, 2, 2]]
+    rows = Rows([5, 0, 3])
+    lags = token_staleness([spans[0], [], spans[1]], rows, 6)
+    assert lags.tolist() == [3, 3, -1, -1, 1, -1, 2, 2]
+    assert [lags[rows.of(row)].tolist() for row in range(3)] == [[3, 3, -1, -1, 1], [], [-1, 2, 2]]
 
 
 def test_metrics_count_what_is_trained_on():
@@ -26,8 +30,8 @@ def test_metrics_count_what_is_trained_on():
         loss_masks=[[1, 1, 0, 1], [1, 1], [0]],
         rollout_logprobs=[[-1.0, -1.0, 0.0, -2.0], [-1.0, -3.0], [-9.0]],
     )
-    lags = token_staleness([[("7", 0, 2), ("9", 3, 4)], [("8", 0, 2)], [("0", 0, 1)]], [4, 2, 1], 9, 4)
-    batch.old_logprobs = torch.where(batch.response_mask > 0, -1.5, 0.0)
+    lags = token_staleness([[("7", 0, 2), ("9", 3, 4)], [("8", 0, 2)], [("0", 0, 1)]], batch.responses, 9)
+    batch.old_logprobs = torch.where(batch.response_mask, -1.5, 0.0)
     found = token_staleness_metrics(batch, lags, 2)
     assert found == pytest.approx(
         {

@@ -102,13 +102,22 @@ def test_rounding_that_never_jumps():
     assert found({RUN: 0.5, ENGINE: 0.5}, now=0.5, **coarse).cause == "unknown"
 
 
-def test_differences_of_right_aligned_log_probs():
+def test_differences_of_the_log_probs_of_rows():
+    from skyrl_megatron.data.batch import collate
     from skyrl_megatron_tools.logprob_mismatch.diagnosis import LayerDifferences, LogprobMismatch, RouteDiff
 
-    mask = np.array([[0, 1, 1], [1, 1, 1]])
-    gap = LogprobMismatch.of(np.array([[9.0, 1, 2], [1, 2, 3]]), np.array([[0.0, 1, 2.5], [1, 2, 3]]), mask)
+    def batch(*masks):
+        return collate(
+            [[1]] * len(masks), masks, uids=["a"] * len(masks), rewards=[0.0] * len(masks), loss_masks=masks
+        )
+
+    rows = batch([0, 1, 1], [1, 1, 1])
+    gap = LogprobMismatch.of(np.array([9.0, 1, 2, 1, 2, 3]), np.array([0.0, 1, 2.5, 1, 2, 3]), rows)
     assert gap == LogprobMismatch(0.1, 0.5, 0, 1)
-    assert LogprobMismatch.of(np.full((1, 2), np.nan), np.zeros((1, 2)), np.ones((1, 2))).largest == np.inf
+    rows = batch([], [0, 1], [], [0, 1, 1, 1])
+    gap = LogprobMismatch.of(np.array([9.0, 1, 8, 2, 1, 2]), np.array([0.0, 1, 0, 2, 1.5, 2]), rows)
+    assert gap == LogprobMismatch(0.125, 0.5, 3, 1), "rows of other lengths"
+    assert LogprobMismatch.of(np.full(2, np.nan), np.zeros(2), batch([1, 1])).largest == np.inf
     one = {"10.mlp": np.ones((3, 4)), "2.output": np.ones((3, 4)), "norm": np.ones((3, 4)), "other": np.ones((3, 4))}
     other = {**one, "10.mlp": np.diag([1.0, 1, 3]) @ one["10.mlp"]} | {"embedding": np.ones((3, 4))}
     layers = LayerDifferences.of(one, {name: other[name] for name in other if name != "other"}, {})

@@ -95,7 +95,7 @@ def left(tmp_path):
     import torch
 
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
     from skyrl_megatron_observe.dump import dump_batch, dump_path
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
@@ -104,7 +104,8 @@ def left(tmp_path):
     (tmp_path / "ckpts").mkdir()
     ones = torch.ones(2, 3)
     for step in (3, 4, 5):
-        dump_batch(TrainingBatch(ones.long(), ones.bool(), ones, ones.clone(), ["a", "b"]), dump_path(cfg, step))
+        batch = PaddedBatch(ones.long(), ones.bool(), ones, ones.clone(), ["a", "b"]).flat()
+        dump_batch(batch, dump_path(cfg, step))
     whole = dump_path(cfg, 4).read_bytes()
     dump_path(cfg, 4).write_bytes(whole[: len(whole) // 2])
     return cfg

@@ -383,7 +383,7 @@ def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
 
     from skyrl_megatron.errors import ConfigError
     from skyrl_megatron.identity import sampled_identity
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
     from skyrl_megatron_observe.dump import dump_batch, dump_path, read_dump, refuse_other_dump
     from skyrl_megatron_tools.logprob_mismatch.recorded import read_step
     from skyrl_megatron_tools.replay_trainer import plan_replay
@@ -391,7 +391,8 @@ def test_a_dumped_batch_of_another_model_is_not_used(start, tmp_path):
     keys = {"trainer.export_path": tmp_path, "trainer.ckpt_path": tmp_path / "ckpt"}
     cfg = configured(start, "SkyRLTrainConfig", **keys)
     ones = torch.ones(2, 3)
-    batch = TrainingBatch(ones.long(), ones.bool(), ones, ones.clone(), ["a", "b"], rollout_logprobs=-ones)
+    padded = PaddedBatch(ones.long(), ones.bool(), ones, ones.clone(), ["a", "b"], rollout_logprobs=-ones)
+    batch = padded.flat()
     dump_batch(batch, dump_path(cfg, 1), identity=sampled_identity(cfg))
     refuse_other_dump(cfg, 1)
     assert read_dump(dump_path(cfg, 1))[0].uids == ["a", "b"]
