@@ -104,7 +104,9 @@ class Carried:
 
 def _state(value: Any) -> tuple[Any, Any]:
     """Return what :func:`_is_same` needs to see that a field was replaced, or changed in place."""
-    return (value, value._version) if isinstance(value, Tensor) else (value, list(value))
+    if isinstance(value, Tensor):
+        return value, value._version
+    return value, list(value) if isinstance(value, list) else None
 
 
 def _is_same(state: tuple[Any, Any] | None, value: Any) -> bool:
@@ -112,6 +114,8 @@ def _is_same(state: tuple[Any, Any] | None, value: Any) -> bool:
         return False
     if isinstance(value, Tensor):
         return bool(state[1] == value._version)
+    if not isinstance(value, list):  # lengths, which nothing changes
+        return True
     # entries are replaced and never changed; comparing arrays would read them
     return len(state[1]) == len(value) and all(a is b for a, b in zip(state[1], value, strict=True))
 
@@ -183,14 +187,16 @@ class Share:
         wanted = list({reference.hex(): reference for each in self.references for reference in each.values()}.values())
         objects = dict(zip([reference.hex() for reference in wanted], ray.get(wanted), strict=True))
         blocks = [{name: objects[ref.hex()][name] for name, ref in each.items()} for each in self.references]
-        made = from_arrays(blocks, self.blocks, self.places)
+        # without rows, blank ones have the fields of a row of another replica
+        one, some = np.zeros(1, np.int64), len(self.places) > 0
+        made = from_arrays(blocks, self.blocks if some else one, self.places if some else one)
         made.metadata = self.metadata
         if self.blanks:
             blank = made.blank_row()
             blanks = [blank.select([0]) for _ in self.blanks]
             for row, adapter in zip(blanks, self.blanks, strict=True):
                 row.adapters = [adapter] if made.adapters else []
-            made = TrainingBatch.joined([made, *blanks])
+            made = TrainingBatch.joined([made, *blanks] if some else blanks)
         return made
 
 
@@ -271,6 +277,8 @@ def dispatch(
         references = [
             {name: block.references[name] for name in names if name in block.references} for block, _ in taken
         ]
+        # the first replica has the largest row
+        references = references or shares[0].references
         shares.append(Share(references, blocks, batch.carried.place_of[of_replica], blanks, metadata))
         all_rows.append(of_replica)
     return ShardedBatch(all_rows, shares, batch.responses)
