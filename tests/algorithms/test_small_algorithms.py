@@ -300,10 +300,8 @@ def test_observations_are_what_was_not_sampled():
     trained, rows = trained_rows(batch), np.arange(3)
     # the second teaches by its observation alone
     assert rows_with_trained_tokens(rows, trained).tolist() == [0, 1]
-    assert [part.tolist() for part in parts_with_trained_tokens([rows[:1], rows[1:2], rows[2:]], trained)] == [
-        [0],
-        [1],
-    ]
+    parts = parts_with_trained_tokens([rows[:1], rows[1:2], rows[2:]], trained)
+    assert [part.tolist() for part in parts] == [[0], [1]]
     del output["rollout_versions"]
     assert observation_mask(output, batch).tolist()[:4] == [False, True, True, False]
 

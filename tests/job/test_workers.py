@@ -166,66 +166,66 @@ def test_warnings_of_ranks_are_given_where_the_user_sees_them(ray_slots):
 def batch_of(lengths, width=12, response=6):
     import torch
 
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.types import PaddedBatch
 
     rows = len(lengths)
     sequences = torch.arange(rows * width).reshape(rows, width)
     columns = torch.arange(width)
     attention = columns >= width - torch.tensor(lengths)[:, None]
     response_mask = attention[:, -response:].float()
-    return TrainingBatch(
-        sequences, attention, response_mask, response_mask.clone(), [f"p{row // 2}" for row in range(rows)]
-    )
+    uids = [f"p{row // 2}" for row in range(rows)]
+    return PaddedBatch(sequences, attention, response_mask, response_mask.clone(), uids)
 
 
 @pytest.mark.parametrize(("rows", "dp", "ranks_per_replica"), [(7, 3, 2), (8, 2, 1), (2, 4, 1), (5, 1, 2)])
 def test_a_batch_goes_out_once_a_replica_and_comes_back_in_order(ray_slots, rows, dp, ranks_per_replica):
     """Also fewer rows than replicas: the others get a blank row, whose result is dropped."""
-    import ray
     import torch
 
     from skyrl_megatron.runtime.flops import ModelFlops
-    from skyrl_megatron.workers.dispatch import RankInfo, dispatch, from_arrays
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch
 
     lengths = np.random.default_rng(rows).integers(1, 13, rows).tolist()
     batch = batch_of(lengths)
-    sharded = dispatch(batch, dp, ModelFlops(1.0, 0.1, 0.0, 0))
-    assert len(sharded.chunks) == dp
+    flat = batch.flat()
+    sharded = dispatch(flat, dp, ModelFlops(1.0, 0.1, 0.0, 0))
+    assert len(sharded.shares) == dp
     places = [
         RankInfo(r // ranks_per_replica, dp, r % ranks_per_replica == 0, 0, "") for r in range(dp * ranks_per_replica)
     ]
     results = []
-    for place, (chunk,) in zip(places, sharded.arguments(places), strict=True):
-        part = from_arrays(ray.get(chunk))
-        results.append((part.sequences[:, -6:] * part.response_mask).numpy() if place.collects else None)
+    for place, (share,) in zip(places, sharded.arguments(places), strict=True):
+        part = share.batch()
+        assert len(part), "a rank without rows takes part in collectives"
+        results.append(part.response_tokens().numpy() if place.collects else None)
     expected = batch.sequences[:, -6:] * batch.response_mask
-    assert torch.equal(sharded.collect(places, results), expected)
+    assert torch.equal(flat.responses.padded(sharded.collect(places, results), width=6), expected.int())
 
 
 def test_rows_of_an_adapter_are_cut_as_if_there_were_no_others(ray_slots):
-    """The chunk of a replica has what it would have got of each adapter alone, blank rows included."""
+    """The share of a replica has what it would have got of each adapter alone, blank rows included."""
     import dataclasses
 
-    import ray
     import torch
 
     from skyrl_megatron.runtime.flops import ModelFlops
-    from skyrl_megatron.workers.dispatch import RankInfo, dispatch, from_arrays
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch
 
     flops, names = ModelFlops(1.0, 0.1, 0.0, 0), ["a", "b", "a", "a", "a", "b", "a", "c"]
-    batch = dataclasses.replace(batch_of(np.random.default_rng(3).integers(1, 13, 8).tolist()), adapters=names)
+    batch = dataclasses.replace(batch_of(np.random.default_rng(3).integers(1, 13, 8).tolist()).flat(), adapters=names)
     together = dispatch(batch, 2, flops)
-    parts = [from_arrays(ray.get(chunk)) for chunk in together.chunks]
+    parts = [share.batch() for share in together.shares]
     for name in "abc":
         mine = [row for row, each in enumerate(names) if each == name]
         alone = dispatch(dataclasses.replace(batch.select(mine), adapters=[]), 2, flops)
-        for part, chunk in zip(parts, alone.chunks, strict=True):
-            own, expected = part.select([r for r, each in enumerate(part.adapters) if each == name]), ray.get(chunk)
-            assert torch.equal(own.sequences, torch.from_numpy(expected["sequences"].copy()))
-            assert own.uids == expected["uids"]
+        for part, share in zip(parts, alone.shares, strict=True):
+            own, expected = part.select([r for r, each in enumerate(part.adapters) if each == name]), share.batch()
+            assert torch.equal(own.tokens, expected.tokens)
+            assert own.lengths.tolist() == expected.lengths.tolist()
+            assert own.uids == expected.uids
     places = [RankInfo(r, 2, True, 0, "") for r in range(2)]
-    results = [part.sequences.numpy() for part in parts]
-    assert torch.equal(together.collect(places, results), batch.sequences)
+    results = [part.response_tokens().numpy() for part in parts]
+    assert torch.equal(together.collect(places, results), batch.response_tokens())
 
 
 class Echo:

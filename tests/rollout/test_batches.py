@@ -208,10 +208,10 @@ def test_rows_are_one_after_another_and_right_aligned_when_padded(arrays):
         is_last_step=[i % 2 == 0 for i in range(20)],
     )
     width, response_width = max(p + r for p, r in sizes), max(r for _, r in sizes)
-    assert made.tokens.tolist() == [int(x) for pair in zip(prompts, responses) for part in pair for x in part]
-    assert made.lengths.tolist() == [p + r for p, r in sizes] and made.response_lengths.tolist() == [
-        r for _, r in sizes
-    ]
+    pairs = zip(prompts, responses, strict=True)
+    assert made.tokens.tolist() == [int(x) for pair in pairs for part in pair for x in part]
+    assert made.lengths.tolist() == [p + r for p, r in sizes]
+    assert made.response_lengths.tolist() == [r for _, r in sizes]
     assert made.rewards.tolist() == pytest.approx([float(x) for row in rewards for x in row])
     assert made.loss_mask.tolist() == [bool(x) for row in masks for x in row]
     batch = made.padded()
