@@ -113,8 +113,8 @@ class Rows:
 
     def any(self, chosen: Tensor) -> Tensor:
         """Return [B] bool: whether ``chosen`` [R] bool holds for a value of each row."""
-        numbers = torch.from_numpy(np.searchsorted(self.starts + self.lengths, chosen.nonzero().flatten(), "right"))
-        return torch.zeros(len(self), dtype=torch.bool).index_fill_(0, numbers, True)
+        rows = np.searchsorted(self.starts + self.lengths, np.flatnonzero(chosen.numpy()), "right")
+        return torch.zeros(len(self), dtype=torch.bool).index_fill_(0, torch.from_numpy(rows), True)
 
     def spread(self, of_rows: Tensor) -> Tensor:
         """Return for each value that of its row in ``of_rows`` [B, …]: [R, …]."""

@@ -711,7 +711,7 @@ def _by_token_sums(
         for out, values in zip((advantages, returns), estimates, strict=True):
             for row, line in zip(chosen.tolist(), values, strict=True):
                 out[rows.of(row)] = line[len(line) - rows.lengths[row] :]
-    loss_mask = batch.loss_mask & rows.spread(keep)
-    counted = trained_token_mask(loss_mask, config)
-    mask = batch.response_mask & rows.spread(keep)
-    return whiten(advantages, mask.float(), None if counted is None else counted.float()), returns
+    counts = rows.spread(keep)
+    counted = trained_token_mask(batch.loss_mask & counts, config)
+    whitened = whiten(advantages, (batch.response_mask & counts).float(), None if counted is None else counted.float())
+    return keep_masked(whitened, counts), returns
