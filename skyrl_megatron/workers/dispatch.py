@@ -30,9 +30,9 @@ from skyrl_megatron.data.splitting import (
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, Rows, TokenSupport, TrainingBatch
 
-SCORED = ("tokens", "lengths", "response_lengths", "response_mask", *LISTS)
+SCORED = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
 """Fields that a pass without gradients reads. A training pass reads all."""
-TRAINED = (*SCORED, *OF_RESPONSES, *OF_ROWS)
+TRAINED = tuple(dict.fromkeys((*SCORED, *OF_RESPONSES, *OF_ROWS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,8 @@ def dispatch(
         batch.carried = Carried(len(batch))
     prompts = batch.metadata.get(MINI_BATCH_PROMPTS)
     parts = [np.arange(len(batch)) if rows is None else rows]
-    if prompts and not trains:
+    whole = len(batch.metadata.get(PROMPT_UIDS, batch.uids)) == len(batch)  # not some rows of a batch
+    if prompts and not trains and whole:
         parts = mini_batches(batch, prompts)
     costs = flops.forward(batch.lengths)
     splits = [_split(batch, part, costs, dp_size) for part in parts]
