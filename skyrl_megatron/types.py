@@ -129,8 +129,9 @@ class Rows:
         """Return the row of each value, [R] int64."""
         return self.spread(torch.arange(len(self)))
 
-    def select[T: (Tensor, np.ndarray)](self, values: T, rows: np.ndarray) -> T:
+    def select[T: (Tensor, np.ndarray)](self, values: T, rows: Sequence[int] | np.ndarray) -> T:
         """Return the values of ``rows`` [b] int64, in their order, of ``values`` [R, …]: [r, …]."""
+        rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and bool((np.diff(rows) == 1).all()):  # neighbours: one slice
             first, last = int(rows[0]), int(rows[-1])
             return values[int(self.starts[first]) : int(self.starts[last] + self.lengths[last])]

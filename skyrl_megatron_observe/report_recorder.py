@@ -68,7 +68,7 @@ class ReportRecorder(RunRecorder):
         rows = self.samples.chosen(batch)
         logprobs: np.ndarray | None = None
         if batch.old_logprobs is not None:
-            logprobs = batch.responses.select(batch.old_logprobs, np.asarray(rows, np.int64)).numpy()
+            logprobs = batch.responses.select(batch.old_logprobs, rows).numpy()
         elif rows and score is not None:
             logprobs = score(batch.select(rows))
         self.samples.write(step, batch, rows, logprobs)

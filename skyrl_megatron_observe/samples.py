@@ -83,7 +83,7 @@ class SampleLog:
         scores, ends = trajectory_rewards(batch), np.cumsum(batch.response_lengths[list(rows)])
         of_rows = [None] * len(rows) if logprobs is None else np.split(logprobs, ends[:-1])
         samples = [self._sample(batch, row, scores, of_row) for row, of_row in zip(rows, of_rows, strict=True)]
-        ids = np.unique(batch.rows.select(batch.tokens, np.asarray(rows, np.int64)).numpy())
+        ids = np.unique(batch.rows.select(batch.tokens, rows).numpy())
         record = {
             "format": SAMPLE_FORMAT,
             "step": step,

@@ -1,9 +1,9 @@
 """Carry the rows of a batch to the replicas of a role, and collect results in the order of the batch.
 
-Rows are put into Ray's object store once, in a block for each replica and mini-batch: a replica trains on the rows that
-it scored. Every later pass (log-probs, reference, critic, mini-batches, epochs) sends numbers of rows. A field that was
-added or changed since is put when a pass reads it. The references live as long as the batch. The driver owns them: it
-outlives the engines that sampled the rows, and the ranks that read them.
+Rows are put into Ray's object store once, in a block for each replica and mini-batch: a replica trains on the rows
+that it scored. Every later pass (log-probs, reference, critic, mini-batches, epochs) sends numbers of rows. A field
+that was added or changed since is put when a pass reads it. The references live as long as the batch. The driver owns
+them: it outlives the engines that sampled the rows, and the ranks that read them.
 """
 
 from __future__ import annotations

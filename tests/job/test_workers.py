@@ -228,6 +228,258 @@ def test_rows_of_an_adapter_are_cut_as_if_there_were_no_others(ray_slots):
     assert torch.equal(together.collect(places, results), batch.response_tokens())
 
 
+def ragged_batch(seed, lengths, *, names=(), uids=None):
+    """A batch with every field; ``lengths``: of prompts and responses. Some rows have no routes, or no support."""
+    import torch
+
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.types import TokenSupport
+
+    rng, rows = np.random.default_rng(seed), len(lengths)
+    responses = [rng.integers(0, 70_000, n) for _, n in lengths]
+    supports = [[{int(token), int(token) + 1} if token % 3 else () for token in response] for response in responses]
+    routes = [rng.integers(0, 300, (p + n - 1, 2, 3)) if row % 3 else None for row, (p, n) in enumerate(lengths)]
+    batch = collate(
+        [rng.integers(0, 70_000, p) for p, _ in lengths],
+        responses,
+        uids=uids or [f"p{row // 2}" for row in range(rows)],
+        rewards=[rng.random(n) for _, n in lengths],
+        loss_masks=[rng.integers(0, 2, n) for _, n in lengths],
+        rollout_logprobs=[-rng.random(n) for _, n in lengths],
+        rollout_routes=routes,
+        rollout_support=[None if row % 4 == 2 else TokenSupport.of(each) for row, each in enumerate(supports)],
+        is_last_step=[row % 2 == 1 for row in range(rows)],
+    )
+    size = len(batch.loss_mask)
+    for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "advantages", "returns"):
+        setattr(batch, name, torch.from_numpy(rng.random(size, np.float32)))
+    batch.teacher_top_logprobs = torch.from_numpy(rng.random((size, 4), np.float32))
+    batch.teacher_top_ids = torch.from_numpy(rng.integers(0, 99, (size, 4)).astype(np.int32))
+    batch.observation_mask, batch.truncated = ~batch.loss_mask, ~batch.is_last_step
+    batch.reward_parts = torch.from_numpy(rng.random((rows, 2), np.float32))
+    batch.preferences = torch.from_numpy(rng.random((rows, 3)))
+    batch.adapters = [names[row % len(names)] for row in range(rows)] if names else []
+    return batch
+
+
+def assert_same_rows(part, expected, fields):
+    """Every one of ``fields``, with dtypes; the supports by value, as rows from one block have one dtype."""
+    import torch
+
+    for name in fields:
+        one, other = getattr(part, name), getattr(expected, name)
+        if isinstance(other, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other), name
+        elif name == "rollout_support":
+            pairs = [(each.ids.tolist(), each.counts.tolist()) for each in one]
+            assert pairs == [(each.ids.tolist(), each.counts.tolist()) for each in other]
+        elif name == "rollout_routes":
+            assert [each is None for each in one] == [each is None for each in other]
+            for mine, wanted in zip(one, other, strict=True):
+                np.testing.assert_array_equal(mine, wanted)
+                assert mine is None or mine.dtype == wanted.dtype == np.uint16
+        else:
+            np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+RAGGED = [(1, 5), (7, 2), (3, 9), (4, 1), (2, 2), (9, 14), (1, 1), (6, 3)]
+SHAPES = {
+    "ragged": (RAGGED, {}),
+    "adapters": (RAGGED, {"names": ("math", "code", "math")}),
+    "fewer rows of an adapter than replicas": (RAGGED, {"names": ("a", "a", "a", "b", "a", "a", "a", "a")}),
+    "fewer rows than replicas": (RAGGED[:2], {}),
+    "fewer rows than replicas, adapters": (RAGGED[:2], {"names": ("math", "code")}),
+    "equal": ([(3, 4)] * 6, {}),
+    "without responses": ([(3, 0), (2, 5), (4, 0), (1, 0), (2, 1), (5, 0)], {}),
+    "one row": ([(3, 4)], {}),
+    "one row without a response": ([(3, 0)], {}),
+    "together": (RAGGED, {"uids": ["a", "b", "a", "c", "b", "a", "d", "d"]}),
+    "fewer groups than replicas": (RAGGED[:4], {"uids": ["a", "b", "a", "b"]}),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_replica_gets_its_rows_with_all_that_is_theirs(ray_slots, shape, trains):
+    """Of the whole batch and of some rows, cut by mini-batches; blank rows have no tokens, and results come back to
+    the rows that they are of."""
+    import torch
+
+    from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS, TOGETHER
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch
+
+    lengths, more = SHAPES[shape]
+    flops, together = ModelFlops(1.0, 0.1, 0.0, 0), "together" in shape or "groups" in shape
+    whole = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
+    fields = (*whole, *OF_RESPONSES, *OF_ROWS) if trains else whole
+    for dp in (1, 2, 3):
+        batch = ragged_batch(dp, lengths, **more)
+        batch.metadata = {"a": 1, PROMPT_UIDS: batch.uids} | ({TOGETHER: True} if together else {})
+        if not together:
+            batch.metadata[MINI_BATCH_PROMPTS] = 2
+        some = np.arange(len(batch))[:: 2 if trains and not together else 1]
+        for rows in (None, some) if trains else (None,):
+            sharded = dispatch(batch, dp, flops, rows, trains=trains)
+            asked = np.arange(len(batch)) if rows is None else rows
+            assert sorted(row for share in sharded.rows for row in share.tolist()) == asked.tolist()
+            results, holders = [], {}
+            for replica, (share, of_share) in enumerate(zip(sharded.shares, sharded.rows, strict=True)):
+                part = share.batch()
+                real = len(of_share)
+                assert len(part), "every replica takes part in collectives"
+                assert_same_rows(part.select(range(real)), batch.select(of_share), fields)
+                assert not part.lengths[real:].any() and not part.response_lengths[real:].any()
+                assert part.uids[real:] == [""] * (len(part) - real)
+                assert all(getattr(part, name) is None for name in (*OF_RESPONSES, *OF_ROWS) if name not in fields)
+                assert part.metadata == {"a": 1} | ({TOGETHER: True} if together else {})
+                if batch.adapters:
+                    assert set(part.adapters) == {batch.adapters[row] for row in asked}, "all adapters on each"
+                for row in of_share.tolist():
+                    holders.setdefault(batch.uids[row], set()).add(replica)
+                tokens = part.response_tokens()
+                results.append(torch.stack([tokens, -tokens], 1).numpy())
+            if together:
+                assert all(len(replicas) == 1 for replicas in holders.values())
+            ranks = [RankInfo(replica, dp, True, 0, "") for replica in range(dp)]
+            taken = torch.isin(batch.responses.numbers(), torch.from_numpy(asked))
+            expected = batch.response_tokens() * taken
+            assert torch.equal(sharded.collect(ranks, results), torch.stack([expected, -expected], 1))
+
+
+def test_what_a_batch_holds_is_put_once_for_all_passes(ray_slots):
+    """A second pass puts nothing; a field that was added, replaced or changed in place is put, and nothing else."""
+    import torch
+
+    from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS, mini_batches
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.types import TokenSupport
+    from skyrl_megatron.workers.dispatch import dispatch
+
+    flops, dp = ModelFlops(1.0, 0.1, 0.0, 0), 2
+    batch = ragged_batch(0, RAGGED)
+    batch.metadata = {PROMPT_UIDS: batch.uids, MINI_BATCH_PROMPTS: 2}
+    advantages, batch.advantages = batch.advantages, None
+    tokens, responses = len(batch.tokens), len(batch.loss_mask)
+
+    def put(work):
+        before = 0 if batch.carried is None else batch.carried.bytes
+        result = work()
+        return batch.carried.bytes - before, result
+
+    def score():
+        return dispatch(batch, dp, flops, trains=False)
+
+    def train():
+        return [dispatch(batch, dp, flops, rows) for rows in mini_batches(batch, 2)]
+
+    def rows_of(passes, name):
+        """The values of a field on all ranks, in the order of the batch."""
+        found = torch.zeros_like(getattr(batch, name))
+        for sharded in passes:
+            for share, rows in zip(sharded.shares, sharded.rows, strict=True):
+                part = share.batch()
+                for number, row in enumerate(rows.tolist()):
+                    found[batch.responses.of(row)] = getattr(part, name)[part.responses.of(number)]
+        return found
+
+    routes = sum(each.nbytes for each in batch.rollout_routes if each is not None)
+    supports = sum(each.ids.nbytes + each.counts.nbytes for each in batch.rollout_support)
+    first, scored = put(score)
+    blocks, bits = 2 * dp, responses // 8 + 2 * dp  # two mini-batches; a mask is a bit for each token
+    assert len(batch.carried.blocks) == blocks
+    per_row = 4 * 8 * len(batch)  # lengths of rows, responses, routes and supports
+    # ids of narrow supports are widened where a row of their block is wide
+    assert 4 * tokens + routes < first <= 4 * tokens + routes + 2 * supports + per_row + 2 * bits
+    assert put(score)[0] == 0 and put(lambda: dispatch(batch, dp, flops, trains=False))[0] == 0
+    extra, trained = put(train)
+    assert len(batch.carried.blocks) == blocks, "replicas train on the rows that they scored"
+    for part, rows in zip(trained, mini_batches(batch, 2), strict=True):
+        for of_scoring, of_training in zip(scored.rows, part.rows, strict=True):
+            assert np.intersect1d(of_scoring, rows).tolist() == of_training.tolist()
+    floats = 7 + 2 * 4  # seven fields, four of the teacher's tokens and their ids
+    of_rows = len(batch) * (2 * 4 + 3 * 8) + 2 * (len(batch) // 8 + blocks)
+    assert 4 * floats * responses < extra <= 4 * floats * responses + bits + of_rows
+    assert put(train)[0] == 0 and put(score)[0] == 0, "another epoch"
+
+    batch.advantages = advantages
+    assert put(train)[0] == 4 * responses, "the new field, and no other"
+    assert put(train)[0] == 0
+    batch.advantages = advantages.clone()
+    assert put(train)[0] == 4 * responses, "a field that was replaced"
+    batch.rewards[3] = -7.0
+    extra, passes = put(train)
+    assert extra == 4 * responses and torch.equal(rows_of(passes, "rewards"), batch.rewards)
+    batch.loss_mask &= torch.arange(responses) % 2 == 0
+    extra, passes = put(train)
+    assert 0 < extra <= bits and torch.equal(rows_of(passes, "loss_mask"), batch.loss_mask)
+    extra, alone = put(lambda: dispatch(batch, dp, flops, mini_batches(batch, 2)[0]))
+    assert extra == 0
+    batch.rollout_routes[1] = batch.rollout_routes[1] + np.uint16(1)
+    assert routes <= put(train)[0] <= routes + 8 * len(batch), "an entry of a list"
+    support = batch.rollout_support[5]
+    batch.rollout_support[5] = TokenSupport(support.ids, support.counts)
+    assert supports <= put(score)[0] <= 2 * supports + 8 * len(batch)
+    assert put(train)[0] == 0
+    batch.values = None
+    extra, passes = put(train)
+    assert extra == 0 and all(share.batch().values is None for part in passes for share in part.shares)
+    assert all(share.batch().values is not None for share in alone.shares), (
+        "a share has what was there when it was made"
+    )
+
+
+def test_what_was_put_is_freed_with_the_batch(ray_slots):
+    """Also what a changed field replaced, and the parts that were dispatched on their own."""
+    import gc
+
+    import ray
+
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.workers.dispatch import dispatch
+
+    def counted():
+        gc.collect()
+        return set(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+    def references(sharded):
+        return {each.hex() for share in sharded.shares for block in share.references for each in block.values()}
+
+    flops, before = ModelFlops(1.0, 0.1, 0.0, 0), counted()
+    batch = ragged_batch(0, [(400, 3000)] * 4)  # as large as objects of their own in the store
+    sharded = dispatch(batch, 2, flops)
+    held = references(sharded)
+    assert held and held <= counted() and not held & before
+    for name in ("tokens", "lengths", "response_mask", "loss_mask", "rewards", *(
+        "response_lengths", "rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values",
+        "teacher_top_logprobs", "teacher_top_ids", "advantages", "returns", "observation_mask", "is_last_step",
+        "truncated", "reward_parts", "preferences", "uids", "adapters", "rollout_support", "rollout_routes",
+    )):  # fmt: skip
+        value = getattr(batch, name)
+        setattr(
+            batch,
+            name,
+            list(value)
+            if isinstance(value, list)
+            else value.copy()
+            if isinstance(value, np.ndarray)
+            else value.clone(),
+        )
+    again = dispatch(batch, 2, flops)
+    assert not references(again) & held
+    del sharded
+    assert not counted() & held, "nobody reads what was replaced"
+    part = batch.select([0, 2])
+    alone = references(dispatch(part, 2, flops))
+    held = references(again) | alone
+    assert alone <= counted() and len(held) > len(alone)
+    del part
+    assert not counted() & alone
+    del again, batch
+    assert not counted() & held and counted() <= before
+
+
 class Echo:
     """An engine class with nothing behind it."""
 
