@@ -302,6 +302,8 @@ def _split(
     split: list[tuple[list[np.ndarray], list[str]]] = [([], []) for _ in range(dp_size)]
     for name, of_adapter in rows_by_adapter(batch, names).items():
         chosen = np.intersect1d(of_adapter, rows)
+        if not len(chosen):  # an adapter without rows takes no step
+            continue
         of_rows = np.concatenate([costs[chosen], np.zeros(max(dp_size - len(chosen), 0))])
         for (real, blanks), share in zip(split, split_for_dp(of_rows, dp_size), strict=True):
             real.append(chosen[share[share < len(chosen)]])
