@@ -222,18 +222,19 @@ def sampled_trajectories(output: GeneratorOutput, uids: Sequence[str]) -> list[S
     """Return the trajectories of an output, in order. ``uids`` [rows] are those of the prompts.
 
     The only place that says what reward a trajectory has: scores, filters, gates, samplers and reports ask it. From
-    the tensors of a batch, :meth:`~skyrl_megatron.algorithms.groups.Trajectories.rewards` computes the same.
+    the tensors of a batch, ``trainer.step_batch.rewards_of_trajectories`` computes the same.
     """
-    rewards = output["rewards"]
-    errors = output.get("errors") or [None] * len(rewards)
+    given = output["rewards"]
+    errors = output.get("errors") or [None] * len(given)
+    rewards = [_given_rewards(reward) for reward in given]
     return [
         SampledTrajectory(
             uids[rows[-1]],
             rows,
-            # One sum over all tokens, so that the rounding does not depend on the rows.
-            float(sum(tokens := [reward for row in rows for reward in _token_rewards(rewards[row])])),
-            last_reward(rewards[rows[-1]]),
-            float(sum(max(reward, 0.0) for reward in tokens)),
+            # One sum over all rewards, so that the rounding does not depend on the rows.
+            float(sum(of_all := [reward for row in rows for reward in rewards[row]])),
+            last_reward(given[rows[-1]]),
+            float(sum(max(reward, 0.0) for reward in of_all)),
             any(errors[row] is not None for row in rows),
         )
         for rows in trajectory_rows(output)
@@ -251,19 +252,27 @@ def trajectory_rows(output: GeneratorOutput) -> list[list[int]]:
     return [each for each in rows if each]
 
 
-def _token_rewards(reward: float | Sequence[float] | np.ndarray) -> Sequence[float] | np.ndarray:
-    return reward if isinstance(reward, Sequence | np.ndarray) else [float(reward)]
+def has_token_rewards(reward: float | Sequence[float] | np.ndarray) -> bool:
+    """Return whether the reward of a row is one for each token."""
+    return isinstance(reward, Sequence | np.ndarray)
+
+
+def _given_rewards(reward: float | Sequence[float] | np.ndarray) -> list[float]:
+    """Return the rewards of a row that are not 0, in order: few of its tokens have one."""
+    values = np.atleast_1d(np.asarray(reward, np.float64))
+    given: list[float] = values[values != 0].tolist()
+    return given
 
 
 def last_reward(reward: float | Sequence[float] | np.ndarray) -> float:
     """Return the reward of a row's last turn (that of its last token in [tokens]), or the row's only reward."""
-    return float(_token_rewards(reward)[-1])
+    return float(reward[-1] if isinstance(reward, Sequence | np.ndarray) else reward)
 
 
 def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) -> list[Any]:
     """Return the rewards with 0 for rows whose trajectory did not end with ``stop`` (``zero_reward_on_non_stop``).
     ``stop_reasons`` [rows] are those of the trajectories."""
-    zeros = ([0.0] * len(reward) if isinstance(reward, list) else 0.0 for reward in rewards)
+    zeros = (np.zeros(len(reward)) if has_token_rewards(reward) else 0.0 for reward in rewards)
     return [
         kept if reason == "stop" else zero for kept, zero, reason in zip(rewards, zeros, stop_reasons, strict=True)
     ]

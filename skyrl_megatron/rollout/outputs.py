@@ -26,6 +26,7 @@ from skyrl_megatron.rollout.interface import (
     TrainingPhase,
     TrajectoryID,
     apply_overlong_filtering,
+    has_token_rewards,
     sampled_trajectories,
     zero_where_not_stopped,
 )
@@ -392,7 +393,7 @@ def validate_generator_output(output: GeneratorOutput, num_trajectories: int | N
         value: Any = output.get(key)
         if value is not None and len(value) != rows:
             raise DataError(f"the generator returned {len(value)} {key} for {rows} rows: return one for each row")
-    kinds = {isinstance(reward, list) for reward in output["rewards"]}
+    kinds = {has_token_rewards(reward) for reward in output["rewards"]}
     if len(kinds) > 1:
         raise DataError("rewards must be all numbers or all lists; the generator returned both")
     if steps is not None:

@@ -29,7 +29,7 @@ from skyrl_megatron.data.splitting import mini_batches, rows_by_adapter
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 from skyrl_megatron.plugins import SCORERS
 from skyrl_megatron.rollout.dynamic_sampling import zero_variance
-from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output
+from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output, has_token_rewards
 from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.types import OF_RESPONSES, OF_ROWS, TrainingBatch
 
@@ -201,11 +201,11 @@ def missing_signal(batch: TrainingBatch) -> tuple[str, str] | None:
 
 def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
     """Return ``output`` with a reward for each token. A single reward of a row is put on its last token."""
-    given: Sequence[float | list[float]] = output["rewards"]
-    rewards = [
-        reward if isinstance(reward, list) else [*[0.0] * (len(response) - 1), float(reward)][: len(response)]
-        for reward, response in zip(given, output["response_ids"], strict=True)
-    ]
+    rewards: list[Any] = list(output["rewards"])
+    for row, response in enumerate(output["response_ids"]):
+        if not has_token_rewards(reward := rewards[row]):
+            rewards[row] = np.zeros(len(response))
+            rewards[row][-1:] = float(reward)
     return {**output, "rewards": rewards}
 
 
