@@ -48,8 +48,8 @@ def batch_of(loss):
 def step(folder, loss, layout, overrides=None):
     """(metrics, {HF name: gradient}) of this rank's share."""
     from skyrl_megatron.config.schema.supervised import DPOConfig
-    from skyrl_megatron.data.splitting import split_units
     from skyrl_megatron.runtime.hf_weights import stream_hf
+    from skyrl_megatron.workers.dispatch import _split
     from skyrl_megatron_supervised.preference_engine import PreferenceEngine
     from tests.training.bodies import NO_DISTRIBUTED, config
 
@@ -58,7 +58,8 @@ def step(folder, loss, layout, overrides=None):
     cfg = config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm | (overrides or {}))
     cfg.dpo = DPOConfig(loss=loss, **SETTINGS[loss])
     engine, batch = PreferenceEngine(cfg), batch_of(loss)
-    part = batch.select(split_units(batch, engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
+    shares = _split(batch, np.arange(len(batch)), engine.flops.forward(batch.lengths), engine.dp_size)
+    part = batch.select(shares[engine.dp_rank][0])
     metrics = engine.forward_backward(part)
     engine.reduce_gradients()
     pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
@@ -164,9 +165,10 @@ def test_a_pair_that_fits_no_micro_batch(ranks, folder):
 
 
 def test_pairs_are_not_split(loss):
-    from skyrl_megatron.data import splitting
+    from skyrl_megatron.data.splitting import units
+    from skyrl_megatron.workers.dispatch import _split
 
     batch = batch_of(loss)
-    assert splitting.units(batch)[0].tolist() == ([0, 1] if loss == "kto" else [0, 1, 2])
-    shares = splitting.split_units(batch, batch.lengths.astype(float), 2)
+    assert units(batch)[0].tolist() == ([0, 1] if loss == "kto" else [0, 1, 2])
+    shares = [rows for rows, _ in _split(batch, np.arange(len(batch)), batch.lengths.astype(float), 2)]
     assert not {batch.uids[row] for row in shares[0]} & {batch.uids[row] for row in shares[1]}

@@ -38,7 +38,7 @@ def scorer(folder, tmp_path_factory):
 def engine_of(folder, layout, overrides=None):
     """(engine, its share of the pairs)."""
     from skyrl_megatron.config.schema.supervised import RewardConfig
-    from skyrl_megatron.data.splitting import split_units
+    from skyrl_megatron.workers.dispatch import _split
     from skyrl_megatron_supervised.preference_engine import RewardEngine
     from skyrl_megatron_supervised.preference_rows import preference_batch
     from tests.training.bodies import NO_DISTRIBUTED, config
@@ -47,9 +47,8 @@ def engine_of(folder, layout, overrides=None):
     cfg = config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm | (overrides or {}))
     cfg.reward = RewardConfig()
     engine, batch = RewardEngine(cfg), preference_batch(rows())
-    return engine, batch.select(
-        split_units(batch, engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
-    )
+    shares = _split(batch, np.arange(len(batch)), engine.flops.forward(batch.lengths), engine.dp_size)
+    return engine, batch.select(shares[engine.dp_rank][0])
 
 
 def step(folder, layout, overrides=None):

@@ -176,16 +176,16 @@ def scores(cfg):
 
     class Policy:
         def compute_logprobs(self, batch, phase):
-            return notes.append("log-probs") or batch.response_mask
+            return notes.append("log-probs") or batch.response_mask.float()
 
         def logprobs_and_routes(self, batch, phase):
             notes.append("log-probs and routes")
-            return batch.response_mask, []
+            return batch.response_mask.float(), []
 
     trainer = trainer_of(cfg)
     trainer.roles["policy"] = Policy()
     batch = _batch_of(list("abcd"))
-    batch.rollout_logprobs = batch.response_mask
+    batch.rollout_logprobs = batch.response_mask.float()
     trainer.fwd_logprobs_values_reward(batch)
     return notes
 
