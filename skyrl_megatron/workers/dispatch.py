@@ -31,8 +31,11 @@ from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, Rows, TokenSupport, TrainingBatch
 
 SCORED = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
-"""Fields that a pass without gradients reads. A training pass reads all."""
-TRAINED = tuple(dict.fromkeys((*SCORED, *OF_RESPONSES, *OF_ROWS)))
+"""Fields that a pass without gradients reads."""
+OF_ESTIMATORS = ("rewards", "is_last_step", "truncated", "reward_parts")
+"""Fields that advantages were made of, which no rank reads."""
+TRAINED = tuple(name for name in dict.fromkeys((*SCORED, *OF_RESPONSES, *OF_ROWS)) if name not in OF_ESTIMATORS)
+"""Fields that a training pass reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,18 @@ class RankInfo:
 
 
 # ---------------------------------------------------------------------------------------------------- on the driver
+type Place = tuple[Any, str]
+"""Reference to an object of :func:`to_arrays`, and the key in it."""
+
+
 @dataclass(slots=True)
 class Block:
     """Some rows of a batch in the object store."""
 
     rows: np.ndarray
     """[b] int64, ascending."""
-    references: dict[str, Any] = field(default_factory=dict)
-    """Field → reference to the object that has it."""
+    references: dict[str, Place] = field(default_factory=dict)
+    """Field → where it is."""
     states: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Field → what it was when it was put (:func:`_state`)."""
 
@@ -95,11 +102,13 @@ class Carried:
         changed = [name for name in present if not _is_same(block.states.get(name), getattr(batch, name))]
         if not changed:
             return
-        arrays = to_arrays(batch, block.rows, changed)
+        first = {id(getattr(batch, name)): name for name in reversed(changed)}  # returns may be the advantages
+        arrays = to_arrays(batch, block.rows, list(dict.fromkeys(first.values())))
         self.bytes += sum(array.nbytes for array in _arrays(arrays))
         reference = ray.put(arrays)
         for name in changed:
-            block.references[name], block.states[name] = reference, _state(getattr(batch, name))
+            value = getattr(batch, name)
+            block.references[name], block.states[name] = (reference, first[id(value)]), _state(value)
 
 
 def _state(value: Any) -> tuple[Any, Any]:
@@ -172,8 +181,8 @@ def _packed(name: str, entries: list[Any]) -> Any:
 class Share:
     """The rows of one replica for one call, as references to blocks. Ranks make the batch of it."""
 
-    references: list[dict[str, Any]]
-    """References of each block: field → object."""
+    references: list[dict[str, Place]]
+    """Of each block: field → where it is."""
     blocks: np.ndarray
     """[b] int64: which of these blocks each row is in."""
     places: np.ndarray
@@ -184,9 +193,12 @@ class Share:
 
     def batch(self) -> TrainingBatch:
         """Fetch the rows. Raises Ray's errors of lost objects."""
-        wanted = list({reference.hex(): reference for each in self.references for reference in each.values()}.values())
-        objects = dict(zip([reference.hex() for reference in wanted], ray.get(wanted), strict=True))
-        blocks = [{name: objects[ref.hex()][name] for name, ref in each.items()} for each in self.references]
+        wanted = {reference.hex(): reference for block in self.references for reference, _ in block.values()}
+        objects = dict(zip(wanted, ray.get(list(wanted.values())), strict=True))
+        blocks = [
+            {name: objects[reference.hex()][key] for name, (reference, key) in block.items()}
+            for block in self.references
+        ]
         # without rows, blank ones have the fields of a row of another replica
         one, some = np.zeros(1, np.int64), len(self.places) > 0
         made = from_arrays(blocks, self.blocks if some else one, self.places if some else one)
@@ -264,7 +276,8 @@ def dispatch(
     splits = [_split(batch, part, costs, dp_size) for part in parts]
     names = TRAINED if trains else SCORED
     metadata = {key: value for key, value in batch.metadata.items() if key not in (PROMPT_UIDS, MINI_BATCH_PROMPTS)}
-    shares, all_rows = [], []
+    shares: list[Share] = []
+    all_rows: list[np.ndarray] = []
     for replica in range(dp_size):
         chosen = [split[replica][0] for split in splits]
         blanks = [adapter for split in splits for adapter in split[replica][1]]

@@ -446,7 +446,7 @@ def test_what_was_put_is_freed_with_the_batch(ray_slots):
         return {name.decode() for name in worker.get_all_reference_counts()}
 
     def references(sharded):
-        return {each.hex() for share in sharded.shares for block in share.references for each in block.values()}
+        return {each.hex() for share in sharded.shares for block in share.references for each, _ in block.values()}
 
     flops, before = ModelFlops(1.0, 0.1, 0.0, 0), counted()
     batch = ragged_batch(0, [(400, 3000)] * 4)  # as large as objects of their own in the store
