@@ -7,12 +7,13 @@ actor that fetches as each rank in turn. Each side and size has a process of its
 of the driver: peak of its own memory (anonymous pages, sampled from outside, above those at the step's start, where
 it holds the sampled rows), processor seconds of all its threads, bytes put into the store by all processes, bytes
 fetched by ranks. Sums over the trained tokens, which the ranks return, must agree between sides; nothing else is
-asserted. ``--growth``: twice the limit at equal tokens, twice the rows. ``--curve``: over rows, limit and replicas.
+asserted. ``--growth SIDES``: also at twice the limit with equal tokens, and at twice the rows. ``--curve``: also over
+rows, limit and replicas.
 
 The figures of the issue::
 
     python benchmarks/run.py control_plane --limit 131072 --mean 8000 --routes 48x8 --rivals-python RIVALS/bin/python
-    python benchmarks/run.py control_plane --rows 8192 --limit 131072 --mean 8000 --sides ours --no-growth
+    python benchmarks/run.py control_plane --rows 8192 --limit 131072 --mean 8000 --sides ours --growth ''
 
 verl has an environment of its own, which shares this one's packages (the last line makes it so)::
 
@@ -43,12 +44,13 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import psutil
 from plane_sides import DENSE_BYTES, SIDES, Engine, Inputs, Plane, Rank, Shape, Transfers, created_bytes
 
+HERE = Path(__file__).resolve().parent
 GIB, MIB = 1 << 30, 1 << 20
 SAMPLED_S = 0.003
 CURVES: dict[str, tuple[int, ...]] = {
@@ -63,7 +65,7 @@ Result = dict[str, Any]
 # ---------------------------------------------------------------------- one side, in its own process
 def memory(pid: int | str = "self") -> dict[str, int]:
     """Bytes by the names of /proc/PID/status."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[0] in ("VmHWM:", "VmRSS:", "RssAnon:")}
 
 
@@ -87,7 +89,7 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
         seconds: list[float] = []
         figures: Result = {}
         while not figures or (len(seconds) < 3 and sum(seconds) < enough_s):
-            transfers.clear()
+            transfers.taken()
             created, plane = created_bytes(), Plane(shape, rank, engine)
             if not figures:
                 Path("/proc/self/clear_refs").write_text("5")
@@ -96,20 +98,21 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
             seconds.append(time.process_time() - spent)
             ended, after = time.monotonic(), memory()
             if not figures:  # memory of later steps would hide in what the first one left to the allocator
+                got, put, sizes = transfers.taken()
                 remote = ray.get([other.transferred.remote() for other in others])
-                sizes = dict(transfers.sizes) | transfers.put
-                for _, put in remote:
-                    sizes |= put
-                fetched = [sizes[reference] for reference in remote[0][0]]
+                of_all = [amount for _, by_object, _ in remote for amount in by_object.values()]
+                amounts = remote[0][2] | put  # of an object that the driver did not put: as the rank saw it
+                for _, by_object, _ in remote:
+                    amounts |= by_object
                 figures = {
                     "began": began,
                     "ended": ended,
                     "anonymous": before["RssAnon"],
                     "mapped": after["VmHWM"] - before["VmRSS"],
-                    "driver_put": sum(transfers.put.values()),
-                    "driver_got": sum(transfers.sizes.get(reference, 0) for reference in transfers.got),
-                    "put": sum(transfers.put.values()) + sum(sum(put.values()) for _, put in remote),
-                    "fetched": sum(fetched),
+                    "driver_put": sum(put.values()),
+                    "driver_got": sum(sizes[reference] for reference in got),
+                    "put": sum(put.values()) + sum(of_all),
+                    "fetched": sum(amounts[reference] for reference in remote[0][0]),
                     "created": created_bytes() - created,
                     "wall": ended - began,
                     "phases": plane.seconds,
@@ -144,7 +147,7 @@ class Runs:
 
     def budget(self) -> int:
         """Bytes that a driver may use."""
-        free = psutil.virtual_memory().available - self.store - GIB
+        free = int(psutil.virtual_memory().available) - self.store - GIB
         return free if self.options.memory_gib is None else min(free, int(self.options.memory_gib * GIB))
 
     def refusal(self, side: str, shape: Shape) -> str | None:
@@ -166,7 +169,7 @@ class Runs:
     def run(self, side: str, shape: Shape) -> Result:
         """The figures of a side at a size, or {"refused": why}. Prints a line of them."""
         refused = self.refusal(side, shape)
-        result = {"refused": refused} if refused else self._measured(side, shape)
+        result: Result = {"refused": refused} if refused else self._measured(side, shape)
         result |= {"side": side, "shape": asdict(shape)}
         self.results.append(result)
         if "refused" in result:
@@ -287,8 +290,8 @@ def main() -> int:
     parser.add_argument("--mini-batches", type=int, default=4)
     parser.add_argument("--reference", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--routes", default="8x8", help="layers x top-k of the sizes with routes; 0x0: none")
-    parser.add_argument("--sides", default="today,ours,verl,verl_unpadded", help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--growth", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--sides", default="today,ours,verl", help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--growth", default="ours", help="sides to measure at twice the limit and twice the rows")
     parser.add_argument("--curve", action="store_true", help="over rows, limit and replicas")
     parser.add_argument("--rivals-python", help="interpreter of verl's environment")
     parser.add_argument("--memory-gib", type=float, help="what a driver may use; default: what is free")
@@ -296,11 +299,12 @@ def main() -> int:
     parser.add_argument("--enough-s", type=float, default=2.0, help="repeat a step up to 3 times below these seconds")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one side at one size")
     parser.add_argument("--json", help="file for all figures")
-    tiny = {"rows": 64, "limit": 256, "mean": 64.0, "prompt": 16, "replicas": 4, "store_gib": 0.125, "growth": False}
+    tiny = {"rows": 64, "limit": 256, "mean": 64.0, "prompt": 16, "replicas": 4, "store_gib": 0.125, "growth": ""}
     options = parse(parser, **tiny, enough_s=0.0)
     sides = options.sides.split(",")
-    if unknown := set(sides) - set(SIDES):
-        parser.error(f"--sides: no {', '.join(sorted(unknown))}; choose of {', '.join(SIDES)}")
+    options.growth = [side for side in options.growth.split(",") if side]
+    if unknown := {*sides, *options.growth} - set(SIDES):
+        parser.error(f"--sides, --growth: no {', '.join(sorted(unknown))}; choose of {', '.join(SIDES)}")
     if options.mean > options.limit or options.rows < max(options.replicas, 2):
         parser.error("--mean is at most --limit, and --rows at least --replicas")
     names = ("rows", "limit", "mean", "sigma", "prompt", "replicas", "mini_batches", "reference", "samples")
@@ -322,20 +326,17 @@ def compared(runs: Runs, shape: Shape, sides: Sequence[str]) -> bool:
     base = {side: runs.run(side, shape) for side in sides}
     same = agree(list(base.values()))
     grown: dict[str, dict[str, Result]] = {}
-    growing = [side for side in sides if not side.startswith("verl")]
-    if runs.options.growth:
-        for name, larger in {
-            "limit": replace(shape, limit=2 * shape.limit),
-            "rows": replace(shape, rows=2 * shape.rows),
-        }.items():
-            header(larger)
-            grown[name] = {side: runs.run(side, larger) for side in growing}
+    growing = [side for side in runs.options.growth if side in sides]
+    for name in ("limit", "rows") if growing else ():
+        larger = replace(shape, **{name: 2 * getattr(shape, name)})
+        header(larger)
+        grown[name] = {side: runs.run(side, larger) for side in growing}
     layers, topk = map(int, runs.options.routes.split("x"))
+    with_routes = replace(shape, layers=layers, topk=topk)
     routed: dict[str, Result] = {}
     if layers:
-        with_routes = replace(shape, layers=layers, topk=topk)
         header(with_routes)
-        routed = {side: runs.run(side, with_routes) for side in growing}
+        routed = {side: runs.run(side, with_routes) for side in sides if not side.startswith("verl")}
         same &= agree(list(routed.values()))
         same &= len({result["sums"][4] for result in routed.values() if "sums" in result}) <= 1
     nothing: Result = {}
@@ -344,18 +345,19 @@ def compared(runs: Runs, shape: Shape, sides: Sequence[str]) -> bool:
     print("\nfigures of the issue")
     payload = shape.payload()
     verdict("bytes put for a step / payload", ours["put"] / payload if "put" in ours else None, 1.2)
+    if "put" in ours:
+        print(f"    {ours['put'] / shape.dense_payload():.2f}x of the payload in the types of 062ad5f4")
     verdict("driver's peak memory, ours / today", ratio(ours, today, "peak"), 0.1)
     verdict("driver's processor seconds, ours / today", ratio(ours, today, "seconds"), 0.1)
     if layers:
         bytes_of = {
-            side: (through(routed[side]) - through(base[side]))
-            / replace(shape, layers=layers, topk=topk).route_bytes()
-            for side in growing
+            side: 100 * (through(routed[side]) - through(base[side])) / with_routes.route_bytes()
+            for side in routed
             if "put" in routed[side] and "put" in base[side]
         }
-        verdict("routes through the driver / their bytes", _percent(bytes_of.get("ours")), 1.0, unit=" %")
-        verdict("    the same today", _percent(bytes_of.get("today")), 1.0, unit=" %")
-    for side in reversed(growing):
+        verdict("routes through the driver / their bytes", bytes_of.get("ours"), 1.0, unit=" %")
+        print(f"    today {bytes_of['today']:.0f} %" if "today" in bytes_of else "    today not measured")
+    for side in growing:
         for name, bound, words in (("limit", 1.05, "twice the limit, equal tokens"), ("rows", 2.1, "twice the rows")):
             for figure, unit in (("seconds", "processor"), ("peak", "memory")):
                 value = ratio(grown[name][side], base[side], figure) if name in grown else None
@@ -374,10 +376,6 @@ def compared(runs: Runs, shape: Shape, sides: Sequence[str]) -> bool:
 def through(result: Result) -> int:
     """Bytes that passed through the driver: put by it, or fetched by it."""
     return int(result["driver_put"] + result["driver_got"])
-
-
-def _percent(part: float | None) -> float | None:
-    return None if part is None else 100 * part
 
 
 def curves(runs: Runs, shape: Shape, sides: Sequence[str]) -> None:

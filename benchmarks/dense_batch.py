@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 type TokenValues = Sequence[Any] | np.ndarray
-SUM_BLOCK, CHECK_BLOCK, EPSILON = 1 << 18, 1 << 20, 1e-6
+CHECK_BLOCK, EPSILON = 1 << 20, 1e-6
 
 
 # ---------------------------------------------------------------------- types.py
@@ -192,11 +192,6 @@ def balance(costs: np.ndarray, k: int, *, equal_counts: bool = False) -> list[np
 
 
 # ---------------------------------------------------------------------- algorithms
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    blocks = zip(torch.split(values.flatten(), SUM_BLOCK), torch.split(mask.flatten(), SUM_BLOCK), strict=True)
-    return torch.stack([(part * valid).sum() for part, valid in blocks]).sum()
-
-
 def check_mask(name: str, mask: Tensor) -> None:
     if mask.max() <= 1 and all(torch.equal(part * part, part) for part in torch.split(mask.flatten(), CHECK_BLOCK)):
         return
@@ -236,13 +231,18 @@ def compute_advantages_and_returns(
     return advantages, advantages
 
 
+def token_mean(values: Tensor, mask: Tensor) -> float:
+    kept = torch.where(mask > 0, values.double(), 0.0)
+    return float(kept.sum() / (mask > 0).sum().double())
+
+
 def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
     values = (batch.old_logprobs - batch.rollout_logprobs).abs().double()
     valid = batch.loss_mask > 0
     return {
-        "mean": float(masked_sum(values, batch.loss_mask) / batch.loss_mask.sum()),
-        "square_mean": float(masked_sum(values * values, batch.loss_mask) / batch.loss_mask.sum()),
+        "mean": token_mean(values, batch.loss_mask),
+        "square_mean": token_mean(values * values, batch.loss_mask),
         "min": float(torch.where(valid, values, math.inf).amin()),
         "max": float(torch.where(valid, values, -math.inf).amax()),
     }
