@@ -79,18 +79,19 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
         transfers, carried = Transfers(), SIDES[side]()
         rank = ray.remote(num_cpus=1)(Rank).remote(side)
         engine = ray.remote(num_cpus=1)(Engine).remote(shape) if shape.layers else None
-        others = [rank, *([engine] if engine is not None else [])]
-        ray.get([other.ready.remote() for other in others])
         tiny = replace(shape, rows=32, limit=64, mean=20.0, prompt=8, layers=0, topk=0, replicas=4, mini_batches=2)
-        carried.step(Inputs.of(tiny), Plane(tiny, rank, None))  # imports, and the first use of each function
-        ray.get([other.transferred.remote() for other in others])
+        first = Plane(tiny, rank, engine)
+        for actor in (rank, engine) if shape.layers else (rank,):
+            first.watch(actor)
+        carried.step(Inputs.of(tiny), first)  # imports, and the first use of each function
+        first.transferred()
         inputs = Inputs.of(shape)
         gc.collect()
         seconds: list[float] = []
         figures: Result = {}
-        while not figures or (len(seconds) < 3 and sum(seconds) < enough_s):
+        while not figures or (len(seconds) < 5 and sum(seconds) < enough_s):
             transfers.taken()
-            created, plane = created_bytes(), Plane(shape, rank, engine)
+            created, plane = created_bytes(), Plane(shape, rank, engine, first.watched)
             if not figures:
                 Path("/proc/self/clear_refs").write_text("5")
             before, began, spent = memory(), time.monotonic(), time.process_time()
@@ -99,7 +100,7 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
             ended, after = time.monotonic(), memory()
             if not figures:  # memory of later steps would hide in what the first one left to the allocator
                 got, put, sizes = transfers.taken()
-                remote = ray.get([other.transferred.remote() for other in others])
+                remote = plane.transferred()
                 of_all = [amount for _, by_object, _ in remote for amount in by_object.values()]
                 amounts = remote[0][2] | put  # of an object that the driver did not put: as the rank saw it
                 for _, by_object, _ in remote:
@@ -296,7 +297,7 @@ def main() -> int:
     parser.add_argument("--rivals-python", help="interpreter of verl's environment")
     parser.add_argument("--memory-gib", type=float, help="what a driver may use; default: what is free")
     parser.add_argument("--store-gib", type=float, default=1.0, help="size of the object store, which spills to disk")
-    parser.add_argument("--enough-s", type=float, default=2.0, help="repeat a step up to 3 times below these seconds")
+    parser.add_argument("--enough-s", type=float, default=2.0, help="repeat a step up to 5 times below these seconds")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one side at one size")
     parser.add_argument("--json", help="file for all figures")
     tiny = {"rows": 64, "limit": 256, "mean": 64.0, "prompt": 16, "replicas": 4, "store_gib": 0.125, "growth": ""}
@@ -362,7 +363,7 @@ def compared(runs: Runs, shape: Shape, sides: Sequence[str]) -> bool:
             for figure, unit in (("seconds", "processor"), ("peak", "memory")):
                 value = ratio(grown[name][side], base[side], figure) if name in grown else None
                 verdict(f"{words}, {unit}, {side}", value, bound)
-    for name in ("verl", "verl_unpadded"):
+    for name in (side for side in sides if side.startswith("verl")):
         verdict(f"driver's peak memory, {name} / ours", ratio(base.get(name, nothing), ours, "peak"), 10, least=True)
     for what, figure in {"memory": "peak", "processor": "seconds", "put": "put", "fetched": "fetched"}.items():
         against = {"today": today, "verl": verl, "verl_unpadded": base.get("verl_unpadded", nothing)}

@@ -165,6 +165,20 @@ def _size(reference: Any, value: Any) -> int:
     return sum(buffer.raw().nbytes for buffer in buffers)
 
 
+def _watch(actor: Any) -> None:
+    global _transfers
+    _transfers = Transfers()
+
+
+def _taken(actor: Any) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    assert _transfers is not None
+    return _transfers.taken()
+
+
+_transfers: Transfers | None = None
+"""Those of an actor's process."""
+
+
 def created_bytes() -> int:
     """Bytes of all objects that the store of this node has ever held."""
     from ray._private import internal_api
@@ -180,18 +194,10 @@ class Rank:
 
     def __init__(self, side: str) -> None:
         self.side = SIDES[side]()
-        self.transfers = Transfers()
-
-    def ready(self) -> None:
-        """The process is there."""
 
     def run(self, method: str, given: list[Any], *arguments: Any) -> Any:
         """``given``: references, which this process fetches itself."""
         return getattr(self.side, method)(*given, *arguments)
-
-    def transferred(self) -> tuple[list[str], dict[str, int], dict[str, int]]:
-        """What this process fetched since the last call, and bytes by object of what it put and fetched."""
-        return self.transfers.taken()
 
 
 class Engine:
@@ -200,22 +206,14 @@ class Engine:
     PARTS = 8
 
     def __init__(self, shape: Shape) -> None:
-        self.transfers = Transfers()
         draw = np.random.default_rng(2)
         totals = (shape.answers() + shape.prompt).tolist()
         self._routes = [draw.integers(0, 128, (n, shape.layers, shape.topk), dtype=np.uint8) for n in totals]
-
-    def ready(self) -> None:
-        """The process is there."""
 
     def routes(self, part: int) -> list[np.ndarray]:
         """The routes of a part of the rows, as the answer of a call."""
         size = -(-len(self._routes) // self.PARTS)
         return self._routes[part * size : (part + 1) * size]
-
-    def transferred(self) -> tuple[list[str], dict[str, int], dict[str, int]]:
-        """As :meth:`Rank.transferred`."""
-        return self.transfers.taken()
 
 
 @dataclass
@@ -226,8 +224,21 @@ class Plane:
     rank: Any
     engine: Any
     """None without routes."""
+    watched: list[Any] = field(default_factory=list)
+    """Actors whose transfers count."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Processor time of each phase."""
+
+    def watch(self, actor: Any) -> None:
+        """Count what an actor puts and gets from now on. A side calls this for actors that it starts."""
+        if actor not in self.watched:
+            ray.get(actor.__ray_call__.remote(_watch))
+            self.watched.append(actor)
+
+    def transferred(self) -> list[tuple[list[str], dict[str, int], dict[str, int]]]:
+        """What each watched actor transferred since the last call, as :meth:`Transfers.taken` says it."""
+        taken: list[Any] = ray.get([actor.__ray_call__.remote(_taken) for actor in self.watched])
+        return taken
 
     def call(self, method: str, given: Sequence[Any], *arguments: Any) -> list[Any]:
         """The results of a method of the side on each replica. ``given``: the reference of each."""
