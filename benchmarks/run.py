@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("load_only", "run", "smoke")
+PARTS = ("dense_batch", "load_only", "plane_sides", "run", "smoke")
 """Modules of this folder that are no benchmarks."""
 
 
