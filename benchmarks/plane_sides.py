@@ -280,10 +280,16 @@ class Ours:
 
     def step(self, inputs: Inputs, plane: Plane) -> np.ndarray:
         """The driver's part of a step, as ``trainer/ppo.py`` does it. Returns the sum of the ranks' answers."""
-        from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+        from skyrl_megatron.algorithms.advantages import batch_advantages
         from skyrl_megatron.algorithms.masked import finite_samples
         from skyrl_megatron.data.batch import collate
-        from skyrl_megatron.data.splitting import mini_batches, parts_with_trained_tokens, rows_with_trained_tokens
+        from skyrl_megatron.data.splitting import (
+            MINI_BATCH_PROMPTS,
+            mini_batches,
+            parts_with_trained_tokens,
+            rows_with_trained_tokens,
+            trained_rows,
+        )
         from skyrl_megatron.trainer.step_batch import advantage_metrics, logprob_diff_metrics, missing_signal
 
         shape = plane.shape
@@ -297,6 +303,8 @@ class Ours:
                 rollout_logprobs=inputs.logprobs,
                 rollout_routes=plane.routes(),
             )
+            prompts = -(-shape.rows // shape.samples // shape.mini_batches)
+            batch.metadata[MINI_BATCH_PROMPTS] = prompts
             finite_samples(batch)
         if shape.reference:
             with plane.phase("reference"):
@@ -305,32 +313,25 @@ class Ours:
             batch.old_logprobs = self._scores(batch, plane, OLD)
             logprob_diff_metrics(batch)
         with plane.phase("advantages"):
-            assert batch.rewards is not None
-            batch.advantages, batch.returns = compute_advantages_and_returns(
-                token_level_rewards=batch.rewards,
-                response_mask=batch.response_mask,
-                index=batch.uids,
-                adv_estimator="grpo",
-                config=None,
-                loss_mask=batch.loss_mask,
-            )
+            batch.advantages, batch.returns = batch_advantages(batch, "grpo", None)
             advantage_metrics(batch)
             missing_signal(batch)
         with plane.phase("update"):
-            prompts = -(-shape.rows // shape.samples // shape.mini_batches)
-            parts = [
-                rows_with_trained_tokens(part) for part in parts_with_trained_tokens(mini_batches(batch, prompts))
+            trained = trained_rows(batch)
+            parts = parts_with_trained_tokens(mini_batches(batch, prompts), trained)
+            sharded = [
+                self._dispatched(batch, shape.replicas, rows_with_trained_tokens(rows, trained)) for rows in parts
             ]
-            sharded = [self._dispatched(part, shape.replicas) for part in parts]
-            answers = [answer for part in sharded for answer in plane.call("train", part.chunks)]
+            answers = [answer for part in sharded for answer in plane.call("train", part.shares)]
         return np.sum(answers, axis=0)
 
     @staticmethod
-    def _dispatched(batch: Any, replicas: int) -> Any:
+    def _dispatched(batch: Any, replicas: int, rows: np.ndarray | None = None) -> Any:
         from skyrl_megatron.runtime.flops import ModelFlops
         from skyrl_megatron.workers.dispatch import dispatch
 
-        return dispatch(batch, replicas, ModelFlops(LINEAR, ATTENTION, 0.0, 0))
+        flops = ModelFlops(LINEAR, ATTENTION, 0.0, 0)
+        return dispatch(batch, replicas, flops, rows, trains=rows is not None)
 
     def _scores(self, batch: Any, plane: Plane, salt: int) -> Any:
         """Log-probs of a pass over the batch, collected from the replicas."""
@@ -342,24 +343,15 @@ class Ours:
         results = plane.call("score", [argument for (argument,) in sharded.arguments(ranks)], salt)
         return sharded.collect(ranks, results)
 
-    @staticmethod
-    def _fetched(given: Any) -> Any:
-        """A rank's batch, as ``workers/megatron_worker.py`` makes it."""
-        from skyrl_megatron.workers.dispatch import from_arrays
-
-        return from_arrays(ray.get(given))
-
     def score(self, given: Any, salt: int) -> np.ndarray:
         """A rank: log-probs of its rows, in the form that its worker returns."""
-        batch = self._fetched(given)
-        width = batch.response_mask.shape[1]
-        tokens = batch.sequences[:, batch.sequences.shape[1] - width :]
-        logprobs: np.ndarray = logprobs_of(tokens.numpy(), salt) * batch.response_mask.numpy()
+        batch = given.batch()
+        logprobs: np.ndarray = logprobs_of(batch.response_tokens().numpy(), salt) * batch.response_mask.numpy()
         return logprobs
 
     def train(self, given: Any) -> np.ndarray:
         """A rank: the sums of :func:`_sums` over the rows of its mini-batch."""
-        batch = self._fetched(given)
+        batch = given.batch()
         routed = sum(len(routes) for routes in batch.rollout_routes if routes is not None)
         return _sums(batch.loss_mask, batch.advantages, batch.old_logprobs, batch.ref_logprobs, routed)
 
