@@ -20,7 +20,6 @@ K = M + "transformer_config_kwargs."
 O = M + "optimizer_config_kwargs."  # noqa: E741
 AWARE = O + "use_precision_aware_optimizer=true"
 LORA = "trainer.policy.model.lora."
-MUON = ["trainer.policy.optimizer_config.optimizer=muon"]
 
 ADAPTERS = "trainer.policy.model.lora.adapters"
 RANK = "trainer.policy.model.lora.rank=8"
@@ -145,16 +144,6 @@ RULES = {
         "two numbers",
     ),
     "min_lr above lr": (["trainer.policy.optimizer_config.min_lr=1"], "trainer.policy.optimizer_config.min_lr", "lr="),
-    "AdamW's rate without Muon's": (
-        [*MUON, "trainer.policy.optimizer_config.lr=0", "trainer.policy.optimizer_config.adam_lr=1e-5"],
-        "trainer.policy.optimizer_config.adam_lr",
-        "set lr too",
-    ),
-    "fp16 masters of Muon": (
-        [*MUON, f"{O}main_params_dtype=fp16"],
-        f"{O}main_params_dtype",
-        "fp32 with optimizer=muon",
-    ),
     "decay inside warm-up": (
         ["trainer.policy.optimizer_config.num_decay_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"],
         "trainer.policy.optimizer_config.num_decay_steps",
@@ -407,11 +396,6 @@ RULES = {
     ),
     "overlapped adapters": ([*EP2, OVERLAP, "trainer.policy.model.lora.rank=8"], OVERLAP[:-5], "lora.rank=0"),
     "moves on one rank": ([MOVES], MOVES[:-5], "set trainer.policy.megatron_config.expert_model"),
-    "moves and muon": (
-        [*EP2, MOVES, "trainer.policy.optimizer_config.optimizer=muon"],
-        MOVES[:-5],
-        "optimizer_config.optimizer=adam",
-    ),
     "moves of state on the host": (
         [*EP2, MOVES, f"{M}optimizer_config_kwargs.optimizer_cpu_offload=true"],
         MOVES[:-5],
@@ -438,21 +422,6 @@ RULES = {
     "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "remove this key"),
     "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "vLLM runs inference here"),
     "clipped queries of AdamW": ([f"{K}qk_clip=true"], f"{K}qk_clip", "optimizer=muon"),
-    "clipped queries of adapters": (
-        [*MUON, f"{K}qk_clip=true", "trainer.policy.model.lora.rank=8"],
-        f"{K}qk_clip",
-        "this role does not have",
-    ),
-    "clipped queries of padded rows": (
-        [*MUON, f"{K}qk_clip=true", "trainer.use_sample_packing=false"],
-        f"{K}qk_clip",
-        "needs packed sequences",
-    ),
-    "clipping in one place": (
-        [*MUON, f"{K}qk_clip=true", f"{K}qk_clip_alpha=1"],
-        f"{K}qk_clip_alpha",
-        "must be above 0 and below 1",
-    ),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
     "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
     "narrow moments on the host": (

@@ -6,6 +6,7 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import SkyRLMegatronWarning
+from tests.config.test_validate import EP2, MOVES, K
 
 MUON = ["trainer.policy.optimizer_config.optimizer=muon"]
 O = "trainer.policy.megatron_config.optimizer_config_kwargs."  # noqa: E741
@@ -34,6 +35,36 @@ RULES = {
         [*MUON, f"{O}muon_split_qkv=false"],
         f"{O}muon_split_qkv",
         "always separate",
+    ),
+    "AdamW's rate without Muon's": (
+        [*MUON, "trainer.policy.optimizer_config.lr=0", "trainer.policy.optimizer_config.adam_lr=1e-5"],
+        "trainer.policy.optimizer_config.adam_lr",
+        "set lr too",
+    ),
+    "fp16 masters of Muon": (
+        [*MUON, f"{O}main_params_dtype=fp16"],
+        f"{O}main_params_dtype",
+        "fp32 with optimizer=muon",
+    ),
+    "moves and muon": (
+        [*EP2, MOVES, *MUON],
+        MOVES[:-5],
+        "optimizer_config.optimizer=adam",
+    ),
+    "clipped queries of adapters": (
+        [*MUON, f"{K}qk_clip=true", "trainer.policy.model.lora.rank=8"],
+        f"{K}qk_clip",
+        "this role does not have",
+    ),
+    "clipped queries of padded rows": (
+        [*MUON, f"{K}qk_clip=true", "trainer.use_sample_packing=false"],
+        f"{K}qk_clip",
+        "needs packed sequences",
+    ),
+    "clipping in one place": (
+        [*MUON, f"{K}qk_clip=true", f"{K}qk_clip_alpha=1"],
+        f"{K}qk_clip_alpha",
+        "must be above 0 and below 1",
     ),
 }
 

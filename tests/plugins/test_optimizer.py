@@ -40,10 +40,11 @@ def test_names_are_those_that_are_registered(registered, tmp_path):
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.validate import find_problems
 
-    for name, problems in {"half": [], "haft": ["not registered; known: adam, muon, half"]}.items():
+    for name, known in {"half": True, "haft": False}.items():
         cfg = bodies.config(tmp_path, overrides={f"{KEY}optimizer": name, "trainer.logger": "console"})
         found = [problem for problem in find_problems(cfg, Hardware(1, 1)) if problem.key == f"{KEY}optimizer"]
-        assert [problem.fix for problem in found] == problems
+        last_words = [problem.fix.split()[-1] for problem in found]
+        assert last_words == ([] if known else ["half"]), found  # "not registered; known: adam, …, half"
 
 
 def weights_after_two_steps(folder, batch, settings):

@@ -252,7 +252,7 @@ def test_a_registry_that_no_package_fills_says_what_to_do():
     from skyrl_megatron.errors import ConfigError
     from skyrl_megatron.plugins import ClassRegistry
 
-    with pytest.raises(ConfigError, match=r"trainer.policy.model.lora=trained: no installed package .* launch/setup"):
+    with pytest.raises(ConfigError, match=r"trainer.policy.model.lora=trained: no installed package .*launch/setup"):
         ClassRegistry("trainer.policy.model.lora").require("trained")
     with pytest.raises(ConfigError, match="colour=red: not registered; known: blue"):
         ClassRegistry("colour", "blue").require("red")
