@@ -130,7 +130,8 @@ class Rows:
         return self.spread(torch.arange(len(self)))
 
     def select[T: (Tensor, np.ndarray)](self, values: T, rows: Sequence[int] | np.ndarray) -> T:
-        """Return the values of ``rows`` [b] int64, in their order, of ``values`` [R, …]: [r, …]."""
+        """Return the values of ``rows`` [b] int64, in their order, of ``values`` [R, …]: [r, …]; those of neighbours
+        as a view."""
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and bool((np.diff(rows) == 1).all()):  # neighbours: one slice
             first, last = int(rows[0]), int(rows[-1])
@@ -289,14 +290,14 @@ class TrainingBatch:
         return torch.cat([self.tokens[:0], *pieces])
 
     def select(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
-        """Return the given rows, in the given order. Fields of neighbouring rows share memory with this batch."""
+        """Return copies of the given rows, in the given order."""
         index = np.asarray(rows, dtype=np.int64).reshape(-1)
         tokens, responses = self.rows, self.responses
-        picked: dict[str, Any] = {"tokens": tokens.select(self.tokens, index), "metadata": self.metadata}
+        picked: dict[str, Any] = {"tokens": tokens.select(self.tokens, index).clone(), "metadata": self.metadata}
         picked |= {name: getattr(self, name)[index] for name in ("lengths", "response_lengths")}
         for name in OF_RESPONSES:
             value = getattr(self, name)
-            picked[name] = None if value is None else responses.select(value, index)
+            picked[name] = None if value is None else responses.select(value, index).clone()
         for name in OF_ROWS:
             value = getattr(self, name)
             picked[name] = None if value is None else value[torch.from_numpy(index)]

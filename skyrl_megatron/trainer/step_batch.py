@@ -271,8 +271,7 @@ def for_each_adapter(
                 if getattr(batch, field) is None:
                     setattr(batch, field, value.new_zeros(size, *value.shape[1:]))
                 whole = getattr(batch, field)
-                # A copy, as neighbouring rows share memory with the whole.
-                whole.index_copy_(0, tokens if field in OF_RESPONSES else index, value.clone())
+                whole.index_copy_(0, tokens if field in OF_RESPONSES else index, value)
         for metric, value in advantage_metrics(part).items():
             metrics[metric.replace("loss/", f"adapter/{name}/")] = value
     return metrics
