@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.masked import check_token_tensors, keep_masked
+from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, token_mean
 from skyrl_megatron.errors import AlgorithmError
 
@@ -35,15 +35,12 @@ def distillation(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -
 def teacher_rewards(
     teacher_logprobs: Tensor, student_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, ReducibleMetrics]:
-    """Return log p_teacher − log p_student of the sampled tokens, [B, T] in nats, 0 where masked, and metrics. The
-    log-probs [B, T] are in nats, ``loss_mask`` [B, T] is 1 on trained tokens.
+    """Return log p_teacher − log p_student of the sampled tokens, [R] in nats, 0 where masked, and metrics. The
+    log-probs [R] are in nats, ``loss_mask`` [R] holds on trained tokens.
 
     ``reverse_kl`` is the mean of its negative: an estimate of KL(student ‖ teacher) per token from the student's
     samples. ``teacher_logprob`` is the mean log-prob of the teacher.
     """
-    check_token_tensors(
-        "teacher_logprobs", teacher_logprobs=teacher_logprobs, student_logprobs=student_logprobs, loss_mask=loss_mask
-    )
     log_ratio = keep_masked(teacher_logprobs - student_logprobs, loss_mask)
     return log_ratio, {
         "reverse_kl": token_mean(-log_ratio, loss_mask),

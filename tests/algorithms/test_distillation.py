@@ -99,10 +99,11 @@ def test_rewards_are_the_log_ratio_of_the_sampled_token():
     from skyrl_megatron.algorithms.metrics import metric_values
     from skyrl_megatron.config import AlgorithmConfig
 
-    teacher, student = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -3.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    teacher, student = torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-1.5, -1.0, -3.0])
+    mask = torch.tensor([True, True, False])
     gap, metrics = teacher_rewards(teacher, student, mask)
-    assert gap.tolist() == [[0.5, -1.0, 0.0]]
+    assert gap.tolist() == [0.5, -1.0, 0.0]
     assert metric_values(metrics)["reverse_kl"] == pytest.approx(0.25)
+    gap, mask = gap[None], mask[None].float()
     advantages, returns = compute_advantages_and_returns(gap, mask, ["a"], "distillation", AlgorithmConfig())
     assert advantages.tolist() == returns.tolist() == gap.tolist(), "no credit flows through time"
