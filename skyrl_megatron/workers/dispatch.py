@@ -8,6 +8,9 @@ them: it outlives the engines that sampled the rows, and the ranks that read the
 
 from __future__ import annotations
 
+import functools
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +30,7 @@ from skyrl_megatron.data.splitting import (
     split_for_dp,
     units,
 )
+from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, Rows, TokenSupport, TrainingBatch
 
@@ -105,10 +109,29 @@ class Carried:
         first = {id(getattr(batch, name)): name for name in reversed(changed)}  # returns may be the advantages
         arrays = to_arrays(batch, block.rows, list(dict.fromkeys(first.values())))
         self.bytes += sum(array.nbytes for array in _arrays(arrays))
+        _warn_of_a_small_store(self.bytes)
         reference = ray.put(arrays)
         for name in changed:
             value = getattr(batch, name)
             block.references[name], block.states[name] = (reference, first[id(value)]), _state(value)
+
+
+def _warn_of_a_small_store(needed: int) -> None:
+    """Say that Ray will write rows to disk, if the store of this host has less than ``needed`` bytes."""
+    if needed > (size := _store_bytes()):
+        text = (
+            f"the rows of a step take more than Ray's object store of this host ({size / 2**30:.2f} GiB): Ray writes "
+            "the rest to its temporary folder and reads it again, which takes time. Start Ray with a larger "
+            "--object-store-memory, or lower trainer.train_batch_size"
+        )
+        warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)  # the same text in each step, which is shown once
+
+
+@functools.cache
+def _store_bytes() -> float:
+    here = ray.get_runtime_context().get_node_id()
+    [node] = [node for node in ray.nodes() if node["NodeID"] == here]
+    return float(node["Resources"].get("object_store_memory", math.inf))
 
 
 def _state(value: Any) -> tuple[Any, Any]:
