@@ -6,9 +6,10 @@ One batch (log-normal answers, one at the limit), a step with a reference and mi
 actor that fetches as each rank in turn. Each side and size has a process of its own, with a Ray of its own. Measured
 of the driver: peak of its own memory (anonymous pages, sampled from outside, above those at the step's start, where
 it holds the sampled rows), processor seconds of all its threads, bytes put into the store by all processes, bytes
-fetched by ranks. Sums over the trained tokens, which the ranks return, must agree between sides; nothing else is
-asserted. ``--growth SIDES``: also at twice the limit with equal tokens, and at twice the rows. ``--curve``: also over
-rows, limit and replicas.
+fetched by ranks, and "loop held", the longest time for which an event loop beside the step, as a run has one, could
+not go on. Sums over the trained tokens, which the ranks return, must agree between sides; nothing else is asserted.
+``--growth SIDES``: also at twice the limit with equal tokens, and at twice the rows. ``--curve``: also over rows,
+limit and replicas.
 
 The figures of the issue::
 
@@ -28,6 +29,8 @@ each pass a ``TensorDict`` with unpadded ids. Both put the batch of an update on
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -36,6 +39,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -69,6 +73,26 @@ def memory(pid: int | str = "self") -> dict[str, int]:
     return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[0] in ("VmHWM:", "VmRSS:", "RssAnon:")}
 
 
+@contextlib.contextmanager
+def loop_watched() -> Iterator[list[float]]:
+    """An event loop in a thread, as a run's; the list has the longest time for which it was held, in seconds."""
+    longest, ended = [0.0], threading.Event()
+
+    async def watch() -> None:
+        while not ended.is_set():
+            asked = time.monotonic()
+            await asyncio.sleep(0.002)
+            longest[0] = max(longest[0], time.monotonic() - asked - 0.002)
+
+    thread = threading.Thread(target=asyncio.run, args=(watch(),))
+    thread.start()
+    try:
+        yield longest
+    finally:
+        ended.set()
+        thread.join()
+
+
 def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
     """The figures of a side, in this process."""
     import ray
@@ -95,7 +119,8 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
             if not figures:
                 Path("/proc/self/clear_refs").write_text("5")
             before, began, spent = memory(), time.monotonic(), time.process_time()
-            answer = carried.step(inputs, plane)
+            with loop_watched() as held:
+                answer = carried.step(inputs, plane)
             seconds.append(time.process_time() - spent)
             ended, after = time.monotonic(), memory()
             if not figures:  # memory of later steps would hide in what the first one left to the allocator
@@ -116,6 +141,7 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
                     "fetched": sum(amounts[reference] for reference in remote[0][0]),
                     "created": created_bytes() - created,
                     "wall": ended - began,
+                    "held": held[0],
                     "phases": plane.seconds,
                     "sums": [float(value) for value in answer],
                 }
@@ -179,7 +205,7 @@ class Runs:
         payload = shape.payload()
         print(
             f"  {side:<14}{result['peak'] / MIB:9.1f} MiB{result['seconds']:9.3f} s{result['put'] / MIB:10.1f} MiB"
-            f"{result['fetched'] / MIB:10.1f} MiB{result['put'] / payload:8.2f}x{result['wall']:8.1f} s",
+            f"{result['fetched'] / MIB:10.1f} MiB{result['put'] / payload:8.2f}x{result['wall']:8.1f} s{result['held'] * 1e3:9.0f} ms",
             flush=True,
         )
         return result
@@ -266,7 +292,8 @@ def header(shape: Shape) -> None:
         f"dp {shape.replicas}, {shape.mini_batches} mini-batches{', reference' if shape.reference else ''}{routes};"
         f" payload {shape.payload() / MIB:.1f} MiB, in the types of 062ad5f4 {shape.dense_payload() / MIB:.1f} MiB"
     )
-    print(f"  {'side':<14}{'driver peak':>13}{'processor':>11}{'put':>14}{'fetched':>14}{'/payload':>9}{'wall':>10}")
+    columns = f"{'driver peak':>13}{'processor':>11}{'put':>14}{'fetched':>14}{'/payload':>9}{'wall':>10}"
+    print(f"  {'side':<14}{columns}{'loop held':>12}")
 
 
 def curve_shapes(shape: Shape) -> Iterator[tuple[str, Shape]]:

@@ -262,19 +262,26 @@ def for_each_adapter(
             continue
         part, index = batch.select(rows), torch.from_numpy(rows)
         tokens = batch.responses.select(torch.arange(len(batch.loss_mask)), rows)
+        before = {key: (value, value._version) for key, value in _tensors(part)}
         for counted, value in change(part).items():
             metrics[counted] = metrics.get(counted, 0.0) + value
-        # ``change`` may set any tensor of its rows: all of them go back to the whole batch.
-        for field in (*OF_RESPONSES, *OF_ROWS):
-            if (value := getattr(part, field)) is not None:
-                size = len(batch.loss_mask) if field in OF_RESPONSES else len(batch)
-                if getattr(batch, field) is None:
-                    setattr(batch, field, value.new_zeros(size, *value.shape[1:]))
-                whole = getattr(batch, field)
-                whole.index_copy_(0, tokens if field in OF_RESPONSES else index, value)
+        # ``change`` may set any tensor of its rows. Those that it left alone are in the object store as they are.
+        for key, value in _tensors(part):
+            known, version = before.get(key, (None, 0))
+            if value is not known or value._version != version:
+                if getattr(batch, key) is None:
+                    size = len(batch.loss_mask) if key in OF_RESPONSES else len(batch)
+                    setattr(batch, key, value.new_zeros(size, *value.shape[1:]))
+                getattr(batch, key).index_copy_(0, tokens if key in OF_RESPONSES else index, value)
         for metric, value in advantage_metrics(part).items():
             metrics[metric.replace("loss/", f"adapter/{name}/")] = value
     return metrics
+
+
+def _tensors(batch: TrainingBatch) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a batch that estimators may set, by their names."""
+    values = [(name, getattr(batch, name)) for name in (*OF_RESPONSES, *OF_ROWS)]
+    return [(name, value) for name, value in values if value is not None]
 
 
 def training_logprobs_suffice(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool:

@@ -3,12 +3,13 @@
 import itertools
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
+@settings(deadline=None)  # the first example imports Megatron
 @given(shapes, st.data())
 def test_boxes_are_the_range(shape, data):
     from skyrl_megatron.runtime.checkpoint.rank_state import boxes

@@ -313,7 +313,8 @@ def test_every_replica_gets_its_rows_with_all_that_is_theirs(ray_slots, shape, t
     lengths, more = SHAPES[shape]
     flops, together = ModelFlops(1.0, 0.1, 0.0, 0), "together" in shape or "groups" in shape
     whole = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
-    fields = (*whole, *OF_RESPONSES, *OF_ROWS) if trains else whole
+    unread = ("rewards", "is_last_step", "truncated", "reward_parts")  # advantages were made of them
+    fields = tuple(name for name in (*whole, *(OF_RESPONSES + OF_ROWS) * trains) if name not in unread)
     for dp in (1, 2, 3):
         batch = ragged_batch(dp, lengths, **more)
         batch.metadata = {"a": 1, PROMPT_UIDS: batch.uids} | ({TOGETHER: True} if together else {})
@@ -348,86 +349,122 @@ def test_every_replica_gets_its_rows_with_all_that_is_theirs(ray_slots, shape, t
             assert torch.equal(sharded.collect(ranks, results), torch.stack([expected, -expected], 1))
 
 
-def test_what_a_batch_holds_is_put_once_for_all_passes(ray_slots):
-    """A second pass puts nothing; a field that was added, replaced or changed in place is put, and nothing else."""
-    import torch
+class Passes:
+    """A batch of two mini-batches, and what each pass of two replicas over it puts into the object store."""
 
-    from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS, mini_batches
-    from skyrl_megatron.runtime.flops import ModelFlops
-    from skyrl_megatron.types import TokenSupport
-    from skyrl_megatron.workers.dispatch import dispatch
+    def __init__(self):
+        from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS, mini_batches
+        from skyrl_megatron.runtime.flops import ModelFlops
 
-    flops, dp = ModelFlops(1.0, 0.1, 0.0, 0), 2
-    batch = ragged_batch(0, RAGGED)
-    batch.metadata = {PROMPT_UIDS: batch.uids, MINI_BATCH_PROMPTS: 2}
-    advantages, batch.advantages = batch.advantages, None
-    tokens, responses = len(batch.tokens), len(batch.loss_mask)
+        self.batch, self.dp, self.flops = ragged_batch(0, RAGGED), 2, ModelFlops(1.0, 0.1, 0.0, 0)
+        self.batch.metadata = {PROMPT_UIDS: self.batch.uids, MINI_BATCH_PROMPTS: 2}
+        self.parts = mini_batches(self.batch, 2)
 
-    def put(work):
-        before = 0 if batch.carried is None else batch.carried.bytes
+    def score(self):
+        """Return (bytes that were put, what was dispatched)."""
+        return self._put(lambda: self._dispatch(trains=False))
+
+    def train(self):
+        return self._put(lambda: [self._dispatch(rows) for rows in self.parts])
+
+    def _dispatch(self, *args, **options):
+        from skyrl_megatron.workers.dispatch import dispatch
+
+        return dispatch(self.batch, self.dp, self.flops, *args, **options)
+
+    def _put(self, work):
+        before = 0 if self.batch.carried is None else self.batch.carried.bytes
         result = work()
-        return batch.carried.bytes - before, result
+        return self.batch.carried.bytes - before, result
 
-    def score():
-        return dispatch(batch, dp, flops, trains=False)
+    def arrives(self, passes, name):
+        """Whether all ranks together have the batch's field."""
+        import torch
 
-    def train():
-        return [dispatch(batch, dp, flops, rows) for rows in mini_batches(batch, 2)]
-
-    def rows_of(passes, name):
-        """The values of a field on all ranks, in the order of the batch."""
-        found = torch.zeros_like(getattr(batch, name))
+        batch = self.batch
+        expected = getattr(batch, name)
+        seen = torch.zeros_like(expected)
         for sharded in passes:
             for share, rows in zip(sharded.shares, sharded.rows, strict=True):
                 part = share.batch()
                 for number, row in enumerate(rows.tolist()):
-                    found[batch.responses.of(row)] = getattr(part, name)[part.responses.of(number)]
-        return found
+                    seen[batch.responses.of(row)] = getattr(part, name)[part.responses.of(number)]
+        return torch.equal(seen, expected)
 
+
+def test_what_a_batch_holds_is_put_once_for_all_passes(ray_slots):
+    """Scoring puts what it reads, training the rest of what it reads, and a second pass of either nothing."""
+    passes = Passes()
+    batch, dp = passes.batch, passes.dp
+    batch.advantages = None
+    tokens, responses = len(batch.tokens), len(batch.loss_mask)
     routes = sum(each.nbytes for each in batch.rollout_routes if each is not None)
     supports = sum(each.ids.nbytes + each.counts.nbytes for each in batch.rollout_support)
-    first, scored = put(score)
-    blocks, bits = 2 * dp, responses // 8 + 2 * dp  # two mini-batches; a mask is a bit for each token
+    first, scored = passes.score()
+    blocks, bits = 2 * dp, responses // 8 + 2 * dp  # a mask is a bit for each token
     assert len(batch.carried.blocks) == blocks
     per_row = 4 * 8 * len(batch)  # lengths of rows, responses, routes and supports
     # ids of narrow supports are widened where a row of their block is wide
     assert 4 * tokens + routes < first <= 4 * tokens + routes + 2 * supports + per_row + 2 * bits
-    assert put(score)[0] == 0 and put(lambda: dispatch(batch, dp, flops, trains=False))[0] == 0
-    extra, trained = put(train)
+    assert passes.score()[0] == 0
+    extra, trained = passes.train()
     assert len(batch.carried.blocks) == blocks, "replicas train on the rows that they scored"
-    for part, rows in zip(trained, mini_batches(batch, 2), strict=True):
+    for part, rows in zip(trained, passes.parts, strict=True):
         for of_scoring, of_training in zip(scored.rows, part.rows, strict=True):
             assert np.intersect1d(of_scoring, rows).tolist() == of_training.tolist()
-    floats = 7 + 2 * 4  # seven fields, four of the teacher's tokens and their ids
-    of_rows = len(batch) * (2 * 4 + 3 * 8) + 2 * (len(batch) // 8 + blocks)
-    assert 4 * floats * responses < extra <= 4 * floats * responses + bits + of_rows
-    assert put(train)[0] == 0 and put(score)[0] == 0, "another epoch"
+    floats = 6 + 2 * 4  # six fields, four of the teacher's tokens and their ids
+    assert 4 * floats * responses < extra <= 4 * floats * responses + bits + 3 * 8 * len(batch)
+    assert passes.train()[0] == 0 and passes.score()[0] == 0, "another epoch"
 
+
+def test_what_changed_is_put_again_and_nothing_else(ray_slots):
+    """A field that was added, replaced, removed or changed in place."""
+    import torch
+
+    from skyrl_megatron.types import TokenSupport
+
+    passes = Passes()
+    batch = passes.batch
+    advantages, batch.advantages = batch.advantages, None
+    responses, bits = len(batch.loss_mask), len(batch.loss_mask) // 8 + 4
+    passes.train()
     batch.advantages = advantages
-    assert put(train)[0] == 4 * responses, "the new field, and no other"
-    assert put(train)[0] == 0
+    assert passes.train()[0] == 4 * responses, "added"
     batch.advantages = advantages.clone()
-    assert put(train)[0] == 4 * responses, "a field that was replaced"
-    batch.rewards[3] = -7.0
-    extra, passes = put(train)
-    assert extra == 4 * responses and torch.equal(rows_of(passes, "rewards"), batch.rewards)
+    assert passes.train()[0] == 4 * responses, "replaced"
+    batch.returns[3] = -7.0
+    extra, trained = passes.train()
+    assert extra == 4 * responses and passes.arrives(trained, "returns"), "changed in place"
+    batch.advantages = batch.returns = advantages.clone()
+    extra, trained = passes.train()
+    assert extra == 4 * responses, "one tensor for both"
+    assert passes.arrives(trained, "advantages") and passes.arrives(trained, "returns")
+    batch.returns = advantages + 1.0
+    extra, trained = passes.train()
+    assert extra == 4 * responses, "no longer the same"
+    assert passes.arrives(trained, "advantages") and passes.arrives(trained, "returns")
+    batch.rewards += 1.0
+    assert passes.train()[0] == 0, "no rank reads them"
     batch.loss_mask &= torch.arange(responses) % 2 == 0
-    extra, passes = put(train)
-    assert 0 < extra <= bits and torch.equal(rows_of(passes, "loss_mask"), batch.loss_mask)
-    extra, alone = put(lambda: dispatch(batch, dp, flops, mini_batches(batch, 2)[0]))
-    assert extra == 0
+    extra, trained = passes.train()
+    assert 0 < extra <= bits and passes.arrives(trained, "loss_mask")
+    routes = sum(each.nbytes for each in batch.rollout_routes if each is not None)
     batch.rollout_routes[1] = batch.rollout_routes[1] + np.uint16(1)
-    assert routes <= put(train)[0] <= routes + 8 * len(batch), "an entry of a list"
+    extra, trained = passes.train()
+    assert routes <= extra <= routes + 8 * len(batch), "an entry of a list"
+    for part in trained:
+        for share, rows in zip(part.shares, part.rows, strict=True):
+            assert_same_rows(share.batch(), batch.select(rows), ["rollout_routes"])
+    supports = sum(each.ids.nbytes + each.counts.nbytes for each in batch.rollout_support)
     support = batch.rollout_support[5]
     batch.rollout_support[5] = TokenSupport(support.ids, support.counts)
-    assert supports <= put(score)[0] <= 2 * supports + 8 * len(batch)
-    assert put(train)[0] == 0
+    assert supports <= passes.score()[0] <= 2 * supports + 8 * len(batch)
+    earlier = passes.train()[1]
     batch.values = None
-    extra, passes = put(train)
-    assert extra == 0 and all(share.batch().values is None for part in passes for share in part.shares)
-    assert all(share.batch().values is not None for share in alone.shares), (
-        "a share has what was there when it was made"
-    )
+    extra, trained = passes.train()
+    assert extra == 0 and all(share.batch().values is None for part in trained for share in part.shares), "removed"
+    for part in earlier:  # a share has what was there when it was made
+        assert all(share.batch().values is not None for share in part.shares)
 
 
 def test_what_was_put_is_freed_with_the_batch(ray_slots):
