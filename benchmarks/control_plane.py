@@ -205,7 +205,8 @@ class Runs:
         payload = shape.payload()
         print(
             f"  {side:<14}{result['peak'] / MIB:9.1f} MiB{result['seconds']:9.3f} s{result['put'] / MIB:10.1f} MiB"
-            f"{result['fetched'] / MIB:10.1f} MiB{result['put'] / payload:8.2f}x{result['wall']:8.1f} s{result['held'] * 1e3:9.0f} ms",
+            f"{result['fetched'] / MIB:10.1f} MiB{result['put'] / payload:8.2f}x{result['wall']:8.1f} s"
+            f"{result['held'] * 1e3:9.0f} ms",
             flush=True,
         )
         return result

@@ -263,8 +263,8 @@ def for_each_adapter(
         part, index = batch.select(rows), torch.from_numpy(rows)
         tokens = batch.responses.select(torch.arange(len(batch.loss_mask)), rows)
         before = {key: (value, value._version) for key, value in _tensors(part)}
-        for counted, value in change(part).items():
-            metrics[counted] = metrics.get(counted, 0.0) + value
+        for counted, count in change(part).items():
+            metrics[counted] = metrics.get(counted, 0.0) + count
         # ``change`` may set any tensor of its rows. Those that it left alone are in the object store as they are.
         for key, value in _tensors(part):
             known, version = before.get(key, (None, 0))
@@ -273,8 +273,8 @@ def for_each_adapter(
                     size = len(batch.loss_mask) if key in OF_RESPONSES else len(batch)
                     setattr(batch, key, value.new_zeros(size, *value.shape[1:]))
                 getattr(batch, key).index_copy_(0, tokens if key in OF_RESPONSES else index, value)
-        for metric, value in advantage_metrics(part).items():
-            metrics[metric.replace("loss/", f"adapter/{name}/")] = value
+        for metric, mean in advantage_metrics(part).items():
+            metrics[metric.replace("loss/", f"adapter/{name}/")] = mean
     return metrics
 
 
