@@ -292,8 +292,8 @@ def dispatch(
         batch.carried = Carried(len(batch))
     prompts = batch.metadata.get(MINI_BATCH_PROMPTS)
     parts = [np.arange(len(batch)) if rows is None else rows]
-    whole = len(batch.metadata.get(PROMPT_UIDS, batch.uids)) == len(batch)  # not some rows of a batch
-    if prompts and not trains and whole:
+    has_own_prompts = len(batch.metadata.get(PROMPT_UIDS, batch.uids)) == len(batch)  # not some rows of a batch
+    if prompts and not trains and has_own_prompts:
         parts = mini_batches(batch, prompts)
     costs = flops.forward(batch.lengths)
     splits = [_split(batch, part, costs, dp_size) for part in parts]
