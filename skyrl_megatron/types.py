@@ -78,7 +78,7 @@ class TokenSupport:
         return int(missing[0]) if missing.size else None
 
 
-class Rows:
+class RowSpans:
     """The rows of flat values: B rows whose R values stand one after another, without padding.
 
     ``lengths`` [B] int64: values of each row, which may be 0. ``starts`` [B] int64: its first value.
@@ -274,14 +274,14 @@ class TrainingBatch:
         return len(self.lengths)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowSpans:
         """Where the tokens of each row are in ``tokens``."""
-        return Rows(self.lengths)
+        return RowSpans(self.lengths)
 
     @property
-    def responses(self) -> Rows:
+    def responses(self) -> RowSpans:
         """Where the response tokens of each row are in the fields [R]."""
-        return Rows(self.response_lengths)
+        return RowSpans(self.response_lengths)
 
     def response_tokens(self) -> Tensor:
         """Return the tokens of the responses, [R] int32."""
@@ -428,13 +428,13 @@ class PaddedBatch:
             held = torch.stack([getattr(self, name) for name in MASKS if getattr(self, name) is not None]).any(0)
             first = torch.where(held.any(1), held.int().argmax(1), held.shape[1])
             counts = (held.shape[1] - first).numpy(force=True)
-        responses = Rows(counts)
+        responses = RowSpans(counts)
         fields: dict[str, Any] = {name: getattr(self, name) for name in (*OF_ROWS, *LISTS, "metadata")}
         for name in OF_RESPONSES:
             value = getattr(self, name)
             dtype = torch.bool if name in MASKS else torch.int32 if name == "teacher_top_ids" else None
             fields[name] = None if value is None else responses.flat(value.cpu()).to(dtype)
-        tokens = Rows(lengths).flat(self.sequences.cpu()).int()
+        tokens = RowSpans(lengths).flat(self.sequences.cpu()).int()
         return TrainingBatch(tokens, lengths, responses.lengths, **fields)
 
 

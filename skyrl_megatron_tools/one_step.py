@@ -169,8 +169,8 @@ class _Step:
             return await asyncio.gather(*(self.client.score(ids) for ids in rows))
 
         for row, scores in enumerate(self._run(score())):
-            place = batch.responses.of(row)
-            out[place] = torch.tensor(scores[len(scores) - (place.stop - place.start) :])
+            tokens = batch.responses.of(row)
+            out[tokens] = torch.tensor(scores[len(scores) - (tokens.stop - tokens.start) :])
         return out
 
     def difference(self, batch: TrainingBatch, engine: Tensor) -> float:

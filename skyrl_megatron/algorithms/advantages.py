@@ -38,7 +38,7 @@ from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.table import ESTIMATORS, STEP_WISE, AdvantageEstimator, EstimatorRow, GAEConfig
 from skyrl_megatron.errors import AlgorithmError
-from skyrl_megatron.types import Rows, TrainingBatch
+from skyrl_megatron.types import RowSpans, TrainingBatch
 
 EPSILON = 1e-6
 
@@ -608,7 +608,7 @@ PADDED_TOKENS = 1 << 22
 @torch.no_grad()
 def batch_advantages(batch: TrainingBatch, adv_estimator: str, config: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Return advantages and returns [R] of the rows of a batch, as :func:`compute_advantages_and_returns`, which has
-    the errors. ``options``: its other arguments, but for the fields of the batch.
+    the errors. ``options``: its other arguments, except the fields of the batch.
 
     The memory is that of the tokens: built-in estimators see one number per row, or rows of similar lengths. A custom
     estimator sees all rows, padded; one that was registered with ``per_group``, those of one prompt at a time.
@@ -640,11 +640,11 @@ def batch_advantages(batch: TrainingBatch, adv_estimator: str, config: Any, **op
         both = (advantages,) if returns is advantages else (advantages, returns)
         spread = [rows.spread(values[:, 0]).mul_(batch.response_mask) for values in both]
         return spread[0], spread[-1]
-    known = ESTIMATORS.get(adv_estimator)
-    parts = _groups_of(uids) if known is not None and known.per_group else [np.arange(len(batch))]
+    entry = ESTIMATORS.get(adv_estimator)
+    parts = _groups_of(uids) if entry is not None and entry.per_group else [np.arange(len(batch))]
     results = [_padded_estimates(batch if len(parts) == 1 else batch.select(part), arguments) for part in parts]
     order = np.argsort(np.concatenate(parts))
-    of_parts = Rows(rows.lengths[np.concatenate(parts)])
+    of_parts = RowSpans(rows.lengths[np.concatenate(parts)])
     advantages, returns = (of_parts.select(torch.cat(values), order) for values in zip(*results, strict=True))
     return advantages, returns
 
@@ -700,9 +700,9 @@ def _by_token_sums(
     rows, kept = batch.responses, np.flatnonzero(keep.numpy())
     advantages, returns = torch.zeros_like(batch.rewards), torch.zeros_like(batch.rewards)
     shown = [name for name in ("rewards", "response_mask", "values", "loss_mask") if getattr(batch, name) is not None]
-    for part in Rows(rows.lengths[kept]).of_similar_length(PADDED_TOKENS):
+    for part in RowSpans(rows.lengths[kept]).of_similar_length(PADDED_TOKENS):
         chosen = kept[part]
-        of_part = Rows(rows.lengths[chosen])
+        of_part = RowSpans(rows.lengths[chosen])
         dense = {name: of_part.padded(rows.select(getattr(batch, name), chosen)).float() for name in shown}
         truncated = None if batch.truncated is None else batch.truncated[torch.from_numpy(chosen)]
         estimates = sums(

@@ -11,7 +11,7 @@ from skyrl_megatron.algorithms.groups import Trajectories
 from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.errors import AlgorithmError
-from skyrl_megatron.types import Rows
+from skyrl_megatron.types import RowSpans
 
 
 def compute_approx_kl(
@@ -86,7 +86,7 @@ def penalize_rewards(
     kl_estimator_type: str = "k3",
     trajectories: Trajectories | None = None,
     *,
-    rows: Rows,
+    rows: RowSpans,
 ) -> tuple[Tensor, ReducibleMetrics]:
     """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [R] (``algorithm.use_kl_in_reward``). All
     tensors are the flat values of ``rows``.

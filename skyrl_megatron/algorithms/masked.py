@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_megatron.data.batch import refuse_mask
 from skyrl_megatron.errors import AlgorithmError
-from skyrl_megatron.types import Rows, TrainingBatch
+from skyrl_megatron.types import RowSpans, TrainingBatch
 
 SUM_BLOCK = 1 << 18
 """Elements that a masked sum multiplies at once."""
@@ -123,7 +123,7 @@ def finite_rows(
     *,
     nonfinite: str = "error",
     uids: Sequence[str] | np.ndarray | None = None,
-    of: Rows | None = None,
+    of: RowSpans | None = None,
 ) -> Tensor:
     """Return [B] bool: the rows of ``values`` ([B] or [B, T]) whose entries are all finite where ``mask`` is 1.
     ``of``: the rows of flat values [R].

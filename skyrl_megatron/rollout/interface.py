@@ -224,16 +224,16 @@ def sampled_trajectories(output: GeneratorOutput, uids: Sequence[str]) -> list[S
     The only place that says what reward a trajectory has: scores, filters, gates, samplers and reports ask it. From
     the tensors of a batch, ``trainer.step_batch.rewards_of_trajectories`` computes the same.
     """
-    given = output["rewards"]
-    errors = output.get("errors") or [None] * len(given)
-    rewards = [_given_rewards(reward) for reward in given]
+    token_rewards = output["rewards"]
+    errors = output.get("errors") or [None] * len(token_rewards)
+    rewards = [_given_rewards(reward) for reward in token_rewards]
     return [
         SampledTrajectory(
             uids[rows[-1]],
             rows,
             # One sum over all rewards, so that the rounding does not depend on the rows.
             float(sum(of_all := [reward for row in rows for reward in rewards[row]])),
-            last_reward(given[rows[-1]]),
+            last_reward(token_rewards[rows[-1]]),
             float(sum(max(reward, 0.0) for reward in of_all)),
             any(errors[row] is not None for row in rows),
         )
@@ -253,7 +253,7 @@ def trajectory_rows(output: GeneratorOutput) -> list[list[int]]:
 
 
 def has_token_rewards(reward: float | Sequence[float] | np.ndarray) -> bool:
-    """Return whether the reward of a row is one for each token."""
+    """Return whether the ``reward`` of a row, a number or [n] of its response tokens, is one for each token."""
     return isinstance(reward, Sequence | np.ndarray)
 
 

@@ -440,7 +440,7 @@ def reward_parts(output: GeneratorOutput, names: Sequence[str]) -> torch.Tensor:
 
 
 def observation_mask(output: GeneratorOutput, batch: TrainingBatch) -> torch.Tensor:
-    """Return [R] bool: the response tokens of ``batch`` that were not sampled, but for rows that failed.
+    """Return [R] bool: the response tokens of ``batch`` that were not sampled, except in rows that failed.
 
     Which tokens were sampled is known from ``rollout_versions``, else from the loss masks of the generator.
     """

@@ -49,7 +49,7 @@ from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_proble
 from skyrl_megatron.runtime.parallel_state import group_maximum, raise_on_all_ranks
 from skyrl_megatron.runtime.parts import around, call_parts, metrics_of, planned
 from skyrl_megatron.runtime.trained_model import TrainedModel
-from skyrl_megatron.types import Rows
+from skyrl_megatron.types import RowSpans
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import AlgorithmConfig
@@ -272,8 +272,8 @@ class MegatronEngine(TrainedModel):
         responses = batch.responses
         for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
             for row, line in zip(micro_batch.rows.tolist(), values, strict=False):
-                place = responses.of(row)
-                out[place] = line[len(line) - (place.stop - place.start) :]
+                tokens = responses.of(row)
+                out[tokens] = line[len(line) - (tokens.stop - tokens.start) :]
         # Only the last stage has results, and callers on every rank use them.
         if self.groups.pp.size() > 1:
             source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
@@ -299,7 +299,7 @@ class MegatronEngine(TrainedModel):
         of_replica, rows = StepTotals(), batch.responses
         read = ("loss_mask", "old_logprobs", "rollout_logprobs", "observation_mask")
         for part in rows.of_similar_length(COUNTED_TOKENS):
-            of_part = Rows(rows.lengths[part])
+            of_part = RowSpans(rows.lengths[part])
             values = {name: value for name in read if (value := getattr(batch, name)) is not None}
             shown = {name: of_part.padded(rows.select(value, part)).float() for name, value in values.items()}
             of_replica += objective.totals(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.sources.records import Spans
-from skyrl_megatron.types import Rows, TrainingBatch
+from skyrl_megatron.types import RowSpans, TrainingBatch
 
 
 class DoneGroups:
@@ -69,7 +69,7 @@ def can_step(*, batch: int, bound: int, version: int, running: Mapping[int, int]
     return True
 
 
-def token_staleness(spans: Spans, responses: Rows, version: int) -> Tensor:
+def token_staleness(spans: Spans, responses: RowSpans, version: int) -> Tensor:
     """Return the staleness of each token of the ``responses``, [R] int32: ``version`` minus its sampling version.
 
     It is -1 for tokens that were not sampled or whose version is not a number.

@@ -267,8 +267,8 @@ def for_each_adapter(
             metrics[counted] = metrics.get(counted, 0.0) + count
         # ``change`` may set any tensor of its rows. Those that it left alone are in the object store as they are.
         for key, value in _tensors(part):
-            known, version = before.get(key, (None, 0))
-            if value is not known or value._version != version:
+            tensor, version = before.get(key, (None, 0))
+            if value is not tensor or value._version != version:
                 if getattr(batch, key) is None:
                     size = len(batch.loss_mask) if key in OF_RESPONSES else len(batch)
                     setattr(batch, key, value.new_zeros(size, *value.shape[1:]))

@@ -32,7 +32,7 @@ from skyrl_megatron.data.splitting import (
 )
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.runtime.flops import ModelFlops
-from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, Rows, TokenSupport, TrainingBatch
+from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, RowSpans, TokenSupport, TrainingBatch
 
 SCORED = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
 """Fields that a pass without gradients reads."""
@@ -62,7 +62,7 @@ type Place = tuple[Any, str]
 
 
 @dataclass(slots=True)
-class Block:
+class RowBlock:
     """Some rows of a batch in the object store."""
 
     rows: np.ndarray
@@ -77,19 +77,19 @@ class Carried:
     """The blocks of a batch in the object store."""
 
     def __init__(self, rows: int) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[RowBlock] = []
         self.block_of, self.place_of = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
         """Number of each row's block, and its place there, [B] each."""
         self.bytes = 0
         """Bytes that were put."""
 
-    def take(self, batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> list[tuple[Block, np.ndarray]]:
+    def take(self, batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> list[tuple[RowBlock, np.ndarray]]:
         """Put what is missing of the fields ``names`` of ``rows`` [b] int64; return the blocks that have them, with
         the place in ``rows`` of each of their rows."""
         if len(new := rows[self.block_of[rows] < 0]):
             new = np.unique(new)
             self.block_of[new], self.place_of[new] = len(self.blocks), np.arange(len(new))
-            self.blocks.append(Block(new))
+            self.blocks.append(RowBlock(new))
         numbers = self.block_of[rows]
         taken = []
         for number in np.unique(numbers).tolist():
@@ -98,7 +98,7 @@ class Carried:
             taken.append((block, np.flatnonzero(numbers == number)))
         return taken
 
-    def _put(self, batch: TrainingBatch, block: Block, names: Sequence[str]) -> None:
+    def _put(self, batch: TrainingBatch, block: RowBlock, names: Sequence[str]) -> None:
         present = [name for name in names if getattr(batch, name) is not None]
         for name in block.references.keys() - set(present):  # removed from the batch since
             if name in names:
@@ -242,7 +242,7 @@ class ShardedBatch:
     rows: list[np.ndarray]
     """Rows of the batch in each share."""
     shares: list[Share]
-    responses: Rows
+    responses: RowSpans
     """Where the results of the batch's rows are."""
 
     def arguments(self, ranks: Sequence[RankInfo]) -> list[tuple[Any]]:
@@ -259,8 +259,8 @@ class ShardedBatch:
                     out = np.zeros((self.responses.size, *result.shape[1:]), result.dtype)
                 start = 0
                 for row in self.rows[rank.dp_rank].tolist():
-                    place = self.responses.of(row)
-                    out[place] = result[start : (start := start + place.stop - place.start)]
+                    tokens = self.responses.of(row)
+                    out[tokens] = result[start : (start := start + tokens.stop - tokens.start)]
         assert out is not None, "no rank collects"
         return torch.from_numpy(out)
 
@@ -351,8 +351,8 @@ def _split(
 def from_arrays(blocks: Sequence[Mapping[str, Any]], block_of: np.ndarray, place_of: np.ndarray) -> TrainingBatch:
     """Return the batch of rows, given the block and the place in it of each, [b] int64; ``blocks`` are those of
     :func:`to_arrays`. The tensors are copies."""
-    tokens = [Rows(block["lengths"]) for block in blocks]
-    responses = [Rows(block["response_lengths"]) for block in blocks]
+    tokens = [RowSpans(block["lengths"]) for block in blocks]
+    responses = [RowSpans(block["response_lengths"]) for block in blocks]
     order = list(zip(block_of.tolist(), place_of.tolist(), strict=True))
     fields: dict[str, Any] = {}
     for name in blocks[0] if blocks else ():

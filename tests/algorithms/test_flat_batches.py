@@ -265,9 +265,9 @@ def test_a_row_of_a_million_tokens_takes_the_memory_of_its_tokens():
 def test_padded_form_of_rows_without_tokens():
     import torch
 
-    from skyrl_megatron.types import PaddedBatch, Rows
+    from skyrl_megatron.types import PaddedBatch, RowSpans
 
-    rows = Rows(np.array([0, 0]))
+    rows = RowSpans(np.array([0, 0]))
     assert rows.padded(torch.zeros(0)).shape == (2, 1)
     empty = PaddedBatch(
         torch.zeros(1, 3).long(), torch.zeros(1, 3).bool(), torch.zeros(1, 2), torch.zeros(1, 2)

@@ -66,19 +66,19 @@ def test_controllers():
 def test_penalty_inside_the_reward():
     from skyrl_megatron.algorithms.kl import penalize_rewards
     from skyrl_megatron.algorithms.metrics import metric_values
-    from skyrl_megatron.types import Rows
+    from skyrl_megatron.types import RowSpans
 
     rewards = tensor([0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0])
     log_probs = tensor([9.0, -1.0, -2.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0])
     reference = tensor([0.0, -1.5, -1.0, -1.0, -1.0, -1.9, 5.0, 5.0, 5.0])
     mask = tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]).bool()
-    given, rows = (rewards, log_probs, reference, mask), Rows([3, 3, 3])
+    given, rows = (rewards, log_probs, reference, mask), RowSpans([3, 3, 3])
     penalized, metrics = penalize_rewards(*given, 0.1, "k1", rows=rows)
     assert penalized.tolist() == pytest.approx([0, -0.05, 1.1, 0, 0, 1.91, 0, 0, 0])
     # Sequence means -0.25 and 0.3; the dummy row does not count.
     assert metric_values(metrics) == pytest.approx({"avg_kl": 0.025, "avg_kl_max": 0.95})
     unchanged, _ = penalize_rewards(*given, -1.0, "k1", rows=rows)
     assert unchanged.equal(rewards), "a negative coefficient would pay for drifting away"
-    trained, metrics = penalize_rewards(*(values[1:6] for values in given), 0.1, "k1", rows=Rows([2, 3, 0]))
+    trained, metrics = penalize_rewards(*(values[1:6] for values in given), 0.1, "k1", rows=RowSpans([2, 3, 0]))
     assert trained.equal(penalized[1:6]), "rows of other lengths, and one without a response"
     assert metric_values(metrics) == pytest.approx({"avg_kl": 0.025, "avg_kl_max": 0.95})

@@ -7,10 +7,10 @@ import pytest
 
 def test_lags_stand_where_their_tokens_do():
     from skyrl_megatron.sources.staleness import token_staleness
-    from skyrl_megatron.types import Rows
+    from skyrl_megatron.types import RowSpans
 
     spans = [[("3", 0, 2), ("5", 4, 5)], [("base", 0, 1), ("4", 1, 3)]]
-    rows = Rows([5, 0, 3])
+    rows = RowSpans([5, 0, 3])
     lags = token_staleness([spans[0], [], spans[1]], rows, 6)
     assert lags.tolist() == [3, 3, -1, -1, 1, -1, 2, 2]
     assert [lags[rows.of(row)].tolist() for row in range(3)] == [[3, 3, -1, -1, 1], [], [-1, 2, 2]]
