@@ -73,6 +73,7 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
     """Return the experiment: rows instead of prompts, and no engines."""
     from skyrl_megatron import hub
     from skyrl_megatron.config.derive import preferences, supervised
+    from skyrl_megatron.data.row_cache import RowCache
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.rollout.templates import ChatFormat, load_template
     from skyrl_megatron_supervised.preference_rows import rows_class
@@ -86,7 +87,16 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
             chat = ChatFormat(self.tokenizer, load_template(generator.chat_template), generator.chat_template_kwargs)
             commits, say = self.cfg.trainer.hub_commits, self.start_up.say
             declared = [column] if (column := self.cfg.data.sampler_options.get("column")) else []
-            return rows_class(settings)(sources, chat, settings, hub_commits=commits, say=say, declared=declared)
+            size = int(self.cfg.data.row_cache_gb * 1e9)
+            return rows_class(settings)(
+                sources,
+                chat,
+                settings,
+                hub_commits=commits,
+                say=say,
+                declared=declared,
+                cache=RowCache(size) if size else None,
+            )
 
         def get_inference_client(self) -> Any:
             return None

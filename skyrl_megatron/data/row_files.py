@@ -63,7 +63,11 @@ class Rows(ABC):
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, a thousand at a time, with at least ``columns`` (None: all)."""
         for first in range(0, len(self), BATCH_ROWS):
-            yield [self[number] for number in range(first, min(first + BATCH_ROWS, len(self)))]
+            yield self.part(first, min(first + BATCH_ROWS, len(self)), columns)
+
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """Return the rows from ``first`` to ``stop``, with at least ``columns`` (None: all)."""
+        return [self[number] for number in range(first, stop)]
 
     def place(self, number: int) -> str:
         """Return file and row number of a row, for messages."""
@@ -117,16 +121,15 @@ class JsonRows(Rows):
         start, length = self._spans[range(len(self))[number]].tolist()
         return self._read(number, os.pread(self._file.fileno(), length, start))
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, with one file read per batch."""
-        for first in range(0, len(self), BATCH_ROWS):
-            spans = self._spans[first : first + BATCH_ROWS].tolist()
-            base = spans[0][0]
-            data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
-            yield [
-                self._read(first + offset, data[start - base : start - base + length])
-                for offset, (start, length) in enumerate(spans)
-            ]
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """Return the rows from ``first`` to ``stop``, with one file read."""
+        spans = self._spans[first:stop].tolist()
+        base = spans[0][0]
+        data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
+        return [
+            self._read(first + offset, data[start - base : start - base + length])
+            for offset, (start, length) in enumerate(spans)
+        ]
 
     def _read(self, number: int, data: bytes) -> DatasetRow:
         try:
@@ -187,15 +190,13 @@ class ArrowRows(Rows):
         with self._text_of([number]):
             return dict(self._table[number])
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, a thousand at a time, with those of ``columns`` that exist (None: all)."""
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """Return the rows from ``first`` to ``stop``, with those of ``columns`` that exist (None: all)."""
         names = [name for name in self.column_names if columns is None or name in columns]
-        table = self._table.select_columns(names)
-        for first in range(0, len(self), BATCH_ROWS):  # a table without columns has no rows
-            size = min(BATCH_ROWS, len(self) - first)
-            with self._text_of(range(first, first + size)):
-                found = table[first : first + size] if names else {}
-            yield [{name: found[name][offset] for name in names} for offset in range(size)]
+        table = self._table if columns is None else self._table.select_columns(names)
+        with self._text_of(range(first, stop)):
+            read = table[first:stop] if names else {}  # a table without columns has no rows
+        return [{name: read[name][offset] for name in names} for offset in range(stop - first)]
 
     def place(self, number: int) -> str:
         """Return data set and row number of a row, for messages."""
@@ -248,7 +249,7 @@ class JoinedRows(Rows):
     """The concatenated rows of several sources. A row has the columns of its source."""
 
     def __init__(self, sources: Sequence[Rows]) -> None:
-        self._sources = sources
+        self.sources = sources
         self.ends: list[int] = np.cumsum([len(source) for source in sources]).tolist()
         """Number of the row after the last one of each source."""
         self.column_names = list(dict.fromkeys(name for source in sources for name in source.column_names))
@@ -263,7 +264,7 @@ class JoinedRows(Rows):
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, at most a thousand at a time."""
-        for source in self._sources:
+        for source in self.sources:
             yield from source.batches(columns)
 
     def place(self, number: int) -> str:
@@ -278,7 +279,7 @@ class JoinedRows(Rows):
 
     def _source(self, number: int) -> tuple[Rows, int]:
         place = bisect_right(self.ends, number)
-        return self._sources[place], number - (self.ends[place - 1] if place else 0)
+        return self.sources[place], number - (self.ends[place - 1] if place else 0)
 
 
 def _without_nulls(value: Any, feature: Any, removed: list[int], depth: int) -> Any:
