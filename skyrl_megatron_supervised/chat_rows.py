@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from skyrl_megatron.types import TrainingBatch
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.row_cache import RowCache
-    from skyrl_megatron_supervised.row_tokens import RowTokens
 
 logger = logging.getLogger(__name__)
 
@@ -79,22 +78,32 @@ class FittedRow:
     groups: list[list[TrainedSequence]] = field(default_factory=list)
 
 
+class TokenSource(Protocol):
+    """Where rows were made before."""
+
+    def made(self, number: int) -> MadeRow | None:
+        """Return a row; None if it is not there."""
+
+    def wait(self) -> None:
+        """Return when all rows were made."""
+
+
 class ChatRows:
     """The conversations of one or several data sets, as tokens.
 
     ``datasets``: as in ``data.train_data``. An item is ``{uid, sequences, source, name}``: the row number over all
     data sets, the row's sequences, its data set, and the name of that in metrics.
 
-    Without a ``cache`` the constructor tokenizes every row once, and each item again. With one, tokens are read from
-    it: :class:`~skyrl_megatron_supervised.row_tokens.RowTokens` says when which row is made. The rows, their order and
-    their tokens are the same.
+    The constructor tokenizes every row once, and an item is tokenized again when it is read. The same rows with their
+    tokens on disk are those of :func:`~skyrl_megatron_supervised.row_tokens.cached_rows`.
     ``enough``: stop after this many rows and keep only these (None: read all). ``only``: read this row alone.
 
     Raises DataError for data sets that cannot be read, for a row ``only`` that does not exist, and, unless
-    ``settings`` skip it, for a row that cannot be trained, with file and row; with a cache at the latest when an item
-    is read after the row was made.
+    ``settings`` skip it, for a row that cannot be trained, with file and row.
     """
 
+    kept: np.ndarray
+    """[n] int64: numbers of the rows that are trained, ascending."""
     COLUMNS: ClassVar[tuple[str, ...]] = (MESSAGES,)
     """Columns with chat messages."""
     OTHERS: ClassVar[tuple[str, ...]] = ()
@@ -117,26 +126,22 @@ class ChatRows:
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
         declared: Sequence[str] = (),
-        cache: RowCache | None = None,
     ) -> None:
-        self._open(datasets, chat, settings, hub_commits or {}, say, declared)
-        self.skipped: Counter[str] = Counter()
-        """Problem → number of rows that were skipped because of it."""
-        self.notes: Counter[str] = Counter()
-        """What was left out of rows or changed, as text → number of rows."""
-        self.marks: list[bytes] = []
-        """:meth:`mark` of each row that is kept."""
-        self.tokens: RowTokens | None = None
-        if cache is not None and only is None and enough is None:
-            from skyrl_megatron_supervised.row_tokens import open_tokens
+        self._open(datasets, chat, settings, hub_commits or {}, say, declared, None)
+        self.kept = self._valid_rows(enough) if only is None else self._one_row(only)
+        self.report(say)
+        if enough is None and only is None:
+            self.require_enough(say)
+        elif not len(self.kept):
+            raise self._none_left()
 
-            self.tokens = open_tokens(self, cache, say)
-        if self.tokens is None:
-            self.kept = self._valid_rows(enough) if only is None else self._one_row(only)
-        if self.tokens is None or self.tokens.is_complete:
-            self.report(say)
+    def require_enough(self, say: Callable[[str], None]) -> None:
+        """Raise DataError if too few rows are kept."""
         if not len(self.kept):
-            raise DataError(f"{', '.join(self.names)}: none of {len(self.rows)} rows can be trained")
+            raise self._none_left()
+
+    def _none_left(self) -> DataError:
+        return DataError(f"{', '.join(self.names)}: none of {len(self.rows)} rows can be trained")
 
     def _open(
         self,
@@ -146,23 +151,40 @@ class ChatRows:
         hub_commits: Mapping[str, str],
         say: Callable[[str], None],
         declared: Sequence[str],
+        cache: RowCache | None,
     ) -> None:
         if not datasets:
             raise DataError("no data set is given: set data.train_data")
         self.names, self.chat, self.settings = list(datasets), chat, settings
         self.hub_commits = dict(hub_commits)
         self.short_names = data_set_names(self.names)
-        self.rows = JoinedRows([load_source(name, 1, hub_commits, say) for name in datasets])
+        self.rows = JoinedRows([load_source(name, 1, hub_commits, say, cache) for name in datasets])
         self.form = MessageForm(
             chat.tokenizer, chat.template, chat.kwargs, thinking=settings.thinking, section=settings.SECTION
         )
         self.declared = DECLARED.union(self.COLUMNS, self.OTHERS, declared)
+        self.skipped: Counter[str] = Counter()
+        """Problem → number of rows that were skipped because of it."""
+        self.notes: Counter[str] = Counter()
+        """What was left out of rows or changed, as text → number of rows."""
+        self.tokens: TokenSource | None = None
+        self.marks: list[bytes] = []
+        """:meth:`mark` of each row that is kept."""
 
     @classmethod
-    def to_make(cls, datasets: Sequence[str], chat: ChatFormat, settings: SFTConfig, **others: Any) -> Self:
-        """Return the rows for :meth:`make` alone: none of them is checked yet. ``others``: as in :meth:`_open`."""
+    def to_make(
+        cls,
+        datasets: Sequence[str],
+        chat: ChatFormat,
+        settings: SFTConfig,
+        *,
+        hub_commits: Mapping[str, str] | None = None,
+        declared: Sequence[str] = (),
+        cache: RowCache | None = None,
+    ) -> Self:
+        """Return the rows for :meth:`make`, none of which is checked yet; the arguments are those of the class."""
         rows = cls.__new__(cls)
-        rows._open(datasets, chat, settings, **others)
+        rows._open(datasets, chat, settings, hub_commits or {}, logger.info, declared, cache)
         return rows
 
     def report(self, say: Callable[[str], None]) -> None:

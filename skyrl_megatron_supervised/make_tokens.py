@@ -1,4 +1,4 @@
-"""The processes that tokenize rows behind a run (:mod:`.row_tokens`), one for each processor core.
+"""The processes that tokenize rows while a run trains (:mod:`.row_tokens`), one for each processor core.
 
     python -m skyrl_megatron_supervised.make_tokens
 
@@ -92,48 +92,44 @@ def main() -> int:
     """Make the shards of the job on the standard input."""
     os.nice(NICE)
     job: dict[str, Any] = pickle.load(sys.stdin.buffer)
-    from skyrl_megatron.data.row_cache import Entry, RowCache
+    from skyrl_megatron.data.row_cache import CacheEntry, RowCache
     from skyrl_megatron.rollout.templates import ChatFormat
-    from skyrl_megatron_supervised.row_tokens import make_shard
+    from skyrl_megatron_supervised.row_shards import make_shard
 
     tokenizer, template, kwargs, stops = job["chat"]
     kind, names, settings, commits, declared = job["rows"]
-    chat = ChatFormat(tokenizer, template, kwargs, stop_token_ids=stops)
-    rows = kind.to_make(names, chat, settings, hub_commits=commits, say=_on_stderr, declared=declared)
     cache = RowCache(*job["cache"])
-    entries = [Entry(cache.folder / key) for key in job["keys"]]
+    chat = ChatFormat(tokenizer, template, kwargs, stop_token_ids=stops)
+    rows = kind.to_make(names, chat, settings, hub_commits=commits, declared=declared, cache=cache)
+    entries = [CacheEntry(cache.folder / key) for key in job["keys"]]
     starts = [0, *rows.rows.ends[:-1]]
-    taken, given = os.pipe()
+    tasks, feeder = os.pipe()
     workers = []
     for _ in range(job["count"]):
         if (worker := os.fork()) == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.close(given)
-            while len(data := os.read(taken, _SHARD.size)) == _SHARD.size:
+            os.close(feeder)
+            while len(data := os.read(tasks, _SHARD.size)) == _SHARD.size:
                 which, shard = _SHARD.unpack(data)
                 if not make_shard(rows, rows.rows.sources[which], starts[which], entries[which], shard, cache):
                     os._exit(1)
                 os.write(1, f"{which} {shard}\n".encode())
             os._exit(0)
         workers.append(worker)
-    os.close(taken)
+    os.close(tasks)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     try:
         for which, shard in job["shards"]:
-            os.write(given, _SHARD.pack(which, shard))
+            os.write(feeder, _SHARD.pack(which, shard))
     except BrokenPipeError:
         pass  # all workers failed
-    os.close(given)
+    os.close(feeder)
     return max(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) != 0 for worker in workers)
 
 
 def _end_with_the_run() -> None:
     sys.stdin.buffer.read()
     os._exit(1)
-
-
-def _on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -35,8 +34,6 @@ from skyrl_megatron_supervised.chat_rows import (
     has_image,
     taught_batch,
 )
-
-logger = logging.getLogger(__name__)
 
 PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
 COMPLETION, LABEL = "completion", "label"
@@ -147,14 +144,13 @@ class LabelledRows(ChatRows):
             return f"{COMPLETION} begins with {answer[0]['role']!r}, not with the assistant"
         return _answer_problem(row, COMPLETION, [*row[PROMPT], *answer])
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if kwargs.get("enough") is not None or kwargs.get("only") is not None:
-            return
+    def require_enough(self, say: Callable[[str], None]) -> None:
+        """Raise DataError if too few rows are kept; say if their answers cannot be exchanged."""
+        super().require_enough(say)
         if len(self) < 2:
             raise DataError(f"{', '.join(self.names)}: dpo.loss=kto needs two rows, whose answers it exchanges")
         if len(set(self.marks)) < 2:
-            kwargs.get("say", logger.warning)(
+            say(
                 f"data: all {len(self)} rows have the same prompt: the KL divergence of dpo.loss=kto, which is that of"
                 " answers to other prompts, is an estimate from answers to this one"
             )

@@ -7,8 +7,8 @@ with what decides which rows a run keeps.
 Which rows a run trains, and in which order, must not depend on the cache. So the form of all rows is checked before
 the start, and
 
-- if a row is left out only for its form, training begins at once: the other rows are made by processes behind it
-  (:mod:`.make_tokens`), and a row that is drawn before is made in this process;
+- if a row is left out only for its form, training begins at once: the other rows are made by processes
+  meanwhile (:mod:`.make_tokens`), and a row that is drawn before is made in this process;
 - if ``invalid_rows`` or ``long_rows`` skip rows, all of them are made before the start, as their number decides the
   length of an epoch;
 - so are those of small data (:data:`AT_ONCE`), whose errors then come before the start.
@@ -16,38 +16,39 @@ the start, and
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyrl_megatron.data.folder_lock import FolderLock
-from skyrl_megatron.data.row_cache import ArrayFile, Entry, RowCache, key_of, tokenizer_digest
+from skyrl_megatron.data.row_cache import ArrayFile, CacheEntry, RowCache, key_of, tokenizer_digest
 from skyrl_megatron.data.row_files import READERS, Rows
 from skyrl_megatron.errors import CheckpointError, DataError
-from skyrl_megatron_supervised.chat_rows import MARK_BYTES, FittedRow, MadeRow
+from skyrl_megatron_supervised.chat_rows import MARK_BYTES, ChatRows, FittedRow, MadeRow
 from skyrl_megatron_supervised.make_tokens import TokenMakers
+from skyrl_megatron_supervised.row_shards import PER_ROW, SHARD_ROWS, StoredRows, join, make_shard, shard_name
 
 if TYPE_CHECKING:
-    from skyrl_megatron.rollout.trained_answers import TrainedSequence
-    from skyrl_megatron_supervised.chat_rows import ChatRows
+    from skyrl_megatron.config.schema.supervised import SFTConfig
+    from skyrl_megatron.rollout.templates import ChatFormat
 
-SHARD_ROWS = 1024
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 1024
 """Rows that are made in the process of the run, before it starts."""
 OPEN_SHARDS = 256
 LOOK_S = 0.2
 """Time between two looks at the shards that another run makes."""
 SHAPES, INDEX = "shapes", "index"
-PER_ROW = ("problem", "noted", "longest")
 _PACKAGE, _CORE = Path(__file__).parent, Path(__file__).parent.parent / "skyrl_megatron"
 SOURCES = [
-    *(_PACKAGE / f"{name}.py" for name in ("chat_rows", "preference_rows", "row_tokens")),
+    *(_PACKAGE / f"{name}.py" for name in ("chat_rows", "preference_rows", "row_shards", "row_tokens")),
     *(
         _CORE / f"data/{name}.py"
         for name in ("row_files", "row_shapes", "messages", "message_form", "tokenizer", "encoding")
@@ -60,100 +61,35 @@ type Shard = tuple[int, int]
 """(number of the data set, number of the shard in it)."""
 
 
-# ---------------------------------------------------------------------------------------------- rows as arrays
-def pack(made: Sequence[MadeRow], *, tokens: bool = True) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return rows as arrays, and the texts that these number. Without ``tokens``, what decides which rows are kept.
-
-    ``problem``, ``noted``, ``longest`` int32 [rows]: number of the problem (-1: none) and of the notes, tokens of the
-    longest sequence. ``first`` int64 [rows + 1]: first sequence of each row. ``answer`` uint8, ``prompt`` int32
-    [sequences]: number of the answer, tokens of the prompt. ``start`` int64 [sequences + 1]: first token. ``ids``
-    int32 [tokens]. ``mask`` uint8 [tokens / 8]: one bit per token, 1 if it is trained.
-    """
-    problems: dict[tuple[str, str], int] = {}
-    notes: dict[tuple[str, ...], int] = {}
-    rows = np.zeros((3, len(made)), np.int32)
-    for place, row in enumerate(made):
-        rows[0, place] = problems.setdefault((row.kind, row.details), len(problems)) if row.kind else -1
-        rows[1, place] = notes.setdefault(tuple(row.notes), len(notes))
-        rows[2, place] = max((len(p) + len(r) for group in row.groups for p, r, _ in group), default=0)
-    arrays: dict[str, np.ndarray] = dict(zip(PER_ROW, rows, strict=True))
-    if tokens:
-        flat = [(answer, *one) for row in made for answer, group in enumerate(row.groups) for one in group]
-        sizes = [len(prompt) + len(response) for _, prompt, response, _ in flat]
-        ids, mask = np.zeros(sum(sizes), np.int32), np.zeros(sum(sizes), np.uint8)
-        start = np.cumsum([0, *sizes], dtype=np.int64)
-        for (_, prompt, response, trained), (begin, end) in zip(flat, pairwise(start.tolist()), strict=True):
-            ids[begin : begin + len(prompt)] = prompt
-            ids[begin + len(prompt) : end] = response
-            mask[begin + len(prompt) : end] = trained
-        arrays |= {
-            "first": np.cumsum([0, *(sum(map(len, row.groups)) for row in made)], dtype=np.int64),
-            "answer": np.asarray([answer for answer, *_ in flat], np.uint8),
-            "prompt": np.asarray([len(prompt) for _, prompt, _, _ in flat], np.int32),
-            "start": start,
-            "ids": ids,
-            "mask": np.packbits(mask),
-        }
-    return arrays, {"problems": list(problems), "notes": list(notes), "tokens": tokens}
-
-
-class StoredRows:
-    """The rows of a shard."""
-
-    def __init__(self, file: ArrayFile) -> None:
-        self.file = file
-        self.has_tokens = bool(file.about["tokens"])
-        if self.has_tokens:
-            self.arrays = {name: file[name] for name in (*PER_ROW, "first", "answer", "prompt", "start")}
-
-    def row(self, place: int) -> MadeRow:
-        """Return the row at a place of the shard."""
-        about, arrays = self.file.about, self.arrays
-        made = MadeRow(notes=list(about["notes"][arrays["noted"][place]]))
-        if (problem := arrays["problem"][place]) >= 0:
-            made.kind, made.details = about["problems"][problem]
-        first, last = arrays["first"][place : place + 2].tolist()
-        if first == last:
-            return made
-        start = arrays["start"][first : last + 1].tolist()
-        begin, end = start[0], start[-1]
-        ids = self.file.part("ids", begin, end).tolist()
-        bits = np.unpackbits(self.file.part("mask", begin // 8, -(-end // 8)))
-        mask = bits[begin % 8 : begin % 8 + end - begin].tolist()
-        made.groups = [[] for _ in range(int(arrays["answer"][last - 1]) + 1)]
-        for number, (one, after) in enumerate(pairwise(start), first):
-            middle, size = one - begin + int(arrays["prompt"][number]), after - begin
-            sequence: TrainedSequence = ids[one - begin : middle], ids[middle:size], mask[middle:size]
-            made.groups[int(arrays["answer"][number])].append(sequence)
-        return made
-
-
-def join(parts: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays per row of several shards, and their texts, as those of one."""
-    problems: dict[tuple[str, str], int] = {}
-    notes: dict[tuple[str, ...], int] = {}
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in PER_ROW}
-    for arrays, about in parts:
-        of_problems = [problems.setdefault(tuple(one), len(problems)) for one in about["problems"]]
-        of_notes = [notes.setdefault(tuple(one), len(notes)) for one in about["notes"]]
-        columns["problem"].append(np.asarray([*of_problems, -1], np.int32)[arrays["problem"]])
-        columns["noted"].append(np.asarray(of_notes, np.int32)[arrays["noted"]])
-        columns["longest"].append(arrays["longest"])
-    joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
-    return joined, {"problems": list(problems), "notes": list(notes)}
-
-
 # ---------------------------------------------------------------------------------------------- the cache of a run
-def open_tokens(rows: ChatRows, cache: RowCache, say: Callable[[str], None]) -> RowTokens | None:
-    """Return the cached tokens of ``rows``, and set which rows are kept; None, which is said, if there can be none.
+def cached_rows(
+    kind: type[ChatRows],
+    datasets: Sequence[str],
+    chat: ChatFormat,
+    settings: SFTConfig,
+    *,
+    cache: RowCache | None,
+    say: Callable[[str], None] = logger.info,
+    hub_commits: Mapping[str, str] | None = None,
+    declared: Sequence[str] = (),
+) -> ChatRows:
+    """Return the rows that ``kind(datasets, chat, settings)`` returns, with their tokens in ``cache``.
 
-    Raises DataError for a row that cannot be trained.
+    If they cannot be there, which is said, they are tokenized here. Raises DataError like ``kind``, or later, when an
+    item is read, for a row that is made while the run trains.
     """
+    others: dict[str, Any] = {"hub_commits": hub_commits, "declared": declared}
+    if cache is None:
+        return kind(datasets, chat, settings, say=say, **others)
+    rows = kind.to_make(datasets, chat, settings, cache=cache, **others)
     tokens = None
     try:
         tokens = RowTokens(rows, cache, say)
-        rows.kept = tokens.kept_rows()
-        return tokens
+        rows.kept, rows.tokens = tokens.kept_rows(), tokens
+        if tokens.is_complete:
+            rows.report(say)
+        rows.require_enough(say)
+        return rows
     except DataError:
         if tokens is not None:
             tokens.close()
@@ -161,11 +97,19 @@ def open_tokens(rows: ChatRows, cache: RowCache, say: Callable[[str], None]) -> 
     except (OSError, RuntimeError) as error:
         if tokens is not None:
             tokens.close()
-        fix = "free disk space, or set SKYRL_MEGATRON_HOME to another folder"
-        say(f"data: rows are tokenized by this process, and not cached in {cache.folder} ({error}): {fix}")
-        rows.notes.clear()
-        rows.skipped.clear()
-        return None
+        fix = ": free disk space, or set SKYRL_MEGATRON_HOME to another folder" if isinstance(error, OSError) else ""
+        say(f"data: rows are tokenized by this process, and not cached in {cache.folder} ({error}){fix}")
+        return kind(datasets, chat, settings, say=say, **others)
+
+
+def check_rows(rows: ChatRows, cache: RowCache, enough: int) -> int:
+    """Check the form of all ``rows``, and the tokens of the first ones until ``enough`` can be trained; return how
+    many these are. Raises DataError, and OSError if the cache cannot be written."""
+    tokens = RowTokens(rows, cache, lambda line: None)
+    try:
+        return tokens.check(enough)
+    finally:
+        tokens.close()
 
 
 @dataclass(slots=True)
@@ -175,7 +119,7 @@ class _DataSet:
     rows: Rows
     start: int
     """Number of its first row over all data sets."""
-    entry: Entry
+    entry: CacheEntry
 
     @property
     def shards(self) -> int:
@@ -192,6 +136,8 @@ class RowTokens:
     def __init__(self, rows: ChatRows, cache: RowCache, say: Callable[[str], None]) -> None:
         self.rows, self.cache, self.say = rows, cache, say
         tokenizer = tokenizer_digest(rows.chat.tokenizer, rows.chat.template)
+        if not tokenizer:
+            raise RuntimeError("the content of the tokenizer cannot be read")
         starts = [0, *rows.rows.ends[:-1]]
         self.keys = [
             _key(rows, name, part, tokenizer) for name, part in zip(rows.names, rows.rows.sources, strict=True)
@@ -201,7 +147,7 @@ class RowTokens:
             for part, start, key in zip(rows.rows.sources, starts, self.keys, strict=True)
         ]
         self.failure: Exception | None = None
-        """Why the run cannot go on, found behind it."""
+        """The problem of a row that was made while the run trained."""
         self._opened: OrderedDict[Shard, StoredRows] = OrderedDict()
         self._index: list[ArrayFile | None] = [one.entry.read(INDEX) for one in self.sets]
         self._thread: threading.Thread | None = None
@@ -226,18 +172,30 @@ class RowTokens:
             if rows.skips_made_rows or len(rows.rows) <= AT_ONCE:
                 self._make_all()
             else:
-                self.make_behind()
+                self.make_meanwhile()
         if self.is_complete:
             kept = self._judged()
             if self._missing(self.sets):
-                self.make_behind()
+                self.make_meanwhile()
         marks = np.concatenate([file["marks"] for file in shapes])
         rows.marks = [mark.tobytes() for mark in marks[kept]]
         return kept
 
+    def check(self, enough: int) -> int:
+        """Implement :func:`check_rows`."""
+        if self.is_complete:
+            return len(self._judged())
+        trained = 0
+        kept = self._well_formed([self._shapes(one) for one in self.sets])
+        for number in kept.tolist():
+            if trained >= enough:
+                break
+            trained += self.rows.is_kept(number, self.rows.fitted(self.rows.make_one(number, self.rows.rows[number])))
+        return trained
+
     def made(self, number: int) -> MadeRow | None:
-        """Return a row from the cache; None if it is not there. Raises the DataError of a row that was found behind
-        the run."""
+        """Return a row from the cache; None if it is not there. Raises the DataError of a row that was made
+        while the run trained."""
         if self.failure is not None:
             raise self.failure
         which = int(np.searchsorted(self.rows.rows.ends, number, side="right"))
@@ -311,21 +269,21 @@ class RowTokens:
         rows, problem, longest = self.rows, arrays["problem"], arrays["longest"]
         long = longest > rows.settings.max_length
         good = (problem < 0) & ~long
-        numbers, first_places, counts = np.unique(arrays["noted"][good], return_index=True, return_counts=True)
-        for place in np.argsort(first_places).tolist():
-            for note in about["notes"][numbers[place]]:
-                rows.notes[note] += int(counts[place])
-        for place in np.flatnonzero(~good).tolist():
-            number = one.start + first + place
-            if long[place] and rows.settings.of_long_rows == "truncate":
+        numbers, earliest, counts = np.unique(arrays["noted"][good], return_index=True, return_counts=True)
+        for row in np.argsort(earliest).tolist():
+            for note in about["notes"][numbers[row]]:
+                rows.notes[note] += int(counts[row])
+        for row in np.flatnonzero(~good).tolist():
+            number = one.start + first + row
+            if long[row] and rows.settings.of_long_rows == "truncate":
                 fitted = rows.fitted(self.made(number) or rows.make_one(number, rows.rows[number]))
-            elif long[place]:
-                fitted = rows.too_long(int(longest[place]))
+            elif long[row]:
+                fitted = rows.too_long(int(longest[row]))
             else:
-                fitted = FittedRow(*about["problems"][problem[place]])
+                fitted = FittedRow(*about["problems"][problem[row]])
             if rows.is_kept(number, fitted):
                 rows.notes.update(fitted.notes)
-                good[place] = True
+                good[row] = True
         return first + np.flatnonzero(good)
 
     # ------------------------------------------------------------------ making rows
@@ -335,8 +293,8 @@ class RowTokens:
             pass
         self._write_index()
 
-    def make_behind(self) -> None:
-        """Make all rows that are missing while the run goes on."""
+    def make_meanwhile(self) -> None:
+        """Begin to make all rows that are missing, and return at once."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, name="tokens of rows", daemon=True)
             self._thread.start()
@@ -431,31 +389,12 @@ class RowTokens:
             return self._opened[shard]
         if (file := self._read(*shard)) is None:
             if self.is_complete:  # it was damaged, or removed by hand
-                self.make_behind()
+                self.make_meanwhile()
             return None
         if len(self._opened) >= OPEN_SHARDS:
             self._opened.popitem(last=False)
         self._opened[shard] = StoredRows(file)
         return self._opened[shard]
-
-
-def shard_name(shard: int) -> str:
-    """Return the name of the arrays of a shard."""
-    return f"{shard:07d}"
-
-
-def make_shard(rows: ChatRows, part: Rows, start: int, entry: Entry, shard: int, cache: RowCache) -> bool:
-    """Make a shard of the data set ``part``, whose first row has the number ``start``; return whether it was written.
-
-    If the cache has no room for its tokens, it has what decides which rows are kept alone.
-    """
-    first = shard * SHARD_ROWS
-    given = part.part(first, min(first + SHARD_ROWS, len(part)))
-    made = rows.make(range(start + first, start + first + len(given)), given)
-    arrays, about = pack(made)
-    if not cache.make_room(sum(array.nbytes for array in arrays.values())):
-        arrays, about = pack(made, tokens=False)
-    return entry.write(shard_name(shard), arrays, about)
 
 
 def _key(rows: ChatRows, name: str, part: Rows, tokenizer: str) -> str:

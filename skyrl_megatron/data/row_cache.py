@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -37,20 +38,38 @@ def default_folder() -> Path:
     return Path(home).expanduser().absolute() / "rows"
 
 
+def run_cache(gigabytes: float) -> RowCache | None:
+    """Return the cache of a run with ``data.row_cache_gb``."""
+    return RowCache(int(gigabytes * 1e9)) if gigabytes else None
+
+
 class RowCache:
     """The entries of a ``folder`` (None: that of this user), which have up to ``most`` bytes together."""
 
     def __init__(self, most: int, folder: Path | None = None) -> None:
         self.most, self.folder = most, folder or default_folder()
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> CacheEntry:
         """Return an entry, which may be empty, and is not removed as long as it is used. Raises OSError if the folder
         cannot be written."""
         private_folder(self.folder)
         lock = _locked(self.folder / f"{key}{USE}", fcntl.LOCK_SH)
         assert lock is not None
         os.utime(lock)
-        return Entry(private_folder(self.folder / key), lock)
+        return CacheEntry(private_folder(self.folder / key), lock)
+
+    @contextmanager
+    def kept(self, kind: str, sources: Sequence[Path], **of: Any) -> Iterator[CacheEntry | None]:
+        """Yield the entry of :func:`key_of` for the block; None if the folder cannot be written."""
+        try:
+            entry = self.entry(key_of(kind, sources, **of))
+        except OSError:
+            yield None
+            return
+        try:
+            yield entry
+        finally:
+            entry.close()
 
     def make_room(self, needed: int) -> bool:
         """Return whether ``needed`` more bytes fit, after removing the entries that were used least recently. Entries
@@ -70,7 +89,7 @@ class RowCache:
         return total <= self.most
 
 
-class Entry:
+class CacheEntry:
     """The files of one key. ``lock``: the open file that says that it is in use."""
 
     def __init__(self, folder: Path, lock: int = -1) -> None:
@@ -93,7 +112,7 @@ class Entry:
         return None
 
     def write(self, name: str, arrays: Mapping[str, np.ndarray], about: Any = None) -> bool:
-        """Write arrays, and ``about`` as JSON, under a name; return whether the disk took them."""
+        """Write arrays [any], and ``about`` as JSON, under a name; return whether the disk took them."""
         from safetensors.numpy import save
 
         partial = self.folder / f".{name}-{os.getpid()}"
@@ -145,7 +164,7 @@ class ArrayFile:
         return array
 
     def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return elements ``start`` to ``stop`` of a flat array, the only ones that are read."""
+        """Return the elements [stop - start] of a flat array from ``start`` on, the only ones that are read."""
         array: np.ndarray = self._file.get_slice(name)[start:stop]
         return array
 
@@ -157,14 +176,16 @@ def key_of(kind: str, sources: Sequence[Path], **of: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any, template: str | None) -> str:
-    """Return a hash of a tokenizer's content, its files if it has no content that can be compared, and of the chat
-    template (None: the tokenizer's)."""
+    """Return a hash of a tokenizer's content, or of its files, and of the chat template (None: the tokenizer's); "" if
+    neither can be read, as of a script's own class."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is not None:  # what precedes the tokens are settings of its last call
         content = inner.to_str().partition('"added_tokens"')[2].encode()
     else:
         folder = Path(str(getattr(tokenizer, "name_or_path", "")))
         content = b"".join(path.read_bytes() for path in sorted(folder.glob("*")) if path.suffix in _VOCABULARIES)
+    if not content:
+        return ""
     written = template or getattr(tokenizer, "chat_template", None)
     text = json.dumps([type(tokenizer).__name__, len(tokenizer), written], default=str)
     return hashlib.sha256(content + text.encode()).hexdigest()

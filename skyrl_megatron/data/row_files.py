@@ -20,6 +20,7 @@ import numpy as np
 
 from bridges.errors import BridgeError
 from bridges.files import refuse_special
+from skyrl_megatron.data.row_cache import RowCache
 from skyrl_megatron.errors import DataError, HubError
 from skyrl_megatron.hub import Repo, data_folder, data_source
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 BATCH_ROWS = 1000
+KEPT_FROM = 16 << 20
+"""Bytes of a JSON file from which on the places of its rows are kept, so that later runs need not read all of it."""
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _BLOCK = 1 << 20
@@ -94,12 +97,16 @@ class JsonRows(Rows):
     Values are exactly those of the file: text stays text, integers are exact, and rows may have different columns. The
     constructor reads every row once to find errors, and keeps the position of each row in memory, 16 bytes per row.
     Raises DataError with file and row if a row is not UTF-8, not JSON or not an object, or has a number outside the
-    range of float64, a duplicate column, or an incomplete surrogate pair.
+    range of float64, a duplicate column, or an incomplete surrogate pair. ``read``: the positions [rows, 2] int64 and
+    the columns that an earlier object found in this file, which is then not read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: tuple[np.ndarray, list[str]] | None = None) -> None:
         self.files = [path]
         self._file = path.open("rb")
+        if read is not None:
+            self.spans, self.column_names = read
+            return
         begins = _after_space(self._file.read(4096))
         spans = self._elements if begins.startswith(b"[") else self._lines
         columns: dict[str, None] = {}
@@ -111,19 +118,19 @@ class JsonRows(Rows):
                 lines = np.resize(lines, (2 * size, 2))
             lines[size] = start, len(data)
             size += 1
-        self._spans = lines[:size].copy()
+        self.spans = lines[:size].copy()
         self.column_names = list(columns)
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     def __getitem__(self, number: int) -> DatasetRow:
-        start, length = self._spans[range(len(self))[number]].tolist()
+        start, length = self.spans[range(len(self))[number]].tolist()
         return self._read(number, os.pread(self._file.fileno(), length, start))
 
     def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
         """Return the rows from ``first`` to ``stop``, with one file read."""
-        spans = self._spans[first:stop].tolist()
+        spans = self.spans[first:stop].tolist()
         base = spans[0][0]
         data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
         return [
@@ -305,15 +312,17 @@ def load_source(
     num_workers: int = 1,
     hub_commits: Mapping[str, str] | None = None,
     say: Callable[[str], None] = logger.info,
+    cache: RowCache | None = None,
 ) -> Rows:
-    """Open a file, or a data set in a folder or on the hub. Raises DataError if it is missing, empty or unreadable."""
+    """Open a file, or a data set in a folder or on the hub. Raises DataError if it is missing, empty or unreadable.
+    ``cache``: keeps where the rows of large JSON files are."""
     path = Path(name).expanduser()
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         return _load_folder(name, hub_commits or {}, say)
     if not path.is_file():
         raise DataError(f"{path}: no such file; create it with skyrl-megatron prepare, or set another path")
-    return _filled(_json_rows(path) if reader == "json" else _parquet_rows(path, num_workers), str(path))
+    return _filled(_json_rows(path, cache) if reader == "json" else _parquet_rows(path, num_workers), str(path))
 
 
 def _filled(rows: Rows, name: str) -> Rows:
@@ -322,10 +331,19 @@ def _filled(rows: Rows, name: str) -> Rows:
     return rows
 
 
-def _json_rows(path: Path) -> Rows:
+def _json_rows(path: Path, cache: RowCache | None = None) -> Rows:
     _refuse_special(path)
     try:
-        return JsonRows(path)
+        if cache is None or path.stat().st_size < KEPT_FROM:
+            return JsonRows(path)
+        content = file_fingerprint(path)
+        with cache.kept("lines", [Path(__file__)], file=content["sha256"]) as entry:
+            file = None if entry is None else entry.read("lines")
+            rows = JsonRows(path, (file["spans"], file.about) if file else None)
+            rows.fingerprint = [content]
+            if entry and file is None:
+                entry.write("lines", {"spans": rows.spans}, rows.column_names)
+            return rows
     except OSError as error:
         raise DataError(f"{path} cannot be read as json: {error.strerror}; check path and permissions") from error
 
