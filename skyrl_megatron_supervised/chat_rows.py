@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -30,6 +31,7 @@ from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.templates import ChatFormat
 from skyrl_megatron.rollout.trained_answers import RenderedSequence, TrainedSequence, rendered_sequences, tokens_of
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron_supervised.word_memo import WordMemo
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.row_cache import RowCache
@@ -280,7 +282,9 @@ class ChatRows:
             result, groups = self._rendered(number, row)
             made.append(result)
             rendered.append(groups)
-        encodings = iter(self.chat.encoder.encodings([one.text for row in rendered for group in row for one in group]))
+        texts = [one.text for row in rendered for group in row for one in group]
+        words = self._words if len(numbers) > 1 else None
+        encodings = iter(self.chat.encoder.encodings(texts) if words is None else words.encodings(texts))
         for result, groups in zip(made, rendered, strict=True):
             encoded = [[(one, next(encodings)) for one in group] for group in groups]
             try:
@@ -288,6 +292,10 @@ class ChatRows:
             except DataError as error:
                 result.kind, result.details = str(error), ""
         return made
+
+    @cached_property
+    def _words(self) -> WordMemo | None:
+        return WordMemo.of(self.chat.tokenizer)
 
     def _rendered(self, number: int, row: Mapping[str, Any]) -> tuple[MadeRow, list[list[RenderedSequence]]]:
         """Return a row without its tokens, and the texts of the sequences of each of its answers; [] if it cannot be

@@ -48,7 +48,7 @@ LOOK_S = 0.2
 SHAPES, INDEX = "shapes", "index"
 _PACKAGE, _CORE = Path(__file__).parent, Path(__file__).parent.parent / "skyrl_megatron"
 SOURCES = [
-    *(_PACKAGE / f"{name}.py" for name in ("chat_rows", "preference_rows", "row_shards", "row_tokens")),
+    *(_PACKAGE / f"{name}.py" for name in ("chat_rows", "preference_rows", "row_shards", "row_tokens", "word_memo")),
     *(
         _CORE / f"data/{name}.py"
         for name in ("row_files", "row_shapes", "messages", "message_form", "tokenizer", "encoding")
