@@ -159,6 +159,10 @@ class RowTokens:
         """Whether every row has been made, by this run or by another one."""
         return all(index is not None for index in self._index)
 
+    @property
+    def _is_small(self) -> bool:
+        return len(self.rows.rows) <= AT_ONCE
+
     def kept_rows(self) -> np.ndarray:
         """Return the numbers of the rows that the run trains, [n] int64, and begin to make those that are missing.
 
@@ -169,7 +173,7 @@ class RowTokens:
         if not self.is_complete:
             kept = self._well_formed(shapes)
             rows.skipped.clear()  # they are counted when all rows are made
-            if rows.skips_made_rows or len(rows.rows) <= AT_ONCE:
+            if rows.skips_made_rows or self._is_small:
                 self._make_all()
             else:
                 self.make_meanwhile()
@@ -289,7 +293,7 @@ class RowTokens:
     # ------------------------------------------------------------------ making rows
     def _make_all(self) -> None:
         """Make all rows that are missing, and return when they are there."""
-        for _ in self._made_shards(in_this_process=len(self.rows.rows) <= AT_ONCE):
+        for _ in self._made_shards():
             pass
         self._write_index()
 
@@ -315,7 +319,7 @@ class RowTokens:
         except (OSError, CheckpointError, RuntimeError) as error:
             self.say(f"data: the cache of tokens is not completed ({error}): rows are made when they are drawn")
 
-    def _made_shards(self, *, in_this_process: bool = False) -> Iterator[Shard]:
+    def _made_shards(self) -> Iterator[Shard]:
         """Make the shards that are missing, and yield all that are there, each once."""
         missing = self._missing(self.sets)
         yield from (shard for shard in self._all() if shard not in missing)
@@ -326,7 +330,7 @@ class RowTokens:
                 ours = sorted(shard for shard in missing & missing_here if shard[0] in locks)
                 yield from sorted(missing - missing_here)
                 missing &= missing_here
-                for shard in self._in_this_process(ours) if in_this_process else self._in_processes(ours):
+                for shard in self._in_this_process(ours) if self._is_small else self._in_processes(ours):
                     missing.discard(shard)
                     yield shard
             finally:
