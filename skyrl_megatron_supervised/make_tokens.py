@@ -84,8 +84,9 @@ class TokenMakers:
             raise RuntimeError(f"the processes that tokenize rows ended with code {self._process.returncode}")
 
     def end(self) -> None:
-        """End the processes."""
+        """End the processes, if they have not ended."""
         self._process.kill()
+        self._process.wait()
 
 
 def main() -> int:

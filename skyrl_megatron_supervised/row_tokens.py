@@ -352,7 +352,10 @@ class RowTokens:
         if self._closed.is_set():
             self._makers.end()
         self.say(f"data: {self._makers.count} processes tokenize {len(shards)} shards of {SHARD_ROWS} rows")
-        yield from self._makers.finished()
+        try:
+            yield from self._makers.finished()
+        finally:
+            self._makers.end()  # a row that cannot be trained ends the run: the other shards are not needed
         if not self._closed.is_set():
             self._makers.require_success()
 

@@ -263,8 +263,8 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
             if count < needed:
                 yield _too_few(needed, f"{count} rows")
             elif (total := sum(map(len, rows.values()))) > count:
-                fix = f"the form of all {total} rows was read, {count} were tokenized; the run names a row that cannot be"
-                yield NotChecked(f"the tokens of {key}", fix)
+                why = f"the form of all {total} rows was read, {count} were tokenized; the run tokenizes the others"
+                yield NotChecked(f"tokens of {key}", why)
 
 
 def _cache(run: PlannedRun) -> RowCache | None:
