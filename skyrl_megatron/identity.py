@@ -85,6 +85,7 @@ NO_NUMBERS = {
     "trainer.policy.model.lora.adapter_path": "the content of the folder is compared",
     "trainer.policy.record_memory": "only observes",
     "data.train_data": "the content of the files is compared",
+    "data.row_cache_gb": "the tokens are the same",
 }  # fmt: skip
 """Setting, or section that ends with a dot, that changes no number that a step computes → why."""
 _LAYOUT = (
@@ -128,7 +129,10 @@ NOT_REFERENCE = {
     "environment.": "nothing is sampled",
     "data.": "the tokens of the rows are compared",
     "sft.": "the tokens of the rows are compared",
-    **{f"dpo.{name}": "the tokens of the rows are compared" for name in ("max_length", "turns", "invalid_rows")},
+    **{
+        f"dpo.{name}": "the tokens of the rows are compared"
+        for name in ("max_length", "long_rows", "turns", "invalid_rows")
+    },
     **{
         f"dpo.{name}": "the loss comes after the log-probs"
         for name in ("loss", "beta", "desirable_weight", "undesirable_weight")

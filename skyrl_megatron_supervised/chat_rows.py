@@ -11,7 +11,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -26,8 +29,12 @@ from skyrl_megatron.data.row_shapes import format_of, format_of_messages, in_mes
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.templates import ChatFormat
-from skyrl_megatron.rollout.trained_answers import TrainedSequence
+from skyrl_megatron.rollout.trained_answers import RenderedSequence, TrainedSequence, rendered_sequences, tokens_of
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron_supervised.word_memo import WordMemo
+
+if TYPE_CHECKING:
+    from skyrl_megatron.data.row_cache import RowCache
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +50,70 @@ PRECEDING = {
     "tool": ("assistant", "tool"),
 }
 """Role → the roles that may come before it; None: it may be the first."""
+MARK_BYTES = 16
+LONGER = "longer than"
+"""Beginning of the problem of a row with more than ``max_length`` tokens."""
+NOTHING_TRAINED = f"{NO_ANSWER_TRAINED}: the flags of the messages leave out all"
 IMAGES = ("image", "image_url", "video", "audio")
 
 
-class ChatRows:
-    """The conversations of one or several data sets, tokenized on demand.
+@dataclass(slots=True)
+class MadeRow:
+    """What tokenizing a row gave, whatever the limits of the run are."""
 
-    ``datasets``: as in ``data.train_data``. The constructor reads and tokenizes every row once. An item is
-    ``{uid, sequences, source, name}``: the row number over all data sets, the row's sequences, its data set, and the
-    name of that in metrics.
+    kind: str = ""
+    """Why it cannot be trained, "" if it can; the same for many rows."""
+    details: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What was left out of it or changed."""
+    groups: list[list[TrainedSequence]] = field(default_factory=list)
+    """The sequences of each answer; [] if there are no tokens."""
+
+
+@dataclass(slots=True)
+class FittedRow:
+    """A row as a run trains it: the fields of :class:`MadeRow` within the limits of the run."""
+
+    kind: str = ""
+    details: str = ""
+    notes: list[str] = field(default_factory=list)
+    groups: list[list[TrainedSequence]] = field(default_factory=list)
+
+
+class TokenSource(Protocol):
+    """Where rows were made before."""
+
+    def made(self, number: int) -> MadeRow | None:
+        """Return a row; None if it is not there."""
+
+    def wait(self) -> None:
+        """Return when all rows were made."""
+
+
+class ChatRows:
+    """The conversations of one or several data sets, as tokens.
+
+    ``datasets``: as in ``data.train_data``. An item is ``{uid, sequences, source, name}``: the row number over all
+    data sets, the row's sequences, its data set, and the name of that in metrics.
+
+    The constructor tokenizes every row once, and an item is tokenized again when it is read. The same rows with their
+    tokens on disk are those of :func:`~skyrl_megatron_supervised.row_tokens.cached_rows`.
     ``enough``: stop after this many rows and keep only these (None: read all). ``only``: read this row alone.
 
     Raises DataError for data sets that cannot be read, for a row ``only`` that does not exist, and, unless
-    ``settings.invalid_rows`` is ``skip``, for a row that cannot be trained, with file and row.
+    ``settings`` skip it, for a row that cannot be trained, with file and row.
     """
 
+    kept: np.ndarray
+    """[n] int64: numbers of the rows that are trained, ascending."""
     COLUMNS: ClassVar[tuple[str, ...]] = (MESSAGES,)
     """Columns with chat messages."""
     OTHERS: ClassVar[tuple[str, ...]] = ()
     """Other columns of the command."""
+    has_marks: ClassVar[bool] = False
+    """Whether :meth:`mark` gives something."""
+    can_be_cut: ClassVar[bool] = True
+    """Whether an answer without its end can be trained."""
     LEFT_OUT: ClassVar[tuple[str, ...]] = (NOT_TRAINED, NO_ANSWER_TRAINED)
     """Beginnings of the problems that are no mistakes: the row says that it is not trained, which is obeyed."""
 
@@ -77,11 +129,38 @@ class ChatRows:
         say: Callable[[str], None] = logger.info,
         declared: Sequence[str] = (),
     ) -> None:
+        self._open(datasets, chat, settings, hub_commits or {}, say, declared, None)
+        self.kept = self._valid_rows(enough) if only is None else self._one_row(only)
+        self.report(say)
+        if enough is None and only is None:
+            self.require_enough(say)
+        elif not len(self.kept):
+            raise self._none_left()
+
+    def require_enough(self, say: Callable[[str], None]) -> None:
+        """Raise DataError if too few rows are kept."""
+        if not len(self.kept):
+            raise self._none_left()
+
+    def _none_left(self) -> DataError:
+        return DataError(f"{', '.join(self.names)}: none of {len(self.rows)} rows can be trained")
+
+    def _open(
+        self,
+        datasets: Sequence[str],
+        chat: ChatFormat,
+        settings: SFTConfig,
+        hub_commits: Mapping[str, str],
+        say: Callable[[str], None],
+        declared: Sequence[str],
+        cache: RowCache | None,
+    ) -> None:
         if not datasets:
             raise DataError("no data set is given: set data.train_data")
         self.names, self.chat, self.settings = list(datasets), chat, settings
+        self.hub_commits = dict(hub_commits)
         self.short_names = data_set_names(self.names)
-        self.rows = JoinedRows([load_source(name, 1, hub_commits or {}, say) for name in datasets])
+        self.rows = JoinedRows([load_source(name, 1, hub_commits, say, cache) for name in datasets])
         self.form = MessageForm(
             chat.tokenizer, chat.template, chat.kwargs, thinking=settings.thinking, section=settings.SECTION
         )
@@ -90,13 +169,32 @@ class ChatRows:
         """Problem → number of rows that were skipped because of it."""
         self.notes: Counter[str] = Counter()
         """What was left out of rows or changed, as text → number of rows."""
-        self.kept = self._valid_rows(enough) if only is None else self._one_row(only)
+        self.tokens: TokenSource | None = None
+        self.marks: list[bytes] = []
+        """:meth:`mark` of each row that is kept."""
+
+    @classmethod
+    def to_make(
+        cls,
+        datasets: Sequence[str],
+        chat: ChatFormat,
+        settings: SFTConfig,
+        *,
+        hub_commits: Mapping[str, str] | None = None,
+        declared: Sequence[str] = (),
+        cache: RowCache | None = None,
+    ) -> Self:
+        """Return the rows for :meth:`make`, none of which is checked yet; the arguments are those of the class."""
+        rows = cls.__new__(cls)
+        rows._open(datasets, chat, settings, hub_commits or {}, logger.info, declared, cache)
+        return rows
+
+    def report(self, say: Callable[[str], None]) -> None:
+        """Say which rows were skipped, and what was left out of others."""
         for problem, count in self.skipped.items():
             say(f"data: skipped {count} of {len(self.rows)} rows: {problem}")
         for note, count in self.notes.items():
             say(f"data: {note} ({count} of {len(self.rows)} rows)")
-        if not len(self.kept):
-            raise DataError(f"{', '.join(self.names)}: none of {len(self.rows)} rows can be trained")
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -121,50 +219,175 @@ class ChatRows:
         for number, row in enumerate(self.rows):
             if enough is not None and len(kept) >= enough:
                 break
-            kind, details = self._problem(number, row)
-            if not kind:
+            fitted = self.fitted(self.make_one(number, row))
+            if self.is_kept(number, fitted):
+                self.notes.update(fitted.notes)
+                self.marks.append(self.mark(self._read(self.rows, number, row, self.settings)[0]))
                 kept.append(number)
-            elif self.settings.invalid_rows == "skip" or kind.startswith(self.LEFT_OUT):
-                self.skipped[kind] += 1
-            else:
-                raise DataError(
-                    f"{self.rows.place(number)}: {kind}{details}: correct or remove the row, or set "
-                    f"{self.settings.SECTION}.invalid_rows=skip"
-                )
         return np.asarray(kept, np.int64)
+
+    def is_kept(self, number: int, fitted: FittedRow) -> bool:
+        """Return whether a row is trained; count it if not. Raises DataError with file and row if that is an error."""
+        if not fitted.kind:
+            return True
+        if not self.is_skipped(fitted.kind):
+            raise self.error(number, fitted)
+        self.skipped[fitted.kind] += 1
+        return False
+
+    def is_skipped(self, kind: str) -> bool:
+        """Return whether a row with a problem is skipped; else it is an error."""
+        if kind.startswith(self.LEFT_OUT):
+            return True
+        settings = self.settings
+        return (settings.of_long_rows if kind.startswith(LONGER) else settings.invalid_rows) == "skip"
+
+    @property
+    def skips_made_rows(self) -> bool:
+        """Whether a row may be left out for what is only known when it is tokenized."""
+        return "skip" in (self.settings.invalid_rows, self.settings.of_long_rows)
+
+    def error(self, number: int, fitted: FittedRow) -> DataError:
+        """Return the error of a row."""
+        section = self.settings.SECTION
+        fix = f"{section}.invalid_rows=skip"
+        if fitted.kind.startswith(LONGER):
+            fix = fix if self.settings.long_rows is None else f"{section}.long_rows=skip"
+            fix += f", or {section}.long_rows=truncate" if self.can_be_cut else ""
+        place = self.rows.place(number)
+        return DataError(f"{place}: {fitted.kind}{fitted.details}: correct or remove the row, or set {fix}")
 
     def _one_row(self, number: int) -> np.ndarray:
         require_row(self.rows, number)
-        kind, details = self._problem(number, self.rows[number])
-        if kind:
+        fitted = self.fitted(self.make_one(number, self.rows[number]))
+        if fitted.kind:
             fix = (
                 "its own flag says so, and training leaves it out"
-                if kind.startswith(self.LEFT_OUT)
+                if fitted.kind.startswith(self.LEFT_OUT)
                 else "correct the row"
             )
-            raise DataError(f"{self.rows.place(number)}: {kind}{details}: {fix}")
+            raise DataError(f"{self.rows.place(number)}: {fitted.kind}{fitted.details}: {fix}")
+        self.notes.update(fitted.notes)
         return np.asarray([number], np.int64)
 
-    def _problem(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Return why a row cannot be trained, as (kind, details); ("", "") if it can."""
+    # ------------------------------------------------------------------ from a row to its tokens
+    def make_one(self, number: int, row: Mapping[str, Any]) -> MadeRow:
+        """Return the tokens of a row as it is in the file."""
+        return self.make([number], [row])[0]
+
+    def make(self, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[MadeRow]:
+        """Return the tokens of the rows ``numbers``, which are encoded at once."""
+        made, rendered = [], []
+        for number, row in zip(numbers, rows, strict=True):
+            result, groups = self._rendered(number, row)
+            made.append(result)
+            rendered.append(groups)
+        texts = [one.text for row in rendered for group in row for one in group]
+        words = self._words if len(numbers) > 1 else None
+        encodings = iter(self.chat.encoder.encodings(texts) if words is None else words.encodings(texts))
+        for result, groups in zip(made, rendered, strict=True):
+            encoded = [[(one, next(encodings)) for one in group] for group in groups]
+            try:
+                result.groups = self._taught([[tokens_of(self.chat, *one) for one in group] for group in encoded])
+            except DataError as error:
+                result.kind, result.details = str(error), ""
+        return made
+
+    @cached_property
+    def _words(self) -> WordMemo | None:
+        return WordMemo.of(self.chat.tokenizer)
+
+    def _rendered(self, number: int, row: Mapping[str, Any]) -> tuple[MadeRow, list[list[RenderedSequence]]]:
+        """Return a row without its tokens, and the texts of the sequences of each of its answers; [] if it cannot be
+        trained."""
         row, notes, kind, details = self.checked(self.rows, number, row, self.settings)
         if kind:
-            return kind, details
+            return MadeRow(kind, details), []
         self.form.unread.clear()
         self.form.notes.clear()
         try:
-            longest = max(len(prompt) + len(response) for prompt, response, _ in self._sequences(row))
+            groups = [self._texts(*conversation) for conversation in self._conversations(row)]
         except DataError as error:
-            return str(error), ""
-        if longest > self.settings.max_length:
-            kind = f"longer than {self.settings.SECTION}.max_length={self.settings.max_length}"
-            return kind, f" ({longest} tokens)"
+            return MadeRow(str(error)), []
         unread = [f"the column {name!r}" for name in row if name not in self.declared and row[name] is not None]
         unread += [f"the key {name!r} of messages" for name in sorted(self.form.unread)]
+        made = MadeRow(notes=[*(f"nothing reads {name}" for name in unread), *notes, *sorted(self.form.notes)])
         if unread and self.settings.strict_rows:
-            return f"nothing reads {unread[0]}", f" ({self.settings.SECTION}.strict_rows)"
-        self.notes.update([*(f"nothing reads {name}" for name in unread), *notes, *sorted(self.form.notes)])
-        return "", ""
+            made.kind, made.details = f"nothing reads {unread[0]}", f" ({self.settings.SECTION}.strict_rows)"
+        return made, groups
+
+    def _conversations(self, row: Mapping[str, Any]) -> list[tuple[Sequence[Mapping[str, Any]], Any, int]]:
+        """Return (messages, tools, first message that may be trained) of each answer of a row."""
+        return [(row[MESSAGES], row.get(TOOLS), 0)]
+
+    def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int) -> list[RenderedSequence]:
+        """Return the texts of the sequences that teach the assistant's messages from the message ``start`` on."""
+        trained = trained_messages(messages, start, last=self.settings.turns == "last")
+        if not any(trained):
+            raise DataError(NOTHING_TRAINED)
+        if (declared := read_tools(tools)) and not self.form.writes_tools:
+            self.form.notes.add("the chat template leaves out the tools")
+        if any("function" not in tool for tool in declared):
+            self.form.notes.add(BARE_TOOLS)
+        return rendered_sequences(self.chat, self.form.fitted(messages), trained, declared)
+
+    def _taught(self, groups: list[list[TrainedSequence]]) -> list[list[TrainedSequence]]:
+        """Return the sequences of each answer as they are trained, of those that its text gives."""
+        return groups
+
+    def mark(self, row: Mapping[str, Any]) -> bytes:
+        """Return what the class compares with other rows, 0 or MARK_BYTES bytes. ``row``: with chat messages."""
+        return b""
+
+    def shape_of(self, number: int, row: Mapping[str, Any]) -> tuple[str, str, bytes]:
+        """Return what is known of a row without its tokens: why it cannot be trained, as (kind, details), and its
+        mark."""
+        read, _, kind, details = self.checked(self.rows, number, row, self.settings)
+        if kind:
+            return kind, details, b""
+        try:
+            for messages, _, start in self._conversations(read):
+                if not any(trained_messages(messages, start, last=self.settings.turns == "last")):
+                    return NOTHING_TRAINED, "", b""
+        except DataError as error:
+            return str(error), "", b""
+        return "", "", self.mark(read)
+
+    def fitted(self, made: MadeRow) -> FittedRow:
+        """Return a row as the settings want it: cut, or with its problem."""
+        groups, limit, section = made.groups, self.settings.max_length, self.settings.SECTION
+        if not groups:
+            return FittedRow(made.kind, made.details)
+        longest = max(len(prompt) + len(response) for group in groups for prompt, response, _ in group)
+        notes = made.notes
+        if longest > limit and self.settings.of_long_rows != "truncate":
+            return self.too_long(longest)
+        if made.kind:
+            return FittedRow(made.kind, made.details)
+        if longest > limit:
+            groups, loses_ends = cut(groups, limit)
+            if not all(groups) or any(a == b for a, b in pairwise(groups)):
+                why = "no trained token" if not all(groups) else "no difference of the two answers"
+                return FittedRow(f"{why} within {section}.max_length={limit}", f" ({longest} tokens)")
+            notes = [*notes, f"{section}.long_rows=truncate cuts rows at {limit} tokens"]
+            if loses_ends:
+                notes.append(f"{section}.long_rows=truncate cuts within an answer, which is trained without its end")
+        return FittedRow(groups=groups, notes=notes)
+
+    def too_long(self, longest: int) -> FittedRow:
+        """Return a row whose longest sequence has too many tokens."""
+        return FittedRow(
+            f"{LONGER} {self.settings.SECTION}.max_length={self.settings.max_length}", f" ({longest} tokens)"
+        )
+
+    def groups(self, item: int) -> list[list[TrainedSequence]]:
+        """Return the sequences of each answer of an item. Raises DataError for a row that cannot be trained."""
+        number = int(self.kept[item])
+        made = None if self.tokens is None else self.tokens.made(number)
+        fitted = self.fitted(self.make_one(number, self.rows[number]) if made is None else made)
+        if fitted.kind:
+            raise self.error(number, fitted)
+        return fitted.groups
 
     @classmethod
     def checked(
@@ -202,28 +425,11 @@ class ChatRows:
 
     def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, each with the name that its answer has in the row."""
-        return [("answer", sequence) for sequence in self._sequences(self._row(item))]
+        return [("answer", sequence) for sequence in self.groups(item)[0]]
 
     def _item(self, item: int) -> dict[str, Any]:
         """Return what an item has in addition to uid and source."""
-        return {"sequences": self._sequences(self._row(item))}
-
-    def _sequences(self, row: Mapping[str, Any]) -> list[TrainedSequence]:
-        """Return all sequences of a row."""
-        return self._trained_sequences(row[MESSAGES], row.get(TOOLS))
-
-    def _trained_sequences(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int = 0
-    ) -> list[TrainedSequence]:
-        """Return the sequences that teach the assistant's messages from the message ``start`` on."""
-        trained = trained_messages(messages, start, last=self.settings.turns == "last")
-        if not any(trained):
-            raise DataError(f"{NO_ANSWER_TRAINED}: the flags of the messages leave out all")
-        if (declared := read_tools(tools)) and not self.form.writes_tools:
-            self.form.notes.add("the chat template leaves out the tools")
-        if any("function" not in tool for tool in declared):
-            self.form.notes.add(BARE_TOOLS)
-        return self.chat.trained_sequences(self.form.fitted(messages), trained=trained, tools=declared)
+        return {"sequences": self.groups(item)[0]}
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
@@ -233,6 +439,21 @@ class ChatRows:
 
 def _set_flag(row: Mapping[str, Any]) -> str:
     return next(f"{name} is {row[name]!r}" for name in FLAGS if row.get(name) is not None)
+
+
+def cut(groups: list[list[TrainedSequence]], limit: int) -> tuple[list[list[TrainedSequence]], bool]:
+    """Return the sequences of each answer without what follows their first ``limit`` tokens, those without a trained
+    token left out; and whether a trained answer loses its end."""
+    loses_ends = False
+    fitted: list[list[TrainedSequence]] = []
+    for group in groups:
+        fitted.append([])
+        for prompt, response, mask in group:
+            size = max(limit - len(prompt), 0)
+            if any(mask[:size]):
+                loses_ends |= size < len(mask) and bool(mask[size - 1] and mask[size])
+                fitted[-1].append((prompt, response[:size], mask[:size]))
+    return fitted, loses_ends
 
 
 def require_row(rows: JoinedRows, number: int) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +22,10 @@ from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFT
 from skyrl_megatron.data.messages import as_rendered, flag_of, is_finite_number, messages_problem
 from skyrl_megatron.data.splitting import TOGETHER
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.trained_answers import TrainedSequence
+from skyrl_megatron.rollout.trained_answers import TrainedSequence, tokens_of
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_supervised.chat_rows import (
+    MARK_BYTES,
     MESSAGES,
     NOT_TRAINED,
     TOOLS,
@@ -34,8 +34,6 @@ from skyrl_megatron_supervised.chat_rows import (
     has_image,
     taught_batch,
 )
-
-logger = logging.getLogger(__name__)
 
 PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
 COMPLETION, LABEL = "completion", "label"
@@ -63,23 +61,22 @@ class PairRows(ChatRows):
         return pair_problem(row)
 
     def _item(self, item: int) -> dict[str, Any]:
-        chosen, rejected = self._answers(self._row(item))
+        chosen, rejected = self.groups(item)
         return {"sequences": [*chosen, *rejected], "sides": [1] * len(chosen) + [-1] * len(rejected)}
 
     def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, named ``chosen`` or ``rejected``."""
-        answers = zip((CHOSEN, REJECTED), self._answers(self._row(item)), strict=True)
+        answers = zip((CHOSEN, REJECTED), self.groups(item), strict=True)
         return [(name, sequence) for name, answer in answers for sequence in answer]
 
-    def _sequences(self, row: Mapping[str, Any]) -> list[TrainedSequence]:
-        answers = self._answers(row)
-        if answers[0] == answers[1]:
-            raise DataError("the tokens of chosen and rejected are equal")
-        return [sequence for answer in answers for sequence in answer]
-
-    def _answers(self, row: Mapping[str, Any]) -> list[list[TrainedSequence]]:
+    def _conversations(self, row: Mapping[str, Any]) -> list[tuple[Sequence[Mapping[str, Any]], Any, int]]:
         prompt, *answers = split_pair(row)
-        return [self._trained_sequences([*prompt, *answer], row.get(TOOLS), len(prompt)) for answer in answers]
+        return [([*prompt, *answer], row.get(TOOLS), len(prompt)) for answer in answers]
+
+    def _taught(self, groups: list[list[TrainedSequence]]) -> list[list[TrainedSequence]]:
+        if groups and groups[0] == groups[1]:
+            raise DataError("the tokens of chosen and rejected are equal")
+        return groups
 
 
 class ScoredRows(PairRows):
@@ -88,6 +85,7 @@ class ScoredRows(PairRows):
     answer. An item has the ``margin`` of its pair too."""
 
     OTHERS = (MARGIN,)
+    can_be_cut = False
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
@@ -106,13 +104,18 @@ class ScoredRows(PairRows):
         # The value of the added token is that of the state after the end token, and the token itself is never read.
         return [(name, (prompt, ids[:-1], [*mask[:-2], 1])) for name, (prompt, ids, mask) in named]
 
-    def _answers(self, row: Mapping[str, Any]) -> list[list[TrainedSequence]]:
+    def _conversations(self, row: Mapping[str, Any]) -> list[tuple[Sequence[Mapping[str, Any]], Any, int]]:
         for name in (CHOSEN, REJECTED):
             if flag_of(row[name][-1], f"the last message of {name}: ") is False:
                 raise DataError(f"the last message of {name} is not trained by its flag, but it is what gets a score")
+        return super()._conversations(row)
+
+    def _taught(self, groups: list[list[TrainedSequence]]) -> list[list[TrainedSequence]]:
         end = self.chat.end_token
-        last = [answer[-1] for answer in super()._answers(row)]
-        return [[(prompt, [*response, end], [*[0] * len(response), 1])] for prompt, response, _ in last]
+        last = [group[-1] for group in groups]
+        return super()._taught(
+            [[(prompt, [*response, end], [*[0] * len(response), 1])] for prompt, response, _ in last]
+        )
 
 
 class LabelledRows(ChatRows):
@@ -123,6 +126,7 @@ class LabelledRows(ChatRows):
 
     COLUMNS = (PROMPT, COMPLETION)
     OTHERS = (LABEL,)
+    has_marks = True
 
     @staticmethod
     def row_problem(row: Mapping[str, Any]) -> str:
@@ -140,50 +144,45 @@ class LabelledRows(ChatRows):
             return f"{COMPLETION} begins with {answer[0]['role']!r}, not with the assistant"
         return _answer_problem(row, COMPLETION, [*row[PROMPT], *answer])
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._prompts: list[bytes] = []  # a hash of the prompt of each row that is kept
-        super().__init__(*args, **kwargs)
-        if kwargs.get("enough") is not None or kwargs.get("only") is not None:
-            return
+    def require_enough(self, say: Callable[[str], None]) -> None:
+        """Raise DataError if too few rows are kept; say if their answers cannot be exchanged."""
+        super().require_enough(say)
         if len(self) < 2:
             raise DataError(f"{', '.join(self.names)}: dpo.loss=kto needs two rows, whose answers it exchanges")
-        if len(set(self._prompts)) < 2:
-            kwargs.get("say", logger.warning)(
+        if len(set(self.marks)) < 2:
+            say(
                 f"data: all {len(self)} rows have the same prompt: the KL divergence of dpo.loss=kto, which is that of"
                 " answers to other prompts, is an estimate from answers to this one"
             )
 
-    def _problem(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
-        kind, details = super()._problem(number, row)
-        if not kind:
-            read = self._read(self.rows, number, row, self.settings)[0]
-            prompt = [as_rendered(message) for message in read[PROMPT]]
-            text = json.dumps(prompt, sort_keys=True, default=str)
-            self._prompts.append(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
-        return kind, details
+    def mark(self, row: Mapping[str, Any]) -> bytes:
+        """Return a hash of the prompt."""
+        text = json.dumps([as_rendered(message) for message in row[PROMPT]], sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=MARK_BYTES).digest()
 
     @cached_property
     def _exchanged(self) -> np.ndarray:
         """[n] int64: for each row the nearest one with another prompt."""
-        return nearest_others(self._prompts)
+        return nearest_others(self.marks)
 
     def _item(self, item: int) -> dict[str, Any]:
         row, other = self._row(item), self._row(int(self._exchanged[item]))
-        sequences = self._sequences(row)
+        (sequences,) = self.groups(item)
         answer = _without_prompt(other[PROMPT], other[COMPLETION], COMPLETION)
-        others = self._trained_sequences([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
+        texts = self._texts([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
         limit = self.settings.max_length
+        others = [tokens_of(self.chat, text) for text in texts]
         cut = [(prompt, *(part[: limit - len(prompt)] for part in rest)) for prompt, *rest in others]
         return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": cut}
 
     def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, named by the label of the answer."""
-        row = self._row(item)
-        return [("good answer" if row[LABEL] else "bad answer", sequence) for sequence in self._sequences(row)]
+        name = "good answer" if self._row(item)[LABEL] else "bad answer"
+        return [(name, sequence) for sequence in self.groups(item)[0]]
 
-    def _sequences(self, row: Mapping[str, Any]) -> list[TrainedSequence]:
+    def _conversations(self, row: Mapping[str, Any]) -> list[tuple[Sequence[Mapping[str, Any]], Any, int]]:
         answer = _without_prompt(row[PROMPT], row[COMPLETION], COMPLETION)
-        return self._trained_sequences([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
+        return [([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))]
 
 
 def nearest_others(prompts: Sequence[bytes]) -> np.ndarray:

@@ -132,6 +132,9 @@ def open_caches(
     settings = preferences(cfg)
     assert settings is not None and settings.reference_cache is not None
     folder, of = Path(settings.reference_cache), reference_identity(cfg)
+    for rows in data.values():
+        if rows is not None and rows.tokens is not None:
+            rows.tokens.wait()  # the tokens of all rows are compared
     caches = {name: ReferenceCache(folder, name, rows, of, say) for name, rows in data.items() if rows is not None}
     if all(cache.is_complete for cache in caches.values()):
         say(f"reference: its log-probs are in {folder}")

@@ -37,6 +37,8 @@ def supervised_problems(cfg: SkyRLTrainConfig, models: Mapping[str, Mapping[str,
     if algorithm.policy_loss_type in set(PolicyLossType) - {PolicyLossType.CROSS_ENTROPY}:
         fix = "this loss needs advantages, which conversations lack: remove this key"
         yield Problem("trainer.algorithm.policy_loss_type", algorithm.policy_loss_type, fix)
+    if reward_model(cfg) is not None and rows.long_rows == "truncate":
+        yield Problem(f"{rows.SECTION}.long_rows", "truncate", "an answer without its end has no score: use skip")
     if preferences(cfg) is not None:
         if algorithm.use_kl_loss:
             fix = "the loss of preferences has its own KL term: remove this key, and set dpo.beta"

@@ -73,10 +73,12 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
     """Return the experiment: rows instead of prompts, and no engines."""
     from skyrl_megatron import hub
     from skyrl_megatron.config.derive import preferences, supervised
+    from skyrl_megatron.data.row_cache import run_cache
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.rollout.templates import ChatFormat, load_template
     from skyrl_megatron_supervised.preference_rows import rows_class
     from skyrl_megatron_supervised.reference_cache import open_caches
+    from skyrl_megatron_supervised.row_tokens import cached_rows
 
     class RowsExp(BasePPOExp):
         def _dataset(self, key: str, sources: Sequence[str]) -> Any:
@@ -86,7 +88,17 @@ def _experiment(trainer: type[Any]) -> type[BasePPOExp]:
             chat = ChatFormat(self.tokenizer, load_template(generator.chat_template), generator.chat_template_kwargs)
             commits, say = self.cfg.trainer.hub_commits, self.start_up.say
             declared = [column] if (column := self.cfg.data.sampler_options.get("column")) else []
-            return rows_class(settings)(sources, chat, settings, hub_commits=commits, say=say, declared=declared)
+            cache = run_cache(self.cfg.data.row_cache_gb)
+            return cached_rows(
+                rows_class(settings),
+                sources,
+                chat,
+                settings,
+                hub_commits=commits,
+                say=say,
+                declared=declared,
+                cache=cache,
+            )
 
         def get_inference_client(self) -> Any:
             return None

@@ -71,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[workers.RUN_FOLDER] = Path(config.workerinput["run_folder"])  # type: ignore[attr-defined]
         return
     config.stash[workers.RUN_FOLDER] = Path(tempfile.mkdtemp(prefix="skyrl-megatron-tests-"))
+    os.environ["SKYRL_MEGATRON_HOME"] = str(config.stash[workers.RUN_FOLDER] / "home")  # also of the workers
     config.pluginmanager.register(PartCounter())
     if config.getoption("--record-durations"):
         config.pluginmanager.register(workers.DurationRecorder())

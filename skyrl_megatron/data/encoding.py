@@ -40,13 +40,14 @@ class Encoder:
             f"the tokenizer has no tokens for {text[:40]!r} in the middle of a text: use a chat template without it"
         )
 
-    def divided(self, text: str, ends: Sequence[int]) -> tuple[list[int], list[int]]:
+    def divided(self, text: str, ends: Sequence[int], encoding: Any = None) -> tuple[list[int], list[int]]:
         """Return (tokens of the text, number of tokens up to each of ``ends``, ascending positions in the text).
+        ``encoding``: that of the text in :meth:`encodings`, where several are encoded at once.
 
         Where a token would reach over one of ``ends``, the text before and the text after it are encoded one after the
         other: an engine gets the tokens of the text before, and samples those of the text after it.
         """
-        encoding = self._encoding(text)
+        encoding = encoding or self._encoding(text)
         if encoding is None:
             return self._divided_anew(text, ends, self.whole)
         ids: list[int] = encoding.ids
@@ -66,10 +67,23 @@ class Encoder:
 
     def _encoding(self, text: str) -> Any:
         """Return the tokens of a text with their spans; None if the tokenizer has no spans."""
+        inner = self._with_spans
+        return None if inner is None else inner.encode(text, add_special_tokens=False)
+
+    def encodings(self, texts: Sequence[str]) -> list[Any]:
+        """Return the tokens of each text with their spans, for :meth:`divided`; None if the tokenizer has no spans."""
+        inner = self._with_spans
+        if inner is None:
+            return [None] * len(texts)
+        encoded: list[Any] = inner.encode_batch(texts, add_special_tokens=False)
+        return encoded
+
+    @property
+    def _with_spans(self) -> Any:
         inner = getattr(self.tokenizer, "backend_tokenizer", None)
         if inner is None or inner.truncation is not None or inner.padding is not None:
             return None  # those of another call, which transformers resets at its next one
-        return inner.encode(text, add_special_tokens=False)
+        return inner
 
     def _divided_anew(self, text: str, ends: Sequence[int], encode: Any) -> tuple[list[int], list[int]]:
         """Implement :meth:`divided` by encoding beginnings of the text. ``encode``: of this text."""

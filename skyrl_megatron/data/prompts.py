@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.config.schema.evaluation import UNKNOWN
 from skyrl_megatron.data.message_form import MessageForm
 from skyrl_megatron.data.messages import BARE_TOOLS, EMPTY_TOOLS, declared_tools, messages_problem
-from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
+from skyrl_megatron.data.row_cache import RowCache, tokenizer_digest
+from skyrl_megatron.data.row_files import READERS, JoinedRows, Rows, load_source
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.data.tokenizer import render, require_template
 from skyrl_megatron.errors import DataError
@@ -54,7 +56,7 @@ class PromptDataset:
     ``adapters``: names of the policy's adapters, if they have names. The column ``adapter`` selects one for each row;
     it is optional if there is one adapter. The extras of every item contain it.
 
-    ``enough``: stop after this many prompts and keep only these (None: read all).
+    ``enough``: stop after this many prompts and keep only these (None: read all). ``cache`` keeps their lengths.
 
     Raises DataError for files that are missing or cannot be read, and for rows without a prompt (with file and row).
     """
@@ -75,6 +77,7 @@ class PromptDataset:
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
         strict: bool = False,
+        cache: RowCache | None = None,
     ) -> None:
         names = [datasets] if isinstance(datasets, str) else list(datasets)
         if not names:
@@ -83,7 +86,7 @@ class PromptDataset:
         self.tokenizer, self.max_prompt_length = tokenizer, max_prompt_length
         self._render: dict[str, Any] = {"template": template, **(template_kwargs or {})}
         require_template(tokenizer, template)
-        sources = [load_source(name, num_workers, hub_commits or {}, say) for name in names]
+        sources = [load_source(name, num_workers, hub_commits or {}, say, cache) for name in names]
         for name, source in zip(names, sources, strict=True):
             require_prompts(source, name, prompt_key)
             require_known(source, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
@@ -92,7 +95,7 @@ class PromptDataset:
         self.form = MessageForm(tokenizer, template, template_kwargs or {}, thinking="ignore")
         self.notes: Counter[str] = Counter()
         """What of the prompts the template leaves out, as text → number of rows."""
-        self.kept = self._short_enough(enough)
+        self.kept = self._short_enough(enough) if cache is None or enough is not None else self._by_length(cache)
         if _OF_VERL in self.rows.column_names and REWARD_SPEC not in self.rows.column_names:
             say(f"data: the column {_OF_VERL!r} is not {REWARD_SPEC!r}, which environments read: rename it")
         for note, count in self.notes.items():
@@ -190,16 +193,43 @@ class PromptDataset:
             for prompt, env_class, extras, uid in items
         ]
 
-    def _short_enough(self, enough: int | None) -> np.ndarray:
-        """Check and tokenize every prompt until ``enough`` are found; return the numbers of the rows to keep."""
+    def _by_length(self, cache: RowCache) -> np.ndarray:
+        """Return the numbers of the rows to keep, by the lengths of an earlier run on these rows if there are some."""
+        of = {
+            "files": [file["sha256"] for file in self.fingerprint],
+            "rows": [*self.rows.ends, *(name for name in self.names if Path(name).suffix.lower() not in READERS)],
+            "tokenizer": tokenizer_digest(self.tokenizer, self._render["template"]),
+            "settings": [self._render, self.prompt_key, self.env_class_key, self.strict],
+        }
+        if not of["tokenizer"]:
+            return self._short_enough(None)
+        here = Path(__file__).parent
+        sources = [here / f"{name}.py" for name in ("prompts", "row_files", "messages", "message_form", "tokenizer")]
+        with cache.kept("prompts", sources, **of) as entry:
+            file = None if entry is None else entry.read("lengths")
+            if file is None:
+                lengths: list[np.ndarray] = []
+                kept = self._short_enough(None, lengths)
+                if entry and cache.make_room(4 * len(self.rows)):
+                    entry.write("lengths", {"lengths": np.concatenate(lengths)}, self.notes)
+                return kept
+            self.notes.update(file.about)
+            return np.flatnonzero(file["lengths"] <= self.max_prompt_length)
+
+    def _short_enough(self, enough: int | None, counted: list[np.ndarray] | None = None) -> np.ndarray:
+        """Check and tokenize every prompt until ``enough`` are found; return the numbers of the rows to keep. Their
+        lengths, int32, are added to ``counted``."""
         kept, first = [], 0
         for batch in self.rows.batches([self.prompt_key, self.env_class_key, REWARD_SPEC, TOOLS]):
             for number, row in enumerate(batch, first):
                 if problem := row_problem(row, self.prompt_key, self.env_class_key):
                     raise DataError(f"{self.rows.place(number)}: {problem}")
             texts = [self._rendered(row, number) for number, row in enumerate(batch, first)]
-            lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
-            kept.append(first + np.flatnonzero(np.asarray(lengths) <= self.max_prompt_length))
+            tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            lengths = np.asarray([len(ids) for ids in tokens], np.int32)
+            kept.append(first + np.flatnonzero(lengths <= self.max_prompt_length))
+            if counted is not None:
+                counted.append(lengths)
             first += len(batch)
             if enough is not None and sum(map(len, kept)) >= enough:
                 break

@@ -20,6 +20,7 @@ import numpy as np
 
 from bridges.errors import BridgeError
 from bridges.files import refuse_special
+from skyrl_megatron.data.row_cache import RowCache
 from skyrl_megatron.errors import DataError, HubError
 from skyrl_megatron.hub import Repo, data_folder, data_source
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 BATCH_ROWS = 1000
+KEPT_FROM = 16 << 20
+"""Bytes of a JSON file from which on the places of its rows are kept, so that later runs need not read all of it."""
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _BLOCK = 1 << 20
@@ -63,7 +66,11 @@ class Rows(ABC):
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, a thousand at a time, with at least ``columns`` (None: all)."""
         for first in range(0, len(self), BATCH_ROWS):
-            yield [self[number] for number in range(first, min(first + BATCH_ROWS, len(self)))]
+            yield self.part(first, min(first + BATCH_ROWS, len(self)), columns)
+
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """Return the rows from ``first`` to ``stop``, with at least ``columns`` (None: all)."""
+        return [self[number] for number in range(first, stop)]
 
     def place(self, number: int) -> str:
         """Return file and row number of a row, for messages."""
@@ -90,12 +97,16 @@ class JsonRows(Rows):
     Values are exactly those of the file: text stays text, integers are exact, and rows may have different columns. The
     constructor reads every row once to find errors, and keeps the position of each row in memory, 16 bytes per row.
     Raises DataError with file and row if a row is not UTF-8, not JSON or not an object, or has a number outside the
-    range of float64, a duplicate column, or an incomplete surrogate pair.
+    range of float64, a duplicate column, or an incomplete surrogate pair. ``read``: the positions [rows, 2] int64 and
+    the columns that an earlier object found in this file, which is then not read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: tuple[np.ndarray, list[str]] | None = None) -> None:
         self.files = [path]
         self._file = path.open("rb")
+        if read is not None:
+            self.spans, self.column_names = read
+            return
         begins = _after_space(self._file.read(4096))
         spans = self._elements if begins.startswith(b"[") else self._lines
         columns: dict[str, None] = {}
@@ -107,26 +118,25 @@ class JsonRows(Rows):
                 lines = np.resize(lines, (2 * size, 2))
             lines[size] = start, len(data)
             size += 1
-        self._spans = lines[:size].copy()
+        self.spans = lines[:size].copy()
         self.column_names = list(columns)
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     def __getitem__(self, number: int) -> DatasetRow:
-        start, length = self._spans[range(len(self))[number]].tolist()
+        start, length = self.spans[range(len(self))[number]].tolist()
         return self._read(number, os.pread(self._file.fileno(), length, start))
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, with one file read per batch."""
-        for first in range(0, len(self), BATCH_ROWS):
-            spans = self._spans[first : first + BATCH_ROWS].tolist()
-            base = spans[0][0]
-            data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
-            yield [
-                self._read(first + offset, data[start - base : start - base + length])
-                for offset, (start, length) in enumerate(spans)
-            ]
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """Return the rows from ``first`` to ``stop``, with one file read."""
+        spans = self.spans[first:stop].tolist()
+        base = spans[0][0]
+        data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
+        return [
+            self._read(first + offset, data[start - base : start - base + length])
+            for offset, (start, length) in enumerate(spans)
+        ]
 
     def _read(self, number: int, data: bytes) -> DatasetRow:
         try:
@@ -187,15 +197,13 @@ class ArrowRows(Rows):
         with self._text_of([number]):
             return dict(self._table[number])
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, a thousand at a time, with those of ``columns`` that exist (None: all)."""
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """Return the rows from ``first`` to ``stop``, with those of ``columns`` that exist (None: all)."""
         names = [name for name in self.column_names if columns is None or name in columns]
-        table = self._table.select_columns(names)
-        for first in range(0, len(self), BATCH_ROWS):  # a table without columns has no rows
-            size = min(BATCH_ROWS, len(self) - first)
-            with self._text_of(range(first, first + size)):
-                found = table[first : first + size] if names else {}
-            yield [{name: found[name][offset] for name in names} for offset in range(size)]
+        table = self._table if columns is None else self._table.select_columns(names)
+        with self._text_of(range(first, stop)):
+            read = table[first:stop] if names else {}  # a table without columns has no rows
+        return [{name: read[name][offset] for name in names} for offset in range(stop - first)]
 
     def place(self, number: int) -> str:
         """Return data set and row number of a row, for messages."""
@@ -248,7 +256,7 @@ class JoinedRows(Rows):
     """The concatenated rows of several sources. A row has the columns of its source."""
 
     def __init__(self, sources: Sequence[Rows]) -> None:
-        self._sources = sources
+        self.sources = sources
         self.ends: list[int] = np.cumsum([len(source) for source in sources]).tolist()
         """Number of the row after the last one of each source."""
         self.column_names = list(dict.fromkeys(name for source in sources for name in source.column_names))
@@ -263,7 +271,7 @@ class JoinedRows(Rows):
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, at most a thousand at a time."""
-        for source in self._sources:
+        for source in self.sources:
             yield from source.batches(columns)
 
     def place(self, number: int) -> str:
@@ -278,7 +286,7 @@ class JoinedRows(Rows):
 
     def _source(self, number: int) -> tuple[Rows, int]:
         place = bisect_right(self.ends, number)
-        return self._sources[place], number - (self.ends[place - 1] if place else 0)
+        return self.sources[place], number - (self.ends[place - 1] if place else 0)
 
 
 def _without_nulls(value: Any, feature: Any, removed: list[int], depth: int) -> Any:
@@ -304,15 +312,17 @@ def load_source(
     num_workers: int = 1,
     hub_commits: Mapping[str, str] | None = None,
     say: Callable[[str], None] = logger.info,
+    cache: RowCache | None = None,
 ) -> Rows:
-    """Open a file, or a data set in a folder or on the hub. Raises DataError if it is missing, empty or unreadable."""
+    """Open a file, or a data set in a folder or on the hub. Raises DataError if it is missing, empty or unreadable.
+    ``cache``: keeps where the rows of large JSON files are."""
     path = Path(name).expanduser()
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         return _load_folder(name, hub_commits or {}, say)
     if not path.is_file():
         raise DataError(f"{path}: no such file; create it with skyrl-megatron prepare, or set another path")
-    return _filled(_json_rows(path) if reader == "json" else _parquet_rows(path, num_workers), str(path))
+    return _filled(_json_rows(path, cache) if reader == "json" else _parquet_rows(path, num_workers), str(path))
 
 
 def _filled(rows: Rows, name: str) -> Rows:
@@ -321,10 +331,19 @@ def _filled(rows: Rows, name: str) -> Rows:
     return rows
 
 
-def _json_rows(path: Path) -> Rows:
+def _json_rows(path: Path, cache: RowCache | None = None) -> Rows:
     _refuse_special(path)
     try:
-        return JsonRows(path)
+        if cache is None or path.stat().st_size < KEPT_FROM:
+            return JsonRows(path)
+        content = file_fingerprint(path)
+        with cache.kept("lines", [Path(__file__)], file=content["sha256"]) as entry:
+            file = None if entry is None else entry.read("lines")
+            rows = JsonRows(path, (file["spans"], file.about) if file else None)
+            rows.fingerprint = [content]
+            if entry and file is None:
+                entry.write("lines", {"spans": rows.spans}, rows.column_names)
+            return rows
     except OSError as error:
         raise DataError(f"{path} cannot be read as json: {error.strerror}; check path and permissions") from error
 

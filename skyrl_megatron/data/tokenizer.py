@@ -253,10 +253,11 @@ def _range(*bounds: int) -> range:
 
 
 def _counted(parts: Iterable[str]) -> Iterator[str]:
-    total = 0
+    total, most = 0, _current().most
     for part in parts:
         total += len(part)
-        _check(total)
+        if total > most:
+            _check(total)
         yield part
 
 

@@ -233,6 +233,7 @@ class BasePPOExp:
 
     def _dataset(self, key: str, sources: Sequence[str]) -> PromptDataset:
         from skyrl_megatron.data.prompts import PromptDataset
+        from skyrl_megatron.data.row_cache import run_cache
         from skyrl_megatron.rollout.templates import load_template
 
         self._pin(hub.data_sets(key, sources))
@@ -246,6 +247,7 @@ class BasePPOExp:
             hub_commits=self.cfg.trainer.hub_commits,
             say=_say(self.cfg),
             strict=self.cfg.data.strict_rows,
+            cache=run_cache(self.cfg.data.row_cache_gb),
         )
         missing = dataset.rows_without_reward_spec(self.cfg.environment.env_class)
         registry.warn_of_missing_answers(", ".join(sources), missing, len(dataset.rows))

@@ -43,7 +43,7 @@ type TrainedSequence = tuple[list[int], list[int], list[int]]
 
 
 @dataclass(slots=True)
-class _Sequence:
+class RenderedSequence:
     """The text of a sequence up to the end of its last answer."""
 
     text: str
@@ -60,8 +60,18 @@ def trained_sequences(
     tools: Sequence[Any] | None,
 ) -> list[TrainedSequence]:
     """Implement :meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`."""
+    return [tokens_of(chat, sequence) for sequence in rendered_sequences(chat, messages, trained, tools)]
+
+
+def rendered_sequences(
+    chat: AnswerEnds,
+    messages: Sequence[Mapping[str, Any]],
+    trained: Sequence[bool] | None,
+    tools: Sequence[Any] | None,
+) -> list[RenderedSequence]:
+    """Return the texts of the sequences of :func:`trained_sequences`, which :func:`tokens_of` tokenizes."""
     rest_after_stop = chat.rest_after_stop
-    sequences: list[_Sequence] = []
+    sequences: list[RenderedSequence] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or not (trained is None or trained[number]):
             continue
@@ -75,7 +85,7 @@ def trained_sequences(
         if omitted := _omitted(message, text[len(before) :]):
             raise DataError(f"message {number}: the chat template does not write {omitted}: change the message")
         if not sequences or not _continues(chat, sequences[-1], before):
-            sequences.append(_Sequence(""))
+            sequences.append(RenderedSequence(""))
         written = chat.stops.search(text, len(before))
         current = sequences[-1]
         if written is not None:
@@ -89,7 +99,7 @@ def trained_sequences(
         else:
             current.text, current.stop = text, _stop_after(chat, messages, number, text, tools)
         current.answers.append((number, len(before), len(current.text)))
-    return [_tokens(chat, sequence) for sequence in sequences]
+    return sequences
 
 
 def _rewritten_answer(
@@ -163,7 +173,7 @@ def _omitted(message: Mapping[str, Any], answer: str) -> str:
     return ""
 
 
-def _continues(chat: AnswerEnds, sequence: _Sequence, prompt: str) -> bool:
+def _continues(chat: AnswerEnds, sequence: RenderedSequence, prompt: str) -> bool:
     """Return whether a prompt begins with a sequence, which then holds its stop token as text."""
     if not prompt.startswith(sequence.text):
         return False
@@ -200,10 +210,12 @@ def _stop_after(
     return chat.stop_before(role) if written is None else chat.id_of(written[1])
 
 
-def _tokens(chat: AnswerEnds, sequence: _Sequence) -> TrainedSequence:
+def tokens_of(chat: AnswerEnds, sequence: RenderedSequence, encoding: Any = None) -> TrainedSequence:
+    """Return (prompt, response, mask) of a sequence. ``encoding``: of its text, see
+    :meth:`~skyrl_megatron.data.encoding.Encoder.encodings`."""
     bounds = [bound for _, start, end in sequence.answers for bound in (start, end)]
     try:
-        ids, counts = chat.encoder.divided(sequence.text, bounds)
+        ids, counts = chat.encoder.divided(sequence.text, bounds, encoding)
     except DataError as error:
         raise DataError(f"message {sequence.answers[0][0]}: {error}") from error
     if sequence.stop is not None:

@@ -26,6 +26,7 @@ from skyrl_megatron.errors import ConfigError, DataError, ModelLoadError, Proble
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.supervised import SFTConfig
+    from skyrl_megatron.data.row_cache import RowCache
     from skyrl_megatron.data.row_files import Rows
     from skyrl_megatron.rollout.templates import ChatFormat
 
@@ -221,8 +222,10 @@ def _groups(run: PlannedRun, key: str, rows: Iterable[Rows]) -> dict[str, set[st
 def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig) -> Iterator[Problem | NotChecked]:
     """Check every row of supervised training, and tokenize enough of them for a step."""
     from skyrl_megatron_supervised.preference_rows import rows_class
+    from skyrl_megatron_supervised.row_tokens import check_rows
 
-    kind = rows_class(settings)
+    kind, column = rows_class(settings), run.cfg.data.sampler_options.get("column")
+    cache, declared = _cache(run), [column] if column else []
     for key, names, needed in _sources(run):
         rows, unopened = _open_all(run, key, names)
         yield from unopened
@@ -230,6 +233,19 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
             continue
         if key == "data.train_data":
             yield from _sampler(run, [rows[name] for name in names])
+        if chat is not None and cache is not None:
+            try:
+                made = kind.to_make(names, chat, settings, declared=declared, cache=cache)
+                count = check_rows(made, cache, needed)
+            except DataError as error:
+                yield Problem(key, names, str(error))
+                return
+            except OSError:  # the cache cannot be written
+                pass
+            else:
+                if count < needed:
+                    yield _too_few(needed, f"{count} rows")
+                continue
         for name, dataset in rows.items() if settings.invalid_rows == "error" else ():
             for number, row in enumerate(dataset):
                 _, _, problem, details = kind.checked(dataset, number, row, settings)
@@ -246,6 +262,16 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
         else:
             if count < needed:
                 yield _too_few(needed, f"{count} rows")
+            elif (total := sum(map(len, rows.values()))) > count:
+                why = f"the form of all {total} rows was read, {count} were tokenized; the run tokenizes the others"
+                yield NotChecked(f"tokens of {key}", why)
+
+
+def _cache(run: PlannedRun) -> RowCache | None:
+    """Return the cache of rows that the run will use; a check alone leaves no files."""
+    from skyrl_megatron.data.row_cache import run_cache
+
+    return None if run.check_only else run_cache(run.cfg.data.row_cache_gb)
 
 
 def _sampler(run: PlannedRun, rows: Sequence[Rows]) -> Iterator[Problem]:
@@ -316,7 +342,7 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Probl
     if path.suffix.lower() not in READERS:
         return None, [Problem(key, name, f"unknown file format: use one of {', '.join(READERS)}")]
     try:
-        return load_source(name), []
+        return load_source(name, cache=_cache(run)), []
     except DataError as error:
         return None, [Problem(key, name, _about(name, error))]
 

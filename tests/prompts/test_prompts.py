@@ -52,6 +52,31 @@ def dataset(paths, max_prompt_length=1000, **options):
     return PromptDataset(paths, tokenizer_of("chatml"), max_prompt_length, **options)
 
 
+def test_lengths_and_places_are_kept_for_later_runs(tmp_path, monkeypatch):
+    """The second time neither a prompt is tokenized nor the file parsed; another template has lengths of its own."""
+    from skyrl_megatron.data import prompts, row_files
+    from skyrl_megatron.data.row_cache import RowCache
+
+    rows = rows_of(5)
+    rows[3]["prompt"] = [{"role": "user", "content": "long " * 99}]
+    paths, cache, said = [save(rows, tmp_path / "data.jsonl")], RowCache(10**9, tmp_path / "cache"), []
+    monkeypatch.setattr(row_files, "KEPT_FROM", 0)
+    expected = dataset(paths, 64)
+    first = dataset(paths, 64, cache=cache, say=said.append)
+    assert list(first.kept) == list(expected.kept) == [0, 1, 2, 4]
+    with monkeypatch.context() as patched:
+        patched.setattr(prompts, "render", None)
+        patched.setattr(row_files, "_CHECKED", None)
+        patched.setattr(row_files.JsonRows, "_lines", None)
+        again = dataset(paths, 64, cache=cache)
+        assert [again[n] for n in range(4)] == [expected[n] for n in range(4)] and again.num_filtered == 1
+        assert len(dataset(paths, 1000, cache=cache)) == 5
+        assert again.fingerprint == expected.fingerprint
+    assert len(dataset(paths, 64, cache=cache, template="{{ messages[0].content }}" * 20)) < 4
+    (tmp_path / "data.jsonl").write_text("\n" + (tmp_path / "data.jsonl").read_text())
+    assert list(dataset(paths, 64, cache=cache).kept) == [0, 1, 2, 4]
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
 def test_every_format_gives_the_same_rows(tmp_path, suffix):
     found = dataset([save(rows_of(5), tmp_path / f"data{suffix}")])

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.supervised.both_ways import rows_both_ways
+
 USER, ANSWER = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}
 DROPS_THINKING = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
@@ -108,7 +110,8 @@ def rows_of(folder, tokenizer, lines, **settings):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = []
-    return ChatRows([str(path)], ChatFormat(tokenizer), SFTConfig(max_length=64, **settings), say=said.append), said
+    chosen = SFTConfig(max_length=64, **settings)
+    return rows_both_ways(ChatRows, [str(path)], ChatFormat(tokenizer), chosen, said.append), said
 
 
 @pytest.mark.parametrize("problem", BAD)

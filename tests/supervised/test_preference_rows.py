@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.supervised.both_ways import rows_both_ways
 from tests.supervised.test_chat_rows import IMAGE, tokenizer  # noqa: F401
 
 USER, AGAIN = {"role": "user", "content": "1+1=?"}, {"role": "user", "content": "and 2?"}
@@ -20,7 +21,7 @@ def read(folder, tokenizer, lines, loss="sigmoid", **settings):  # noqa: F811
     path, said = folder / "rows.jsonl", []
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = DPOConfig(loss=loss, max_length=64, **settings)
-    return rows_class(made)([str(path)], ChatFormat(tokenizer), made, say=said.append), said
+    return rows_both_ways(rows_class(made), [str(path)], ChatFormat(tokenizer), made, said.append), said
 
 
 def texts(tokenizer, item):  # noqa: F811

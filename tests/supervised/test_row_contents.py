@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.supervised.both_ways import rows_both_ways
 from tests.support.chat_families import CHATML_CALLS, QWEN3, QWEN25
 
 USER, ANSWER = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}
@@ -58,7 +59,7 @@ def read(path, template=QWEN25, **settings):
     from skyrl_megatron_supervised.chat_rows import ChatRows
 
     said = []
-    return ChatRows([str(path)], chat_of(template), SFTConfig(**settings), say=said.append), said
+    return rows_both_ways(ChatRows, [str(path)], chat_of(template), SFTConfig(**settings), said.append), said
 
 
 def trained(path, template=QWEN25, **settings):

@@ -52,6 +52,12 @@ def test_the_report_names_nothing_that_samples(check):
     assert [word for word in ("engine", "KV cache", "sync", "prompt", "response", "sampl") if word in said] == []
 
 
+def test_a_check_says_how_many_rows_it_tokenized(check):
+    code, out, err = check("sft.max_length=512", "trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2")
+    assert code == 0, err
+    assert "tokens of data.train_data: the form of all 80 rows was read, 2 were tokenized" in out
+
+
 BAD = {
     "a weight must be above 0, 0.0 is not": ("data.sampler_options.weights=[1,0]", "short long"),
     "data.train_data has 2 data sets, so give as many weights": ("data.sampler_options.weights=[1]", "short short"),

@@ -30,6 +30,9 @@ class DataConfig(BaseConfig):
     """Options of the sampler (docs/guides/data.md)."""
     strict_rows: bool = False
     """Refuse a prompt whose messages have a key that nothing reads, which is otherwise named once."""
+    row_cache_gb: NonNegative = 100.0
+    """Size of the folder with the tokens of rows (`$SKYRL_MEGATRON_HOME/rows`), in GB, above which those of the data
+    sets that were not used for longest are removed. 0: rows are tokenized in each run."""
 
 
 @dataclass

@@ -19,7 +19,10 @@ class SFTConfig(BaseConfig):
     SECTION: ClassVar[str] = "sft"
     """Name of the section, for messages."""
     max_length: Count = 4096
-    """Maximum length of a training sequence in tokens. A longer row is invalid."""
+    """Maximum length of a training sequence in tokens."""
+    long_rows: Annotated[str | None, OneOf("error", "skip", "truncate")] = None
+    """Handling of a longer row: as `invalid_rows`, or `truncate` drops what follows the first `max_length` tokens. An
+    answer that is cut has no end token. None: that of `invalid_rows`."""
     turns: Annotated[str, OneOf("all", "last")] = "all"
     """Messages of the assistant that are trained."""
     invalid_rows: Annotated[str, OneOf("error", "skip")] = "error"
@@ -33,6 +36,11 @@ class SFTConfig(BaseConfig):
     (between `<think>` and `</think>`), or drop and count it."""
     strict_rows: bool = False
     """Take a row with a column or a key of messages that nothing reads as invalid. Otherwise it is named once."""
+
+    @property
+    def of_long_rows(self) -> str:
+        """The handling of a row that is longer than ``max_length``."""
+        return self.long_rows or self.invalid_rows
 
     @property
     def longest(self) -> int:

@@ -105,6 +105,20 @@ def experiment(cfg):
     return prompts, type(made.get_generator(cfg, made.tokenizer, None)).__name__
 
 
+def kept_lengths(cfg):
+    """Whether the lengths of prompts are kept for later runs."""
+    import os
+    import tempfile
+    from pathlib import Path
+    from unittest.mock import patch
+
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+
+    with tempfile.TemporaryDirectory() as home, patch.dict(os.environ, {"SKYRL_MEGATRON_HOME": home}):
+        BasePPOExp(cfg)
+        return bool(list(Path(home).glob("rows/*/lengths.safetensors")))
+
+
 def unread_keys(cfg):
     """The prompts of a file with a key that nothing reads; the error where they are refused."""
     from pathlib import Path

@@ -255,6 +255,7 @@ ROLLOUT = {
     "data.sampler": Row("in_order", rollout.order),
     "data.sampler_options": Row({"path": "order.txt"}, rollout.order, {"data.sampler": "list"}),
     "data.strict_rows": Row(True, rollout.unread_keys),
+    "data.row_cache_gb": Row(0.0, rollout.kept_lengths),
     f"{T}max_prompt_length": Row(1, rollout.experiment),
     f"{G}name": Row("tests_generator", rollout.experiment),
     f"{G}min_token_in_rate": Row(0.99, rollout.judgement, {f"{G}name": "tests_generator"}),
