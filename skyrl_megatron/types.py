@@ -105,16 +105,23 @@ class RowSpans:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of each row of ``values`` [R], [B] float64: the sum of a long row is exact to many digits."""
-        return torch.segment_reduce(values.double(), "sum", lengths=self._lengths, unsafe=True)
+        return self._reduced(np.add, values, 0.0, np.float64)
 
     def largest(self, values: Tensor) -> Tensor:
         """Return the largest of each row of ``values`` [R] floating, [B] of the same dtype; −∞ of an empty row."""
-        return torch.segment_reduce(values, "max", lengths=self._lengths, unsafe=True)
+        return self._reduced(np.maximum, values, -np.inf, values.numpy().dtype)
 
     def any(self, chosen: Tensor) -> Tensor:
         """Return [B] bool: whether ``chosen`` [R] bool holds for a value of each row."""
-        rows = np.searchsorted(self.starts + self.lengths, np.flatnonzero(chosen.numpy()), "right")
-        return torch.zeros(len(self), dtype=torch.bool).index_fill_(0, torch.from_numpy(rows), True)
+        return self._reduced(np.logical_or, chosen, False, np.bool_)
+
+    def _reduced(self, function: np.ufunc, values: Tensor, empty: float, dtype: Any) -> Tensor:
+        """Return ``function`` over each row, [B]; ``empty`` of an empty row."""
+        some = self.lengths > 0
+        out = np.full(len(self), empty, dtype)
+        if some.any():  # without the empty rows each row ends where the next one begins
+            out[some] = function.reduceat(values.numpy(), self.starts[some], dtype=dtype)
+        return torch.from_numpy(out)
 
     def spread(self, of_rows: Tensor) -> Tensor:
         """Return for each value that of its row in ``of_rows`` [B, …]: [R, …]."""
