@@ -78,6 +78,86 @@ class TokenSupport:
         return int(missing[0]) if missing.size else None
 
 
+class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array [n, …] in Ray's object store, in pieces along its first axis, which is fetched when it is read.
+
+    ``len``, ``shape``, ``dtype``, ``nbytes``, slices of the first axis and :func:`joined_arrays` do not fetch it; all
+    else does, and gives what the NumPy array gives. ``pieces``: (reference or array, first, end) of each.
+    """
+
+    __slots__ = ("dtype", "pieces", "shape")
+
+    def __init__(self, pieces: Sequence[tuple[Any, int, int]], rest: Sequence[int], dtype: np.dtype) -> None:
+        self.pieces = tuple(piece for piece in pieces if piece[1] < piece[2])
+        self.shape = (sum(end - first for _, first, end in self.pieces), *rest)
+        self.dtype = np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def __getitem__(self, part: Any) -> Any:
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            return np.asarray(self)[part]
+        start, stop, _ = part.indices(len(self))
+        pieces, at = [], 0
+        for source, first, end in self.pieces:
+            pieces.append((source, first + max(start - at, 0), min(end, first + stop - at)))
+            at += end - first
+        return StoredArray(pieces, self.shape[1:], self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(fetched([self])[0], dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        return getattr(ufunc, method)(*fetched(inputs), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.__slots__:  # a copy that is being made has no fields yet
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+
+def joined_arrays(parts: Sequence[np.ndarray | StoredArray]) -> Any:
+    """Concatenate arrays [n, …] along their first axis, without a fetch if one of them is stored."""
+    if not any(isinstance(part, StoredArray) for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
+    pieces = [piece for part in parts for piece in _pieces(part)]
+    return StoredArray(pieces, parts[0].shape[1:], np.result_type(*(part.dtype for part in parts)))
+
+
+def _pieces(part: np.ndarray | StoredArray) -> Sequence[tuple[Any, int, int]]:
+    return part.pieces if isinstance(part, StoredArray) else [(part, 0, len(part))]
+
+
+def fetched(arrays: Sequence[Any]) -> list[Any]:
+    """Return ``arrays`` with those that are stored as NumPy arrays, fetched together; what is of another kind stays.
+
+    On the node that has an object this copies nothing. Raises Ray's errors of lost objects.
+    """
+    import ray  # whatever stores nothing needs no Ray
+
+    stored = [array for array in arrays if isinstance(array, StoredArray)]
+    sources = [source for array in stored for source, _, _ in array.pieces if not isinstance(source, np.ndarray)]
+    wanted = {source.hex(): source for source in sources}
+    objects = dict(zip(wanted, ray.get(list(wanted.values())), strict=True)) if wanted else {}
+
+    def whole(array: Any) -> Any:
+        if not isinstance(array, StoredArray):
+            return array
+        taken = [
+            (source if isinstance(source, np.ndarray) else objects[source.hex()])[first:end]
+            for source, first, end in array.pieces
+        ]
+        return taken[0] if len(taken) == 1 else np.concatenate([np.zeros(array[:0].shape, array.dtype), *taken])
+
+    return [whole(array) for array in arrays]
+
+
 class RowSpans:
     """The rows of flat values: B rows whose R values stand one after another, without padding.
 
@@ -270,10 +350,10 @@ class TrainingBatch:
     rollout_support: list[TokenSupport] = field(default_factory=list)
     """[B] sampling support of each row's response tokens. Log-probs and entropies of all models are computed over it.
     Empty: over the whole vocabulary."""
-    rollout_routes: list[np.ndarray | None] = field(default_factory=list)
+    rollout_routes: list[Any] = field(default_factory=list)
     """[B] of [n, L, K] uint8/uint16: the experts that the engine chose for the first n tokens of a row, by model
-    layer. With ``moe_routing_replay_source=trainer`` the trainer chose them before the update. None: unknown for this
-    row. Empty: unknown for all rows."""
+    layer: an array, or a :class:`StoredArray`, which only ranks fetch. With ``moe_routing_replay_source=trainer`` the
+    trainer chose them before the update. None: unknown for this row. Empty: unknown for all rows."""
     carried: Any = field(default=None, repr=False, compare=False)
     """What is in the object store of these rows (``workers/dispatch.py``), which frees it with the batch."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.protocol import Generation
-from skyrl_megatron.types import TokenSupport
+from skyrl_megatron.types import TokenSupport, joined_arrays
 
 
 @dataclass(slots=True)
@@ -71,14 +71,14 @@ def _joined_routes(routes: Any, generation: Generation, start: int) -> Any:
     """
     if routes is None or generation.routed_experts is None:
         return None
-    later = np.asarray(generation.routed_experts)
+    later = generation.routed_experts
     needed = len(generation.token_ids)
     if len(later) < needed:
         raise DataError(
             f"the engine returned routed experts of {len(later)} tokens, but the turn after {start} tokens needs"
             f" {needed}"
         )
-    return np.concatenate([np.asarray(routes), later[len(later) - needed :]])
+    return joined_arrays([routes, later[len(later) - needed :]])
 
 
 def without_open_stop(part: Generation, text_of: Callable[[Sequence[int]], str], stop: Sequence[str]) -> Generation:
@@ -103,7 +103,7 @@ def first_tokens(part: Generation, count: int) -> Generation:
         token_ids=part.token_ids[:count],
         logprobs=part.logprobs[:count],
         versions=[(name, start, end) for name, start, end in spans if start < end],
-        routed_experts=None if routes is None else np.asarray(routes)[: len(routes) - dropped],
+        routed_experts=None if routes is None else routes[: len(routes) - dropped],
         support=None if part.support is None else part.support.first(count),
     )
 

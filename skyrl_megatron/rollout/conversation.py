@@ -22,7 +22,7 @@ from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.templates import ChatFormat
-from skyrl_megatron.types import TokenSupport
+from skyrl_megatron.types import TokenSupport, joined_arrays
 
 
 @dataclass(slots=True)
@@ -295,6 +295,6 @@ def _routes_of(turns: list[Turn]) -> np.ndarray | None:
                 "engine must return those of every token that it computed"
             )
         end = min(computed, turn.start + turn.kept)
-        pieces.append(np.asarray(routes)[covered - first : end - first])
+        pieces.append(routes[covered - first : end - first])
         covered = max(covered, end)
-    return np.concatenate(pieces) if covered else None
+    return joined_arrays(pieces) if covered else None

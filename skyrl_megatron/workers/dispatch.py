@@ -32,7 +32,16 @@ from skyrl_megatron.data.splitting import (
 )
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.runtime.flops import ModelFlops
-from skyrl_megatron.types import LISTS, OF_RESPONSES, OF_ROWS, RowSpans, TokenSupport, TrainingBatch
+from skyrl_megatron.types import (
+    LISTS,
+    OF_RESPONSES,
+    OF_ROWS,
+    RowSpans,
+    StoredArray,
+    TokenSupport,
+    TrainingBatch,
+    fetched,
+)
 
 SCORED = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
 """Fields that a pass without gradients reads."""
@@ -194,7 +203,8 @@ def _packed(name: str, entries: list[Any]) -> Any:
     if name == "rollout_support" and entries:
         support = TokenSupport.joined(entries)
         return {"ids": support.ids, "counts": support.counts, "tokens": np.asarray([len(each) for each in entries])}
-    if name == "rollout_routes" and (known := [routes for routes in entries if routes is not None]):
+    stored = any(isinstance(entry, StoredArray) for entry in entries)  # ranks fetch what they refer to
+    if name == "rollout_routes" and not stored and (known := [routes for routes in entries if routes is not None]):
         lengths = np.asarray([-1 if routes is None else len(routes) for routes in entries])
         return {"routes": np.concatenate(known), "lengths": lengths}
     return entries
@@ -225,6 +235,7 @@ class Share:
         # without rows, blank ones have the fields of a row of another replica
         one, some = np.zeros(1, np.int64), len(self.places) > 0
         made = from_arrays(blocks, self.blocks if some else one, self.places if some else one)
+        made.rollout_routes = fetched(made.rollout_routes)
         made.metadata = self.metadata
         if self.blanks:
             blank = made.blank_row()

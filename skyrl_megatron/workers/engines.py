@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,11 +24,12 @@ from skyrl_megatron.config.resolve import is_reproducible, run_folder
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot
-from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine, OpenAIAnswer
+from skyrl_megatron.inference.protocol import ENGINE_KEY, Generation, InferenceEngine, OpenAIAnswer, SampleRequest
 from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
 from skyrl_megatron.plugins import ENGINE_SERVICES, ENGINES, REMOTE_ENGINES
+from skyrl_megatron.types import StoredArray
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
 from skyrl_megatron.workers.placement import RAY
 from skyrl_megatron.workers.runtime_env import runtime_environment
@@ -59,6 +61,15 @@ def engine_actor(kind: type[InferenceEngine]) -> Any:
             gc.collect()
             gc.freeze()  # keep permanent objects out of the garbage collections during requests
 
+        async def generate_apart(self, *request: Any) -> tuple[Generation, Any]:
+            """Sample one continuation, and return its routed experts as a result of their own."""
+            return _routes_apart(await self.generate(*request))
+
+        async def generate_batch_apart(self, requests: Sequence[SampleRequest]) -> tuple[Any, ...]:
+            """Sample all requests, and return the routed experts of each as a result of its own."""
+            apart = [_routes_apart(generation) for generation in await self.generate_batch(requests)]
+            return [generation for generation, _ in apart], *(routes for _, routes in apart)
+
         def process_ids(self) -> list[int]:
             """List the ids of the actor's process and the engine's processes."""
             return [os.getpid(), *getattr(super(), "process_ids", list)()]
@@ -88,6 +99,7 @@ class RayEngine:
         the actor, such as ``num_cpus`` or ``scheduling_strategy``."""
         options = {"runtime_env": runtime_environment({}, serving=True)} | options
         self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
+        self._routes_apart = bool(getattr(settings, "enable_return_routed_experts", False))
         self._node = ""
         self._processes: list[int] = []
 
@@ -103,6 +115,34 @@ class RayEngine:
             return self._call(name, *args, **kwargs)
 
         return call
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
+    ) -> Generation:
+        if not self._routes_apart:
+            return cast("Generation", await self._call("generate", request_id, prompt_token_ids, sampling, adapter))
+        request = (request_id, prompt_token_ids, sampling, adapter)
+        generation, routes = await self._sampled_apart("generate_apart", 1, *request)
+        return _with_routes(generation, routes[0])
+
+    async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        if not self._routes_apart:
+            return cast("list[Generation]", await self._call("generate_batch", requests))
+        generations, routes = await self._sampled_apart("generate_batch_apart", len(requests), requests)
+        return [_with_routes(*pair) for pair in zip(generations, routes, strict=True)]
+
+    async def _sampled_apart(self, name: str, count: int, *arguments: Any) -> tuple[Any, list[Any]]:
+        """Return what an actor's method sampled, and references to its ``count`` arrays of routed experts.
+
+        They are results of a call, which this process owns: they stay when the actor ends. It does not fetch them.
+        """
+        answer, *routes = getattr(self.actor, name).options(num_returns=1 + count).remote(*arguments)
+        try:
+            with _lost_actors():
+                return await answer, routes
+        except asyncio.CancelledError:
+            _cancel(answer)
+            raise
 
     async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
         answer = self.actor.openai.remote(path, body)
@@ -136,6 +176,20 @@ class RayEngine:
             if name in _SAMPLING:
                 _cancel(answer)  # the actor would continue
             raise
+
+
+def _routes_apart(generation: Generation) -> tuple[Generation, Any]:
+    """Return a generation with the shape and dtype of its routed experts in place of them, and these."""
+    routes = None if generation.routed_experts is None else np.ascontiguousarray(generation.routed_experts)
+    about = None if routes is None else (routes.shape, routes.dtype.str)
+    return replace(generation, routed_experts=about), routes
+
+
+def _with_routes(generation: Generation, reference: Any) -> Generation:
+    if generation.routed_experts is None:
+        return generation
+    (length, *rest), dtype = generation.routed_experts
+    return replace(generation, routed_experts=StoredArray([(reference, 0, length)], rest, np.dtype(dtype)))
 
 
 def _cancel(answer: Any) -> None:
