@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-TOKENS, SHAPE = 20_000, (48, 8)
-"""Of each row: 7.3 MiB of routes."""
+TOKENS, SHAPE = 60_000, (48, 8)
+"""Of each row: 22 MiB of routes."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_routes_outlive_the_engine_and_do_not_pass_the_driver(ray_slots, way):
     wanted = {row: None if row == 2 else expected(row, TOKENS + 1 if row else 1) for row in range(rows)}
     assert of_rows == wanted
     grown, tokens = heap() - before, sum(len(sample.token_ids) for sample in samples)
-    assert grown < 100 * tokens + size / 4, "lists of tokens are in the driver, their routes are not"
+    assert grown < 150 * tokens + size / 4, "lists of tokens are in the driver, their routes are not"
 
     held = {piece[0].hex() for routes in batch.rollout_routes if routes is not None for piece in routes.pieces}
     del samples, batch, sharded
