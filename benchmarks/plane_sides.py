@@ -215,6 +215,11 @@ class Engine:
         size = -(-len(self._routes) // self.PARTS)
         return self._routes[part * size : (part + 1) * size]
 
+    def routes_apart(self, part: int) -> Any:
+        """The same, each as a result of its own."""
+        routes = self.routes(part)
+        return tuple(routes) if len(routes) > 1 else routes[0]
+
 
 @dataclass
 class Plane:
@@ -301,7 +306,7 @@ class Ours:
                 rewards=inputs.rewards,
                 loss_masks=inputs.loss_masks,
                 rollout_logprobs=inputs.logprobs,
-                rollout_routes=plane.routes(),
+                rollout_routes=self._routes(plane),
             )
             prompts = -(-shape.rows // shape.samples // shape.mini_batches)
             batch.metadata[MINI_BATCH_PROMPTS] = prompts
@@ -324,6 +329,27 @@ class Ours:
             ]
             answers = [answer for part in sharded for answer in plane.call("train", part.shares)]
         return np.sum(answers, axis=0)
+
+    @staticmethod
+    def _routes(plane: Plane) -> list[Any] | None:
+        """References to the routes of all rows, as ``workers/engines.py`` makes them; None if none are recorded."""
+        from skyrl_megatron.types import StoredArray
+
+        shape = plane.shape
+        references: list[Any] = []
+        if not shape.layers:
+            return None
+        totals = (shape.answers() + shape.prompt).tolist()
+        size = -(-len(totals) // Engine.PARTS)
+        for part in range(Engine.PARTS):
+            count = len(totals[part * size : (part + 1) * size])
+            answer = plane.engine.routes_apart.options(num_returns=count).remote(part)
+            references += answer if count > 1 else [answer]
+        rest = (shape.layers, shape.topk)
+        return [
+            StoredArray([(reference, 0, n)], rest, np.dtype(np.uint8))
+            for reference, n in zip(references, totals, strict=True)
+        ]
 
     @staticmethod
     def _dispatched(batch: Any, replicas: int, rows: np.ndarray | None = None) -> Any:

@@ -30,7 +30,7 @@ from skyrl_megatron.data.splitting import (
     split_for_dp,
     units,
 )
-from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.errors import DistributedError, SkyRLMegatronWarning
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import (
     LISTS,
@@ -225,7 +225,16 @@ class Share:
     metadata: dict[str, Any]
 
     def batch(self) -> TrainingBatch:
-        """Fetch the rows. Raises Ray's errors of lost objects."""
+        """Fetch the rows. Raises DistributedError if the host that had some of them was lost."""
+        try:
+            return self._fetched()
+        except ray.exceptions.ObjectLostError as error:
+            raise DistributedError(
+                f"rows of this step, or their routed experts, were in the memory of a host that was lost ({error}): "
+                "resume the run, which samples the step again"
+            ) from error
+
+    def _fetched(self) -> TrainingBatch:
         wanted = {reference.hex(): reference for block in self.references for reference, _ in block.values()}
         objects = dict(zip(wanted, ray.get(list(wanted.values())), strict=True))
         blocks = [
