@@ -334,6 +334,7 @@ class Ours:
     def _routes(plane: Plane) -> list[Any] | None:
         """References to the routes of all rows, as ``workers/engines.py`` makes them; None if none are recorded."""
         from skyrl_megatron.types import StoredArray
+        from skyrl_megatron.workers.dispatch import RayArray
 
         shape = plane.shape
         references: list[Any] = []
@@ -347,7 +348,7 @@ class Ours:
             references += answer if count > 1 else [answer]
         rest = (shape.layers, shape.topk)
         return [
-            StoredArray([(reference, 0, n)], rest, np.dtype(np.uint8))
+            StoredArray([(RayArray(reference), 0, n)], rest, np.dtype(np.uint8))
             for reference, n in zip(references, totals, strict=True)
         ]
 

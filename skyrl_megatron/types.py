@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -78,11 +78,22 @@ class TokenSupport:
         return int(missing[0]) if missing.size else None
 
 
+class Stored(Protocol):
+    """A reference to an array elsewhere, such as in Ray's object store (``workers/dispatch.py``)."""
+
+    @property
+    def name(self) -> str:
+        """Name that no other object has."""
+
+    def get(self, stored: Sequence[Any]) -> list[np.ndarray]:
+        """Return the arrays [n, …] of several references, fetched together."""
+
+
 class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array [n, …] in Ray's object store, in pieces along its first axis, which is fetched when it is read.
 
     ``len``, ``shape``, ``dtype``, ``nbytes``, slices of the first axis and :func:`joined_arrays` do not fetch it; all
-    else does, and gives what the NumPy array gives. ``pieces``: (reference or array, first, end) of each.
+    else does, and gives what the NumPy array gives. ``pieces``: (array or :class:`Stored`, first, end) of each.
     """
 
     __slots__ = ("dtype", "pieces", "shape")
@@ -139,18 +150,16 @@ def fetched(arrays: Sequence[Any]) -> list[Any]:
 
     On the node that has an object this copies nothing. Raises Ray's errors of lost objects.
     """
-    import ray  # whatever stores nothing needs no Ray
-
     stored = [array for array in arrays if isinstance(array, StoredArray)]
     sources = [source for array in stored for source, _, _ in array.pieces if not isinstance(source, np.ndarray)]
-    wanted = {source.hex(): source for source in sources}
-    objects = dict(zip(wanted, ray.get(list(wanted.values())), strict=True)) if wanted else {}
+    wanted: dict[str, Stored] = {source.name: source for source in sources}
+    objects = dict(zip(wanted, sources[0].get(list(wanted.values())), strict=True)) if wanted else {}
 
     def whole(array: Any) -> Any:
         if not isinstance(array, StoredArray):
             return array
         taken = [
-            (source if isinstance(source, np.ndarray) else objects[source.hex()])[first:end]
+            (source if isinstance(source, np.ndarray) else objects[source.name])[first:end]
             for source, first, end in array.pieces
         ]
         return taken[0] if len(taken) == 1 else np.concatenate([np.zeros(array[:0].shape, array.dtype), *taken])

@@ -161,8 +161,8 @@ def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, uids: Sequen
                 f"sample {row} (uid {uids[row]}): routes of shape {recorded.shape} for {total[row]} tokens,"
                 f" others have {shape} a token"
             )
-    known = [recorded for recorded in routes if isinstance(recorded, np.ndarray)]
-    narrowest = np.min_scalar_type(max((int(recorded.max(initial=0)) for recorded in known), default=0))
+    arrays = [recorded for recorded in routes if isinstance(recorded, np.ndarray)]
+    narrowest = np.min_scalar_type(max((int(recorded.max(initial=0)) for recorded in arrays), default=0))
     # those of the run's engines are narrow already
     return [
         recorded.astype(narrowest, copy=False) if isinstance(recorded, np.ndarray) else recorded for recorded in routes

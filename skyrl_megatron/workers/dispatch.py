@@ -65,6 +65,23 @@ class RankInfo:
     """On a GPU, the library of its model's layers; empty on CPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class RayArray:
+    """An array in Ray's object store, of which a :class:`~skyrl_megatron.types.StoredArray` has pieces."""
+
+    reference: Any
+
+    @property
+    def name(self) -> str:
+        """Ray's id of the object."""
+        return str(self.reference.hex())
+
+    def get(self, stored: Sequence[RayArray]) -> list[np.ndarray]:
+        """Fetch the arrays [n, …] of several references; on the node that has one this copies nothing."""
+        arrays: list[np.ndarray] = ray.get([array.reference for array in stored])
+        return arrays
+
+
 # ---------------------------------------------------------------------------------------------------- on the driver
 type Place = tuple[Any, str]
 """Reference to an object of :func:`to_arrays`, and the key in it."""
@@ -91,6 +108,10 @@ class Carried:
         """Number of each row's block, and its place there, [B] each."""
         self.bytes = 0
         """Bytes that were put."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Make copies and files of a batch without it: they change on their own, and outlive the objects."""
+        return type(None), ()
 
     def take(self, batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> list[tuple[RowBlock, np.ndarray]]:
         """Put what is missing of the fields ``names`` of ``rows`` [b] int64; return the blocks that have them, with

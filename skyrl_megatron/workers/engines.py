@@ -31,6 +31,7 @@ from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
 from skyrl_megatron.plugins import ENGINE_SERVICES, ENGINES, REMOTE_ENGINES
 from skyrl_megatron.types import StoredArray
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
+from skyrl_megatron.workers.dispatch import RayArray
 from skyrl_megatron.workers.placement import RAY
 from skyrl_megatron.workers.runtime_env import runtime_environment
 
@@ -189,7 +190,7 @@ def _with_routes(generation: Generation, reference: Any) -> Generation:
     if generation.routed_experts is None:
         return generation
     (length, *rest), dtype = generation.routed_experts
-    return replace(generation, routed_experts=StoredArray([(reference, 0, length)], rest, np.dtype(dtype)))
+    return replace(generation, routed_experts=StoredArray([(RayArray(reference), 0, length)], rest, np.dtype(dtype)))
 
 
 def _cancel(answer: Any) -> None:

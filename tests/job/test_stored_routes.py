@@ -128,11 +128,31 @@ def test_routes_outlive_the_engine_and_do_not_pass_the_driver(ray_slots, way):
     grown, tokens = heap() - before, sum(len(sample.token_ids) for sample in samples)
     assert grown < 150 * tokens + size / 4, "lists of tokens are in the driver, their routes are not"
 
-    held = {piece[0].hex() for routes in batch.rollout_routes if routes is not None for piece in routes.pieces}
+    held = {piece[0].name for routes in batch.rollout_routes if routes is not None for piece in routes.pieces}
     del samples, batch, sharded
     gc.collect()
     counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
     assert held and not held & {name.decode() if isinstance(name, bytes) else name for name in counts}
+
+
+def test_rows_of_a_lost_host_are_named(ray_slots):
+    import ray
+    from skyrl_megatron.errors import DistributedError
+    from skyrl_megatron.inference.protocol import Generation
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.types import StoredArray
+    from skyrl_megatron.workers.dispatch import RayArray, dispatch
+
+    reference = ray.put(np.zeros((300, *SHAPE), np.uint8))
+    routes = StoredArray([(RayArray(reference), 0, 300)], SHAPE, np.dtype(np.uint8))
+    batch = made([Generation(list(range(300)), [0.0] * 300, "stop", routed_experts=routes)])
+    [share] = dispatch(batch, 1, ModelFlops(1.0, 0.0, 0.0, 0)).shares
+    assert share.batch().rollout_routes[0].shape == (300, *SHAPE)
+    ray._private.worker.global_worker.core_worker.free_objects(
+        [reference], False
+    )  # as if the host that had it were gone
+    with pytest.raises(DistributedError, match="were in the memory of a host that was lost"):
+        share.batch()
 
 
 def test_without_routes_a_sample_is_one_result(ray_slots):
