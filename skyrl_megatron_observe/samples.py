@@ -81,7 +81,7 @@ class SampleLog:
         """Write the step's file, and return its path. ``logprobs``: of the trainer before the update, those of the
         response tokens of ``rows``, [r] float32, in nats."""
         scores, ends = trajectory_rewards(batch), np.cumsum(batch.response_lengths[list(rows)])
-        of_rows = [None] * len(rows) if logprobs is None else np.split(logprobs, ends[:-1])
+        of_rows = [None] * len(rows) if logprobs is None else np.split(logprobs, ends)[:-1]
         samples = [self._sample(batch, row, scores, of_row) for row, of_row in zip(rows, of_rows, strict=True)]
         ids = np.unique(batch.rows.select(batch.tokens, rows).numpy())
         record = {

@@ -64,6 +64,14 @@ def test_groups_that_teach_are_kept_with_their_best_and_worst_rows(tmp_path):
     assert chosen(8) == [10, 8, 9, 11, 0, 1, 2, 3]
 
 
+def test_a_step_whose_first_row_is_too_long_has_no_samples(tmp_path, monkeypatch):
+    from skyrl_megatron_observe import samples
+
+    monkeypatch.setattr(samples, "MOST_TOKENS", 3)
+    record, *_ = kept(tmp_path)
+    assert record["samples"] == [] and record["pieces"] == {}
+
+
 def test_groups_are_measured_as_one_by_one(tmp_path):
     record, batch, *_ = kept(tmp_path)
     totals = batch.padded().rewards.sum(dim=1).numpy()
