@@ -641,7 +641,7 @@ def batch_advantages(batch: TrainingBatch, adv_estimator: str, config: Any, **op
         spread = [rows.spread(values[:, 0]).mul_(batch.response_mask) for values in both]
         return spread[0], spread[-1]
     entry = ESTIMATORS.get(adv_estimator)
-    parts = _groups_of(uids) if entry is not None and entry.per_group else [np.arange(len(batch))]
+    parts = _groups_of(batch) if entry is not None and entry.per_group else [np.arange(len(batch))]
     results = [_padded_estimates(batch if len(parts) == 1 else batch.select(part), arguments) for part in parts]
     order = np.argsort(np.concatenate(parts))
     of_parts = RowSpans(rows.lengths[np.concatenate(parts)])
@@ -654,11 +654,12 @@ def _of_outcomes() -> set[Estimator]:
     return {AdvantageEstimatorRegistry.get(name) for name in BUILT_IN} - {*TOKEN_SUMS, distillation}
 
 
-def _groups_of(uids: Sequence[str]) -> list[np.ndarray]:
-    """Return the rows of each uid, [rows] int64."""
+def _groups_of(batch: TrainingBatch) -> list[np.ndarray]:
+    """Return the rows of each uid, [rows] int64; those of a trajectory, which have one each if it failed, together."""
     groups: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
+    trajectories = Trajectories(batch.is_last_step, len(batch))
+    for row, last in enumerate(trajectories.last[trajectories.ids].tolist()):
+        groups.setdefault(batch.uids[last], []).append(row)
     return [np.asarray(rows, dtype=np.int64) for rows in groups.values()]
 
 

@@ -83,6 +83,10 @@ class Carried:
         self.bytes = 0
         """Bytes that were put."""
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Make copies and files of a batch without it: they change on their own, and outlive the objects."""
+        return type(None), ()
+
     def take(self, batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> list[tuple[RowBlock, np.ndarray]]:
         """Put what is missing of the fields ``names`` of ``rows`` [b] int64; return the blocks that have them, with
         the place in ``rows`` of each of their rows."""

@@ -212,6 +212,49 @@ def test_a_custom_estimator_sees_padded_rows_of_the_batch_or_of_a_group():
     )
 
 
+def test_an_estimator_of_groups_sees_whole_trajectories_also_failed_ones():
+    """The rows of a trajectory that failed have a uid each."""
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import (
+        AdvantageEstimatorRegistry,
+        batch_advantages,
+        register_advantage_estimator,
+    )
+    from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
+    from skyrl_megatron.config.table import ESTIMATORS as TABLE
+
+    def totals(token_level_rewards, response_mask, index, **_):
+        scores = token_level_rewards.sum(1, keepdim=True) * response_mask
+        return scores, scores
+
+    batch = made(LENGTHS["varied"], groups=2, steps=True)
+    batch.uids = [f"{uid}/failed-{row}" if row in (2, 3) else uid for row, uid in enumerate(batch.uids)]
+    try:
+        register_advantage_estimator("totals", per_group=True)(totals)
+        advantages, _ = batch_advantages(batch, "totals", AlgorithmConfig())
+    finally:
+        AdvantageEstimatorRegistry.unregister("totals")
+        TABLE.rows.pop("totals", None)
+    of_trajectories = batch.responses.sum(batch.rewards).view(-1, 2).sum(1).repeat_interleave(2)
+    expected = batch.responses.spread(of_trajectories).float() * batch.response_mask
+    torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_and_files_of_a_batch_have_nothing_in_the_object_store():
+    """A copy changes on its own, and its tensors count their changes anew."""
+    import copy
+    import pickle
+
+    from skyrl_megatron.workers.dispatch import Carried
+
+    batch = made(LENGTHS["varied"])
+    batch.carried = Carried(len(batch))
+    for other in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)), batch.select([0, 1])):
+        assert other.carried is None
+    assert batch.carried is not None
+
+
 def test_a_skipped_row_gets_nothing_and_gives_nothing():
     import torch
 
