@@ -44,6 +44,7 @@ class TokenMakers:
             "chat": (chat.tokenizer, chat.template, chat.kwargs, chat.stop_token_ids),
             "cache": (cache.most, cache.folder),
             "keys": list(keys),
+            "files": [part.fingerprint for part in rows.rows.sources],
             "shards": list(shards),
             "count": self.count,
         }
@@ -102,6 +103,9 @@ def main() -> int:
     cache = RowCache(*job["cache"])
     chat = ChatFormat(tokenizer, template, kwargs, stop_token_ids=stops)
     rows = kind.to_make(names, chat, settings, hub_commits=commits, declared=declared, cache=cache)
+    if [part.fingerprint for part in rows.rows.sources] != job["files"]:  # their tokens would have the keys of others
+        print("data: a file has changed since the run opened it: its rows are not cached", file=sys.stderr)
+        return 1
     entries = [CacheEntry(cache.folder / key) for key in job["keys"]]
     starts = [0, *rows.rows.ends[:-1]]
     tasks, feeder = os.pipe()

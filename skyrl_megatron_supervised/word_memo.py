@@ -70,12 +70,12 @@ class WordMemo:
 
     def encodings(self, texts: Sequence[str]) -> list[Any]:
         """Return the tokens of each text, as :meth:`~skyrl_megatron.data.encoding.Encoder.encodings` does."""
+        inner = self.inner
+        if inner.encode_special_tokens or inner.truncation is not None or inner.padding is not None:
+            return [None] * len(texts)  # those of another call: its settings are not those of the words
         plain = [_PLAIN.fullmatch(text) is not None for text in texts]
-        others = iter(
-            self.inner.encode_batch(
-                [text for text, one in zip(texts, plain, strict=True) if not one], add_special_tokens=False
-            )
-        )
+        rest = [text for text, one in zip(texts, plain, strict=True) if not one]
+        others = iter(inner.encode_batch(rest, add_special_tokens=False))
         return [self._by_words(text) if one else next(others) for text, one in zip(texts, plain, strict=True)]
 
     def _by_words(self, text: str) -> Words:

@@ -80,7 +80,11 @@ class RowCache:
             if total <= self.most:
                 break
             use = self.folder / f"{folder.name}{USE}"
-            if (lock := _locked(use, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
+            try:
+                lock = _locked(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except PermissionError:  # another user's
+                lock = None
+            if lock is None:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
             use.unlink(missing_ok=True)
@@ -186,8 +190,11 @@ def tokenizer_digest(tokenizer: Any, template: str | None) -> str:
         content = b"".join(path.read_bytes() for path in sorted(folder.glob("*")) if path.suffix in _VOCABULARIES)
     if not content:
         return ""
-    written = template or getattr(tokenizer, "chat_template", None)
-    text = json.dumps([type(tokenizer).__name__, len(tokenizer), written], default=str)
+    settings = [
+        getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map", "split_special_tokens")
+    ]
+    settings[0] = template or settings[0]
+    text = json.dumps([type(tokenizer).__name__, len(tokenizer), *settings], default=str)
     return hashlib.sha256(content + text.encode()).hexdigest()
 
 

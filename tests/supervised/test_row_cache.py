@@ -156,7 +156,8 @@ def test_words_have_the_tokens_of_their_text(pattern):
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(texts, trainer)
-    memo = WordMemo.of(PreTrainedTokenizerFast(tokenizer_object=inner))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<|end|>")
+    memo = WordMemo.of(tokenizer)
     for _ in range(2):  # of new words, and of those that are remembered
         for text, words in zip(texts, memo.encodings(texts), strict=True):
             expected = inner.encode(text, add_special_tokens=False)
@@ -165,6 +166,13 @@ def test_words_have_the_tokens_of_their_text(pattern):
                 expected.char_to_token(place) for place in range(len(text))
             ], text
     assert len(memo._memo) > 100
+    for change in ({"padding": True}, {"truncation": True, "max_length": 3}):  # settings of another call
+        tokenizer(texts[:9], **change)
+        assert memo.encodings(texts[:9]) == [None] * 9
+        tokenizer(texts[:1])
+    inner = tokenizer.backend_tokenizer
+    inner.encode_special_tokens = True
+    assert memo.encodings(texts[:9]) == [None] * 9
 
 
 def test_tokenizers_whose_words_depend_on_others_are_asked_for_each_text(model):
@@ -261,10 +269,13 @@ def test_what_changes_a_row_is_in_the_key(tmp_path, model):
     assert len(keys(tmp_path)) == 1
     other = chat_of(model)
     other.tokenizer.add_tokens(["+1"])
+    begins = chat_of(model)  # the same tokens, another one that a template writes as bos_token
+    begins.tokenizer.bos_token = "<|user|>"
     for number, (chat, settings) in enumerate(
         (
             (chat_of(model, template), {}),
             (other, {}),
+            (begins, {}),
             (chat_of(model, None, unknown=1), {}),
             (None, {"turns": "last"}),
             (None, {"strict_rows": True}),
@@ -389,6 +400,25 @@ def test_a_row_of_the_wrong_form_is_an_error_before_the_start(tmp_path, model):
     with pytest.raises(DataError) as error:
         read(tmp_path, model)
     assert str(error.value).startswith(f"{path}, row 1500: no message of the assistant")
+
+
+@pytest.mark.process
+def test_rows_of_a_file_that_was_replaced_get_no_key_of_it(tmp_path, model, capfd):
+    from skyrl_megatron.config.schema.supervised import SFTConfig
+    from skyrl_megatron.data.row_cache import RowCache
+    from skyrl_megatron_supervised.chat_rows import ChatRows
+    from skyrl_megatron_supervised.row_tokens import RowTokens
+
+    cache, names = RowCache(10**9, tmp_path / "cache"), [write(tmp_path, talks(MANY))]
+    rows = ChatRows.to_make(names, chat_of(model), SFTConfig(max_length=64))
+    tokens = RowTokens(rows, cache, lambda line: None)
+    (tmp_path / "rows.jsonl").rename(tmp_path / "before.jsonl")
+    write(tmp_path, talks(MANY)[::-1])
+    tokens.kept_rows()
+    tokens.wait()
+    assert shards(tmp_path) == [] and not tokens.is_complete
+    assert "a file has changed since the run opened it" in capfd.readouterr().err
+    tokens.close()
 
 
 def started(folder, model):
