@@ -92,7 +92,7 @@ def token_staleness_metrics(batch: TrainingBatch, lags: Tensor, bound: int, pref
     trained = batch.loss_mask & (lags >= 0)
     if not trained.any():
         return {}
-    # as floats, which are exact for steps: integers have no segment_reduce
+    # as floats, which are exact for steps: -inf, the largest of an empty row, is no integer
     least = -batch.responses.largest(-torch.where(trained, lags, lags.max() + 1).float())
     most = batch.responses.largest(torch.where(trained, lags, -1).float())
     rows = most >= 0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 type Score = Callable[[TrainingBatch], np.ndarray]
-"""Returns the trainer's log-probs before the update, [B, T] float32 in nats, of a batch without them."""
+"""Returns the trainer's log-probs before the update, [R] float32 in nats, of a batch without them."""
 TRAJECTORIES = "trajectories"
 """Folder in a run's folder with trajectories that a generator recorded, which the report shows."""
 

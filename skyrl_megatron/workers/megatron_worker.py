@@ -178,7 +178,7 @@ class RankProcess:
     # ------------------------------------------------------------------ scoring
     @timed
     def compute_logprobs(self, adapters: bool, share: Share) -> np.ndarray | None:
-        """Return log-probs, [rows, T] float32 in nats, on the collection rank of the replica; None elsewhere.
+        """Return log-probs, [R] float32 in nats, on the collection rank of the replica; None elsewhere.
 
         The result is an array: Megatron changes how tensors are pickled, so unpickling one would import all of
         Megatron in the driver.
@@ -188,13 +188,13 @@ class RankProcess:
 
     @timed
     def compute_values(self, share: Share) -> np.ndarray | None:
-        """Return a critic's values, [rows, T] float32, on the collection rank of the replica; None elsewhere."""
+        """Return a critic's values, [R] float32, on the collection rank of the replica; None elsewhere."""
         values = cast("CriticEngine", self.engine).compute_values(share.batch())
         return values.numpy() if self.engine.is_collection_rank else None
 
     @timed
     def compute_scores(self, k: int, share: Share) -> np.ndarray | None:
-        """Return a teacher's scores, [rows, T, 1 + 2k] float32 (``runtime/scoring.py``), on the collection rank of the
+        """Return a teacher's scores, [R, 1 + 2k] float32 (``runtime/scoring.py``), on the collection rank of the
         replica; None elsewhere."""
         from skyrl_megatron.runtime.scoring import score_responses
 
@@ -205,7 +205,7 @@ class RankProcess:
     def compute_recorded(
         self, temperature: float | None, layers: bool, perturbation: float, share: Share
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
-        """Return log-probs [rows, T] as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a
+        """Return log-probs [R] as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a
         replica the experts and, with ``layers``, the outputs of its layers (``runtime/recording.py``), by row of the
         share.
 
