@@ -31,6 +31,7 @@ from skyrl_megatron_supervised.chat_rows import (
     TOOLS,
     ChatRows,
     conversation_problem,
+    cut,
     has_image,
     taught_batch,
 )
@@ -170,10 +171,8 @@ class LabelledRows(ChatRows):
         (sequences,) = self.groups(item)
         answer = _without_prompt(other[PROMPT], other[COMPLETION], COMPLETION)
         texts = self._texts([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
-        limit = self.settings.max_length
-        others = [tokens_of(self.chat, text) for text in texts]
-        cut = [(prompt, *(part[: limit - len(prompt)] for part in rest)) for prompt, *rest in others]
-        return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": cut}
+        ((others,), _) = cut([[tokens_of(self.chat, text) for text in texts]], self.settings.max_length)
+        return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": others}
 
     def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:
         """Return the sequences of an item, named by the label of the answer."""

@@ -36,7 +36,7 @@ class CriticEngine(MegatronEngine):
 
     @torch.no_grad()
     def compute_values(self, batch: TrainingBatch) -> Tensor:
-        """Return the value of the state before each response token, [B, T] float32, 0 elsewhere.
+        """Return the value of the state before each response token, [R] float32.
 
         ``batch``: the rows of this replica. Every rank of the replica gets the result.
         """

@@ -86,7 +86,8 @@ class RankPart:
 
         Called in every pass, also without gradients. ``units``: rows of ``batch`` that stay together, [n] int64
         each. ``plan``: for each micro-batch the indices of its units, [m] int64. ``rows``: most rows of a micro-batch
-        if ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches.
+        if ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches. ``batch``
+        has the fields that its pass reads (``workers/dispatch.py``), never rewards.
         """
         return plan
 

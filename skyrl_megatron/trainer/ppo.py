@@ -104,6 +104,7 @@ class RayPPOTrainer(TrainingRun):
                 with self.phases("step"):
                     batch = self.collect_experience()
                     step.train(self.update_on, batch)
+                    del batch  # its rows leave the object store before the next ones are sampled
                     self.complete_step()
                     step.run(self.publish)
                 self.metrics |= progress.first_step()

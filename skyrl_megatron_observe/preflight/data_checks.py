@@ -240,7 +240,7 @@ def _conversations(run: PlannedRun, chat: ChatFormat | None, settings: SFTConfig
             except DataError as error:
                 yield Problem(key, names, str(error))
                 return
-            except OSError:  # the cache cannot be written
+            except (OSError, RuntimeError):  # there can be no cache: the run says so
                 pass
             else:
                 if count < needed:

@@ -138,6 +138,28 @@ def test_kto_takes_the_nearest_answer_to_another_prompt(tokenizer, tmp_path, fil
         assert tokenizer.decode(response, skip_special_tokens=True).strip() == answer, place
 
 
+def test_an_exchanged_answer_has_no_sequence_beyond_the_limit(tmp_path, tokenizer):  # noqa: F811
+    """A template that rewrites earlier turns makes a sequence of each answer, the second here after 60 digits."""
+    from skyrl_megatron.config.schema.supervised import DPOConfig
+    from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.preference_rows import LabelledRows
+
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last else m.content.replace('2', '9') }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    answers = [("assistant", "2"), ("user", "3" * 60), ("assistant", "4")]
+    completion = [{"role": role, "content": content} for role, content in answers]
+    prompts = [[{"role": "user", "content": f"1+{number}=?"}] for number in (1, 5)]
+    lines = [{"prompt": prompt, "completion": completion, "label": True} for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = DPOConfig(loss="kto", max_length=32, long_rows="truncate")
+    rows = LabelledRows([str(tmp_path / "rows.jsonl")], ChatFormat(tokenizer, template), settings)
+    for row in (rows[0], rows[1]):
+        ((prompt, response, mask),) = row["others"]
+        assert len(prompt) + len(response) <= 32 and any(mask)
+
+
 def test_nearest_others_against_a_search():
     import random
 
