@@ -17,6 +17,7 @@ the start, and
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -361,9 +362,12 @@ class RowTokens:
 
     def _lock(self, which: int) -> FolderLock | None:
         """Return the lock of the one that makes the shards of a data set; None if that is another run."""
+        folder = self.sets[which].entry.folder
         try:
-            lock = FolderLock(str(self.sets[which].entry.folder), "SKYRL_MEGATRON_HOME")
-        except CheckpointError:
+            lock = FolderLock(str(folder), "SKYRL_MEGATRON_HOME")
+        except CheckpointError as error:
+            if not os.access(folder, os.W_OK):  # nobody makes them, so waiting would have no end
+                raise OSError(str(error)) from error
             return None
         self.sets[which].entry.remove_partial()
         return lock

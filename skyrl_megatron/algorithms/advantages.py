@@ -642,7 +642,7 @@ def batch_advantages(batch: TrainingBatch, adv_estimator: str, config: Any, **op
         return spread[0], spread[-1]
     entry = ESTIMATORS.get(adv_estimator)
     parts = _groups_of(batch) if entry is not None and entry.per_group else [np.arange(len(batch))]
-    results = [_padded_estimates(batch if len(parts) == 1 else batch.select(part), arguments) for part in parts]
+    results = [_padded_estimates(batch, part, arguments) for part in parts]
     order = np.argsort(np.concatenate(parts))
     of_parts = RowSpans(rows.lengths[np.concatenate(parts)])
     advantages, returns = (of_parts.select(torch.cat(values), order) for values in zip(*results, strict=True))
@@ -663,9 +663,12 @@ def _groups_of(batch: TrainingBatch) -> list[np.ndarray]:
     return [np.asarray(rows, dtype=np.int64) for rows in groups.values()]
 
 
-def _padded_estimates(batch: TrainingBatch, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the estimates [R] of a custom estimator, which sees ``batch`` as padded tensors."""
-    padded, rows = batch.padded(), batch.responses
+def _padded_estimates(batch: TrainingBatch, chosen: np.ndarray, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the estimates [R] of a custom estimator, which sees ``chosen`` [rows] of ``batch`` as padded tensors."""
+    part = batch if len(chosen) == len(batch) else batch.select(chosen)
+    padded, rows = part.padded(), part.responses
+    if (roles := arguments.get("roles")) is not None:
+        arguments = {**arguments, "roles": [roles[row] for row in chosen.tolist()]}
     assert padded.rewards is not None
     estimates = compute_advantages_and_returns(
         padded.rewards,

@@ -16,7 +16,6 @@ import numpy as np
 
 from skyrl_megatron.data.journal import Buffer
 from skyrl_megatron.errors import DataError, JournalError
-from skyrl_megatron.types import StoredArray
 
 _LENGTH = struct.Struct("<I")
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -58,7 +57,8 @@ class Codec:
         kind = type(value)
         if kind in _PLAIN:
             return value
-        if kind is np.ndarray or kind is StoredArray:
+        # what acts as an array is one elsewhere (``types.StoredArray``, which needs torch), and is fetched here
+        if kind is np.ndarray or isinstance(value, np.lib.mixins.NDArrayOperatorsMixin):
             return ["a", _add(np.asarray(value), arrays, path)]
         if kind is list:
             if packed := _numbers(value, arrays) or _column(value, arrays, path):

@@ -131,8 +131,12 @@ class JsonRows(Rows):
     def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
         """Return the rows from ``first`` to ``stop``, with one file read."""
         spans = self.spans[first:stop].tolist()
-        base = spans[0][0]
-        data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
+        base, data = spans[0][0], b""
+        while len(data) < sum(spans[-1]) - base:  # Linux reads 2 GiB at most at once
+            read = os.pread(self._file.fileno(), sum(spans[-1]) - base - len(data), base + len(data))
+            if not read:
+                break  # the file has changed, which parsing says
+            data += read
         return [
             self._read(first + offset, data[start - base : start - base + length])
             for offset, (start, length) in enumerate(spans)

@@ -167,7 +167,7 @@ def _store_bytes() -> float:
 def _state(value: Any) -> tuple[Any, Any]:
     """Return what :func:`_is_same` needs to see that a field was replaced, or changed in place."""
     if isinstance(value, Tensor):
-        return value, value._version
+        return value, None if value.is_inference() else value._version  # None: changes are not counted
     return value, list(value) if isinstance(value, list) else None
 
 
@@ -175,7 +175,7 @@ def _is_same(state: tuple[Any, Any] | None, value: Any) -> bool:
     if state is None or state[0] is not value:
         return False
     if isinstance(value, Tensor):
-        return bool(state[1] == value._version)
+        return state[1] is not None and bool(state[1] == value._version)
     if not isinstance(value, list):  # lengths, which nothing changes
         return True
     # entries are replaced and never changed; comparing arrays would read them

@@ -255,6 +255,22 @@ def test_copies_and_files_of_a_batch_have_nothing_in_the_object_store():
     assert batch.carried is not None
 
 
+def test_tensors_that_count_no_changes_are_put_again():
+    """Those that a scorer made in inference mode."""
+    import torch
+
+    from skyrl_megatron.workers.dispatch import _is_same, _state
+
+    with torch.inference_mode():
+        values = torch.zeros(3)
+    assert not _is_same(_state(values), values)
+    values = values.clone()
+    state = _state(values)
+    assert _is_same(state, values)
+    values += 1.0
+    assert not _is_same(state, values)
+
+
 def test_a_skipped_row_gets_nothing_and_gives_nothing():
     import torch
 

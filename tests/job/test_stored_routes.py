@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,22 +138,29 @@ def test_routes_outlive_the_engine_and_do_not_pass_the_driver(ray_slots, way):
 
 def test_rows_of_a_lost_host_are_named(ray_slots):
     import ray
+
     from skyrl_megatron.errors import DistributedError
     from skyrl_megatron.inference.protocol import Generation
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.types import StoredArray
     from skyrl_megatron.workers.dispatch import RayArray, dispatch
 
-    reference = ray.put(np.zeros((300, *SHAPE), np.uint8))
+    @ray.remote(num_cpus=0)
+    class Owner:
+        def put(self):
+            return [ray.put(np.zeros((300, *SHAPE), np.uint8))]
+
+    owner = Owner.remote()
+    [reference] = ray.get(owner.put.remote())
     routes = StoredArray([(RayArray(reference), 0, 300)], SHAPE, np.dtype(np.uint8))
     batch = made([Generation(list(range(300)), [0.0] * 300, "stop", routed_experts=routes)])
     [share] = dispatch(batch, 1, ModelFlops(1.0, 0.0, 0.0, 0)).shares
     assert share.batch().rollout_routes[0].shape == (300, *SHAPE)
-    ray._private.worker.global_worker.core_worker.free_objects(
-        [reference], False
-    )  # as if the host that had it were gone
+    ray.kill(owner)  # what it put is lost with it, as with a host
     with pytest.raises(DistributedError, match="were in the memory of a host that was lost"):
-        share.batch()
+        for _ in range(300):  # until Ray has noticed
+            share.batch()
+            time.sleep(0.2)
 
 
 def test_without_routes_a_sample_is_one_result(ray_slots):
