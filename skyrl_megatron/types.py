@@ -16,13 +16,16 @@ both forms: the model runs on packed ``[P]`` tensors with ``cu_seqlens``, losses
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 OWN_LOGPROBS = "own_logprobs"
 """Metadata key of a batch that gets a single optimizer step: the log-probs before the update are those of the training
@@ -36,8 +39,8 @@ class TokenSupport:
     A token without entries was sampled from the whole vocabulary, or was not sampled.
     """
 
-    ids: np.ndarray
-    """[N] uint16 or int32: vocabulary entries of all tokens, concatenated."""
+    ids: Any
+    """[N] uint16 or int32: vocabulary entries of all tokens, concatenated: an array, or a :class:`StoredArray`."""
     counts: np.ndarray
     """[n] int32: number of entries of each token."""
 
@@ -56,7 +59,7 @@ class TokenSupport:
     @classmethod
     def joined(cls, parts: Sequence[TokenSupport]) -> TokenSupport:
         """Concatenate the supports of several parts."""
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "counts")))
+        return cls(joined_arrays([part.ids for part in parts]), np.concatenate([part.counts for part in parts]))
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -72,8 +75,8 @@ class TokenSupport:
 
     def without(self, tokens: np.ndarray) -> int | None:
         """Return the first position whose sampled token (``tokens`` [n]) is not in its support, else None."""
-        places = np.repeat(np.arange(len(self)), self.counts)
-        found = np.bincount(places, weights=self.ids == np.repeat(tokens, self.counts), minlength=len(self))
+        places, ids = np.repeat(np.arange(len(self)), self.counts), np.asarray(self.ids)
+        found = np.bincount(places, weights=ids == np.repeat(tokens, self.counts), minlength=len(self))
         missing = np.flatnonzero((found == 0) & (self.counts > 0))
         return int(missing[0]) if missing.size else None
 
@@ -89,18 +92,36 @@ class Stored(Protocol):
         """Return the arrays [n, …] of several references, fetched together."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ByLayer:
+    """An array [n, L, …] whose layers are stored in groups, so that a rank fetches those of its pipeline stage."""
+
+    layers: tuple[tuple[int, ...], ...]
+    """Layers of each group. An array is 0 in layers of no group."""
+    groups: tuple[Any, ...]
+    """[n, l, …] of each group: an array, or :class:`Stored`."""
+
+    def holding(self, layers: Sequence[int] | None) -> list[int]:
+        """Return the numbers of the groups that have some of ``layers``; None: of all groups."""
+        some = range(len(self.groups))
+        return [group for group in some if layers is None or not set(layers).isdisjoint(self.layers[group])]
+
+
 class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array [n, …] in Ray's object store, in pieces along its first axis, which is fetched when it is read.
 
     ``len``, ``shape``, ``dtype``, ``nbytes``, slices of the first axis and :func:`joined_arrays` do not fetch it; all
-    else does, and gives what the NumPy array gives. ``pieces``: (array or :class:`Stored`, first, end) of each.
+    else does, and gives what the NumPy array gives. ``array[rows, layers]``, with a slice and a list, fetches these
+    layers. ``pieces``: (array, :class:`Stored` or :class:`ByLayer`, first, end) of each.
     """
 
-    __slots__ = ("dtype", "pieces", "shape")
+    __slots__ = ("dtype", "ends", "pieces", "shape")
 
     def __init__(self, pieces: Sequence[tuple[Any, int, int]], rest: Sequence[int], dtype: np.dtype) -> None:
         self.pieces = tuple(piece for piece in pieces if piece[1] < piece[2])
-        self.shape = (sum(end - first for _, first, end in self.pieces), *rest)
+        self.ends = list(accumulate(end - first for _, first, end in self.pieces))
+        """Where each piece ends in the array."""
+        self.shape = (self.ends[-1] if self.ends else 0, *rest)
         self.dtype = np.dtype(dtype)
 
     def __len__(self) -> int:
@@ -112,13 +133,19 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def __getitem__(self, part: Any) -> Any:
+        if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], slice) and isinstance(part[1], list):
+            rows = self if part[0].step not in (None, 1) else self[part[0]]
+            [taken] = fetched([rows], part[1])
+            taken = taken._read({}, part[1]) if isinstance(taken, StoredArray) else taken[:, part[1]]
+            return taken if rows is not self else taken[part[0]]
         if not isinstance(part, slice) or part.step not in (None, 1):
             return np.asarray(self)[part]
         start, stop, _ = part.indices(len(self))
-        pieces, at = [], 0
-        for source, first, end in self.pieces:
+        pieces = []
+        for number in range(bisect_right(self.ends, start), min(bisect_left(self.ends, stop) + 1, len(self.pieces))):
+            source, first, end = self.pieces[number]
+            at = self.ends[number] - (end - first)
             pieces.append((source, first + max(start - at, 0), min(end, first + stop - at)))
-            at += end - first
         return StoredArray(pieces, self.shape[1:], self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -132,12 +159,59 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(name)
         return getattr(np.asarray(self), name)
 
+    def _wanted(self, layers: Sequence[int] | None) -> dict[str, Stored]:
+        """Return what :meth:`_read` needs of the store, by its name."""
+        wanted: dict[str, Stored] = {}
+        for source, _, _ in self.pieces:
+            parts = [source.groups[n] for n in source.holding(layers)] if isinstance(source, ByLayer) else [source]
+            wanted |= {part.name: part for part in parts if not isinstance(part, np.ndarray)}
+        return wanted
+
+    def _read(self, objects: Mapping[str, np.ndarray], layers: Sequence[int] | None) -> np.ndarray:
+        """Return the array, or its ``layers`` [n, l, …]; ``objects``: what was fetched, by its name."""
+        whole = layers is None
+        shape = self.shape if whole else (self.shape[0], len(layers or ()), *self.shape[2:])
+        if not whole and not layers:
+            return np.zeros(shape, self.dtype)
+        taken = []
+        for source, first, end in self.pieces:
+            if not isinstance(source, ByLayer):
+                array = source if isinstance(source, np.ndarray) else objects[source.name]
+                taken.append(array[first:end] if whole else array[first:end, list(layers or ())])
+                continue
+            columns = {layer: column for column, layer in enumerate(range(shape[1]) if whole else layers or ())}
+            piece = np.zeros((end - first, *shape[1:]), self.dtype)
+            for number in source.holding(layers):
+                group = source.groups[number]
+                group = group if isinstance(group, np.ndarray) else objects[group.name]
+                pairs = [(columns[layer], n) for n, layer in enumerate(source.layers[number]) if layer in columns]
+                piece[:, [column for column, _ in pairs]] = group[first:end, [n for _, n in pairs]]
+            taken.append(piece)
+        return taken[0] if len(taken) == 1 else np.concatenate([np.zeros((0, *shape[1:]), self.dtype), *taken])
+
+    def _with(self, objects: Mapping[str, np.ndarray]) -> StoredArray:
+        """Return the same array, of which ``objects`` have parts."""
+
+        def here(part: Any) -> Any:
+            return part if isinstance(part, np.ndarray) else objects.get(part.name, part)
+
+        def of(source: Any) -> Any:
+            return ByLayer(source.layers, tuple(map(here, source.groups))) if type(source) is ByLayer else here(source)
+
+        pieces = [(of(source), first, end) for source, first, end in self.pieces]
+        return StoredArray(pieces, self.shape[1:], self.dtype)
+
 
 def joined_arrays(parts: Sequence[np.ndarray | StoredArray]) -> Any:
     """Concatenate arrays [n, …] along their first axis, without a fetch if one of them is stored."""
     if not any(isinstance(part, StoredArray) for part in parts):
         return parts[0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
-    pieces = [piece for part in parts for piece in _pieces(part)]
+    pieces: list[tuple[Any, int, int]] = []
+    for source, first, end in (piece for part in parts for piece in _pieces(part)):
+        if pieces and pieces[-1][0] is source and pieces[-1][2] == first:
+            pieces[-1] = (source, pieces[-1][1], end)
+        else:
+            pieces.append((source, first, end))
     return StoredArray(pieces, parts[0].shape[1:], np.result_type(*(part.dtype for part in parts)))
 
 
@@ -145,26 +219,80 @@ def _pieces(part: np.ndarray | StoredArray) -> Sequence[tuple[Any, int, int]]:
     return part.pieces if isinstance(part, StoredArray) else [(part, 0, len(part))]
 
 
-def fetched(arrays: Sequence[Any]) -> list[Any]:
+def fetched(arrays: Sequence[Any], layers: Sequence[int] | None = None) -> list[Any]:
     """Return ``arrays`` with those that are stored as NumPy arrays, fetched together; what is of another kind stays.
 
-    On the node that has an object this copies nothing. Raises Ray's errors of lost objects.
+    ``layers``: those that will be read. An array whose layers are stored apart then stays a :class:`StoredArray`, with
+    these fetched; without layers, nothing is fetched. On the node that has an object this copies nothing. Raises Ray's
+    errors of lost objects.
     """
-    stored = [array for array in arrays if isinstance(array, StoredArray)]
-    sources = [source for array in stored for source, _, _ in array.pieces if not isinstance(source, np.ndarray)]
-    wanted: dict[str, Stored] = {source.name: source for source in sources}
-    objects = dict(zip(wanted, sources[0].get(list(wanted.values())), strict=True)) if wanted else {}
+    stored = [array for array in arrays if isinstance(array, StoredArray)] if layers is None or layers else []
+    wanted = {name: part for array in stored for name, part in array._wanted(layers).items()}
+    objects: dict[str, np.ndarray] = {}
+    if wanted:
+        objects = dict(zip(wanted, next(iter(wanted.values())).get(list(wanted.values())), strict=True))
 
     def whole(array: Any) -> Any:
-        if not isinstance(array, StoredArray):
+        if not isinstance(array, StoredArray) or not stored:
             return array
-        taken = [
-            (source if isinstance(source, np.ndarray) else objects[source.name])[first:end]
-            for source, first, end in array.pieces
-        ]
-        return taken[0] if len(taken) == 1 else np.concatenate([np.zeros(array[:0].shape, array.dtype), *taken])
+        apart = layers is not None and any(isinstance(source, ByLayer) for source, _, _ in array.pieces)
+        return array._with(objects) if apart else array._read(objects, None)
 
     return [whole(array) for array in arrays]
+
+
+class StoredTensor(Tensor):
+    """The tensor of a :class:`StoredArray` ``array``, which is fetched when it is read, once: a change in place stays.
+
+    ``shape``, ``dtype`` and ``len`` do not fetch it. What functions return is an ordinary tensor.
+    """
+
+    array: StoredArray
+    _here: Tensor | None
+
+    @staticmethod
+    def __new__(cls, array: StoredArray) -> StoredTensor:
+        dtype = torch.from_numpy(np.zeros(0, array.dtype)).dtype
+        made: StoredTensor = Tensor._make_wrapper_subclass(cls, array.shape, dtype=dtype)
+        made.array, made._here = array, None
+        return made
+
+    @property
+    def stored(self) -> StoredArray | None:
+        """Where the tensor is; None once it was read."""
+        return self.array if self._here is None else None
+
+    def here(self) -> Tensor:
+        """Return the tensor, in the memory of this process."""
+        if self._here is None:
+            self._here = torch.from_numpy(np.array(self.array))
+        return self._here
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.here, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.here().numpy(), dtype=dtype, copy=copy)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.here().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.here().__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.here())
+
+    def numpy(self, **options: Any) -> np.ndarray:
+        return self.here().numpy(**options)
+
+    def tolist(self) -> Any:
+        return self.here().tolist()
+
+    def contiguous(self, **options: Any) -> Tensor:  # type: ignore[override]
+        return self.here().contiguous(**options)
 
 
 class RowSpans:
@@ -332,7 +460,8 @@ class TrainingBatch:
     teacher_logprobs: Tensor | None = None
     """[R] float32, nats: log-probs of the row's teacher."""
     teacher_top_logprobs: Tensor | None = None
-    """[R, K] float32, nats: log-probs of the teacher's likeliest tokens, in descending order."""
+    """[R, K] float32, nats: log-probs of the teacher's likeliest tokens, in descending order; a
+    :class:`StoredTensor` of a teacher that has ranks."""
     teacher_top_ids: Tensor | None = None
     """[R, K] int32: the ids of these tokens."""
     values: Tensor | None = None

@@ -88,6 +88,8 @@ def _supports(
     made = [TokenSupport.none(len(r)) if s is None else s for s, r in zip(supports, responses, strict=True)]
     _check_lengths("rollout_support", made, _lengths(responses), uids)  # type: ignore[arg-type]
     for uid, support, response in zip(uids, made, responses, strict=True):
+        if not isinstance(support.ids, np.ndarray):  # the engine has checked it
+            continue
         if (position := support.without(np.asarray(response))) is not None:
             raise DataError(
                 f"uid {uid}: token {int(response[position])} at position {position} of the response is not in the "

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.runtime.model.attention import gather_tokens, local_positions
+from skyrl_megatron.runtime.model.moe import routers_of
 from skyrl_megatron.runtime.model.pass_inputs import SequenceNumbers
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.softmax import Support
@@ -68,12 +69,12 @@ def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None
 
 
 def find_route_problem(batch: TrainingBatch, model: ModelChunks, missing: str) -> Exception | None:
-    """Return an error if ``model`` cannot replay the routes of ``batch``, else None.
+    """Return an error if the layers of ``model`` on this rank cannot replay the routes of ``batch``, else None.
 
     With ``missing="error"`` tokens without routes are an error too.
     """
     shape, config = model.hf.plan.shape, model.config
-    layers = [layer for layer, has_experts in enumerate(shape.moe) if has_experts]
+    layers = [router.layer_number - 1 for router in routers_of(model.chunks)]
     absent = _missing_routes(batch) if missing == "error" else None
     return absent or _bad_routes(batch, layers, len(shape.moe), config.num_moe_experts, config.moe_router_topk)
 
@@ -339,7 +340,7 @@ def _routes(
     for start, length, routes in zip(starts, lengths, batch.rollout_routes, strict=True):
         if routes is not None:
             count = min(len(routes), length)
-            placed[start : start + count] = routes[:count, layers]
+            placed[start : start + count] = routes[:count, list(layers)]
     here = _for_routers(torch.from_numpy(placed)[local], shape, groups).transpose(0, 1).contiguous().to(device)
     return dict(zip(layers, here, strict=True))
 

@@ -71,6 +71,9 @@ class RankPart:
     def __init__(self, setup: PartSetup) -> None:
         self.setup = setup
 
+    route_layers: Sequence[int] = ()
+    """Layers whose routes (``TrainingBatch.rollout_routes``) the part reads."""
+
     def prepared(self, trained: Mapping[str, TrainingState]) -> None:
         """Prepare what needs gradient buffers and optimizers. Called once. ``trained``: those of each adapter by its
         name."""

@@ -122,6 +122,16 @@ class TrainedModel:
         return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
 
     @property
+    def replayed(self) -> tuple[int, ...]:
+        """Layers of this rank that replay the routes of a batch."""
+        return self._replayed
+
+    @property
+    def routes_read(self) -> list[int]:
+        """Layers whose routes this rank reads."""
+        return sorted({*self._replayed, *(layer for part in self.parts for layer in part.route_layers)})
+
+    @property
     def is_adapted(self) -> bool:
         """Whether adapters are trained and the weights are frozen."""
         return self.role == "policy" and self.settings.model.lora.rank > 0

@@ -27,6 +27,7 @@ from skyrl_megatron.errors import DataError
 from skyrl_megatron.plugins import TEACHERS
 from skyrl_megatron.trainer.step_batch import last_tokens, trained_trajectories, trajectories_of
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.workers.dispatch import TopTokens, top_tensors
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -66,8 +67,8 @@ class Teachers:
         ``names``: the teacher of each row; if the list or a name is empty, the first teacher scores. Raises DataError
         for an unknown name.
         """
-        out = torch.zeros(len(batch.response_mask), 1 + 2 * self.k)
-        numbers = torch.arange(len(out))
+        logprobs = torch.zeros(len(batch.response_mask))
+        top: TopTokens = {}
         whose = np.asarray([name or self.names[0] for name in names or [""] * len(batch)])
         if unknown := set(whose.tolist()) - set(self.names):
             raise DataError(
@@ -77,10 +78,10 @@ class Teachers:
         for name in self.names:
             rows = np.flatnonzero(whose == name)
             if len(rows):
-                part = batch.select(rows)
-                scored = self._remote(name, part) if name in self.remote else self._ranks(name, part)
-                out[batch.responses.select(numbers, rows)] = scored
-        self._set(batch, out)
+                scored = self._remote(name, batch, rows) if name in self.remote else self._ranks(name, batch, rows)
+                logprobs += scored[0]
+                top |= scored[1]
+        self._set(batch, logprobs, top)
 
     def add_rewards(self, batch: TrainingBatch) -> dict[str, float]:
         """Add ``distillation.reward_coef`` times the score of each trajectory, that of its last row, to the reward of
@@ -122,37 +123,43 @@ class Teachers:
         if not self.k:
             batch.teacher_logprobs = policy.compute_logprobs(hinted, "log-probs with demonstrations")
             return
-        self._set(batch, policy.start_scores(hinted, self.k)())
+        self._set(batch, *policy.start_scores(hinted, self.k)())
 
-    def _set(self, batch: TrainingBatch, scores: Tensor) -> None:
-        batch.teacher_logprobs = scores[..., 0].contiguous()
+    def _set(self, batch: TrainingBatch, logprobs: Tensor, top: TopTokens) -> None:
+        batch.teacher_logprobs = logprobs
         if self.k:
-            batch.teacher_top_logprobs = scores[..., 1 : 1 + self.k].contiguous()
-            batch.teacher_top_ids = scores[..., 1 + self.k :].int()
+            batch.teacher_top_logprobs, batch.teacher_top_ids = top_tensors(top, batch.responses, self.k)
 
-    def _ranks(self, name: str, batch: TrainingBatch) -> Tensor:
+    def _ranks(self, name: str, batch: TrainingBatch, rows: np.ndarray) -> tuple[Tensor, TopTokens]:
         role = self.roles[role_key(name)]
-        scores = role.start_scores(batch, self.k)()
+        scores = role.start_scores(batch, self.k, rows, self.roles["policy"].flops)()
         if self.cfg.trainer.placement.colocate_all:
             role.offload()
         return scores
 
-    def _remote(self, name: str, batch: TrainingBatch) -> Tensor:
-        tokens = batch.tokens.split(batch.lengths.tolist())
-        scored_tokens = batch.responses.any(batch.response_mask).tolist()
-        rows = [row.tolist() for row in tokens]
+    def _remote(self, name: str, batch: TrainingBatch, rows: np.ndarray) -> tuple[Tensor, TopTokens]:
+        tokens, responses, masked = batch.tokens.split(batch.lengths.tolist()), batch.responses, batch.response_mask
+        scored_tokens = responses.any(masked).tolist()
+        texts = [tokens[row].tolist() for row in rows.tolist()]
         starts = [
-            len(row) - int(response) * int(scores)
-            for row, response, scores in zip(rows, batch.response_lengths, scored_tokens, strict=True)
+            len(text) - int(batch.response_lengths[row]) * int(scored_tokens[row])
+            for row, text in zip(rows.tolist(), texts, strict=True)
         ]
         scored = self.loop.run(
-            self.remote[name].score(rows, starts, self.k), "teacher", timeout_s=self.cfg.trainer.phase_timeout_s
+            self.remote[name].score(texts, starts, self.k), "teacher", timeout_s=self.cfg.trainer.phase_timeout_s
         )
-        out, responses = torch.zeros(len(batch.response_mask), 1 + 2 * self.k), batch.responses
-        for row, scores in enumerate(scored):
+        logprobs = torch.zeros(len(masked))
+        top: TopTokens = {}
+        for row, scores in zip(rows.tolist(), scored, strict=True):
+            of_row = responses.of(row)
+            out = np.zeros((of_row.stop - of_row.start, 1 + 2 * self.k), np.float32)
             if len(scores):
-                out[responses.of(row)][-len(scores) :] = torch.from_numpy(scores)
-        return out * batch.response_mask[:, None]
+                out[-len(scores) :] = scores
+            out *= masked[of_row].numpy()[:, None]
+            logprobs[of_row] = torch.from_numpy(out[:, 0])
+            arrays = (out[:, 1 : 1 + self.k].copy(), out[:, 1 + self.k :].astype(np.int32))
+            top[row] = [(array, 0, len(array)) for array in arrays]
+        return logprobs, top
 
 
 def with_hints(batch: TrainingBatch, hints: Sequence[Sequence[int]]) -> TrainingBatch:

@@ -189,6 +189,9 @@ class TrainingRun:
                 self.start_engines()
             for role in self.roles.values():
                 role.finish_building()
+            # Before anything is sampled: engines then return experts by the layers that a rank reads.
+            if isinstance(stages := getattr(self.inference_engine_client, "stages", None), list):
+                stages[:] = self.policy.stages
             self.offload_others("policy")
             if shared_gpus:
                 with current_task("allocate host memory for offloaded state"):

@@ -43,6 +43,8 @@ class PendingCall:
     phase: str
     timeout_s: float
     group: ActorGroup
+    further: list[list[Any]] = field(default_factory=list)
+    """References to further results of each call, which stay in the object store."""
     started: float = field(default_factory=time.monotonic)
 
     def results(self) -> list[Any]:
@@ -147,8 +149,10 @@ class ActorGroup:
         each: Sequence[Sequence[Any]] | None = None,
         timeout_s: float | None = None,
         ranks: Sequence[int] | None = None,
+        returns: Sequence[int] | None = None,
     ) -> PendingCall:
         """Call ``method`` on all ranks or on ``ranks``, without waiting. ``each``: further arguments per rank.
+        ``returns``: number of each call's results, by default 1.
 
         Raises DistributedError if the group has been ended.
         """
@@ -156,11 +160,15 @@ class ActorGroup:
             raise DistributedError(f"the {self.role} ranks have been ended{self._ended}: start the run again")
         called = ranks if ranks is not None else range(len(self.actors))
         extra = each if each is not None else [()] * len(called)
-        references = [
-            getattr(self.actors[rank], method).remote(*args, *rank_arguments)
-            for rank, rank_arguments in zip(called, extra, strict=True)
+        counts = returns if returns is not None else [1] * len(called)
+        calls = [
+            getattr(self.actors[rank], method).options(num_returns=count).remote(*args, *rank_arguments)
+            for rank, rank_arguments, count in zip(called, extra, counts, strict=True)
         ]
-        return PendingCall(references, called, list(self.names), phase or method, timeout_s or self.timeout_s, self)
+        answers = [call if count > 1 else [call] for call, count in zip(calls, counts, strict=True)]
+        references, further = [first for first, *_ in answers], [rest for _, *rest in answers]
+        timeout_s = timeout_s or self.timeout_s
+        return PendingCall(references, called, list(self.names), phase or method, timeout_s, self, further)
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """Return the results of ``method`` by rank. ``options`` as for :meth:`start`.

@@ -36,17 +36,22 @@ from skyrl_megatron.types import (
     LISTS,
     OF_RESPONSES,
     OF_ROWS,
+    ByLayer,
     RowSpans,
     StoredArray,
+    StoredTensor,
     TokenSupport,
     TrainingBatch,
     fetched,
+    joined_arrays,
 )
 
 SCORED = ("tokens", "lengths", "response_lengths", "response_mask", "loss_mask", *LISTS)
 """Fields that a pass without gradients reads."""
 OF_ESTIMATORS = ("rewards", "is_last_step", "truncated", "reward_parts")
 """Fields that advantages were made of, which no rank reads."""
+OF_LAST_STAGE = ("rollout_support", "teacher_top_logprobs", "teacher_top_ids")
+"""Fields that only ranks of the last pipeline stage read."""
 TRAINED = tuple(name for name in dict.fromkeys((*SCORED, *OF_RESPONSES, *OF_ROWS)) if name not in OF_ESTIMATORS)
 """Fields that a training pass reads."""
 
@@ -63,6 +68,8 @@ class RankInfo:
     node: str
     layers: str = ""
     """On a GPU, the library of its model's layers; empty on CPU."""
+    routed: tuple[int, ...] = ()
+    """Layers of its model whose routes it replays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,16 @@ class RayArray:
         return arrays
 
 
+def layer_groups(stages: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the layers that are stored together, all ``count`` once, given those that each pipeline stage replays;
+    those of no stage go with the first. () if one array is enough, or the stages are of another model."""
+    staged = {layer for layers in stages for layer in layers}
+    if len(stages) < 2 or max(staged) >= count:
+        return ()
+    first, *others = map(tuple, stages)
+    return tuple(layer for layer in range(count) if layer in first or layer not in staged), *others
+
+
 # ---------------------------------------------------------------------------------------------------- on the driver
 type Place = tuple[Any, str]
 """Reference to an object of :func:`to_arrays`, and the key in it."""
@@ -97,17 +114,20 @@ class RowBlock:
     """Field → where it is."""
     states: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Field → what it was when it was put (:func:`_state`)."""
+    sizes: dict[Any, int] = field(default_factory=dict)
+    """Bytes of each object."""
 
 
 class Carried:
-    """The blocks of a batch in the object store."""
+    """The blocks of a batch in the object store. ``stages``: layers whose routes each pipeline stage replays."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, stages: Sequence[tuple[int, ...]] = ()) -> None:
         self.blocks: list[RowBlock] = []
+        self.stages = stages
         self.block_of, self.place_of = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
         """Number of each row's block, and its place there, [B] each."""
         self.bytes = 0
-        """Bytes that were put."""
+        """Bytes of the objects that are still referred to."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies and files of a batch without it: they change on their own, and outlive the objects."""
@@ -138,12 +158,36 @@ class Carried:
             return
         first = {id(getattr(batch, name)): name for name in reversed(changed)}  # returns may be the advantages
         arrays = to_arrays(batch, block.rows, list(dict.fromkeys(first.values())))
-        self.bytes += sum(array.nbytes for array in _arrays(arrays))
-        _warn_of_a_small_store(self.bytes)
+        size = sum(array.nbytes for array in _arrays(arrays))
+        _warn_of_a_small_store(self.bytes + size)
+        if "rollout_routes" in arrays:
+            arrays["rollout_routes"] = self._routes_apart(arrays["rollout_routes"])
         reference = ray.put(arrays)
         for name in changed:
             value = getattr(batch, name)
             block.references[name], block.states[name] = (reference, first[id(value)]), _state(value)
+        kept = {reference for reference, _ in block.references.values()}
+        sizes = {of: size for of, size in (block.sizes | {reference: size}).items() if of in kept}
+        self.bytes += sum(sizes.values()) - sum(block.sizes.values())
+        block.sizes = sizes
+
+    def _routes_apart(self, entries: list[Any]) -> list[Any]:
+        """Put the arrays among the routes of some rows, so that each rank fetches those of its layers."""
+        arrays = [entry for entry in entries if isinstance(entry, np.ndarray)]
+        if not arrays:
+            return entries
+        whole = np.concatenate(arrays)
+        groups = layer_groups(self.stages, whole.shape[1])
+        parts = [np.ascontiguousarray(whole[:, list(layers)]) for layers in groups] or [whole]
+        stored = tuple(RayArray(ray.put(part)) for part in parts)
+        source = ByLayer(groups, stored) if groups else stored[0]
+        ends = np.cumsum([len(entry) if isinstance(entry, np.ndarray) else 0 for entry in entries]).tolist()
+        return [
+            StoredArray([(source, end - len(entry), end)], entry.shape[1:], whole.dtype)
+            if isinstance(entry, np.ndarray)
+            else entry
+            for entry, end in zip(entries, ends, strict=True)
+        ]
 
 
 def _warn_of_a_small_store(needed: int) -> None:
@@ -183,10 +227,10 @@ def _is_same(state: tuple[Any, Any] | None, value: Any) -> bool:
 
 
 def _arrays(value: Any) -> Iterable[np.ndarray]:
-    """Return all arrays in nested dictionaries."""
+    """Return all arrays in nested dictionaries and lists."""
     if isinstance(value, np.ndarray):
         yield value
-    for entry in value.values() if isinstance(value, dict) else ():
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _arrays(entry)
 
 
@@ -201,6 +245,8 @@ def to_arrays(batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> d
         value = getattr(batch, name)
         if name == "tokens":
             arrays[name] = tokens.select(value, rows).numpy()
+        elif isinstance(value, StoredTensor) and value.stored is not None:  # ranks fetch what it refers to
+            arrays[name] = joined_arrays([value.stored[responses.of(row)] for row in rows.tolist()])
         elif name in OF_RESPONSES:
             arrays[name] = responses.select(value, rows).numpy()
         elif name in OF_ROWS:
@@ -224,10 +270,6 @@ def _packed(name: str, entries: list[Any]) -> Any:
     if name == "rollout_support" and entries:
         support = TokenSupport.joined(entries)
         return {"ids": support.ids, "counts": support.counts, "tokens": np.asarray([len(each) for each in entries])}
-    stored = any(isinstance(entry, StoredArray) for entry in entries)  # ranks fetch what they refer to
-    if name == "rollout_routes" and not stored and (known := [routes for routes in entries if routes is not None]):
-        lengths = np.asarray([-1 if routes is None else len(routes) for routes in entries])
-        return {"routes": np.concatenate(known), "lengths": lengths}
     return entries
 
 
@@ -245,27 +287,38 @@ class Share:
     """Adapters of further rows without tokens, which keep the replicas together."""
     metadata: dict[str, Any]
 
-    def batch(self) -> TrainingBatch:
-        """Fetch the rows. Raises DistributedError if the host that had some of them was lost."""
+    def batch(self, layers: Sequence[int] | None = None, *, last_stage: bool = True) -> TrainingBatch:
+        """Fetch the rows. ``layers``: those whose routes will be read, None: all; others are fetched where they are
+        read. Without ``last_stage`` the fields of :data:`OF_LAST_STAGE` are absent. Raises DistributedError if the
+        host that had some of them was lost."""
         try:
-            return self._fetched()
+            return self._fetched(layers, () if last_stage else OF_LAST_STAGE)
         except ray.exceptions.ObjectLostError as error:
             raise DistributedError(
                 f"rows of this step, or their routed experts, were in the memory of a host that was lost ({error}): "
                 "resume the run, which samples the step again"
             ) from error
 
-    def _fetched(self) -> TrainingBatch:
+    def split(self, batch: TrainingBatch, values: Tensor) -> list[np.ndarray]:
+        """Return for each block the values of its rows, [r, …] of ``values`` [R, …]; ``batch``: that of this share."""
+        of_blocks = [np.flatnonzero(self.blocks == number) for number in range(len(self.references))]
+        return [np.ascontiguousarray(batch.responses.select(values, rows).numpy()) for rows in of_blocks]
+
+    def _fetched(self, layers: Sequence[int] | None, absent: Sequence[str]) -> TrainingBatch:
         wanted = {reference.hex(): reference for block in self.references for reference, _ in block.values()}
         objects = dict(zip(wanted, ray.get(list(wanted.values())), strict=True))
         blocks = [
-            {name: objects[reference.hex()][key] for name, (reference, key) in block.items()}
+            {name: objects[reference.hex()][key] for name, (reference, key) in block.items() if name not in absent}
             for block in self.references
         ]
         # without rows, blank ones have the fields of a row of another replica
         one, some = np.zeros(1, np.int64), len(self.places) > 0
         made = from_arrays(blocks, self.blocks if some else one, self.places if some else one)
-        made.rollout_routes = fetched(made.rollout_routes)
+        made.rollout_routes = fetched(made.rollout_routes, layers)
+        supports = fetched([support.ids for support in made.rollout_support])
+        made.rollout_support = [
+            TokenSupport(ids, support.counts) for ids, support in zip(supports, made.rollout_support, strict=True)
+        ]
         made.metadata = self.metadata
         if self.blanks:
             blank = made.blank_row()
@@ -274,6 +327,11 @@ class Share:
                 row.adapters = [adapter] if made.adapters else []
             made = TrainingBatch.joined([made, *blanks] if some else blanks)
         return made
+
+
+type TopTokens = dict[int, list[tuple[Any, int, int]]]
+"""Row → pieces of a :class:`~skyrl_megatron.types.StoredArray`: of the log-probs of its likeliest tokens, and of their
+ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +363,22 @@ class ShardedBatch:
         assert out is not None, "no rank collects"
         return torch.from_numpy(out)
 
+    def places(self, ranks: Sequence[RankInfo], results: Sequence[Sequence[Any]]) -> TopTokens:
+        """Return where the values of each row are, as pieces of a :class:`~skyrl_megatron.types.StoredArray`.
+
+        ``results``: of each rank, references to what :meth:`Share.split` returned for each of several values, one
+        after another; only those of ranks that collect are read. A row has a piece of each value.
+        """
+        places: TopTokens = {}
+        for rank, references in zip(ranks, results, strict=True):
+            share, rows = self.shares[rank.dp_rank], self.rows[rank.dp_rank]
+            for number, reference in enumerate(references if rank.collects else ()):
+                array, start = RayArray(reference), 0
+                for row in rows[share.blocks == number % len(share.references)].tolist():
+                    length = int(self.responses.lengths[row])
+                    places.setdefault(row, []).append((array, start, start := start + length))
+        return places
+
     def collect_recorded(
         self, ranks: Sequence[RankInfo], results: Sequence[Mapping[str, Mapping[int, np.ndarray]] | None]
     ) -> list[dict[str, np.ndarray]]:
@@ -321,21 +395,29 @@ class ShardedBatch:
 
 
 def dispatch(
-    batch: TrainingBatch, dp_size: int, flops: ModelFlops, rows: np.ndarray | None = None, *, trains: bool = True
+    batch: TrainingBatch,
+    dp_size: int,
+    flops: ModelFlops,
+    rows: np.ndarray | None = None,
+    *,
+    trains: bool = True,
+    stages: Sequence[tuple[int, ...]] = (),
 ) -> ShardedBatch:
     """Split ``rows`` [b] int64 of ``batch``, by default all, over ``dp_size`` replicas, balanced by FLOPs.
 
     A pass that does not train is split as the mini-batches will be, so that ranks have the rows that they train on.
     The rows of each adapter are split separately, those of a uid with ``TOGETHER`` not at all. If there are fewer rows
-    than replicas, blank rows without weight are added.
+    than replicas, blank rows without weight are added. ``stages``: layers whose routes each pipeline stage replays.
     """
     if batch.carried is None:
-        batch.carried = Carried(len(batch))
+        batch.carried = Carried(len(batch), stages)
     prompts = batch.metadata.get(MINI_BATCH_PROMPTS)
     parts = [np.arange(len(batch)) if rows is None else rows]
     has_own_prompts = len(batch.metadata.get(PROMPT_UIDS, batch.uids)) == len(batch)  # not some rows of a batch
     if prompts and not trains and has_own_prompts:
-        parts = mini_batches(batch, prompts)
+        chosen_rows = parts[0]
+        parts = [np.intersect1d(part, chosen_rows) for part in mini_batches(batch, prompts)]
+        parts = [part for part in parts if len(part)]
     costs = flops.forward(batch.lengths)
     splits = [_split(batch, part, costs, dp_size) for part in parts]
     names = TRAINED if trains else SCORED
@@ -388,6 +470,18 @@ def _split(
     return [(np.sort(np.concatenate(real)), blanks) for real, blanks in split]
 
 
+def top_tensors(places: TopTokens, spans: RowSpans, k: int) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens of all rows: log-probs [R, k] float32, and ids [R, k] int32. ``spans``: the R
+    responses. What is in the object store stays there."""
+    tensors = []
+    for number, dtype in enumerate((np.float32, np.int32)):
+        pieces = [places[row][number] for row in range(len(spans))]
+        array = joined_arrays([StoredArray([piece], (k,), np.dtype(dtype)) for piece in pieces])
+        here = all(isinstance(source, np.ndarray) for source, _, _ in array.pieces)
+        tensors.append(torch.from_numpy(np.array(array)) if here else StoredTensor(array))
+    return tensors[0], tensors[1]
+
+
 # ---------------------------------------------------------------------------------------------------- on the ranks
 def from_arrays(blocks: Sequence[Mapping[str, Any]], block_of: np.ndarray, place_of: np.ndarray) -> TrainingBatch:
     """Return the batch of rows, given the block and the place in it of each, [b] int64; ``blocks`` are those of
@@ -406,7 +500,9 @@ def from_arrays(blocks: Sequence[Mapping[str, Any]], block_of: np.ndarray, place
             values[block][row : row + 1] if where is None else values[block][where[block].of(row)]
             for block, row in order
         ]
-        joined_pieces = np.concatenate([values[0][:0], *pieces])
+        joined_pieces = np.asarray(joined_arrays([values[0][:0], *pieces]))
+        if not joined_pieces.flags.writeable:  # a view of the object store
+            joined_pieces = joined_pieces.copy()
         fields[name] = joined_pieces if name in ("lengths", "response_lengths") else torch.from_numpy(joined_pieces)
     return TrainingBatch(**fields)
 
@@ -417,16 +513,9 @@ def _unpacked(name: str, value: Any) -> Any:
         return value
     if "bits" in value:
         return np.unpackbits(value["bits"], count=value["size"]).astype(bool)
-    if name == "rollout_support":
-        ends = np.cumsum(value["tokens"])
-        id_ends = np.concatenate([[0], np.cumsum(value["counts"])])
-        return [
-            TokenSupport(value["ids"][id_ends[end - n] : id_ends[end]], value["counts"][end - n : end])
-            for end, n in zip(ends.tolist(), value["tokens"].tolist(), strict=True)
-        ]
-    lengths = value["lengths"]
-    ends = np.cumsum(np.maximum(lengths, 0))
+    ends = np.cumsum(value["tokens"])  # of rollout_support
+    id_ends = np.concatenate([[0], np.cumsum(value["counts"])])
     return [
-        None if n < 0 else value["routes"][end - n : end]
-        for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
+        TokenSupport(value["ids"][id_ends[end - n] : id_ends[end]], value["counts"][end - n : end])
+        for end, n in zip(ends.tolist(), value["tokens"].tolist(), strict=True)
     ]

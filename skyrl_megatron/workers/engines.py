@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -29,15 +29,64 @@ from skyrl_megatron.inference.vllm.processes import use_private_temporary_folder
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.inference.vllm.vllm_engine import EngineSettings, VLLMEngine
 from skyrl_megatron.plugins import ENGINE_SERVICES, ENGINES, REMOTE_ENGINES
-from skyrl_megatron.types import StoredArray
+from skyrl_megatron.types import ByLayer, StoredArray
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, unpickled_line
-from skyrl_megatron.workers.dispatch import RayArray
+from skyrl_megatron.workers.dispatch import RayArray, layer_groups
 from skyrl_megatron.workers.placement import RAY
 from skyrl_megatron.workers.runtime_env import runtime_environment
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.workers.placement import BundleAllocation
+
+
+type Layers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The arrays of a sample that are results of their own: routed experts, and the ids of its sampling support."""
+
+    layers: tuple[Layers, ...]
+    """Layers of each array of routed experts; those of no group are in the first one. ``((),)``: all in one array.
+    Empty: the engine returns no experts."""
+    support: bool
+
+    @property
+    def count(self) -> int:
+        """Number of arrays."""
+        return len(self.layers) + self.support
+
+    def split(self, generation: Generation) -> tuple[Any, ...]:
+        """Return a generation with what :meth:`joined` needs in place of its arrays, and these; None where there is
+        none."""
+        arrays: list[Any] = [None] * self.count
+        about, routes, support = None, generation.routed_experts, generation.support
+        if routes is not None and self.layers:
+            groups = layer_groups(self.layers, routes.shape[1])
+            about = (routes.shape, routes.dtype.str, groups)
+            for number, layers in enumerate(groups):
+                arrays[number] = np.ascontiguousarray(routes[:, list(layers)])
+            if not groups:
+                arrays[0] = np.ascontiguousarray(routes)
+        # A token outside of its support is an error, which names the row where it is (``data/batch.py``).
+        if support is not None and self.support and support.without(np.asarray(generation.token_ids)) is None:
+            arrays[-1] = np.ascontiguousarray(support.ids)
+            support = replace(support, ids=(len(support.ids), support.ids.dtype.str))
+        return replace(generation, routed_experts=about, support=support), *arrays
+
+    def joined(self, generation: Generation, references: Sequence[Any]) -> Generation:
+        """Return the generation with arrays that are fetched when they are read."""
+        routes, support = generation.routed_experts, generation.support
+        stored = [RayArray(reference) for reference in references]
+        if routes is not None:
+            (length, *rest), dtype, groups = routes
+            source = ByLayer(groups, tuple(stored[: len(groups)])) if groups else stored[0]
+            routes = StoredArray([(source, 0, length)], rest, np.dtype(dtype))
+        if support is not None and isinstance(support.ids, tuple):
+            length, dtype = support.ids
+            support = replace(support, ids=StoredArray([(stored[-1], 0, length)], (), np.dtype(dtype)))
+        return replace(generation, routed_experts=routes, support=support)
 
 
 _SAMPLING = frozenset({"generate", "generate_batch", "score"})
@@ -62,14 +111,14 @@ def engine_actor(kind: type[InferenceEngine]) -> Any:
             gc.collect()
             gc.freeze()  # keep permanent objects out of the garbage collections during requests
 
-        async def generate_apart(self, *request: Any) -> tuple[Generation, Any]:
-            """Sample one continuation, and return its routed experts as a result of their own."""
-            return _routes_apart(await self.generate(*request))
+        async def generate_apart(self, apart: Apart, *request: Any) -> tuple[Any, ...]:
+            """Sample one continuation, and return its arrays as results of their own."""
+            return apart.split(await self.generate(*request))
 
-        async def generate_batch_apart(self, requests: Sequence[SampleRequest]) -> tuple[Any, ...]:
-            """Sample all requests, and return the routed experts of each as a result of its own."""
-            apart = [_routes_apart(generation) for generation in await self.generate_batch(requests)]
-            return [generation for generation, _ in apart], *(routes for _, routes in apart)
+        async def generate_batch_apart(self, apart: Apart, requests: Sequence[SampleRequest]) -> tuple[Any, ...]:
+            """Sample all requests, and return the arrays of each as results of their own."""
+            split = [apart.split(generation) for generation in await self.generate_batch(requests)]
+            return [generation for generation, *_ in split], *(array for _, *arrays in split for array in arrays)
 
         def process_ids(self) -> list[int]:
             """List the ids of the actor's process and the engine's processes."""
@@ -94,13 +143,16 @@ class RayEngine:
         *,
         kind: type[InferenceEngine] = VLLMEngine,
         environment: Mapping[str, str] | None = None,
+        stages: Sequence[Layers] = (),
         **options: Any,
     ) -> None:
-        """``kind``: engine class. ``environment``: variables of the engine's processes. ``options``: Ray options of
-        the actor, such as ``num_cpus`` or ``scheduling_strategy``."""
+        """``kind``: engine class. ``environment``: variables of the engine's processes. ``stages``: layers whose
+        experts each pipeline stage of the ranks replays, which may be filled later. ``options``: Ray options of the
+        actor, such as ``num_cpus`` or ``scheduling_strategy``."""
         options = {"runtime_env": runtime_environment({}, serving=True)} | options
         self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
-        self._routes_apart = bool(getattr(settings, "enable_return_routed_experts", False))
+        self._routed = bool(getattr(settings, "enable_return_routed_experts", False))
+        self._supported, self._stages = bool(getattr(settings, "return_support", False)), stages
         self._node = ""
         self._processes: list[int] = []
 
@@ -120,27 +172,33 @@ class RayEngine:
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
     ) -> Generation:
-        if not self._routes_apart:
-            return cast("Generation", await self._call("generate", request_id, prompt_token_ids, sampling, adapter))
         request = (request_id, prompt_token_ids, sampling, adapter)
-        generation, routes = await self._sampled_apart("generate_apart", 1, *request)
-        return _with_routes(generation, routes[0])
+        if not (apart := self._apart()).count:
+            return cast("Generation", await self._call("generate", *request))
+        generation, arrays = await self._sampled_apart("generate_apart", apart.count, apart, *request)
+        return apart.joined(generation, arrays)
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        if not self._routes_apart:
+        count = (apart := self._apart()).count
+        if not count:
             return cast("list[Generation]", await self._call("generate_batch", requests))
-        generations, routes = await self._sampled_apart("generate_batch_apart", len(requests), requests)
-        return [_with_routes(*pair) for pair in zip(generations, routes, strict=True)]
+        total = count * len(requests)
+        generations, arrays = await self._sampled_apart("generate_batch_apart", total, apart, requests)
+        return [apart.joined(one, arrays[n * count : (n + 1) * count]) for n, one in enumerate(generations)]
+
+    def _apart(self) -> Apart:
+        stages = tuple(self._stages) if len(self._stages) > 1 else ((),)
+        return Apart(stages if self._routed else (), self._supported)
 
     async def _sampled_apart(self, name: str, count: int, *arguments: Any) -> tuple[Any, list[Any]]:
-        """Return what an actor's method sampled, and references to its ``count`` arrays of routed experts.
+        """Return what an actor's method sampled, and references to its ``count`` arrays.
 
         They are results of a call, which this process owns: they stay when the actor ends. It does not fetch them.
         """
-        answer, *routes = getattr(self.actor, name).options(num_returns=1 + count).remote(*arguments)
+        answer, *arrays = getattr(self.actor, name).options(num_returns=1 + count).remote(*arguments)
         try:
             with _lost_actors():
-                return await answer, routes
+                return await answer, arrays
         except asyncio.CancelledError:
             _cancel(answer)
             raise
@@ -177,20 +235,6 @@ class RayEngine:
             if name in _SAMPLING:
                 _cancel(answer)  # the actor would continue
             raise
-
-
-def _routes_apart(generation: Generation) -> tuple[Generation, Any]:
-    """Return a generation with the shape and dtype of its routed experts in place of them, and these."""
-    routes = None if generation.routed_experts is None else np.ascontiguousarray(generation.routed_experts)
-    about = None if routes is None else (routes.shape, routes.dtype.str)
-    return replace(generation, routed_experts=about), routes
-
-
-def _with_routes(generation: Generation, reference: Any) -> Generation:
-    if generation.routed_experts is None:
-        return generation
-    (length, *rest), dtype = generation.routed_experts
-    return replace(generation, routed_experts=StoredArray([(RayArray(reference), 0, length)], rest, np.dtype(dtype)))
 
 
 def _cancel(answer: Any) -> None:
@@ -272,7 +316,9 @@ class InferenceEngineClient(InferenceClient):
 
     def __init__(self, cfg: SkyRLTrainConfig, allocation: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
-        engines = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
+        self.stages: list[Layers] = []
+        """Layers whose experts each pipeline stage of the policy replays, once its ranks are built."""
+        engines = _started(cfg, allocation, self.stages) if allocation is not None else _elsewhere(cfg)
         pool = EnginePool(engines, wait_s=cfg.trainer.phase_timeout_s)
         super().__init__(pool, deterministic=is_reproducible(cfg))
         engine = cfg.generator.inference_engine
@@ -332,7 +378,9 @@ def health_monitor(
     return HealthMonitor(pool, restarts_per_hour=limit, sync_engine=sync_engine)
 
 
-def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
+def _started(
+    cfg: SkyRLTrainConfig, allocation: BundleAllocation, stages: Sequence[Layers]
+) -> list[Callable[[], InferenceEngine]]:
     logs, made = run_folder(cfg) / "workers", []
     kind: Any = ENGINES.find(cfg.generator.inference_engine.backend) or VLLMEngine
     for number in range(cfg.generator.inference_engine.num_engines):
@@ -342,7 +390,7 @@ def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callab
             executor = allocation.engine_executor(number, settings.workers)
             settings = replace(settings, distributed_executor_backend=executor)
         options = allocation.options(number, settings.workers)
-        made.append(partial(RayEngine, settings, kind=kind, environment=environment, **options))
+        made.append(partial(RayEngine, settings, kind=kind, environment=environment, stages=stages, **options))
     return cast("list[Callable[[], InferenceEngine]]", made)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.trained_model import RoleName
-    from skyrl_megatron.types import Part
+    from skyrl_megatron.types import Part, TrainingBatch
     from skyrl_megatron.weight_sync.buckets import TensorMeta
     from skyrl_megatron.weight_sync.point_to_point import ExchangeSchedule
     from skyrl_megatron.weight_sync.slices import SourceMap
@@ -119,6 +119,7 @@ class RankProcess:
             os.getpid(),
             ray.util.get_node_ip_address(),
             self.engine.model.layer_kind if device.has_cuda() else "",
+            self.engine.replayed,
         )
 
     # ------------------------------------------------------------------ training
@@ -139,7 +140,7 @@ class RankProcess:
         # A loss registered in the driver after this process started.
         ensure_registry_versions(registry)
         objective = self.engine.objective(algorithm)
-        result = self.engine.forward_backward(share.batch(), objective=objective) | self.optim_step(more_follow)
+        result = self.engine.forward_backward(self._batch(share), objective=objective) | self.optim_step(more_follow)
         # On a GPU the call returns before its kernels end, so the host's seconds would say nothing.
         return result if device.has_cuda() else result | {OWN_SECONDS: own_seconds() - began}
 
@@ -183,23 +184,33 @@ class RankProcess:
         The result is an array: Megatron changes how tensors are pickled, so unpickling one would import all of
         Megatron in the driver.
         """
-        logprobs = self.engine.compute_logprobs(share.batch(), adapters=adapters)
+        logprobs = self.engine.compute_logprobs(self._batch(share), adapters=adapters)
         return logprobs.numpy() if self.engine.is_collection_rank else None
 
     @timed
     def compute_values(self, share: Share) -> np.ndarray | None:
         """Return a critic's values, [R] float32, on the collection rank of the replica; None elsewhere."""
-        values = cast("CriticEngine", self.engine).compute_values(share.batch())
+        values = cast("CriticEngine", self.engine).compute_values(self._batch(share))
         return values.numpy() if self.engine.is_collection_rank else None
 
     @timed
-    def compute_scores(self, k: int, share: Share) -> np.ndarray | None:
-        """Return a teacher's scores, [R, 1 + 2k] float32 (``runtime/scoring.py``), on the collection rank of the
-        replica; None elsewhere."""
+    def compute_scores(self, k: int, share: Share) -> Any:
+        """Return a teacher's log-probs, [R] float32 in nats, on the collection rank of the replica; None elsewhere.
+
+        With ``k``, further results follow: for each block of the share the log-probs of the likeliest tokens of its
+        rows, [r, k] float32, then for each block their ids, [r, k] int32 (``runtime/scoring.py``)."""
         from skyrl_megatron.runtime.scoring import score_responses
 
-        scores = score_responses(self.engine, share.batch(), k)
-        return scores.numpy() if self.engine.is_collection_rank else None
+        batch = self._batch(share)
+        scores = score_responses(self.engine, batch, k)
+        if not self.engine.is_collection_rank:
+            return None
+        logprobs, top, ids = scores[:, 0].contiguous().numpy(), scores[:, 1 : 1 + k], scores[:, 1 + k :].int()
+        return (logprobs, *share.split(batch, top), *share.split(batch, ids)) if k else logprobs
+
+    def _batch(self, share: Share) -> TrainingBatch:
+        """Fetch what this rank reads of its rows."""
+        return share.batch(self.engine.routes_read, last_stage=self.engine.groups.is_last_stage)
 
     @timed
     def compute_recorded(
@@ -216,7 +227,7 @@ class RankProcess:
         engine = self.engine
         perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
         with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
-            logprobs = engine.compute_logprobs(share.batch(), temperature=temperature, make_step=recorder.step)
+            logprobs = engine.compute_logprobs(self._batch(share), temperature=temperature, make_step=recorder.step)
         # The recorder gathered over tp and cp, so one rank of a stage has all tokens.
         first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
         return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None

@@ -17,7 +17,7 @@ from skyrl_megatron.data.batch import routes_of
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import PARTS, TrainingBatch
 from skyrl_megatron.workers.actor_group import ActorGroup
-from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
+from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, TopTokens, dispatch
 from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker, ReplaceableWorker
 from skyrl_megatron.workers.placement import cores_per_gpu, find_peer_holders, peer_distance
 from skyrl_megatron.workers.ray_setup import rank_environment
@@ -130,10 +130,15 @@ class WorkerGroup:
     # ------------------------------------------------------------------ computing
     def dispatch(self, batch: TrainingBatch, rows: np.ndarray | None = None) -> ShardedBatch:
         """Split ``rows`` [b] int64 of a batch, by default all, for the replicas, to train on them once or more."""
-        return dispatch(batch, self.dp_size, self.flops, rows)
+        return dispatch(batch, self.dp_size, self.flops, rows, stages=self.stages)
 
     def _to_score(self, batch: TrainingBatch) -> ShardedBatch:
-        return dispatch(batch, self.dp_size, self.flops, trains=False)
+        return dispatch(batch, self.dp_size, self.flops, trains=False, stages=self.stages)
+
+    @property
+    def stages(self) -> list[tuple[int, ...]]:
+        """The layers whose routes each pipeline stage replays; [] without replay."""
+        return sorted({info.routed for info in self.ranks} - {()})
 
     def compute_logprobs(self, batch: TrainingBatch, phase: str = "") -> Tensor:
         """Return log-probs [R] float32 (nats) of the response tokens under this role's weights."""
@@ -195,14 +200,27 @@ class WorkerGroup:
         pending = self.group.start("compute_values", phase="values", each=sharded.arguments(self.ranks))
         return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
 
-    def start_scores(self, batch: TrainingBatch, k: int) -> Callable[[], Tensor]:
-        """Start to compute a teacher's scores [R, 1 + 2k] float32. Call the result to wait.
+    def start_scores(
+        self, batch: TrainingBatch, k: int, rows: np.ndarray | None = None, flops: ModelFlops | None = None
+    ) -> Callable[[], tuple[Tensor, TopTokens]]:
+        """Start to compute a teacher's log-probs [R] float32 (nats), 0 in other rows than ``rows`` [b] int64, and its
+        ``k`` likeliest tokens, which stay in the object store. Call the result to wait.
 
-        They are the log-prob of each response token, the log-probs of the ``k`` likeliest tokens, and their ids.
+        ``flops``: of the role that trains on the rows, whose ranks then read what one rank computed.
         """
-        sharded = self._to_score(batch)
-        pending = self.group.start("compute_scores", k, phase="teacher", each=sharded.arguments(self.ranks))
-        return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
+        sharded = dispatch(batch, self.dp_size, flops or self.flops, rows, trains=False, stages=self.stages)
+        each = sharded.arguments(self.ranks)
+        counts = [
+            1 + 2 * len(share.references) if k and info.collects else 1
+            for info, (share,) in zip(self.ranks, each, strict=True)
+        ]
+        pending = self.group.start("compute_scores", k, phase="teacher", each=each, returns=counts)
+
+        def finish() -> tuple[Tensor, TopTokens]:
+            logprobs = sharded.collect(self.ranks, pending.results())
+            return logprobs, sharded.places(self.ranks, pending.further) if k else {}
+
+        return self._scored.timed(batch.lengths if rows is None else batch.lengths[rows], self.flops, finish)
 
     def score_speed(self) -> dict[str, float]:
         """Return the ``score_…`` metrics of passes without gradients since the last call

@@ -47,7 +47,7 @@ class ExpertBalance(RankPart):
         """Of a micro-batch; 0: its number of rows is fixed."""
         config, parallel = self.model.config, self.groups.parallel
         experts = [layer for layer, is_moe in enumerate(self.model.hf.plan.shape.moe) if is_moe]
-        self.layers = planned_layers(experts, parallel.ep)
+        self.route_layers = self.layers = planned_layers(experts, parallel.ep)
         self._flops, (self._unit, layers) = flops, expert_flops(config)
         self._routes = config.moe_router_topk * layers
         """Experts that a token visits."""
