@@ -33,6 +33,7 @@ class Router:
 
     async def generate(self, request_id, prompt, sampling, adapter=""):
         from skyrl_megatron.inference.protocol import Generation
+        from skyrl_megatron.types import TokenSupport
 
         count = sampling["max_tokens"]
         if sampling.get("routes", True):
@@ -40,7 +41,11 @@ class Router:
             routes = seeded.integers(0, 128, (len(prompt) + count - 1, *SHAPE), np.uint8)
         else:
             routes = None
-        return Generation(list(range(count)), [0.0] * count, "stop", routed_experts=routes)
+        support = None
+        if entries := sampling.get("support"):
+            ids = [[token, *seeded.integers(70_000, 99_000, entries - 1).tolist()] for token in range(count)]
+            support = TokenSupport.of(ids)
+        return Generation(list(range(count)), [0.0] * count, "stop", routed_experts=routes, support=support)
 
     async def generate_batch(self, requests):
         return [
@@ -49,6 +54,39 @@ class Router:
 
 
 class Rank:
+    def read(self, share, layers, last_stage):
+        """Sums of what this rank reads, and the bytes that it fetched of each object in the store."""
+        import ray
+
+        sizes, get = {}, ray.get
+
+        def counted(references, **options):
+            objects = get(references, **options)
+            for reference, value in zip(references, objects, strict=True):
+                if isinstance(value, np.ndarray):
+                    sizes[reference.hex()] = value.nbytes
+            return objects
+
+        ray.get = counted
+        try:
+            batch = share.batch(layers, last_stage=last_stage)
+            routed = [routes[: len(routes), layers] for routes in batch.rollout_routes]
+        finally:
+            ray.get = get
+        assert all(type(support.ids) is np.ndarray for support in batch.rollout_support)
+        supports = [(int(support.ids.sum()), int(support.counts.sum())) for support in batch.rollout_support]
+        top = batch.teacher_top_ids
+        return [int(routes.sum()) for routes in routed], supports, None if top is None else top, sum(sizes.values())
+
+    def taught(self, share, k):
+        """What a teacher's rank returns: log-probs, and numbers in place of its likeliest tokens."""
+        import torch
+
+        batch = share.batch([], last_stage=True)
+        ids = batch.response_tokens()[:, None] + torch.arange(k, dtype=torch.int32)
+        logprobs = -ids.float()
+        return (logprobs[:, 0].numpy(), *share.split(batch, logprobs), *share.split(batch, ids))
+
     def summed(self, share):
         batch = share.batch()
         assert all(type(routes) in (np.ndarray, type(None)) for routes in batch.rollout_routes)
@@ -68,6 +106,10 @@ def heap():
 
 def made(samples):
     """The batch of single-turn rows, as the generator makes it."""
+    return collated(*samples)
+
+
+def collated(*samples):
     from skyrl_megatron.data.batch import collate
     from skyrl_megatron.rollout.conversation import Turn, sequence_of
 
@@ -81,6 +123,7 @@ def made(samples):
         uids=[str(row) for row in range(len(rows))],
         rewards=[1.0] * len(rows),
         rollout_routes=[row.rollout_expert_indices for row in rows],
+        rollout_support=[row.rollout_support for row in rows],
     )
 
 
@@ -134,6 +177,130 @@ def test_routes_outlive_the_engine_and_do_not_pass_the_driver(ray_slots, way):
     gc.collect()
     counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
     assert held and not held & {name.decode() if isinstance(name, bytes) else name for name in counts}
+
+
+STAGES = [(1, 2, 5), (6, 7, 9)]
+"""Layers whose routers two pipeline stages have; others have none."""
+
+
+def sampled(stages, rows, tokens, entries=0):
+    from skyrl_megatron.workers.engines import RayEngine
+
+    async def use():
+        settings = SimpleNamespace(enable_return_routed_experts=True, return_support=bool(entries))
+        engine = RayEngine(settings, kind=Router, stages=stages)
+        await engine.start()
+        asked = [{"max_tokens": tokens, "support": entries} for _ in range(rows)]
+        samples = await asyncio.gather(*(engine.generate(str(row), [7], keys) for row, keys in enumerate(asked)))
+        await engine.kill()
+        return samples
+
+    return asyncio.run(use())
+
+
+@pytest.mark.parametrize("from_engine", [True, False], ids=["engine", "driver"])
+def test_a_stage_fetches_the_routes_of_its_layers(ray_slots, from_engine):
+    """Two stages: each rank fetches its part of the bytes, and the last one supports; also when the driver has the
+    routes, as those of an engine behind HTTP. The driver still reads what the engine sampled."""
+    import ray
+
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch
+
+    rows, tokens, entries = 3, 4000, 7
+    samples = sampled(STAGES if from_engine else [], rows, tokens, entries)
+    drawn = [np.random.default_rng(row).integers(0, 128, (tokens, *SHAPE), np.uint8) for row in range(rows)]
+    batch = made(samples)
+    pieces = [piece for routes in batch.rollout_routes for piece in routes.pieces]
+    assert len(pieces) == rows and all((type(p).__name__ == "ByLayer") is from_engine for p, _, _ in pieces)
+    if not from_engine:
+        batch.rollout_routes = drawn
+    assert all(np.array_equal(np.asarray(a), b) for a, b in zip(batch.rollout_routes, drawn, strict=True))
+    [share] = dispatch(batch, 1, ModelFlops(1.0, 0.0, 0.0, 0), stages=STAGES).shares
+    rank = ray.remote(num_cpus=0)(Rank).remote()
+    of_ids = sum(support.ids.nbytes for support in batch.rollout_support)
+    for number, layers in enumerate(STAGES):
+        sums, supports, _, size = ray.get(rank.read.remote(share, list(layers), number == 1), timeout=120)
+        assert sums == [int(routes[:, list(layers)].sum()) for routes in drawn]
+        # the first stage has what is of no stage, so that the routes can be read whole
+        stored = SHAPE[0] - len(STAGES[1]) if number == 0 else len(layers)
+        assert size == rows * tokens * stored * SHAPE[1] + number * of_ids
+        wanted = [(int(np.asarray(s.ids).sum()), tokens * entries) for s in batch.rollout_support]
+        assert supports == (wanted if number else [])
+    ranks = [RankInfo(0, 1, False, 0, "", routed=layers) for layers in STAGES]
+    assert sorted({info.routed for info in ranks}) == STAGES
+
+
+def test_one_stage_gets_one_array(ray_slots):
+    [sample] = sampled([tuple(range(SHAPE[0]))], 1, 100)
+    [(source, first, end)] = sample.routed_experts.pieces
+    assert type(source).__name__ == "RayArray" and (first, end) == (0, 100)
+
+
+def test_supports_stay_in_the_store(ray_slots):
+    """Ids of sampling supports do not come into the driver; a token outside of its support does, and is named."""
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.inference.protocol import Generation
+    from skyrl_megatron.types import StoredArray, TokenSupport
+    from skyrl_megatron.workers.engines import Apart
+
+    [first, second] = sampled([], 2, 50, 9)
+    assert isinstance(first.support.ids, StoredArray) and first.support.first(3).ids.shape == (27,)
+    joined = TokenSupport.joined([TokenSupport.none(2), first.support.last(10), second.support])
+    assert isinstance(joined.ids, StoredArray) and len(joined) == 62 and joined.counts.sum() == 540
+    read = np.concatenate([np.asarray(first.support.ids)[40 * 9 :], np.asarray(second.support.ids)])
+    assert np.array_equal(np.asarray(joined.ids), read) and read[0] == 40
+    wrong = Generation([3, 4], [0.0] * 2, "stop", support=TokenSupport.of([[3], [5]]))
+    kept, array = Apart((), True).split(wrong)
+    assert array is None and isinstance(kept.support.ids, np.ndarray)
+    with pytest.raises(DataError, match="token 4 at position 1 of the response is not in the support"):
+        collated(kept)
+
+
+def test_likeliest_tokens_go_from_teacher_to_policy(ray_slots):
+    """Blocks of the same split are the objects that a rank reads, those of another split are found; the driver reads
+    them as a tensor, and a change there reaches the ranks."""
+    import ray
+    import torch
+
+    from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS, mini_batches
+    from skyrl_megatron.inference.protocol import Generation
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.types import StoredTensor
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch, top_tensors
+
+    lengths, k = [30_000, 20_000, 0, 25_000, 10_000, 15_000, 1, 40_000], 4
+    batch = made([Generation([row] * n, [0.0] * n, "stop") for row, n in enumerate(lengths)])
+    batch.metadata |= {MINI_BATCH_PROMPTS: 4, PROMPT_UIDS: batch.uids}
+    flops, fractions = ModelFlops(1.0, 0.0, 0.0, 0), {}
+    for teachers in (2, 1):
+        ranks = [RankInfo(number, teachers, True, 0, "") for number in range(teachers)]
+        sharded = dispatch(batch, teachers, flops, np.arange(len(batch)), trains=False)
+        actors = [ray.remote(num_cpus=0)(Rank).remote() for _ in ranks]
+        further = [
+            actor.taught.options(num_returns=1 + 2 * len(share.references)).remote(share, k)[1:]
+            for actor, share in zip(actors, sharded.shares, strict=True)
+        ]
+        top = top_tensors(sharded.places(ranks, further), batch.responses, k)
+        assert all(isinstance(tensor, StoredTensor) and tensor.stored is not None for tensor in top)
+        batch.teacher_top_logprobs, batch.teacher_top_ids = top
+        expected = batch.response_tokens()[:, None] + torch.arange(k, dtype=torch.int32)
+        fetched = 0
+        for rows in mini_batches(batch, 4):
+            dispatched = dispatch(batch, 2, flops, rows)
+            for number, share in enumerate(dispatched.shares):
+                _, _, read, size = ray.get(actors[0].read.remote(share, [], True), timeout=120)
+                wanted = [expected[batch.responses.of(row)] for row in dispatched.rows[number].tolist()]
+                assert torch.equal(read, torch.cat(wanted))
+                assert ray.get(actors[0].read.remote(share, [], False), timeout=120)[2] is None
+                fetched += size
+        fractions[teachers] = fetched / sum(tensor.stored.nbytes for tensor in top)
+        assert torch.equal(top[1], expected) and top[1].stored is None, "the driver reads the same"
+    assert fractions[2] == 1.0 <= fractions[1], "a block has the rows of one rank"
+    batch.teacher_top_ids += 1
+    [share, _] = dispatch(batch, 2, flops, mini_batches(batch, 4)[0]).shares
+    _, _, read, _ = ray.get(actors[0].read.remote(share, [], True), timeout=120)
+    assert read.min() == 1
 
 
 def test_rows_of_a_lost_host_are_named(ray_slots):
