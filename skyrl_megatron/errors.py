@@ -115,6 +115,10 @@ class RankLostError(DistributedError):
         return type(self), (str(self), self.role)
 
 
+class RowsLostError(DistributedError):
+    """Rows of a step, or what belongs to them, were in the memory of a host that was lost."""
+
+
 class EngineError(SkyRLMegatronError):
     """An inference engine failed to start, answer, or update."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -102,14 +102,11 @@ class CallLog:
             self.journal.close()
             raise
 
-    def submit(self, call: LoggedCall) -> Future[int]:
-        """Begin to append a call. Calls are on disk in the order of these methods."""
-        return self.journal.submit(*_CODEC.encode(call))
-
     async def add(self, call: LoggedCall) -> None:
-        """Append a call. It is on disk on return. Raises JournalError if the disk fails."""
-        future = self.submit(call)
-        sequence = await asyncio.wrap_future(future)
+        """Append a call. It is on disk on return. Calls are on disk in this order. Raises JournalError if the disk
+        fails, RowsLostError if what an engine sampled was lost with its host."""
+        # In the journal's thread: what an engine sampled is fetched there.
+        sequence = await self.journal.append(partial(_CODEC.encode, call))
         self._sequences.setdefault(call.trajectory, []).append(sequence)
 
     async def forget(self, names: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 
 from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.data.folder_lock import FolderLock
-from skyrl_megatron.errors import DataError, JournalError
+from skyrl_megatron.errors import JournalError
 
 SEGMENT_BYTES = 64 * 2**20
 HEAD, DATA, DROP = 1, 2, 3
@@ -385,7 +385,7 @@ class Journal:
 
     async def append(self, encode: Callable[[], Sequence[Buffer]]) -> int:
         """Append the parts that ``encode`` returns in the writer's thread. Return the record's sequence number once it
-        is on disk. Raises as :meth:`submit`, and DataError if ``encode`` does; then nothing is appended."""
+        is on disk. Raises as :meth:`submit`, and what ``encode`` raises; then nothing is appended."""
         return await asyncio.wrap_future(self._submit(encode))
 
     def release(self, sequences: Collection[int]) -> None:
@@ -459,7 +459,7 @@ class Journal:
             for encode, future in waiting:
                 try:
                     parts = encode()
-                except DataError as error:
+                except Exception as error:  # of this record alone
                     future.set_exception(error)
                     continue
                 written.append((future, self.log.append(parts)))

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skyrl_megatron.errors import DataError, DistributedError, EngineError, SkyRLMegatronError
+from skyrl_megatron.errors import DataError, DistributedError, EngineError, RowsLostError, SkyRLMegatronError
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.sources.group import Group, GroupLog, GroupStream
 from skyrl_megatron.sources.staleness import Concurrency, DoneGroups, can_step, max_new_groups
@@ -269,7 +269,9 @@ class RolloutStream(GroupStream):
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # it expired, or the stream was closed
                 return
-            if self._is_running(group):
+            if self._is_running(group) and isinstance(error, RowsLostError):
+                self._sample_again(group, error)
+            elif self._is_running(group):
                 self._fail(group, error)
             return
         if self._is_running(group):  # otherwise it expired, and the sampler ignored the cancellation
@@ -294,6 +296,9 @@ class RolloutStream(GroupStream):
         if self.group_log is not None:
             try:
                 await self.group_log.finished(group)
+            except RowsLostError as error:
+                self._sample_again(group, error)
+                return
             except Exception as error:  # an unrecorded group must not be trained on
                 self._break(error)
                 return
@@ -328,6 +333,15 @@ class RolloutStream(GroupStream):
             self._broken = kind(f"{limit} groups failed one after another, the last one: {_describe(error)}")
             self._broken.__cause__ = error
         self._give_up(group, "failed")
+
+    def _sample_again(self, group: Group, error: RowsLostError) -> None:
+        """Sample a group again, a part of which was lost with its host before it was recorded."""
+        self.counts["retried"] += 1
+        self.say(f"prompt {group.uid} is sampled again: {_describe(error)}")
+        self._remove_running(group)
+        self._retries.append(group.number)
+        self._changed.set()
+        self._fill()
 
     def _give_up(self, group: Group, why: str) -> None:
         """Give up a group that is being sampled, and its prompt."""

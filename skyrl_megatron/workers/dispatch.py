@@ -30,7 +30,7 @@ from skyrl_megatron.data.splitting import (
     split_for_dp,
     units,
 )
-from skyrl_megatron.errors import DistributedError, SkyRLMegatronWarning
+from skyrl_megatron.errors import RowsLostError, SkyRLMegatronWarning
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import (
     LISTS,
@@ -85,8 +85,19 @@ class RayArray:
 
     def get(self, stored: Sequence[RayArray]) -> list[np.ndarray]:
         """Fetch the arrays [n, …] of several references; on the node that has one this copies nothing."""
-        arrays: list[np.ndarray] = ray.get([array.reference for array in stored])
-        return arrays
+        return _got([array.reference for array in stored])
+
+
+def _got(references: Sequence[Any]) -> list[Any]:
+    """Return the objects. Raises RowsLostError if the host that had some of them was lost."""
+    try:
+        objects: list[Any] = ray.get(references)
+    except ray.exceptions.ObjectLostError as error:
+        raise RowsLostError(
+            "rows of this step, or their routed experts, sampling supports or teacher's tokens, were in the memory of "
+            f"a host that was lost ({str(error).splitlines()[0]}): resume the run, which samples the step again"
+        ) from error
+    return objects
 
 
 def layer_groups(stages: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
@@ -289,15 +300,9 @@ class Share:
 
     def batch(self, layers: Sequence[int] | None = None, *, last_stage: bool = True) -> TrainingBatch:
         """Fetch the rows. ``layers``: those whose routes will be read, None: all; others are fetched where they are
-        read. Without ``last_stage`` the fields of :data:`OF_LAST_STAGE` are absent. Raises DistributedError if the
-        host that had some of them was lost."""
-        try:
-            return self._fetched(layers, () if last_stage else OF_LAST_STAGE)
-        except ray.exceptions.ObjectLostError as error:
-            raise DistributedError(
-                f"rows of this step, or their routed experts, were in the memory of a host that was lost ({error}): "
-                "resume the run, which samples the step again"
-            ) from error
+        read. Without ``last_stage`` the fields of :data:`OF_LAST_STAGE` are absent. Raises RowsLostError if the host
+        that had some of them was lost."""
+        return self._fetched(layers, () if last_stage else OF_LAST_STAGE)
 
     def split(self, batch: TrainingBatch, values: Tensor) -> list[np.ndarray]:
         """Return for each block the values of its rows, [r, …] of ``values`` [R, …]; ``batch``: that of this share."""
@@ -306,7 +311,7 @@ class Share:
 
     def _fetched(self, layers: Sequence[int] | None, absent: Sequence[str]) -> TrainingBatch:
         wanted = {reference.hex(): reference for block in self.references for reference, _ in block.values()}
-        objects = dict(zip(wanted, ray.get(list(wanted.values())), strict=True))
+        objects = dict(zip(wanted, _got(list(wanted.values())), strict=True))
         blocks = [
             {name: objects[reference.hex()][key] for name, (reference, key) in block.items() if name not in absent}
             for block in self.references

@@ -217,6 +217,28 @@ def test_finished_groups_of_a_log_are_not_sampled_again():
         simulate(World(limits_of(), lambda *_: 1.0, group_log=Full()).train(1))
 
 
+def test_a_group_that_was_lost_with_its_host_is_sampled_again():
+    """What an engine sampled is in the memory of its host until it is recorded."""
+    from skyrl_megatron.errors import RowsLostError
+
+    lost = RowsLostError("in the memory of a host that was lost")
+
+    class Log:
+        refused = set()
+
+        async def finished(self, group):
+            if group.number in {1, 4} - self.refused:
+                self.refused.add(group.number)
+                raise lost
+
+    world = World(limits_of(steps=4), lambda number, n: lost if (number, n) == (5, 0) else 1.0, group_log=Log())
+    simulate(world.train(4))
+    assert sorted(n for numbers in world.trained for n in numbers) == list(range(12))
+    assert {number for number, attempt in world.attempts.items() if attempt} == {1, 4, 5}
+    assert world.counts["async/retried_groups"] == 3 and world.counts["async/failed_groups"] == 0
+    assert "prompt 1 is sampled again: RowsLostError: in the memory of a host that was lost" in world.told
+
+
 def test_failures_cost_their_groups_until_nothing_else_happens():
     from skyrl_megatron.errors import DataError, DistributedError, EngineError
 

@@ -56,6 +56,20 @@ def test_a_flush_serves_many_appends(tmp_path):
     assert contents(tmp_path) == [str(i).encode() for i in range(500)]
 
 
+def test_a_record_that_cannot_be_made_leaves_the_journal_open(tmp_path):
+    """Its own caller gets the error, whatever it is: nothing was written."""
+
+    def lost():
+        raise OSError("the host is gone")
+
+    journal = Journal(tmp_path)
+    with pytest.raises(OSError, match="the host is gone"):
+        asyncio.run(journal.append(lost))
+    assert journal.submit(b"next").result() == 0
+    journal.close()
+    assert contents(tmp_path) == [b"next"]
+
+
 def test_an_append_is_on_the_disk_when_it_ends(tmp_path, monkeypatch):
     synced, fdatasync = [], os.fdatasync
 
