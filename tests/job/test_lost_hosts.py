@@ -29,7 +29,9 @@ def hosts():
         "health_check_initial_delay_ms": 0,
     }
     memory = {"object_store_memory": 100 << 20, "num_cpus": 1}
-    cluster = Cluster(initialize_head=True, head_node_args=memory | {"_system_config": heartbeats})
+    cluster = Cluster(
+        initialize_head=True, head_node_args=memory | {"_system_config": heartbeats, "resources": {"near": 8}}
+    )
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster.add_node(**memory, resources={"far": 8})
@@ -56,7 +58,7 @@ class Step:
             return [await self.engine.generate(str(row), [7], asked) for row in range(3)]
 
         self.batch = collated(*asyncio.run(sampled()))
-        self.near = ray.remote(num_cpus=0)(Rank)
+        self.near = ray.remote(num_cpus=0, resources={"near": 1})(Rank)
         self.teacher = ray.remote(num_cpus=0, resources={"far": 1})(Rank).remote()
         infos, flops = [RankInfo(0, 1, True, 0, "")], ModelFlops(1.0, 0.0, 0.0, 0)
         sharded = dispatch(self.batch, 1, flops, trains=False)

@@ -223,12 +223,12 @@ def test_a_group_that_was_lost_with_its_host_is_sampled_again():
 
     lost = RowsLostError("in the memory of a host that was lost")
 
-    class Log:
-        refused = set()
+    left = {1, 4}
 
+    class Log:
         async def finished(self, group):
-            if group.number in {1, 4} - self.refused:
-                self.refused.add(group.number)
+            if group.number in left:
+                left.remove(group.number)
                 raise lost
 
     world = World(limits_of(steps=4), lambda number, n: lost if (number, n) == (5, 0) else 1.0, group_log=Log())
