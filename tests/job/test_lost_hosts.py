@@ -1,4 +1,4 @@
-"""Two hosts, each with a Ray daemon and an object store: what is lost between sampling and training, and what is not."""
+"""Two hosts, each with a Ray daemon and an object store: what is lost between sampling and training."""
 
 import asyncio
 import contextlib
@@ -110,7 +110,7 @@ def test_what_a_killed_process_leaves():
         lost = Step()
         far.kill_raylet()  # SIGKILL, and its store with it
         with pytest.raises(
-            RowsLostError, match="in the memory of a host that was lost .*resume the run, which samples"
+            RowsLostError, match=r"in the memory of a host that was lost .*resume the run, which samples"
         ):
             for _ in range(NOTICED_S * 2):  # until Ray has noticed
                 try:
