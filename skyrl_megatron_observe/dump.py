@@ -110,7 +110,7 @@ def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
     }
     lists = {name: metadata.get(name, []) for name in ("uids", "adapters")}
     if "sequences" in tensors:  # written by an older version, padded
-        batch = PaddedBatch(**tensors, **lists).flat()
+        batch = _flat(PaddedBatch(**tensors, **lists), metadata.get("versions", []))
     else:
         lengths = {name: tensors.pop(name).numpy() for name in ("lengths", "response_lengths")}
         batch = TrainingBatch(**tensors, **lengths, **lists)
@@ -123,3 +123,17 @@ def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
         by_row = np.split(ragged["rollout_routes"], np.cumsum(ragged["rollout_routes_counts"])[:-1])
         batch.rollout_routes = [routes if len(routes) else None for routes in by_row]
     return batch, metadata.get("versions", [])
+
+
+def _flat(padded: PaddedBatch, versions: Versions) -> TrainingBatch:
+    """Return the rows of an older file, without padding. The masks of a row that failed do not tell its response: its
+    sampled spans do, or what the engine said of its tokens."""
+    counts, width = padded.flat().response_lengths.copy(), padded.response_mask.shape[1]
+    told = [values != 0 for values in (padded.rollout_logprobs, padded.rewards) if values is not None]
+    for row in np.flatnonzero(counts == 0).tolist():
+        tokens = [torch.nonzero(values[row]) for values in told]
+        first = min((int(places[0]) for places in tokens if len(places)), default=width)
+        last = max((end for _, _, end in versions[row]), default=0) if versions else 0
+        counts[row] = min(max(width - first, last), int(padded.lengths[row]))
+    padded.response_lengths = counts
+    return padded.flat()

@@ -273,6 +273,35 @@ def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
         assert one.ids.tolist() == other.ids.tolist() and one.counts.tolist() == other.counts.tolist()
 
 
+@pytest.mark.around
+def test_a_failed_row_of_an_older_file_has_its_response(tmp_path):
+    """Files of padded batches do not say how long responses are, and the masks of rows that failed are 0."""
+    import json
+
+    from safetensors.torch import save_file
+
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron_observe.dump import read_dump
+
+    logprobs = [[-0.5, -0.2], [0.0, -0.3, -0.1], [0.0, 0.0]]
+    given = dict(uids=list("abc"), rewards=[0.0] * 3, rollout_logprobs=logprobs)
+    batch = collate([[1, 2]] * 3, [[7, 3], [8, 9, 4], [5, 6]], **given)
+    for mask in (batch.response_mask, batch.loss_mask):
+        mask[batch.responses.of(1)] = mask[batch.responses.of(2)] = False
+    padded, versions = batch.padded(), [[], [["1", 1, 3]], [["1", 0, 2]]]
+    names = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "rollout_logprobs")
+    metadata = {"uids": batch.uids, "adapters": [], "versions": versions}
+    path = tmp_path / "step.safetensors"
+    save_file(
+        {name: getattr(padded, name) for name in names},
+        path,
+        {key: json.dumps(value) for key, value in metadata.items()},
+    )
+    again, _ = read_dump(path)
+    assert again.response_lengths.tolist() == [2, 3, 2] and again.lengths.tolist() == [4, 5, 4]
+    assert (again.rollout_logprobs == batch.rollout_logprobs).all() and (again.loss_mask == batch.loss_mask).all()
+
+
 def test_a_token_outside_its_support_is_named():
     from skyrl_megatron.data.batch import collate
     from skyrl_megatron.errors import DataError
