@@ -148,7 +148,12 @@ class ProcessGroups:
     @property
     def is_collection_rank(self) -> bool:
         """Whether this is the one rank of its replica whose results are collected: last stage, tp 0, cp 0."""
-        return self.is_last_stage and self.tp.rank() == 0 and self.cp.rank() == 0
+        return self.is_last_stage and self.is_first_of_stage
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank answers for its pipeline stage of a replica: tp 0, cp 0."""
+        return self.tp.rank() == 0 and self.cp.rank() == 0
 
 
 def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int = 1234) -> ProcessGroups:

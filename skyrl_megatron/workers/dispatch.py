@@ -70,6 +70,8 @@ class RankInfo:
     """On a GPU, the library of its model's layers; empty on CPU."""
     routed: tuple[int, ...] = ()
     """Layers of its model whose routes it replays."""
+    records: bool = False
+    """Whether it returns what its pipeline stage recorded: tp 0, cp 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ class Carried:
         self.stages = stages
         self.block_of, self.place_of = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
         """Number of each row's block, and its place there, [B] each."""
-        self.bytes = 0
-        """Bytes of the objects that are still referred to."""
+        self.put, self.bytes = 0, 0
+        """Bytes that were put, and of the objects that are still referred to."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies and files of a batch without it: they change on their own, and outlive the objects."""
@@ -178,6 +180,7 @@ class Carried:
             value = getattr(batch, name)
             block.references[name], block.states[name] = (reference, first[id(value)]), _state(value)
         kept = {reference for reference, _ in block.references.values()}
+        self.put += size
         sizes = {of: size for of, size in (block.sizes | {reference: size}).items() if of in kept}
         self.bytes += sum(sizes.values()) - sum(block.sizes.values())
         block.sizes = sizes
@@ -306,8 +309,12 @@ class Share:
 
     def split(self, batch: TrainingBatch, values: Tensor) -> list[np.ndarray]:
         """Return for each block the values of its rows, [r, …] of ``values`` [R, …]; ``batch``: that of this share."""
-        of_blocks = [np.flatnonzero(self.blocks == number) for number in range(len(self.references))]
+        of_blocks = self.rows_of_blocks()
         return [np.ascontiguousarray(batch.responses.select(values, rows).numpy()) for rows in of_blocks]
+
+    def rows_of_blocks(self) -> list[np.ndarray]:
+        """Return the rows of this share in each block, [r] int64."""
+        return [np.flatnonzero(self.blocks == number) for number in range(len(self.references))]
 
     def _fetched(self, layers: Sequence[int] | None, absent: Sequence[str]) -> TrainingBatch:
         wanted = {reference.hex(): reference for block in self.references for reference, _ in block.values()}
@@ -383,6 +390,29 @@ class ShardedBatch:
                     length = int(self.responses.lengths[row])
                     places.setdefault(row, []).append((array, start, start := start + length))
         return places
+
+    def routes(
+        self, ranks: Sequence[RankInfo], results: Sequence[Sequence[Any]], lengths: np.ndarray, like: np.ndarray
+    ) -> list[StoredArray]:
+        """Return the experts [n, L, K] of each row's n tokens, which stay in the object store.
+
+        ``results``: of each rank that records, references to those of its layers for each block of its share.
+        ``lengths``: tokens of each row of the batch, [B] int64; ``like``: an array of the same kind, [0, L, K].
+        """
+        routes: list[StoredArray] = [None] * len(lengths)  # type: ignore[list-item]
+        for replica, share in enumerate(self.shares):
+            stages = [
+                (rank.routed, references)
+                for rank, references in zip(ranks, results, strict=True)
+                if rank.dp_rank == replica and references
+            ]
+            layers = tuple(routed for routed, _ in stages)
+            for number, rows in enumerate(share.rows_of_blocks()):
+                source = ByLayer(layers, tuple(RayArray(references[number]) for _, references in stages))
+                ends = np.cumsum(lengths[of_block := self.rows[replica][rows]]).tolist()
+                for row, end in zip(of_block.tolist(), ends, strict=True):
+                    routes[row] = StoredArray([(source, end - int(lengths[row]), end)], like.shape[1:], like.dtype)
+        return routes
 
     def collect_recorded(
         self, ranks: Sequence[RankInfo], results: Sequence[Mapping[str, Mapping[int, np.ndarray]] | None]

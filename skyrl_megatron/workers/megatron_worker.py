@@ -120,6 +120,7 @@ class RankProcess:
             ray.util.get_node_ip_address(),
             self.engine.model.layer_kind if device.has_cuda() else "",
             self.engine.replayed,
+            self.engine.groups.is_first_of_stage,
         )
 
     # ------------------------------------------------------------------ training
@@ -188,6 +189,30 @@ class RankProcess:
         return logprobs.numpy() if self.engine.is_collection_rank else None
 
     @timed
+    def compute_logprobs_and_routes(self, share: Share) -> Any:
+        """Return log-probs as :meth:`compute_logprobs`. On one rank of each pipeline stage of a replica more results
+        follow: for each block of the share the experts of its rows' tokens in this stage's layers, [t, l, K] uint8 or
+        uint16."""
+        import numpy as np
+
+        from skyrl_megatron.data.batch import recorded_name
+        from skyrl_megatron.runtime.recording import Recorder
+
+        engine = self.engine
+        with Recorder(engine.model.chunks) as recorder:
+            logprobs = engine.compute_logprobs(self._batch(share), make_step=recorder.step)
+        answer = logprobs.numpy() if engine.is_collection_rank else None
+        if not (engine.replayed and engine.groups.is_first_of_stage):
+            return answer
+        by_layer = [recorder.found[recorded_name(layer)] for layer in engine.replayed]
+        dtype = np.min_scalar_type(engine.model.config.num_moe_experts - 1)
+
+        def of_row(row: int) -> np.ndarray:
+            return np.stack([found[row] for found in by_layer], 1, dtype=dtype, casting="unsafe")
+
+        return answer, *(np.concatenate([of_row(row) for row in rows.tolist()]) for rows in share.rows_of_blocks())
+
+    @timed
     def compute_values(self, share: Share) -> np.ndarray | None:
         """Return a critic's values, [R] float32, on the collection rank of the replica; None elsewhere."""
         values = cast("CriticEngine", self.engine).compute_values(self._batch(share))
@@ -229,8 +254,8 @@ class RankProcess:
         with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
             logprobs = engine.compute_logprobs(self._batch(share), temperature=temperature, make_step=recorder.step)
         # The recorder gathered over tp and cp, so one rank of a stage has all tokens.
-        first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
-        return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None
+        found = recorder.found if engine.groups.is_first_of_stage else None
+        return logprobs.numpy() if engine.is_collection_rank else None, found
 
     def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
         """Return the tensors of a layer that this rank gathers, by HF name, as float32. ``layer=None``: the tensors

@@ -11,11 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from skyrl_megatron.algorithms.registry import registry_versions
-from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
+from skyrl_megatron.config.hf_model import experts_per_token, model_dimensions, read_hf_config
 from skyrl_megatron.config.roles import active_roles, adapter_names, role_part, role_world_size, shares_policy_gpus
-from skyrl_megatron.data.batch import routes_of
 from skyrl_megatron.runtime.flops import ModelFlops
-from skyrl_megatron.types import PARTS, TrainingBatch
+from skyrl_megatron.types import PARTS, StoredArray, TrainingBatch
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, TopTokens, dispatch
 from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker, ReplaceableWorker
@@ -177,13 +176,22 @@ class WorkerGroup:
         logprobs = sharded.collect(self.ranks, [result[0] for result in results])
         return logprobs, sharded.collect_recorded(self.ranks, [result[1] for result in results])
 
-    def logprobs_and_routes(self, batch: TrainingBatch, phase: str = "") -> tuple[Tensor, list[np.ndarray | None]]:
-        """Return log-probs as :meth:`compute_logprobs`, and for each row the experts [n, L, K] of its n tokens."""
-        compute = self._scored.timed(batch.lengths, self.flops, lambda: self.compute_recorded(batch, phase=phase))
-        logprobs, found = compute()
-        dims = model_dimensions(read_hf_config(self.cfg, self.name) or {})
+    def logprobs_and_routes(self, batch: TrainingBatch, phase: str = "") -> tuple[Tensor, list[StoredArray]]:
+        """Return log-probs as :meth:`compute_logprobs`, and for each row the experts [n, L, K] of its n tokens, which
+        stay in the object store."""
+        hf = read_hf_config(self.cfg, self.name) or {}
+        dims = model_dimensions(hf)
         assert dims is not None, "a model with experts whose config.json names no layers"
-        return logprobs, [routes_of(each, dims.num_layers) for each in found]
+        like = np.zeros((0, dims.num_layers, experts_per_token(hf)), np.min_scalar_type(dims.num_experts - 1))
+        sharded = self._to_score(batch)
+        each = sharded.arguments(self.ranks)
+        counts = [
+            1 + len(share.references) if info.records and info.routed else 1
+            for info, (share,) in zip(self.ranks, each, strict=True)
+        ]
+        pending = self.group.start("compute_logprobs_and_routes", phase=phase, each=each, returns=counts)
+        compute = self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
+        return compute(), sharded.routes(self.ranks, pending.further, batch.lengths, like)
 
     def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
         """Return the float32 tensors of a layer by HF names, [...] as in the HF checkpoint.

@@ -373,9 +373,9 @@ class Passes:
         return dispatch(self.batch, self.dp, self.flops, *args, **options)
 
     def _put(self, work):
-        before = 0 if self.batch.carried is None else self.batch.carried.bytes
+        before = 0 if self.batch.carried is None else self.batch.carried.put
         result = work()
-        return self.batch.carried.bytes - before, result
+        return self.batch.carried.put - before, result
 
     def arrives(self, passes, name):
         """Whether all ranks together have the batch's field."""
@@ -430,8 +430,10 @@ def test_what_changed_is_put_again_and_nothing_else(ray_slots):
     passes.train()
     batch.advantages = advantages
     assert passes.train()[0] == 4 * responses, "added"
+    kept = batch.carried.bytes
     batch.advantages = advantages.clone()
     assert passes.train()[0] == 4 * responses, "replaced"
+    assert batch.carried.bytes == kept < batch.carried.put, "what was replaced is not there any more"
     batch.returns[3] = -7.0
     extra, trained = passes.train()
     assert extra == 4 * responses and passes.arrives(trained, "returns"), "changed in place"
