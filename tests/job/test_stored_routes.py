@@ -303,6 +303,33 @@ def test_likeliest_tokens_go_from_teacher_to_policy(ray_slots):
     assert read.min() == 1
 
 
+def test_experts_that_ranks_recorded_stay_in_the_store(ray_slots):
+    """Two replicas of two stages: each row's experts are those of its replica's stages, 0 in layers of none."""
+    import ray
+
+    from skyrl_megatron.inference.protocol import Generation
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.types import fetched
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch
+
+    batch = made([Generation([row] * n, [0.0] * n, "stop") for row, n in enumerate([40, 7, 0, 90])])
+    drawn = [np.random.default_rng(row).integers(0, 9, (n, 10, 2), np.uint8) for row, n in enumerate(batch.lengths)]
+    sharded = dispatch(batch, 2, ModelFlops(1.0, 0.0, 0.0, 0), trains=False)
+    ranks = [
+        RankInfo(n, 2, False, 0, "", "", layers, tp == 0) for n in range(2) for layers in STAGES for tp in range(2)
+    ]
+    results = []
+    for rank in ranks:
+        blocks = sharded.shares[rank.dp_rank].rows_of_blocks() if rank.records else []
+        of_blocks = [np.concatenate([drawn[sharded.rows[rank.dp_rank][row]] for row in rows]) for rows in blocks]
+        results.append([ray.put(np.ascontiguousarray(array[:, list(rank.routed)])) for array in of_blocks])
+    routes = sharded.routes(ranks, results, batch.lengths, np.zeros((0, 10, 2), np.uint8))
+    staged = [layer for layers in STAGES for layer in layers]
+    for of_row, expected in zip(fetched(routes), drawn, strict=True):
+        assert np.array_equal(of_row[:, staged], expected[:, staged])
+        assert not np.delete(of_row, staged, 1).any() and of_row.shape == expected.shape
+
+
 def test_rows_of_a_lost_host_are_named(ray_slots):
     import ray
 
