@@ -7,7 +7,8 @@ actor that fetches as each rank in turn. Each side and size has a process of its
 of the driver: peak of its own memory (anonymous pages, sampled from outside, above those at the step's start, where
 it holds the sampled rows), processor seconds of all its threads, bytes put into the store by all processes, bytes
 fetched by ranks, and "loop held", the longest time for which an event loop beside the step, as a run has one, could
-not go on. Sums over the trained tokens, which the ranks return, must agree between sides; nothing else is asserted.
+not go on (and the most that the driver's thread computed in such a time). Sums over the trained tokens, which the ranks
+return, must agree between sides; nothing else is asserted.
 ``--growth SIDES``: also at twice the limit with equal tokens, and at twice the rows. ``--curve``: also over rows,
 limit and replicas.
 
@@ -75,14 +76,17 @@ def memory(pid: int | str = "self") -> dict[str, int]:
 
 @contextlib.contextmanager
 def loop_watched() -> Iterator[list[float]]:
-    """An event loop in a thread, as a run's; the list has the longest time for which it was held, in seconds."""
-    longest, ended = [0.0], threading.Event()
+    """An event loop in a thread, as a run's; the list has the longest time for which it was held, in seconds, and the
+    most that this thread computed in such a time: the rest is that of other processes, which take the cores."""
+    longest, ended = [0.0, 0.0], threading.Event()
+    clock = time.pthread_getcpuclockid(threading.get_ident())
 
     async def watch() -> None:
         while not ended.is_set():
-            asked = time.monotonic()
+            asked, spent = time.monotonic(), time.clock_gettime(clock)
             await asyncio.sleep(0.002)
-            longest[0] = max(longest[0], time.monotonic() - asked - 0.002)
+            held = time.monotonic() - asked - 0.002
+            longest[:] = max(longest[0], held), max(longest[1], min(held, time.clock_gettime(clock) - spent))
 
     thread = threading.Thread(target=asyncio.run, args=(watch(),))
     thread.start()
@@ -142,6 +146,7 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
                     "created": created_bytes() - created,
                     "wall": ended - began,
                     "held": held[0],
+                    "busy": held[1],
                     "phases": plane.seconds,
                     "sums": [float(value) for value in answer],
                 }
@@ -206,7 +211,7 @@ class Runs:
         print(
             f"  {side:<14}{result['peak'] / MIB:9.1f} MiB{result['seconds']:9.3f} s{result['put'] / MIB:10.1f} MiB"
             f"{result['fetched'] / MIB:10.1f} MiB{result['put'] / payload:8.2f}x{result['wall']:8.1f} s"
-            f"{result['held'] * 1e3:9.0f} ms",
+            f"{result['held'] * 1e3:9.0f} ms ({result['busy'] * 1e3:.0f})",
             flush=True,
         )
         return result
