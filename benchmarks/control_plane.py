@@ -7,8 +7,8 @@ actor that fetches as each rank in turn. Each side and size has a process of its
 of the driver: peak of its own memory (anonymous pages, sampled from outside, above those at the step's start, where
 it holds the sampled rows), processor seconds of all its threads, bytes put into the store by all processes, bytes
 fetched by ranks, and "loop held", the longest time for which an event loop beside the step, as a run has one, could
-not go on (and the most that the driver's thread computed in such a time). Sums over the trained tokens, which the ranks
-return, must agree between sides; nothing else is asserted.
+not go on (and the most that the driver's thread computed in such a time). Sums over the trained tokens, which the
+ranks return, must agree between sides; nothing else is asserted.
 ``--growth SIDES``: also at twice the limit with equal tokens, and at twice the rows. ``--curve``: also over rows,
 limit and replicas.
 
