@@ -138,13 +138,13 @@ def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) ->
 def read_arguments(args: Sequence[str], verb: str = TRAIN) -> tuple[list[Assignment], list[Problem]]:
     """Return the assignments of ``key=value``, ``--config FILE`` and ``--recipe NAME`` arguments, and the problems of
     reading them. Those of the recipe come first. Raises ConfigError for a recipe that ``verb`` cannot take."""
-    names, given = split_recipe(args)
+    names, settings = split_recipe(args)
     if len(names) > 1:
         fix = "give one recipe; add more keys with --config FILE.yaml"
         raise ConfigError([Problem(RECIPE, ", ".join(names), fix)])
     assignments: list[Assignment] = []
     problems: list[Problem] = []
-    rest = iter([*(f"--config={recipe_file(name, verb)}" for name in names), *given])
+    rest = iter([*(f"--config={recipe_file(name, verb)}" for name in names), *settings])
     for arg in rest:
         if arg == "--config" or arg.startswith("--config="):
             path = arg.partition("=")[2] if "=" in arg else next(rest, "")
