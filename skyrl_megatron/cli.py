@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyrl_megatron import __version__
+
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
     "train-async": ("skyrl_megatron.entrypoints.fully_async", "train while rollouts run ahead of training; key=value"),
@@ -24,6 +26,7 @@ VERBS = {
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
     "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: gsm8k or sums"),
+    "examples": ("skyrl_megatron_tools.write_examples", "write the examples and their data makers into a folder"),
     "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron_observe.run_report", "write report.html of a run"),
     "dashboard": ("skyrl_megatron_observe.dashboard", "serve the dashboards of runs"),
@@ -60,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         print("\n".join(f"  {name:<18}{VERBS[name][1]}" for name in verbs()))
         return 0 if command_line else 2
+    if command_line == ["--version"]:
+        print(f"skyrl-megatron {__version__}")
+        return 0
     verb, *arguments = command_line
     verb = ALIASES.get(verb, verb)
     if verb in REPLACED:
