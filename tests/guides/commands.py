@@ -127,6 +127,7 @@ COMMANDS = (
     Row(r"python benchmarks/run\.py", "tests/launch/test_benchmarks.py::test_the_front_lists_them_and_refuses_others"),
     Row(r"launch/docs\.sh", "tests/launch/test_ci.py::test_documentation_part"),
     Row(r"launch/requirements/(environments|lint|trackers|lock)\.sh", needs="a package index"),
+    Row(r"\.venv/tools/bin/uv build", "tests/launch/test_wheel.py::test_the_archives_have_what_is_in_git"),
     Row(r"\.venv/bin/python launch/requirements/check\.py", HERE + "test_a_quick_command_runs"),
     Row(
         rf"{MAIN}config\.document", "tests/config/test_fields.py::test_every_field_is_explained_and_config_md_is_fresh"
