@@ -48,8 +48,10 @@ def loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_l
 SMALL = """
     trainer.max_training_steps=2 trainer.train_batch_size=32 trainer.policy_mini_batch_size=32 trainer.logger=console
     trainer.update_epochs_per_batch=1 trainer.ckpt_interval=2 trainer.hf_save_interval=2 trainer.eval_interval=0
-    trainer.eval_before_train=false
+    trainer.eval_before_train=false trainer.placement.policy_num_gpus_per_node=1
+    trainer.policy.megatron_config.expert_model_parallel_size=1 generator.inference_engine.num_engines=1
 """.split()
+"""Two steps of the embedded run with one rank and one engine."""
 
 
 def tracked(*paths):
@@ -170,7 +172,7 @@ def test_the_embedded_run_and_what_is_done_with_it(home, trained):
     assert "ended after step 2 of 2" in trained
     seen = [line.split(" ") for line in (home / "seen.txt").read_text().splitlines()]
     assert all(path.startswith(str(home / "env")) for _, *paths in seen for path in paths), seen
-    assert len({process for process, *_ in seen} - {"driver"}) >= 4, "two ranks, two engines"
+    assert len({process for process, *_ in seen} - {"driver"}) >= 2, "a rank, an engine"
     folder = home / "made" / "embedded" / "seed_42"
     ran(home, "convert", folder / "ckpts" / "global_step_2", home / "converted")
     exported = folder / "exports" / "global_step_2" / "policy"
