@@ -58,7 +58,7 @@ def recipe(folder: Path) -> tuple[object, object]:
 
     (folder / "config.json").write_text(json.dumps(QWEN3_30B_A3B | {"num_hidden_layers": 48}))
     cfg = SkyRLTrainConfig.from_cli_overrides(
-        ["--config", str(ROOT / "launch/recipes/qwen3-30b-a3b.yaml"), f"trainer.policy.model.path={folder}"]
+        ["--config", str(ROOT / "skyrl_megatron/recipes/qwen3-30b-a3b.yaml"), f"trainer.policy.model.path={folder}"]
     )
     return cfg, RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"])
 

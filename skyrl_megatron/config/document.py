@@ -1,8 +1,8 @@
 """Write the pages that follow from the configuration classes.
 
-``python -m skyrl_megatron.config.document`` writes CONFIG.md, a line per key, and
-``launch/recipes/ppo_base_config.yaml`` for scripts decorated with ``hydra.main``. With a file as argument it writes
-the whole text of all keys there (``launch/docs.sh``).
+``python -m skyrl_megatron.config.document`` writes CONFIG.md, a line per key, and the recipe ``ppo_base_config`` for
+scripts decorated with ``hydra.main``. With a file as argument it writes the whole text of all keys there
+(``launch/docs.sh``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from skyrl_megatron.config.fields import (
     field_types,
     sections_of,
 )
-from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
+from skyrl_megatron.config.parse import ALIASES, DEPRECATED, RECIPES, describe
 from skyrl_megatron.config.table import OTHER_ROLES, STEP_WISE, AdvantageEstimator, ObjectiveRow, PolicyLossType
 
 _HEAD = """\
@@ -248,7 +248,7 @@ def main(arguments: list[str]) -> int:
         Path(arguments[0]).write_text(document(whole=True))
         return 0
     (root / "CONFIG.md").write_text(document())
-    (root / "launch" / "recipes" / "ppo_base_config.yaml").write_text(base_config())
+    (RECIPES / "ppo_base_config.yaml").write_text(base_config())
     return 0
 
 

@@ -38,14 +38,18 @@ def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
 
 
 def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> tuple[C, list[Problem]]:
-    """Return a configuration and every problem of ``args``. A field with an invalid value has its default."""
+    """Return a configuration and every problem of ``args``. A field with an invalid value has its default.
+
+    Raises ConfigError for a recipe that is none, or one of another verb.
+    """
     problems: list[Problem] = []
     resolved = False
     if isinstance(args, Mapping):
         plain, resolved = _plain(args)
         assignments = read_mapping(plain, "mapping", text=True)
     else:
-        assignments, problems = read_arguments(args)
+        verb = next((name for name in legacy.SUPERVISED if name in field_types(cls)), legacy.TRAIN)
+        assignments, problems = read_arguments(args, verb)
     builder = _Builder(cls, {**legacy.DEPRECATED, **legacy.DROPPED, **legacy.ALIASES})
     cfg, of_values = builder.build(assignments, interpolate=not resolved)
     legacy.warn_deprecated({old: new for old, new in builder.renamed.items() if old not in legacy.ALIASES})

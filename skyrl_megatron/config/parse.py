@@ -23,7 +23,10 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from skyrl_megatron.config.fields import Bounds, OneOf, Section, field_types, leaves, members_of
-from skyrl_megatron.errors import Problem
+from skyrl_megatron.errors import ConfigError, Problem
+
+TRAIN, SUPERVISED = "train", ("sft", "dpo", "reward")
+"""Verbs that train on prompts, and on rows, whose configurations and recipes have a section of the verb's name."""
 
 
 def nearest_keys(root: type, cls: type, key: str, whole: str) -> list[str]:
@@ -132,12 +135,16 @@ def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) ->
     return assignments
 
 
-def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]]:
-    """Return the assignments of ``key=value`` and ``--config FILE`` arguments, in order, and the problems of reading
-    them."""
+def read_arguments(args: Sequence[str], verb: str = TRAIN) -> tuple[list[Assignment], list[Problem]]:
+    """Return the assignments of ``key=value``, ``--config FILE`` and ``--recipe NAME`` arguments, and the problems of
+    reading them. Those of the recipe come first. Raises ConfigError for a recipe that ``verb`` cannot take."""
+    names, settings = split_recipe(args)
+    if len(names) > 1:
+        fix = "give one recipe; add more keys with --config FILE.yaml"
+        raise ConfigError([Problem(RECIPE, ", ".join(names), fix)])
     assignments: list[Assignment] = []
     problems: list[Problem] = []
-    rest = iter(args)
+    rest = iter([*(f"--config={recipe_file(name, verb)}" for name in names), *settings])
     for arg in rest:
         if arg == "--config" or arg.startswith("--config="):
             path = arg.partition("=")[2] if "=" in arg else next(rest, "")
@@ -154,6 +161,60 @@ def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]
         except ValueError as error:
             problems.append(Problem(key, text, str(error)))
     return assignments, problems
+
+
+RECIPE, RECIPES = "--recipe", Path(__file__).parents[1] / "recipes"
+"""The option, and the folder of the package's recipes."""
+
+
+def split_recipe(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of ``--recipe``, "" for a missing one, and the other arguments, ``model=`` as its key."""
+    names: list[str] = []
+    rest: list[str] = []
+    for number, arg in enumerate(args):
+        if arg.startswith(f"{RECIPE}="):
+            names.append(arg.partition("=")[2])
+        elif arg == RECIPE:
+            names.append("")
+        elif number and args[number - 1] == RECIPE and "=" not in arg and not arg.startswith("-"):
+            names[-1] = arg
+        else:
+            rest.append(f"trainer.policy.model.path={arg.removeprefix('model=')}" if arg.startswith("model=") else arg)
+    return names, rest
+
+
+def verb_of_recipe(name: str) -> str | None:
+    """Return the verb of a recipe: that of its section, else ``train``; None for a file of the user without section,
+    and for what is no recipe."""
+    path = _path_of(name)
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    section = re.search(rf"^({'|'.join(SUPERVISED)})[.:]", text, re.MULTILINE)
+    return section[1] if section else TRAIN if path.parent == RECIPES and path.is_file() else None
+
+
+def _path_of(name: str) -> Path:
+    is_file = os.sep in name or name.endswith((".yaml", ".yml"))
+    return Path(name).expanduser() if is_file else RECIPES / f"{name}.yaml"
+
+
+def recipe_file(name: str, verb: str) -> str:
+    """Return the file of a recipe: one of the package, or a path. Raises ConfigError if ``verb`` cannot take it."""
+    path, owner = _path_of(name), verb_of_recipe(name)
+    if owner not in (verb, None):
+        fix = f"belongs to another verb: skyrl-megatron {owner} {RECIPE} {name}"
+    elif name.startswith("embedded") and owner == TRAIN:
+        fix = f"makes its model and data first, as only this does: skyrl-megatron {TRAIN} {RECIPE} {name}"
+    elif path.is_file():
+        return str(path)
+    elif path.parent != RECIPES:
+        fix = "no such file: give the path of a YAML file"
+    else:
+        names = [other for other in sorted(file.stem for file in RECIPES.glob("*.yaml")) if other != "ppo_base_config"]
+        names = [other for other in names if verb_of_recipe(other) == verb]
+        near = difflib.get_close_matches(name, names, n=1)
+        fix = f"no such recipe{f'; did you mean {near[0]}?' if near else '.'}" if name else "give a name."
+        fix += f" Use {f'one of {", ".join(names)}, or ' if names else ''}the path of a YAML file"
+    raise ConfigError([Problem(RECIPE, name, fix)])
 
 
 def names_key(assignments: Sequence[Assignment], key: str) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.checks import QuickCheck, load_config, quick_check
 from skyrl_megatron.command import run_command, with_strict_rows
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.parse import RECIPES
 from skyrl_megatron.config.schema.run import own_keys
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.plugins import option_lines, requested_option
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BasePPOExp", "config_dir", "main", "skyrl_entrypoint"]
 
-config_dir = str(Path(__file__).resolve().parents[2] / "launch" / "recipes")
+config_dir = str(RECIPES)
 """Folder of the recipes of the package, for ``--config``."""
 
 HELP = """\
@@ -34,6 +34,7 @@ usage: skyrl-megatron train [--recipe NAME] [--config FILE.yaml] [--check] [key=
 
   key=value       set one key, e.g. trainer.policy.megatron_config.tensor_model_parallel_size=2
                   key={a: 1} replaces a whole dict option; key.a=1 sets one entry of it
+  --recipe NAME   a recipe of the package, or a YAML file; without NAME: list them; model=PATH replaces its model
   --config FILE   read keys from a YAML file; may be repeated; later assignments win
   --check         report whether the configuration can run, all its problems, layout, memory and batch sizes; starts
                   neither Ray nor CUDA; exit code 0 if it can run, 2 if not

@@ -83,7 +83,7 @@ def _hugging_face_folder(args: Sequence[str]) -> Iterator[tuple[Sequence[str], i
             export_megatron(path, Path(folder) / "policy")
         except BridgeError as error:
             raise ConfigError([Problem(MODEL, str(path), str(error))]) from error
-        others = [arg for arg in args if not arg.startswith(f"{MODEL}=")]
+        others = [arg for arg in args if not arg.startswith((f"{MODEL}=", "model="))]
         yield [*others, f"{MODEL}={folder}/policy"], step
 
 

@@ -27,7 +27,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron.config.hf_model import ADAPTER, model_folder, model_repo
-from skyrl_megatron.errors import ConfigError, DistributedError, LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.errors import ConfigError, DistributedError, LaunchError, SkyRLMegatronWarning, set_up
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, unpickled_line
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def differences(address: str, found: NodeReport, own: Mapping[str, str] | None =
     ]
     if not other:
         return []
-    fix = "run launch/setup.sh on that node from the same commit, or share one checkout among the nodes"
+    fix = f"run {set_up()} on that node from the same commit, or share one environment among the nodes"
     return [f"node {address} ({found.host}): {'; '.join(other)}; {fix}"]
 
 

@@ -17,7 +17,7 @@ from skyrl_megatron.config.resolve import trackers
 from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.passthrough_keys import SAMPLING
 from skyrl_megatron.config.validate import require_available
-from skyrl_megatron.errors import ConfigError, Problem, install_command
+from skyrl_megatron.errors import ConfigError, Problem, install_command, set_up
 from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, sampling_keys, sampling_types, typed_field
 from skyrl_megatron.plugins import GENERATORS
 from skyrl_megatron_parts.muon_settings import PREFIX
@@ -182,12 +182,12 @@ def packages(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     elsewhere."""
     for key, value, package, otherwise in _needed(run):
         if package == "transformer_engine" and run.hardware.elsewhere:
-            yield NotChecked(key, f"whether the machines of the ranks have {package}: run launch/doctor.sh there")
+            yield NotChecked(key, f"whether the machines of the ranks have {package}: run skyrl-megatron doctor there")
         elif importlib.util.find_spec(package) is None:
             yield Problem(key, value, f"needs the package {package}: {install_command(package)}, or {otherwise}")
     engine = run.cfg.generator.inference_engine
     if engine.run_engines_locally and engine.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        yield Problem("generator.inference_engine.backend", "vllm", "vLLM is not installed: run launch/setup.sh")
+        yield Problem("generator.inference_engine.backend", "vllm", f"vLLM is not installed: run {set_up()}")
 
 
 def _needed(run: PlannedRun) -> Iterator[tuple[str, object, str, str]]:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="launch/ray_cluster.sh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="skyrl-megatron cluster", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{up,down,status,run}")
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="cluster folder, shared by all hosts")
@@ -105,7 +105,7 @@ def _up(options: argparse.Namespace) -> int:
 def _up_run_down(options: argparse.Namespace) -> int:
     command = [word for number, word in enumerate(options.command) if number or word != "--"]
     if not command:
-        raise LaunchError("run: give a command after --, for example: run -- launch/run_moe.sh key=value")
+        raise LaunchError("run: give a command after --, for example: run -- skyrl-megatron train key=value")
     folder = _bring_up(options)
     try:
         with collected_signals() as signals:

@@ -85,7 +85,7 @@ class ClusterFolder:
             ) from error
         if folder.head() is not None and not folder.ended:
             raise LaunchError(
-                f"{path}: a cluster already uses this folder ({folder.head()}); stop it with 'launch/ray_cluster.sh "
+                f"{path}: a cluster already uses this folder ({folder.head()}); stop it with 'skyrl-megatron cluster "
                 f"down --dir {path}', or give another folder with --dir"
             )
         folder.clear()
@@ -291,7 +291,8 @@ def _listed(known: dict[str, str]) -> str:
 
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "ray_cluster.sh"
+THREADS = ("OMP_NUM_THREADS=1", "SKYRL_DEFAULT_THREADS=1")
 
 
 def read_hosts(file: Path) -> list[str]:
@@ -323,7 +324,8 @@ def on_host(host: str, command: Sequence[str]) -> list[str]:
 
 def start_member(host: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a host of the cluster in the background. It outlives this process and prints to ``log``."""
-    command = [str(REPOSITORY / "launch/ray_cluster.sh"), "member", *arguments]
+    installed = ["env", *THREADS, sys.executable, "-P", "-m", "skyrl_megatron_tools.cluster"]  # as the script does
+    command = [*([str(SCRIPT)] if SCRIPT.exists() else installed), "member", *arguments]
     with log.open("wb") as file:
         return subprocess.Popen(
             on_host(host, command), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True

@@ -20,7 +20,7 @@ import psutil
 
 from skyrl_megatron import device
 from skyrl_megatron import progress as start_times
-from skyrl_megatron.errors import LaunchError, SkyRLMegatronError
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, set_up
 from skyrl_megatron.interrupts import replace_handlers, restore_handlers
 from skyrl_megatron.workers.runtime_env import LOOPBACK
 from skyrl_megatron_tools.cluster.hosts import (
@@ -181,7 +181,7 @@ def require_ray() -> None:
     """Raise LaunchError if Ray is not installed in this environment."""
     if not Path(sys.executable).with_name("ray").exists():
         raise LaunchError(
-            f"Ray is not installed in {sys.prefix}: run launch/setup.sh on this host, or share the checkout"
+            f"Ray is not installed in {sys.prefix}: run {set_up()} on this host, or share the environment"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from skyrl_megatron import device
 from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.errors import set_up
 from skyrl_megatron_tools.doctor import Finding
 from skyrl_megatron_tools.doctor.machine import (
     checkpoint_folder,
@@ -68,14 +69,14 @@ def attention(
         if kernels:
             yield Finding("attention", "ok", f"{name}: {kernels[0]}")
         else:
-            fix = "use a GPU of compute capability 8.0 or later, and the locked cuDNN version (launch/setup.sh gpu)"
+            fix = f"use a GPU of compute capability 8.0 or later, and the locked cuDNN version ({set_up('gpu')})"
             yield Finding("attention", "FAIL", f"{name}: Transformer Engine has no kernel", fix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print all findings. Return the exit code: 0, 1 if a run cannot start, 2 for a wrong argument."""
     parser = argparse.ArgumentParser(
-        prog="launch/doctor.sh",
+        prog="skyrl-megatron doctor",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
+from skyrl_megatron.errors import set_up
 from skyrl_megatron.workers.runtime_env import LOOPBACK, free_port
 from skyrl_megatron_tools.doctor import Finding
 
@@ -330,11 +331,11 @@ CHECKS: dict[str, Callable[[], str]] = {
 DEADLINES = {"all-reduce": 90.0, "layer": 90.0, "weight sync": 90.0, "engine": 300.0}
 """Name → deadline in seconds. The first start of an engine on a machine compiles kernels."""
 ADVICE = {
-    "all-reduce": "find where it stops with NCCL_DEBUG=INFO launch/doctor.sh, and the broken link with "
+    "all-reduce": "find where it stops with NCCL_DEBUG=INFO skyrl-megatron doctor, and the broken link with "
     "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1",
-    "layer": "rebuild Transformer Engine: remove .venv and run launch/setup.sh gpu",
+    "layer": f"rebuild Transformer Engine: remove its environment and run {set_up('gpu')}",
     "weight sync": "for CUDA IPC, docker run --ipc=host; for NCCL, look at the output with NCCL_DEBUG=INFO",
-    "engine": "read the lines above; run launch/setup.sh gpu on this machine",
+    "engine": f"read the lines above; run {set_up('gpu')} on this machine",
 }
 
 

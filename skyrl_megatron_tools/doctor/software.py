@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from skyrl_megatron.errors import set_up
 from skyrl_megatron_tools.doctor import Finding
 
 DEADLINE_S = 240.0
@@ -166,7 +167,6 @@ if __name__ == "__main__":
     main(sys.argv[1:])
 
 
-SET_UP = "launch/setup.sh"
 PYTHONS = ((3, 12), (3, 13))
 OPTIONAL = {
     "flash-attn": "without it, Transformer Engine uses cuDNN's attention",
@@ -196,7 +196,7 @@ def software(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding
         elif name == "vLLM kernels":
             if not module.works:
                 yield Finding(
-                    name, "FAIL", module.error, f"run {SET_UP} gpu on this machine, with the driver installed"
+                    name, "FAIL", module.error, f"run {set_up('gpu')} on this machine, with the driver installed"
                 )
         else:
             yield _needed(name, module, gpu=gpu)
@@ -209,7 +209,7 @@ def python(version: tuple[int, int]) -> Finding:
     text = ".".join(map(str, version))
     if version in PYTHONS:
         return Finding("Python", "ok", text)
-    return Finding("Python", "FAIL", text, f"PYTHON=/path/to/python3.12 {SET_UP}")
+    return Finding("Python", "FAIL", text, f"PYTHON=/path/to/python3.12 {set_up()}")
 
 
 def requirements() -> Finding:
@@ -229,16 +229,14 @@ def requirements() -> Finding:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} is {version}, but {requirement.specifier} is required")
     if wrong:
-        return Finding(
-            "packages", "FAIL", "; ".join(wrong), f"run {SET_UP} in this checkout, and pip install nothing else"
-        )
+        return Finding("packages", "FAIL", "; ".join(wrong), f"run {set_up()}, and pip install nothing else")
     return Finding("packages", "ok", "versions as required")
 
 
 def _needed(name: str, package: Imported, *, gpu: bool) -> Finding:
     if package.works:
         return Finding(name, "ok", package.version)
-    fix = f"{SET_UP} {'gpu' if gpu else 'cpu'}"
+    fix = set_up("gpu" if gpu else "cpu")
     if not package.installed:
         return Finding(name, "FAIL", "not installed", fix)
     if package.error.startswith(TIMED_OUT):
@@ -267,7 +265,7 @@ def cuda(torch: Imported) -> Iterator[Finding]:
     installed = f"driver's CUDA {driver}.{minor}" if driver else "no driver"
     text = f"{installed}, torch's {runtime}.{release}"
     if not runtime:
-        yield Finding("CUDA", "FAIL", "this torch is built without CUDA", f"{SET_UP} gpu")
+        yield Finding("CUDA", "FAIL", "this torch is built without CUDA", set_up("gpu"))
     elif driver < runtime:
         yield Finding(
             "CUDA", "FAIL", text, f"install a driver for CUDA {runtime}.{release} or later (nvidia-smi shows it)"
@@ -285,4 +283,4 @@ def cuda(torch: Imported) -> Iterator[Finding]:
     if torch.facts["collectives"]:
         yield Finding("NCCL", "ok", torch.facts["collectives"])
     else:
-        yield Finding("NCCL", "FAIL", "this torch is built without NCCL", f"{SET_UP} gpu")
+        yield Finding("NCCL", "FAIL", "this torch is built without NCCL", set_up("gpu"))

@@ -1,4 +1,4 @@
-"""The embedded run: ``python -m skyrl_megatron_tools.embedded.embedded [--check [--show-config]] [key=value …]``
+"""The embedded run: ``skyrl-megatron train [--recipe embedded-NAME] [--check [--show-config]] [key=value …]``
 
 A small Qwen3-MoE with a million parameters (grouped-query attention, q/k norm, 8 experts, top-2) learns two-digit sums
 with GRPO on two CPU cores. The run has every part of a large run: two Megatron ranks, two vLLM engines that take turns
@@ -10,7 +10,7 @@ On a machine with GPUs, or in a cluster (``RAY_ADDRESS``), ranks and engines sha
 
 ``--check`` reports whether the run can start, and its layout, memory and batch sizes, and starts nothing;
 ``--show-config`` adds the resolved configuration. Keys are those of every run, on top of
-``launch/recipes/embedded.yaml``. Files are stored in ``$SKYRL_MEGATRON_HOME`` (default ``~/.cache/skyrl_megatron``);
+the recipe ``embedded``. Files are stored in ``$SKYRL_MEGATRON_HOME`` (default ``~/.cache/skyrl_megatron``);
 the same command continues a run that ended early. With ``trainer.policy.model.path=…`` that model is trained instead,
 in other folders and without the warm-up.
 """
@@ -29,15 +29,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.checks import QuickCheck, load_config, quick_check, run_hardware
-from skyrl_megatron.command import require_memory, run_command
+from skyrl_megatron.command import require_memory, run_command, with_strict_rows
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.load import parse
-from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
+from skyrl_megatron.config.parse import Assignment, names_key, read_arguments, split_recipe
 from skyrl_megatron.data.curriculum import curriculum, difficulty
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.main_generate import score_model
+from skyrl_megatron.plugins import requested_option
 from skyrl_megatron.tiny_model import write_embedded_model
 from skyrl_megatron.workers.runtime_env import start_server
 
@@ -62,10 +63,14 @@ GPUS = "trainer.placement.policy_num_gpus_per_node"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 done, 1 failed, 2 the configuration has problems."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    names, args = split_recipe(list(sys.argv[1:] if argv is None else argv))
     if {"-h", "--help"} & set(args):
         print(__doc__)
         return 0
+    args = [
+        *(f"--config={config_dir}/{name}.yaml" for name in names if name != "embedded"),
+        *with_strict_rows(args, "data"),
+    ]
     if checks := [arg for arg in args if arg.partition("=")[0] == "--check"]:
         rest = [arg for arg in args if arg not in checks]
         return run_command(lambda: check.run([*checks, *arguments(rest, check.requested_hardware(args))]), beats=True)
@@ -243,6 +248,8 @@ def _write_curriculum(args: Sequence[str], hardware: Hardware) -> None:
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
     hardware = run_hardware()
+    if (option := requested_option(args)) is not None:
+        return option(arguments(args, hardware), SkyRLTrainConfig)
     ahead = quick_check(SkyRLTrainConfig, arguments(args, hardware), hardware)
     if ahead is QuickCheck.FINISHED:
         return 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
+from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError, set_up
 from skyrl_megatron.inference.engine_pool import EnginePool, EngineSlot, EngineState
 from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
 from skyrl_megatron_tools.remote.remote_engine import RemoteEngine
@@ -47,7 +47,7 @@ class EngineRequirements:
         """List differences of model and package versions that prevent an engine from joining."""
         problems = [
             f"{name} is {versions.get(name, 'missing')} on the engine's host, but {version} in the run: run "
-            "launch/setup.sh there from the same commit"
+            f"{set_up()} there from the same commit"
             for name, version in package_versions().items()
             if versions.get(name) != version
         ]
@@ -312,7 +312,7 @@ class Fleet:
             return []
         return [
             f"the trainer sends weights from {self.weights_from}, which other hosts cannot reach: start the run in a "
-            "cluster (launch/run_moe.sh --hosts, or RAY_ADDRESS), or use the loopback address for an engine on this "
+            "cluster (skyrl-megatron cluster, or RAY_ADDRESS), or use the loopback address for an engine on this "
             "host"
         ]
 

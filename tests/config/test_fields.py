@@ -81,7 +81,7 @@ def test_every_field_is_explained_and_config_md_is_fresh():
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     with open(os.path.join(root, "CONFIG.md")) as file:
         assert file.read() == document.document(), stale
-    with open(os.path.join(root, "launch/recipes/ppo_base_config.yaml")) as file:
+    with open(os.path.join(root, "skyrl_megatron/recipes/ppo_base_config.yaml")) as file:
         assert file.read() == document.base_config(), f"its keys too: {stale}"
 
 

@@ -20,7 +20,7 @@ from tests.support.whole_folder import write_sums, write_whole_folder
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "launch" / "recipes"
+FOLDER = ROOT / "skyrl_megatron" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
 EMBEDDED = {f"embedded-{name}" for name in ("lora", "ppo", "distill", "async", "mlperf", "muon")}
 SMALL = {"tiny-moe-cpu", "embedded", *EMBEDDED}

@@ -78,6 +78,8 @@ COMMANDS = (
     Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
     Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),
     Row(rf"{MAIN}entrypoints\.main_base", needs=GPUS),
+    Row(rf"{VERB}train$", "tests/launch/test_wheel.py::test_the_embedded_run_and_what_is_done_with_it"),
+    Row(rf"{VERB}examples$", "tests/launch/test_wheel.py::test_the_examples_are_written"),
     Row(rf"{VERB}one-step", "tests/tools/test_one_step.py::test_prompts_to_synced_weights"),
     Row(rf"{VERB}train(-async)? ([a-z_.]+=|key=|…)", needs=GPUS),
     Row(
@@ -127,6 +129,7 @@ COMMANDS = (
     Row(r"python benchmarks/run\.py", "tests/launch/test_benchmarks.py::test_the_front_lists_them_and_refuses_others"),
     Row(r"launch/docs\.sh", "tests/launch/test_ci.py::test_documentation_part"),
     Row(r"launch/requirements/(environments|lint|trackers|lock)\.sh", needs="a package index"),
+    Row(r"\.venv/tools/bin/uv build", "tests/launch/test_wheel.py::test_the_archives_have_what_is_in_git"),
     Row(r"\.venv/bin/python launch/requirements/check\.py", HERE + "test_a_quick_command_runs"),
     Row(
         rf"{MAIN}config\.document", "tests/config/test_fields.py::test_every_field_is_explained_and_config_md_is_fresh"

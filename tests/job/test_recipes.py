@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_megatron.config.parse import RECIPES
 from tests.job import runs
 from tests.support.tiny_models import write_tiny_model
 from tests.support.whole_folder import write_sums
@@ -65,7 +66,7 @@ SUPERVISED = ("qwen3-30b-a3b-sft", "qwen3-30b-a3b-sft-lora")
 
 def test_every_recipe_of_a_large_model_is_run():
     small = {"tiny-moe-cpu", "ppo_base_config"}
-    names = {path.stem for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.stem.startswith("embedded")}
+    names = {path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("embedded")}
     assert names - small == {*FAMILIES, *SUPERVISED}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from skyrl_megatron.config.parse import RECIPES
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "launch" / "kubernetes" / "rayjob.yaml"
 
@@ -55,7 +57,7 @@ def test_the_job_asks_for_what_its_recipe_needs(job):
     words = job["spec"]["entrypoint"].split()
     script = words[0].removeprefix("/opt/skyrl-megatron/")
     assert (ROOT / script).exists()
-    recipe = yaml.safe_load((ROOT / "launch" / "recipes" / f"{words[words.index('--recipe') + 1]}.yaml").read_text())
+    recipe = yaml.safe_load((RECIPES / f"{words[words.index('--recipe') + 1]}.yaml").read_text())
     [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     [container] = group["template"]["spec"]["containers"]
     placement = recipe["trainer"]["placement"]

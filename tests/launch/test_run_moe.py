@@ -257,7 +257,7 @@ def test_check_for_another_machine_with_every_form(folder, capsys, form):
     ("args", "words"),
     [
         (["--recipe", "embeded"], ["--recipe=embeded", "did you mean embedded?"]),
-        (["--recipe"], ["--recipe=", "no such recipe"]),
+        (["--recipe"], ["--recipe=", "give a name"]),
         (["--recipe", "./none.yaml"], ["none.yaml", "no such file"]),
         (["--recipe", "embedded", "--recipe=./mine.yaml"], ["give one", "--config"]),
         (["--chek"], ["--chek", "did you mean --check?"]),

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.data.row_files import load_source
+from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.tiny_model import write_embedded_model
 from skyrl_megatron_tools.embedded.embedded import write_problems
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LAYOUT = {
     "trainer.placement.policy_num_gpus_per_node": 2,  # ranks; on a machine without GPUs a rank is a process
     "trainer.policy.megatron_config.expert_model_parallel_size": 2,
@@ -42,7 +42,7 @@ STAGES: dict[str, tuple[list[str], dict[str, Any]]] = {
             "trainer.policy.optimizer_config.lr": 1e-3,
         },
     ),
-    "grpo": (["skyrl_megatron.entrypoints.main_base", f"--config={RECIPES}/embedded.yaml"], {}),
+    "grpo": (["skyrl_megatron.entrypoints.main_base", f"--config={config_dir}/embedded.yaml"], {}),
     "dpo": (
         ["skyrl_megatron", "dpo"],
         {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import EXPERT_COUNTS, rope_parameters
-from skyrl_megatron.errors import Problem
+from skyrl_megatron.errors import Problem, set_up
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.models import MegatronConfig
@@ -82,7 +82,7 @@ def _gpu_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, experts: bool) -
         fix = "Transformer Engine's attention needs the package flash_attn_3, which is not installed: install it, set "
         yield Problem(key, None, f"{fix}this to local, or {KEY} to false")
     if not hardware.elsewhere and find_spec("transformer_engine") is None:
-        fix = "Megatron-Core's batch-invariant kernels need Transformer Engine: run launch/setup.sh gpu, or set it to "
+        fix = f"Megatron-Core's batch-invariant kernels need Transformer Engine: run {set_up('gpu')}, or set it to "
         yield Problem(KEY, True, f"{fix}false")
 
 

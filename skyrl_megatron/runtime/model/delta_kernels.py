@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.errors import SkyRLMegatronWarning, set_up
 
 LARGEST_KEY = 256
 """Largest head dimension of keys that the kernels take (fla/ops/common/chunk_delta_h.py)."""
@@ -32,7 +32,7 @@ def _installed() -> bool:
     if find_spec("fla") is not None:
         return True
     warnings.warn(
-        "gated delta nets run without the package fla-core, several times slower: launch/setup.sh gpu installs it",
+        f"gated delta nets run without the package fla-core, several times slower: {set_up('gpu')} installs it",
         SkyRLMegatronWarning,
         stacklevel=2,
     )

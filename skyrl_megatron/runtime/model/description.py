@@ -15,7 +15,7 @@ from bridges.plan import Plan
 from bridges.source import SCORE, Source
 from skyrl_megatron import device
 from skyrl_megatron.config.layout import PREFIX, ModelDimensions
-from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
+from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem, set_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def use_transformer_engine(
     if reason := _import_error():
         fix = (
             f"Transformer Engine cannot be imported ({reason}), so this GPU run would use slower layers: run "
-            f"launch/setup.sh gpu, or set {LOCAL} to use the slower layers"
+            f"{set_up('gpu')}, or set {LOCAL} to use the slower layers"
         )
         raise ConfigError([Problem(key, asked, fix)])
     return True
