@@ -1,7 +1,7 @@
 """Conversations as training data of ``skyrl-megatron sft``.
 
 A row is ``{messages: chat messages, tools, …}``. ``tools`` is optional: a list, or its JSON text. The assistant's
-messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`), except those that a flag
+messages are trained (:mod:`.trained_answers`), except those that a flag
 leaves out (:data:`~skyrl_megatron.data.messages.FLAGS`). Nothing of a row is dropped in silence: a column or a key
 that nothing reads is named with its count, and what the chat template would leave out of an answer is an error.
 """
@@ -29,8 +29,8 @@ from skyrl_megatron.data.row_shapes import format_of, format_of_messages, in_mes
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.templates import ChatFormat
-from skyrl_megatron.rollout.trained_answers import RenderedSequence, TrainedSequence, rendered_sequences, tokens_of
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron_supervised.trained_answers import RenderedSequence, TrainedSequence, rendered_sequences, tokens_of
 from skyrl_megatron_supervised.word_memo import WordMemo
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFT
 from skyrl_megatron.data.messages import as_rendered, flag_of, is_finite_number, messages_problem
 from skyrl_megatron.data.splitting import TOGETHER
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.trained_answers import TrainedSequence, tokens_of
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_supervised.chat_rows import (
     MARK_BYTES,
@@ -35,6 +34,7 @@ from skyrl_megatron_supervised.chat_rows import (
     has_image,
     taught_batch,
 )
+from skyrl_megatron_supervised.trained_answers import TrainedSequence, tokens_of
 
 PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
 COMPLETION, LABEL = "completion", "label"

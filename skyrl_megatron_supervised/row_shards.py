@@ -13,7 +13,7 @@ from skyrl_megatron.data.row_files import Rows
 from skyrl_megatron_supervised.chat_rows import ChatRows, MadeRow
 
 if TYPE_CHECKING:
-    from skyrl_megatron.rollout.trained_answers import TrainedSequence
+    from skyrl_megatron_supervised.trained_answers import TrainedSequence
 
 SHARD_ROWS = 1024
 PER_ROW = ("problem", "noted", "longest")

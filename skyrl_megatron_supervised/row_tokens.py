@@ -48,13 +48,12 @@ LOOK_S = 0.2
 """Time between two looks at the shards that another run makes."""
 SHAPES, INDEX = "shapes", "index"
 _PACKAGE, _CORE = Path(__file__).parent, Path(__file__).parent.parent / "skyrl_megatron"
+_OF_PACKAGE = ("chat_rows", "preference_rows", "row_shards", "row_tokens", "trained_answers", "word_memo")
+_OF_DATA = ("row_files", "row_shapes", "messages", "message_form", "tokenizer", "encoding")
 SOURCES = [
-    *(_PACKAGE / f"{name}.py" for name in ("chat_rows", "preference_rows", "row_shards", "row_tokens", "word_memo")),
-    *(
-        _CORE / f"data/{name}.py"
-        for name in ("row_files", "row_shapes", "messages", "message_form", "tokenizer", "encoding")
-    ),
-    *(_CORE / f"rollout/{name}.py" for name in ("trained_answers", "answer_ends", "templates")),
+    *(_PACKAGE / f"{name}.py" for name in _OF_PACKAGE),
+    *(_CORE / f"data/{name}.py" for name in _OF_DATA),
+    *(_CORE / f"rollout/{name}.py" for name in ("answer_ends", "templates")),
 ]
 """The code that decides what a row becomes."""
 

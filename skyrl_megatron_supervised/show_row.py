@@ -26,7 +26,7 @@ from skyrl_megatron.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.rollout.templates import ChatFormat
-    from skyrl_megatron.rollout.trained_answers import TrainedSequence
+    from skyrl_megatron_supervised.trained_answers import TrainedSequence
 
 SHOW_ROW, JSON = "--show-row", "--json"
 TRAINED_COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"

@@ -99,6 +99,7 @@ def test_a_batch_of_rows_has_the_tokens_of_each_row(tmp_path):
     from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.chat_rows import ChatRows
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
     from tests.support.chat_families import FAMILIES, family_tokenizer
 
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "f:0", "type": "function", "function": {}}]}
@@ -114,7 +115,7 @@ def test_a_batch_of_rows_has_the_tokens_of_each_row(tmp_path):
         made = ChatRows.to_make([str(tmp_path / "rows.jsonl")], chat, SFTConfig(thinking="drop"))
         for row, batched in zip(rows, made.make(range(len(rows)), list(made.rows)), strict=True):
             if not batched.kind:
-                assert batched.groups == [chat.trained_sequences(made.form.fitted(row))], (name, row)
+                assert batched.groups == [trained_sequences(chat, made.form.fitted(row))], (name, row)
                 compared += 1
     assert compared > 5 * len(FAMILIES)
 
