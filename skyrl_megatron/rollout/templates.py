@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,10 @@ class ChatFormat(AnswerEnds):
         self._writes_role = cache(self._try_role)
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
         self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
+
+    def __reduce__(self) -> Any:
+        made = partial(ChatFormat, stop_token_ids=self.stop_token_ids)
+        return made, (self.tokenizer, self.template, self.kwargs)
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatFormat:
         """Return the same format with other arguments of the template."""
