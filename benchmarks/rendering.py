@@ -19,6 +19,7 @@ from typing import Any
 from smoke import parse
 
 from skyrl_megatron.rollout.templates import ChatFormat
+from skyrl_megatron_supervised.trained_answers import trained_sequences
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -89,7 +90,7 @@ def by_pieces(chat: ChatFormat, messages: list[Any]) -> list[list[int]]:
 
 def whole(chat: ChatFormat, messages: list[Any]) -> list[list[int]]:
     """Return the tokens of our one sequence, and their mask."""
-    ((prompt, response, mask),) = chat.trained_sequences(messages)
+    ((prompt, response, mask),) = trained_sequences(chat, messages)
     return [[*prompt, *response], [*([0] * len(prompt)), *mask]]
 
 

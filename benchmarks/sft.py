@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_megatron.rollout.trained_answers import TrainedSequence
     from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron_supervised.trained_answers import TrainedSequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

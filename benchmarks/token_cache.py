@@ -31,10 +31,10 @@ from smoke import parse
 from skyrl_megatron.config.schema.supervised import SFTConfig
 from skyrl_megatron.data.row_cache import RowCache
 from skyrl_megatron.rollout.templates import ChatFormat
-from skyrl_megatron.rollout.trained_answers import TrainedSequence
 from skyrl_megatron_supervised.chat_rows import ChatRows
 from skyrl_megatron_supervised.row_shards import SHARD_ROWS, pack
 from skyrl_megatron_supervised.row_tokens import cached_rows
+from skyrl_megatron_supervised.trained_answers import TrainedSequence, trained_sequences
 
 BATCH = 64
 
@@ -55,7 +55,7 @@ def one_by_one(rows: ChatRows, numbers: Sequence[int]) -> list[list[TrainedSeque
     for number in numbers:
         row, _, kind, details = rows.checked(rows.rows, number, rows.rows[number], rows.settings)
         assert not kind, details
-        made.append(rows.chat.trained_sequences(rows.form.fitted(row["messages"])))
+        made.append(trained_sequences(rows.chat, rows.form.fitted(row["messages"])))
     return made
 
 

@@ -1,7 +1,7 @@
 """Conversations as training data of ``skyrl-megatron sft``.
 
 A row is ``{messages: chat messages, tools, …}``. ``tools`` is optional: a list, or its JSON text. The assistant's
-messages are trained (:meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`), except those that a flag
+messages are trained (:mod:`.trained_answers`), except those that a flag
 leaves out (:data:`~skyrl_megatron.data.messages.FLAGS`). Nothing of a row is dropped in silence: a column or a key
 that nothing reads is named with its count, and what the chat template would leave out of an answer is an error.
 """
@@ -22,15 +22,15 @@ import torch
 from skyrl_megatron.config.schema.evaluation import data_set_names
 from skyrl_megatron.config.schema.supervised import SFTConfig
 from skyrl_megatron.data.batch import collate
-from skyrl_megatron.data.message_form import MessageForm
+from skyrl_megatron.data.message_form import MessageForm, Said
 from skyrl_megatron.data.messages import BARE_TOOLS, FLAGS, flag_of, messages_problem, read_tools, trained_messages
 from skyrl_megatron.data.row_files import JoinedRows, Rows, load_source
 from skyrl_megatron.data.row_shapes import format_of, format_of_messages, in_messages
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.templates import ChatFormat
-from skyrl_megatron.rollout.trained_answers import RenderedSequence, TrainedSequence, rendered_sequences, tokens_of
 from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron_supervised.trained_answers import RenderedSequence, TrainedSequence, rendered_sequences, tokens_of
 from skyrl_megatron_supervised.word_memo import WordMemo
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ MARK_BYTES = 16
 LONGER = "longer than"
 """Beginning of the problem of a row with more than ``max_length`` tokens."""
 NOTHING_TRAINED = f"{NO_ANSWER_TRAINED}: the flags of the messages leave out all"
+_OF_RUN = ("kept", "marks", "_words", "_exchanged")
+"""Attributes of rows that only the process of the run needs."""
 IMAGES = ("image", "image_url", "video", "audio")
 
 
@@ -189,6 +191,10 @@ class ChatRows:
         rows._open(datasets, chat, settings, hub_commits or {}, logger.info, declared, cache)
         return rows
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what :meth:`make` needs in another process."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_RUN} | {"tokens": None}
+
     def report(self, say: Callable[[str], None]) -> None:
         """Say which rows were skipped, and what was left out of others."""
         for problem, count in self.skipped.items():
@@ -303,15 +309,14 @@ class ChatRows:
         row, notes, kind, details = self.checked(self.rows, number, row, self.settings)
         if kind:
             return MadeRow(kind, details), []
-        self.form.unread.clear()
-        self.form.notes.clear()
+        said = Said()
         try:
-            groups = [self._texts(*conversation) for conversation in self._conversations(row)]
+            groups = [self._texts(*conversation, said) for conversation in self._conversations(row)]
         except DataError as error:
             return MadeRow(str(error)), []
         unread = [f"the column {name!r}" for name in row if name not in self.declared and row[name] is not None]
-        unread += [f"the key {name!r} of messages" for name in sorted(self.form.unread)]
-        made = MadeRow(notes=[*(f"nothing reads {name}" for name in unread), *notes, *sorted(self.form.notes)])
+        unread += [f"the key {name!r} of messages" for name in sorted(said.unread)]
+        made = MadeRow(notes=[*(f"nothing reads {name}" for name in unread), *notes, *sorted(said.notes)])
         if unread and self.settings.strict_rows:
             made.kind, made.details = f"nothing reads {unread[0]}", f" ({self.settings.SECTION}.strict_rows)"
         return made, groups
@@ -320,16 +325,19 @@ class ChatRows:
         """Return (messages, tools, first message that may be trained) of each answer of a row."""
         return [(row[MESSAGES], row.get(TOOLS), 0)]
 
-    def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int) -> list[RenderedSequence]:
-        """Return the texts of the sequences that teach the assistant's messages from the message ``start`` on."""
+    def _texts(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, start: int, said: Said
+    ) -> list[RenderedSequence]:
+        """Return the texts of the sequences that teach the assistant's messages from the message ``start`` on. What is
+        left out of them or changed is added to ``said``."""
         trained = trained_messages(messages, start, last=self.settings.turns == "last")
         if not any(trained):
             raise DataError(NOTHING_TRAINED)
         if (declared := read_tools(tools)) and not self.form.writes_tools:
-            self.form.notes.add("the chat template leaves out the tools")
+            said.notes.add("the chat template leaves out the tools")
         if any("function" not in tool for tool in declared):
-            self.form.notes.add(BARE_TOOLS)
-        return rendered_sequences(self.chat, self.form.fitted(messages), trained, declared)
+            said.notes.add(BARE_TOOLS)
+        return rendered_sequences(self.chat, self.form.fitted(messages, said), trained, declared)
 
     def _taught(self, groups: list[list[TrainedSequence]]) -> list[list[TrainedSequence]]:
         """Return the sequences of each answer as they are trained, of those that its text gives."""

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from skyrl_megatron.config.schema.supervised import DPOConfig, RewardConfig, SFTConfig
+from skyrl_megatron.data.message_form import Said
 from skyrl_megatron.data.messages import as_rendered, flag_of, is_finite_number, messages_problem
 from skyrl_megatron.data.splitting import TOGETHER
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.trained_answers import TrainedSequence, tokens_of
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_supervised.chat_rows import (
     MARK_BYTES,
@@ -35,6 +35,7 @@ from skyrl_megatron_supervised.chat_rows import (
     has_image,
     taught_batch,
 )
+from skyrl_megatron_supervised.trained_answers import TrainedSequence, tokens_of
 
 PROMPT, CHOSEN, REJECTED, MARGIN = "prompt", "chosen", "rejected", "margin"
 COMPLETION, LABEL = "completion", "label"
@@ -170,8 +171,11 @@ class LabelledRows(ChatRows):
         row, other = self._row(item), self._row(int(self._exchanged[item]))
         (sequences,) = self.groups(item)
         answer = _without_prompt(other[PROMPT], other[COMPLETION], COMPLETION)
-        texts = self._texts([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]))
-        ((others,), _) = cut([[tokens_of(self.chat, text) for text in texts]], self.settings.max_length)
+        texts = self._texts([*row[PROMPT], *answer], row.get(TOOLS), len(row[PROMPT]), Said())
+        written = [one.text for one in texts]
+        encodings = self._words.encodings(written) if self._words else [None] * len(texts)
+        made = [tokens_of(self.chat, *one) for one in zip(texts, encodings, strict=True)]
+        ((others,), _) = cut([made], self.settings.max_length)
         return {"sequences": sequences, "sides": [1 if row[LABEL] else -1] * len(sequences), "others": others}
 
     def named_sequences(self, item: int) -> list[tuple[str, TrainedSequence]]:

@@ -7,8 +7,8 @@ with what decides which rows a run keeps.
 Which rows a run trains, and in which order, must not depend on the cache. So the form of all rows is checked before
 the start, and
 
-- if a row is left out only for its form, training begins at once: the other rows are made by processes
-  meanwhile (:mod:`.make_tokens`), and a row that is drawn before is made in this process;
+- if a row is left out only for its form, training begins at once: the other rows are made meanwhile, by other
+  processes (:class:`~skyrl_megatron.data.row_cache.RowProcesses`), and a row that is drawn before by this one;
 - if ``invalid_rows`` or ``long_rows`` skip rows, all of them are made before the start, as their number decides the
   length of an epoch;
 - so are those of small data (:data:`AT_ONCE`), whose errors then come before the start.
@@ -22,18 +22,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyrl_megatron.data.folder_lock import FolderLock
-from skyrl_megatron.data.row_cache import ArrayFile, CacheEntry, RowCache, key_of, tokenizer_digest
+from skyrl_megatron.data.row_cache import ArrayFile, CacheEntry, RowCache, RowProcesses, key_of, tokenizer_digest
 from skyrl_megatron.data.row_files import READERS, Rows
 from skyrl_megatron.errors import CheckpointError, DataError
 from skyrl_megatron_supervised.chat_rows import MARK_BYTES, ChatRows, FittedRow, MadeRow
-from skyrl_megatron_supervised.make_tokens import TokenMakers
-from skyrl_megatron_supervised.row_shards import PER_ROW, SHARD_ROWS, StoredRows, join, make_shard, shard_name
+from skyrl_megatron_supervised.row_shards import PER_ROW, SHARD_ROWS, ShardMaker, StoredRows, join, shard_name
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.supervised import SFTConfig
@@ -44,17 +44,18 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 1024
 """Rows that are made in the process of the run, before it starts."""
 OPEN_SHARDS = 256
+NICE = 10
+"""Of the processes that make rows: training comes first where it needs the same cores."""
 LOOK_S = 0.2
 """Time between two looks at the shards that another run makes."""
 SHAPES, INDEX = "shapes", "index"
 _PACKAGE, _CORE = Path(__file__).parent, Path(__file__).parent.parent / "skyrl_megatron"
+_OF_PACKAGE = ("chat_rows", "preference_rows", "row_shards", "row_tokens", "trained_answers", "word_memo")
+_OF_DATA = ("row_files", "row_shapes", "messages", "message_form", "tokenizer", "encoding")
 SOURCES = [
-    *(_PACKAGE / f"{name}.py" for name in ("chat_rows", "preference_rows", "row_shards", "row_tokens", "word_memo")),
-    *(
-        _CORE / f"data/{name}.py"
-        for name in ("row_files", "row_shapes", "messages", "message_form", "tokenizer", "encoding")
-    ),
-    *(_CORE / f"rollout/{name}.py" for name in ("trained_answers", "answer_ends", "templates")),
+    *(_PACKAGE / f"{name}.py" for name in _OF_PACKAGE),
+    *(_CORE / f"data/{name}.py" for name in _OF_DATA),
+    *(_CORE / f"rollout/{name}.py" for name in ("answer_ends", "templates")),
 ]
 """The code that decides what a row becomes."""
 
@@ -143,6 +144,7 @@ class RowTokens:
         self.keys = [
             _key(rows, name, part, tokenizer) for name, part in zip(rows.names, rows.rows.sources, strict=True)
         ]
+        rows.rows.require_unchanged()
         self.sets = [
             _DataSet(part, start, cache.entry(key))
             for part, start, key in zip(rows.rows.sources, starts, self.keys, strict=True)
@@ -152,7 +154,9 @@ class RowTokens:
         self._opened: OrderedDict[Shard, StoredRows] = OrderedDict()
         self._index: list[ArrayFile | None] = [one.entry.read(INDEX) for one in self.sets]
         self._thread: threading.Thread | None = None
-        self._makers: TokenMakers | None = None
+        self._makers: RowProcesses[Shard, Shard] | None = None
+        self._filled: set[Shard] = set()
+        """Shards without tokens for which there is room now."""
         self._closed, self._opening = threading.Event(), threading.Lock()
 
     @property
@@ -180,7 +184,8 @@ class RowTokens:
                 self.make_meanwhile()
         if self.is_complete:
             kept = self._judged()
-            if self._missing(self.sets):
+            self._filled = self._to_fill()
+            if self._missing():
                 self.make_meanwhile()
         marks = np.concatenate([file["marks"] for file in shapes])
         rows.marks = [mark.tobytes() for mark in marks[kept]]
@@ -238,6 +243,7 @@ class RowTokens:
             if kind:
                 problem[number] = problems.setdefault((kind, details), len(problems))
             marks.append(mark or bytes(MARK_BYTES) if self.rows.has_marks else b"")
+        one.rows.require_unchanged()
         arrays: dict[str, np.ndarray] = {
             "problem": problem,
             "marks": np.frombuffer(b"".join(marks), np.uint8).reshape(len(marks), -1),
@@ -315,6 +321,8 @@ class RowTokens:
                 self._write_index()
                 self._judged()
                 self.rows.report(self.say)
+            elif self._filled and not self._closed.is_set():
+                self._write_filled()
         except DataError as error:
             self.failure = error
         except (OSError, CheckpointError, RuntimeError) as error:
@@ -322,17 +330,19 @@ class RowTokens:
 
     def _made_shards(self) -> Iterator[Shard]:
         """Make the shards that are missing, and yield all that are there, each once."""
-        missing = self._missing(self.sets)
+        missing = self._missing()
         yield from (shard for shard in self._all() if shard not in missing)
         while missing and not self._closed.is_set():
             locks = {which: lock for which in {which for which, _ in missing} if (lock := self._lock(which))}
             try:
-                missing_here = self._missing(self.sets)  # another run may have made some before it left the lock
+                missing_here = self._missing()  # another run may have made some before it left the lock
                 ours = sorted(shard for shard in missing & missing_here if shard[0] in locks)
                 yield from sorted(missing - missing_here)
                 missing &= missing_here
                 for shard in self._in_this_process(ours) if self._is_small else self._in_processes(ours):
                     missing.discard(shard)
+                    with self._opening:
+                        self._opened.pop(shard, None)
                     yield shard
             finally:
                 for lock in locks.values():
@@ -341,24 +351,22 @@ class RowTokens:
                 self._closed.wait(LOOK_S)
 
     def _in_this_process(self, shards: Sequence[Shard]) -> Iterator[Shard]:
-        for which, shard in shards:
-            one = self.sets[which]
-            make_shard(self.rows, one.rows, one.start, one.entry, shard, self.cache)
-            yield which, shard
+        yield from map(ShardMaker(self.rows, self.cache, self.keys), shards)
 
     def _in_processes(self, shards: Sequence[Shard]) -> Iterator[Shard]:
         if not shards:
             return
-        self._makers = TokenMakers(self.rows, self.cache, self.keys, shards)
+        self._makers = RowProcesses(ShardMaker(self.rows, self.cache, self.keys), shards, nice=NICE)
         if self._closed.is_set():
             self._makers.end()
         self.say(f"data: {self._makers.count} processes tokenize {len(shards)} shards of {SHARD_ROWS} rows")
         try:
-            yield from self._makers.finished()
+            yield from self._makers.results()
+        except RuntimeError:
+            if not self._closed.is_set():
+                raise
         finally:
             self._makers.end()  # a row that cannot be trained ends the run: the other shards are not needed
-        if not self._closed.is_set():
-            self._makers.require_success()
 
     def _lock(self, which: int) -> FolderLock | None:
         """Return the lock of the one that makes the shards of a data set; None if that is another run."""
@@ -383,13 +391,37 @@ class RowTokens:
         if not self.is_complete:
             raise RuntimeError("the index of the cache cannot be written")
 
+    def _to_fill(self) -> set[Shard]:
+        """Return the shards without tokens for which there is room."""
+        lacking = {
+            (which, shard): size
+            for which, index in enumerate(self._index)
+            for shard, size in (index.about["lacking"] if index else ())
+        }
+        room = self.cache.free(sum(lacking.values())) if lacking else 0
+        return {shard for shard, end in zip(lacking, accumulate(lacking.values()), strict=True) if end <= room}
+
+    def _write_filled(self) -> None:
+        """Write the indices anew without the shards that have their tokens now."""
+        for which, one in enumerate(self.sets):
+            index = self._index[which]
+            assert index is not None
+            lacking = [(shard, size) for shard, size in index.about["lacking"] if self._lacks((which, shard))]
+            one.entry.write(INDEX, {name: index[name] for name in PER_ROW}, index.about | {"lacking": lacking})
+        self._filled.clear()
+
     # ------------------------------------------------------------------ files
     def _all(self) -> list[Shard]:
         return [(which, shard) for which, one in enumerate(self.sets) for shard in range(one.shards)]
 
-    def _missing(self, sets: Sequence[_DataSet]) -> set[Shard]:
-        names = [one.entry.names for one in sets]
-        return {(which, shard) for which, shard in self._all() if shard_name(shard) not in names[which]}
+    def _missing(self) -> set[Shard]:
+        names = [one.entry.names for one in self.sets]
+        missing = {(which, shard) for which, shard in self._all() if shard_name(shard) not in names[which]}
+        return missing | {shard for shard in self._filled - missing if self._lacks(shard)}
+
+    def _lacks(self, shard: Shard) -> bool:
+        file = self._read(*shard)
+        return file is None or bool(file.about["lacking"])
 
     def _read(self, which: int, shard: int) -> ArrayFile | None:
         return self.sets[which].entry.read(shard_name(shard))

@@ -26,7 +26,7 @@ from skyrl_megatron.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.rollout.templates import ChatFormat
-    from skyrl_megatron.rollout.trained_answers import TrainedSequence
+    from skyrl_megatron_supervised.trained_answers import TrainedSequence
 
 SHOW_ROW, JSON = "--show-row", "--json"
 TRAINED_COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
@@ -108,7 +108,7 @@ def _rendered(cfg: SkyRLTrainConfig, number: int) -> tuple[str, Sequences, Decod
 def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str, list[tuple[str, TrainedSequence]]]:
     """Return file and row, and (name of the answer, (prompt, response, mask)) of each sequence. In a run that samples,
     the sequence is the prompt: nothing of it is trained."""
-    from skyrl_megatron.data.message_form import MessageForm
+    from skyrl_megatron.data.message_form import MessageForm, Said
     from skyrl_megatron.data.messages import declared_tools
     from skyrl_megatron.data.prompts import TOOLS, row_problem
     from skyrl_megatron.data.row_files import JoinedRows, load_source
@@ -125,8 +125,9 @@ def _of_data(cfg: SkyRLTrainConfig, number: int, chat: ChatFormat) -> tuple[str,
     if problem := row_problem(row):
         raise DataError(f"{rows.place(number)}: {problem}")
     form = MessageForm(chat.tokenizer, chat.template, chat.kwargs, thinking="ignore")
-    messages = form.fitted(row["prompt"])
-    if unread := sorted(form.unread):
+    said = Said()
+    messages = form.fitted(row["prompt"], said)
+    if unread := sorted(said.unread):
         note = f"nothing reads the key {unread[0]!r} of messages"
         if cfg.data.strict_rows:
             raise DataError(f"{rows.place(number)}: {note}: remove it, or set data.strict_rows=false")

@@ -1,6 +1,7 @@
 """Write ``docs/answers.md``: what is trained after each kind of answer, with the templates of released models.
 
-It shows ``tests/data/trained_answers.json``, which ``tests/rollout/test_released_templates.py`` records and compares.
+It shows ``tests/data/trained_answers.json``, which ``tests/supervised/test_released_templates.py`` records and
+compares.
 """
 
 from __future__ import annotations

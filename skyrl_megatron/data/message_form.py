@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from skyrl_megatron.data.messages import FLAGS, THINKING, as_rendered, calls_of, part_text
@@ -35,6 +36,16 @@ def unread_keys(call: Mapping[str, Any]) -> set[str]:
     return {name for holder in (call, inner) for name in holder if holder[name] is not None} - _OF_CALLS
 
 
+@dataclass(slots=True)
+class Said:
+    """What fitting messages found out."""
+
+    unread: set[str] = field(default_factory=set)
+    """Keys of messages that nothing reads."""
+    notes: set[str] = field(default_factory=set)
+    """What was changed or left out, as text."""
+
+
 class MessageForm:
     """The form of messages for one chat template. ``template`` and ``kwargs``: as in
     :class:`~skyrl_megatron.rollout.templates.ChatFormat`.
@@ -49,22 +60,24 @@ class MessageForm:
     ) -> None:
         self.tokenizer, self.template, self.kwargs = tokenizer, template, dict(kwargs)
         self.thinking, self.section = thinking, section
-        self.unread: set[str] = set()
-        """Keys of messages that nothing reads; the caller clears it."""
-        self.notes: set[str] = set()
-        """What was changed or left out, as text; the caller clears it."""
         self._thinking_key = lru_cache(maxsize=None)(self._find_thinking_key)
         self._writes_role = lru_cache(maxsize=None)(self._try_role)
         self._keeps_inline = lru_cache(maxsize=None)(self._try_inline)
         self._reads_key = lru_cache(maxsize=None)(self._try_key)
 
-    def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return valid messages (:func:`~skyrl_megatron.data.messages.messages_problem`) as the template reads them.
+    def __reduce__(self) -> Any:
+        options: dict[str, Any] = {"thinking": self.thinking, "section": self.section}
+        return partial(MessageForm, **options), (self.tokenizer, self.template, self.kwargs)
+
+    def fitted(self, messages: Sequence[Mapping[str, Any]], said: Said | None = None) -> list[dict[str, Any]]:
+        """Return valid messages (:func:`~skyrl_megatron.data.messages.messages_problem`) as the template reads them,
+        and add what that found out to ``said``.
 
         Raises DataError with the number of a message whose thinking, tool calls or role the template leaves out.
         """
+        said = said or Said()
         return [
-            message if self._is_plain(message) else self._fitted(messages, number)  # type: ignore[misc]
+            message if self._is_plain(message) else self._fitted(messages, number, said)  # type: ignore[misc]
             for number, message in enumerate(messages)
         ]
 
@@ -75,7 +88,7 @@ class MessageForm:
         role = message["role"]
         return self._writes_role(role) and not (role == "assistant" and "</think>" in content)
 
-    def _fitted(self, messages: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    def _fitted(self, messages: Sequence[Mapping[str, Any]], number: int, said: Said) -> dict[str, Any]:
         message = as_rendered(messages[number])
         role = message["role"]
         if not self._writes_role(role):
@@ -89,24 +102,24 @@ class MessageForm:
             parts = [part_text(part) for part in message["content"]]
             message["content"] = (self.part_separator if role != "tool" else "\n").join(parts)
         if role == "assistant":
-            self._fit_calls(message, number)
-            self._fit_thinking(message, number, messages[number - 1]["role"] if number else "")
+            self._fit_calls(message, number, said)
+            self._fit_thinking(message, number, messages[number - 1]["role"] if number else "", said)
             if message["content"] is None:
                 message["content"] = self.empty_content
         for key in message.keys() - _STANDARD:
             if not (role == "tool" and key in _OF_RESULTS) and not self._reads_key(role, key):
-                self.unread.add(key)
+                said.unread.add(key)
         return message
 
     # ------------------------------------------------------------------------------------------------ tool calls
-    def _fit_calls(self, message: dict[str, Any], number: int) -> None:
+    def _fit_calls(self, message: dict[str, Any], number: int, said: Said) -> None:
         if "tool_calls" not in message:
             return
         if not message["tool_calls"]:
             del message["tool_calls"]  # templates ask whether there is such a key
             return
         if not self.writes_calls and self.thinking == "ignore":
-            self.notes.add("the chat template leaves out the tool calls of a prompt")
+            said.notes.add("the chat template leaves out the tool calls of a prompt")
             return
         if not self.writes_calls:
             raise DataError(
@@ -114,16 +127,16 @@ class MessageForm:
                 " writes them"
             )
         if self.argument_type is None:
-            self.unread.add("arguments")
+            said.unread.add("arguments")
         if message["content"] and not self.writes_content_of_calls:
-            self.unread.add("content (with tool calls)")
+            said.unread.add("content (with tool calls)")
         calls = []
         for call, text in calls_of(message, number):
-            self.unread |= {f"tool_calls.{name}" for name in unread_keys(call)}
+            said.unread |= {f"tool_calls.{name}" for name in unread_keys(call)}
             if self.argument_type is str:
                 function = call.get("function") or call
                 function["arguments"] = text or json.dumps(function["arguments"], ensure_ascii=False)
-                self.notes.add("arguments of tool calls stay text, as the chat template writes them")
+                said.notes.add("arguments of tool calls stay text, as the chat template writes them")
             calls.append(call)
         message["tool_calls"] = calls
 
@@ -167,7 +180,7 @@ class MessageForm:
         return text is None or _SIGN in text
 
     # -------------------------------------------------------------------------------------------------- thinking
-    def _fit_thinking(self, message: dict[str, Any], number: int, before: str) -> None:
+    def _fit_thinking(self, message: dict[str, Any], number: int, before: str, said: Said) -> None:
         of_message = {key: message.pop(key) for key in THINKING if key in message}
         case = bool(message.get("tool_calls")), before == "tool"
         inside = "</think>" in (message["content"] or "")
@@ -176,9 +189,9 @@ class MessageForm:
                 f"message {number}: {' and '.join(of_message)} and the content have thinking: keep one of them"
             )
         if inside and not of_message and not self._keeps_inline(*case):
-            of_message = self._inline_as_key(message, case)
+            of_message = self._inline_as_key(message, case, said)
             if not of_message:
-                self._without_inline(message, number)
+                self._without_inline(message, number, said)
         if not of_message:
             return
         name, thinking = next(iter(of_message.items()))
@@ -195,11 +208,11 @@ class MessageForm:
         elif self.thinking == "content" or (self.parses_content and self._keeps_inline(*case)):
             message["content"] = inline(thinking, message["content"])
             if not self._keeps_inline(*case):
-                self._without_inline(message, number)
+                self._without_inline(message, number, said)
         elif self.thinking == "ignore":
-            self.unread.add(name)
+            said.unread.add(name)
         elif self.thinking == "drop":
-            self.notes.add(f"{name} is dropped ({self.section}.thinking=drop)")
+            said.notes.add(f"{name} is dropped ({self.section}.thinking=drop)")
         else:
             raise DataError(
                 f"message {number}: the chat template does not write {name} in this place, nor thinking by another"
@@ -207,7 +220,7 @@ class MessageForm:
                 " generator.chat_template"
             )
 
-    def _inline_as_key(self, message: dict[str, Any], case: tuple[bool, bool]) -> dict[str, str]:
+    def _inline_as_key(self, message: dict[str, Any], case: tuple[bool, bool], said: Said) -> dict[str, str]:
         """Take the thinking out of the content of a message whose template reads it by a key only; {} if it reads
         none, or the content does not begin with it."""
         key, begins = self._thinking_key(THINKING[0], *case), message["content"].lstrip()
@@ -215,17 +228,17 @@ class MessageForm:
             return {}
         thinking, _, message["content"] = begins.removeprefix("<think>").partition("</think>")
         message["content"] = message["content"].lstrip("\n")
-        self.notes.add(f"<think> in the content is given to the chat template as {key}, which it reads")
+        said.notes.add(f"<think> in the content is given to the chat template as {key}, which it reads")
         return {key: thinking.strip("\n")}
 
-    def _without_inline(self, message: dict[str, Any], number: int) -> None:
+    def _without_inline(self, message: dict[str, Any], number: int, said: Said) -> None:
         """Drop thinking in the content, which the template would drop or write after other thinking. Raises DataError
         unless that is asked for."""
         if self.thinking == "ignore":
             return
         if self.thinking == "drop":
             message["content"] = str(message["content"]).rpartition("</think>")[2].lstrip("\n")
-            self.notes.add(f"<think> in the content is dropped ({self.section}.thinking=drop)")
+            said.notes.add(f"<think> in the content is dropped ({self.section}.thinking=drop)")
             return
         raise DataError(
             f"message {number}: the chat template does not write the thinking (<think>) of the content in this place:"

@@ -6,8 +6,9 @@ A row is ``{prompt: chat messages, env_class, reward_spec, tools, extra_info, �
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,10 @@ import numpy as np
 from skyrl_megatron.config.roles import ADAPTER_KEY
 from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
 from skyrl_megatron.config.schema.evaluation import UNKNOWN
-from skyrl_megatron.data.message_form import MessageForm
+from skyrl_megatron.data.message_form import MessageForm, Said
 from skyrl_megatron.data.messages import BARE_TOOLS, EMPTY_TOOLS, declared_tools, messages_problem
-from skyrl_megatron.data.row_cache import RowCache, tokenizer_digest
-from skyrl_megatron.data.row_files import READERS, JoinedRows, Rows, load_source
+from skyrl_megatron.data.row_cache import RowCache, RowProcesses, tokenizer_digest
+from skyrl_megatron.data.row_files import BATCH_ROWS, READERS, JoinedRows, Rows, load_source
 from skyrl_megatron.data.samplers import SampledRows
 from skyrl_megatron.data.tokenizer import render, require_template
 from skyrl_megatron.errors import DataError
@@ -36,6 +37,11 @@ REWARD_SPEC, TOOLS = "reward_spec", "tools"
 _OF_VERL = "reward_model"
 ROLE_KEY = "role"
 """The column with the role of a row, for the estimator ``rae``."""
+IN_PROCESSES_FROM = 16_384
+"""Rows from which on all processor cores tokenize them: the processes take seconds to start."""
+
+type Measured = tuple[np.ndarray, Counter[str]]
+"""(tokens of each of some prompts [n] int32, what the template leaves out of them → number of prompts)."""
 
 
 class PromptDataset:
@@ -44,9 +50,9 @@ class PromptDataset:
     ``datasets``: paths of parquet, json or jsonl files, or ``name[@revision][:subset][:split]`` of a data set on the
     Hugging Face hub or in a folder (default split: ``train``). ``hub_commits``: ``trainer.hub_commits``. ``say`` gets
     the progress of downloads. Rows are read on demand (:mod:`skyrl_megatron.data.row_files`), and prompts are
-    tokenized a thousand at a time, so memory does not grow with the files. The dataset keeps prompts of at most
-    ``max_prompt_length`` tokens including the generation prompt. ``template`` and ``template_kwargs`` must be those
-    with which the generator renders prompts.
+    tokenized a thousand at a time, many by all processor cores, so memory does not grow with the files. The dataset
+    keeps prompts of at most ``max_prompt_length`` tokens including the generation prompt. ``template`` and
+    ``template_kwargs`` must be those with which the generator renders prompts.
 
     An item is ``(messages, env_class, extras, uid)``. ``env_class`` is None if the row has none, ``extras`` are all
     other columns, and ``uid`` is the row number over all sources, which does not depend on the filter. The column
@@ -95,7 +101,8 @@ class PromptDataset:
         self.form = MessageForm(tokenizer, template, template_kwargs or {}, thinking="ignore")
         self.notes: Counter[str] = Counter()
         """What of the prompts the template leaves out, as text → number of rows."""
-        self.kept = self._short_enough(enough) if cache is None or enough is not None else self._by_length(cache)
+        kept_lengths = None if enough is not None else cache
+        self.kept = self._short_enough(enough, say) if kept_lengths is None else self._by_length(kept_lengths, say)
         if _OF_VERL in self.rows.column_names and REWARD_SPEC not in self.rows.column_names:
             say(f"data: the column {_OF_VERL!r} is not {REWARD_SPEC!r}, which environments read: rename it")
         for note, count in self.notes.items():
@@ -193,7 +200,7 @@ class PromptDataset:
             for prompt, env_class, extras, uid in items
         ]
 
-    def _by_length(self, cache: RowCache) -> np.ndarray:
+    def _by_length(self, cache: RowCache, say: Callable[[str], None]) -> np.ndarray:
         """Return the numbers of the rows to keep, by the lengths of an earlier run on these rows if there are some."""
         of = {
             "files": [file["sha256"] for file in self.fingerprint],
@@ -202,47 +209,69 @@ class PromptDataset:
             "settings": [self._render, self.prompt_key, self.env_class_key, self.strict],
         }
         if not of["tokenizer"]:
-            return self._short_enough(None)
+            return self._short_enough(None, say)
         here = Path(__file__).parent
         sources = [here / f"{name}.py" for name in ("prompts", "row_files", "messages", "message_form", "tokenizer")]
         with cache.kept("prompts", sources, **of) as entry:
             file = None if entry is None else entry.read("lengths")
             if file is None:
                 lengths: list[np.ndarray] = []
-                kept = self._short_enough(None, lengths)
+                kept = self._short_enough(None, say, lengths)
+                self.rows.require_unchanged()
                 if entry and cache.make_room(4 * len(self.rows)):
                     entry.write("lengths", {"lengths": np.concatenate(lengths)}, self.notes)
                 return kept
             self.notes.update(file.about)
             return np.flatnonzero(file["lengths"] <= self.max_prompt_length)
 
-    def _short_enough(self, enough: int | None, counted: list[np.ndarray] | None = None) -> np.ndarray:
+    def _short_enough(
+        self, enough: int | None, say: Callable[[str], None], counted: list[np.ndarray] | None = None
+    ) -> np.ndarray:
         """Check and tokenize every prompt until ``enough`` are found; return the numbers of the rows to keep. Their
         lengths, int32, are added to ``counted``."""
-        kept, first = [], 0
-        for batch in self.rows.batches([self.prompt_key, self.env_class_key, REWARD_SPEC, TOOLS]):
-            for number, row in enumerate(batch, first):
-                if problem := row_problem(row, self.prompt_key, self.env_class_key):
-                    raise DataError(f"{self.rows.place(number)}: {problem}")
-            texts = [self._rendered(row, number) for number, row in enumerate(batch, first)]
-            tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            lengths = np.asarray([len(ids) for ids in tokens], np.int32)
+        kept, first, missing = [], 0, enough
+        for lengths, notes in self._measured_parts(in_processes=enough is None, say=say):
+            self.notes.update(notes)
             kept.append(first + np.flatnonzero(lengths <= self.max_prompt_length))
             if counted is not None:
                 counted.append(lengths)
-            first += len(batch)
-            if enough is not None and sum(map(len, kept)) >= enough:
+            first += len(lengths)
+            if missing is not None and (missing := missing - len(kept[-1])) <= 0:
                 break
         return np.concatenate(kept) if kept else np.zeros(0, np.int64)
 
-    def _rendered(self, row: dict[str, Any], number: int) -> str:
-        """Return the text of a prompt, and count what the template leaves out of it."""
+    def _measured_parts(self, *, in_processes: bool, say: Callable[[str], None]) -> Iterator[Measured]:
+        """Yield :meth:`_measured` of all rows in order; of many rows, if ``in_processes``, by all processor cores."""
+        parts = range(0, len(self.rows), BATCH_ROWS)
+        done = 0
+        if in_processes and len(self.rows) >= IN_PROCESSES_FROM and len(os.sched_getaffinity(0)) > 1:
+            try:
+                for result in RowProcesses(self._measured, parts).results():
+                    done += 1
+                    yield result
+            except RuntimeError as error:
+                say(f"data: prompts are tokenized by this process alone: {error}")
+        yield from map(self._measured, parts[done:])
+
+    def _measured(self, first: int) -> Measured:
+        """Check and tokenize the thousand rows from ``first`` on."""
+        columns = [self.prompt_key, self.env_class_key, REWARD_SPEC, TOOLS]
+        batch = self.rows.part(first, min(first + BATCH_ROWS, len(self.rows)), columns)
+        for number, row in enumerate(batch, first):
+            if problem := row_problem(row, self.prompt_key, self.env_class_key):
+                raise DataError(f"{self.rows.place(number)}: {problem}")
+        notes: Counter[str] = Counter()
+        texts = [self._rendered(row, number, notes) for number, row in enumerate(batch, first)]
+        tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return np.asarray([len(ids) for ids in tokens], np.int32), notes
+
+    def _rendered(self, row: dict[str, Any], number: int, counted: Counter[str]) -> str:
+        """Return the text of a prompt, and count what the template leaves out of it in ``counted``."""
         row, nulls = self.rows.as_written(number, row, (self.prompt_key, TOOLS))
         tools = declared_tools(row.get(TOOLS))
-        self.form.unread.clear()
-        self.form.notes.clear()
+        said = Said()
         try:
-            messages = self.form.fitted(row[self.prompt_key])
+            messages = self.form.fitted(row[self.prompt_key], said)
             settings = self._render | {"add_generation_prompt": True, "tokenize": False}
             text: Any = render(self.tokenizer, messages, **(settings | {"tools": tools} if tools else settings))
         except DataError as error:
@@ -252,10 +281,10 @@ class PromptDataset:
                 f"{self.rows.place(number)}: the chat template cannot render {self.prompt_key}: {error}; change the "
                 "row, or set generator.chat_template"
             ) from error
-        unread = [f"nothing reads the key {name!r} of messages" for name in sorted(self.form.unread)]
+        unread = [f"nothing reads the key {name!r} of messages" for name in sorted(said.unread)]
         if unread and self.strict:
             raise DataError(f"{self.rows.place(number)}: {unread[0]}: remove it, or set data.strict_rows=false")
-        notes = [*unread, *sorted(self.form.notes)]
+        notes = [*unread, *sorted(said.notes)]
         if nulls:
             notes.append("null fields that the columns' types add to tool calls and tools are left out")
         if tools and not self.form.writes_tools:
@@ -264,7 +293,7 @@ class PromptDataset:
             notes.append(BARE_TOOLS)
         if row.get(TOOLS) and not tools and row[TOOLS] not in EMPTY_TOOLS:
             notes.append(f"only the environment gets the column {TOOLS!r}, which describes no tools")
-        self.notes.update(notes)
+        counted.update(notes)
         return str(text)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from bridges.errors import BridgeError
 from bridges.files import refuse_special
-from skyrl_megatron.data.row_cache import RowCache
+from skyrl_megatron.data.row_cache import FileState, RowCache, state_of
 from skyrl_megatron.errors import DataError, HubError
 from skyrl_megatron.hub import Repo, data_folder, data_source
 
@@ -85,10 +85,15 @@ class Rows(ABC):
         """
         return row, 0
 
-    @cached_property
+    @property
+    @abstractmethod
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Name, size and content hash of each file. Takes about a second per GB."""
-        return [file_fingerprint(file) for file in self.files]
+        """Name, size and content hash of each file. Takes about a second per GB, once."""
+
+    @abstractmethod
+    def require_unchanged(self) -> None:
+        """Raise DataError, with the file, unless what was read of a file is what :attr:`fingerprint` says. A new file
+        with the same name changes nothing: the old one is still open."""
 
 
 class JsonRows(Rows):
@@ -97,16 +102,47 @@ class JsonRows(Rows):
     Values are exactly those of the file: text stays text, integers are exact, and rows may have different columns. The
     constructor reads every row once to find errors, and keeps the position of each row in memory, 16 bytes per row.
     Raises DataError with file and row if a row is not UTF-8, not JSON or not an object, or has a number outside the
-    range of float64, a duplicate column, or an incomplete surrogate pair. ``read``: the positions [rows, 2] int64 and
-    the columns that an earlier object found in this file, which is then not read.
+    range of float64, a duplicate column, or an incomplete surrogate pair. ``cache`` keeps the positions and columns of
+    a large file, which later runs then only hash. A pickled object can be loaded while this one has the file open.
     """
 
-    def __init__(self, path: Path, read: tuple[np.ndarray, list[str]] | None = None) -> None:
+    def __init__(self, path: Path, cache: RowCache | None = None) -> None:
         self.files = [path]
         self._file = path.open("rb")
-        if read is not None:
-            self.spans, self.column_names = read
+        self._state = state_of(self._file.fileno())
+        if cache is None or self._state[1] < KEPT_FROM:
+            self.spans, self.column_names = self._read_all()
             return
+        with cache.kept("lines", [Path(__file__)], file=self.fingerprint[0]["sha256"]) as entry:
+            file = None if entry is None else entry.read("lines")
+            self.spans, self.column_names = (file["spans"], file.about) if file else self._read_all()
+            if entry and file is None:
+                entry.write("lines", {"spans": self.spans}, self.column_names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_file": self._opened}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._file = state["_file"].open("rb")
+
+    @property
+    def _opened(self) -> Path:
+        """The open file, also if another one has its name now."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+
+    @cached_property
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """See :class:`Rows`."""
+        return [file_fingerprint(self._opened) | {"name": self.files[0].name}]
+
+    def require_unchanged(self) -> None:
+        """See :class:`Rows`."""
+        if state_of(self._file.fileno()) != self._state:
+            raise _changed(self.files[0])
+
+    def _read_all(self) -> tuple[np.ndarray, list[str]]:
+        path = self.files[0]
         begins = _after_space(self._file.read(4096))
         spans = self._elements if begins.startswith(b"[") else self._lines
         columns: dict[str, None] = {}
@@ -118,8 +154,7 @@ class JsonRows(Rows):
                 lines = np.resize(lines, (2 * size, 2))
             lines[size] = start, len(data)
             size += 1
-        self.spans = lines[:size].copy()
-        self.column_names = list(columns)
+        return lines[:size].copy(), list(columns)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -188,10 +223,13 @@ class JsonRows(Rows):
 
 
 class ArrowRows(Rows):
-    """Rows of an Arrow data set. Every row has all columns, with their Arrow types."""
+    """Rows of an Arrow data set. Every row has all columns, with their Arrow types. ``states``: of the files, from
+    before they were converted to the table, which does not change with them."""
 
-    def __init__(self, table: Dataset, files: Sequence[Path], name: str) -> None:
-        self.files, self._table, self._name = files, table, name
+    def __init__(self, table: Dataset, files: Sequence[Path], states: Sequence[FileState], name: str) -> None:
+        self.files, self._states, self._table, self._name = files, states, table, name
+        self._is_of_files = False
+        """Whether the files were those of the table when they were hashed."""
         self.column_names = table.column_names
 
     def __len__(self) -> int:
@@ -223,6 +261,19 @@ class ArrowRows(Rows):
         }
         return (row | changed if changed else row), removed[0]
 
+    @cached_property
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """See :class:`Rows`."""
+        return [file_fingerprint(file) for file in self.files]
+
+    def require_unchanged(self) -> None:
+        """See :class:`Rows`."""
+        if not self._is_of_files:
+            for file, state in zip(self.files, self._states, strict=True):
+                if self.fingerprint and state_of(file) != state:
+                    raise _changed(file)
+            self._is_of_files = True
+
     @contextmanager
     def _text_of(self, numbers: Sequence[int]) -> Iterator[None]:
         """Raise DataError with the row whose text is not UTF-8, among the rows ``numbers``."""
@@ -247,6 +298,10 @@ class PartOfRows(Rows):
     def __getitem__(self, number: int) -> DatasetRow:
         return self._rows[self._range[number]]
 
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """See :class:`Rows`."""
+        return self._rows.part(self._range[first], self._range[stop - 1] + 1, columns)
+
     def place(self, number: int) -> str:
         """Return file and row number of a row, for messages."""
         return self._rows.place(self._range[number])
@@ -254,6 +309,15 @@ class PartOfRows(Rows):
     def as_written(self, number: int, row: DatasetRow, columns: Sequence[str]) -> tuple[DatasetRow, int]:
         """See :class:`Rows`."""
         return self._rows.as_written(self._range[number], row, columns)
+
+    @property
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """See :class:`Rows`."""
+        return self._rows.fingerprint
+
+    def require_unchanged(self) -> None:
+        """See :class:`Rows`."""
+        self._rows.require_unchanged()
 
 
 class JoinedRows(Rows):
@@ -273,10 +337,15 @@ class JoinedRows(Rows):
         source, row = self._source(range(len(self))[number])
         return source[row]
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
-        """Yield all rows in order, at most a thousand at a time."""
-        for source in self.sources:
-            yield from source.batches(columns)
+    def part(self, first: int, stop: int, columns: Sequence[str] | None = None) -> list[DatasetRow]:
+        """See :class:`Rows`."""
+        read: list[DatasetRow] = []
+        while first < stop:
+            source, row = self._source(first)
+            end = min(row + stop - first, len(source))
+            read += source.part(row, end, columns)
+            first += end - row
+        return read
 
     def place(self, number: int) -> str:
         """Return source and row number of a row, for messages."""
@@ -287,6 +356,16 @@ class JoinedRows(Rows):
         """See :class:`Rows`."""
         source, of_source = self._source(number)
         return source.as_written(of_source, row, columns)
+
+    @property
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """See :class:`Rows`."""
+        return [file for source in self.sources for file in source.fingerprint]
+
+    def require_unchanged(self) -> None:
+        """See :class:`Rows`."""
+        for source in self.sources:
+            source.require_unchanged()
 
     def _source(self, number: int) -> tuple[Rows, int]:
         place = bisect_right(self.ends, number)
@@ -338,16 +417,7 @@ def _filled(rows: Rows, name: str) -> Rows:
 def _json_rows(path: Path, cache: RowCache | None = None) -> Rows:
     _refuse_special(path)
     try:
-        if cache is None or path.stat().st_size < KEPT_FROM:
-            return JsonRows(path)
-        content = file_fingerprint(path)
-        with cache.kept("lines", [Path(__file__)], file=content["sha256"]) as entry:
-            file = None if entry is None else entry.read("lines")
-            rows = JsonRows(path, (file["spans"], file.about) if file else None)
-            rows.fingerprint = [content]
-            if entry and file is None:
-                entry.write("lines", {"spans": rows.spans}, rows.column_names)
-            return rows
+        return JsonRows(path, cache)
     except OSError as error:
         raise DataError(f"{path} cannot be read as json: {error.strerror}; check path and permissions") from error
 
@@ -356,6 +426,7 @@ def _parquet_rows(path: Path, num_workers: int) -> Rows:
     from datasets import load_dataset
 
     try:
+        states = [state_of(path)]
         dataset: Any = load_dataset(
             "parquet", data_files=str(path), split="train", num_proc=num_workers if num_workers > 1 else None
         )
@@ -364,7 +435,7 @@ def _parquet_rows(path: Path, num_workers: int) -> Rows:
             raise DataError(f"{path} has no rows: write it again, or name another") from error
         fix = "write a map as JSON text, or the rows as JSONL" if "Arrow type map<" in str(error) else "write it again"
         raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}; {fix}") from error
-    return ArrowRows(dataset, [path], str(path))
+    return ArrowRows(dataset, [path], states, str(path))
 
 
 def _has_no_rows(path: Path) -> bool:
@@ -396,8 +467,10 @@ def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str],
             return _filled(_of_split(splits, source.split), name)
         for file in (file for files in splits.values() for file in files):
             _refuse_special(file)
+        files = [file for files in splits.values() for file in files]
+        states = [state_of(file) for file in files]
         table: Any = load_dataset(str(folder), source.subset, split=source.split)
-        return ArrowRows(table, [file for files in splits.values() for file in files], name)
+        return ArrowRows(table, files, states, name)
     except HubError as error:
         raise DataError(f"{name}: {error}") from error
     except DataError:
@@ -483,4 +556,9 @@ def file_fingerprint(file: Path) -> dict[str, Any]:
     """Return name, size and content hash of a file."""
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    return {"name": file.name, "bytes": file.stat().st_size, "sha256": found}
+        return {"name": file.name, "bytes": os.fstat(opened.fileno()).st_size, "sha256": found}
+
+
+def _changed(file: Path) -> DataError:
+    fix = "start again; to change data while a run reads them, write a new file and rename it"
+    return DataError(f"{file} has changed since the run opened it: {fix}")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -214,6 +215,7 @@ def _compiled(text: str) -> Template:
 
     env: Any = _cached_compile_jinja_template("").environment
     plain_call, plain_binop, plain_join = env.call, env.call_binop, env.concat
+    env.globals[_CLOCK] = _strftime_now
 
     def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_operation(operator, left, right)
@@ -223,7 +225,7 @@ def _compiled(text: str) -> Template:
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
             _check_call(function.__name__, owner, args, kwargs)
-        elif function is env.globals["strftime_now"]:
+        elif function is _strftime_now:
             _check_format(str(args[0]) if args else "", ())
         return _charged(plain_call(context, function, *args, **kwargs))
 
@@ -238,6 +240,43 @@ def _compiled(text: str) -> Template:
         names[name] = _joining(names[name])
     template.root_render_func = lambda context: _counted(render(context))
     return cast("Template", template)
+
+
+# ----------------------------------------------------------------------------------------------- the time of a run
+_CLOCK = "strftime_now"
+_time_of_run: datetime | None = None
+
+
+def time_of_run(given: datetime | None = None) -> datetime:
+    """Return the time that all templates write which :func:`render` renders, so that the rows of a run are the same
+    whenever they are rendered: that of the first call, or ``given`` by the process that started this one."""
+    global _time_of_run
+    _time_of_run = given or _time_of_run or datetime.now()
+    return _time_of_run
+
+
+def _strftime_now(format: str) -> str:
+    return (datetime.now() if _budget.get() is None else time_of_run()).strftime(format)
+
+
+def times_in(template: str) -> list[str]:
+    """Return what changes with the time in what a template may write: each time in the format of its call, or all of
+    the time where a format is no constant."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _cached_compile_jinja_template
+
+    environment: Any = _cached_compile_jinja_template("").environment
+    try:
+        tree = environment.parse(template)
+    except TemplateSyntaxError:
+        return []  # it writes nothing
+    uses = sum(name.name == _CLOCK for name in tree.find_all(nodes.Name))
+    asked = sum(getattr(test.node, "name", "") == _CLOCK for test in tree.find_all(nodes.Test))
+    calls = [call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == _CLOCK]
+    arguments = [call.args[0] for call in calls if len(call.args) == 1]
+    formats = [argument.value for argument in arguments if isinstance(argument, nodes.Const)]
+    unknown = [time_of_run().isoformat()] if len(formats) + asked < uses else []
+    return [*(time_of_run().strftime(str(written)) for written in formats), *unknown]
 
 
 def _current() -> _Budget:

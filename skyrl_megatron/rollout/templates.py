@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from skyrl_megatron.data.tokenizer import render
 from skyrl_megatron.envs.base_text_env import ConversationType
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.answer_ends import AnswerEnds
-from skyrl_megatron.rollout.trained_answers import TrainedSequence, trained_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,6 +96,10 @@ class ChatFormat(AnswerEnds):
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
         self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # each sample of a prompt renders it again
 
+    def __reduce__(self) -> Any:
+        made = partial(ChatFormat, stop_token_ids=self.stop_token_ids)
+        return made, (self.tokenizer, self.template, self.kwargs)
+
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatFormat:
         """Return the same format with other arguments of the template."""
         return ChatFormat(self.tokenizer, self.template, kwargs, stop_token_ids=self.stop_token_ids)
@@ -142,24 +145,6 @@ class ChatFormat(AnswerEnds):
                 "generator.chat_template renders the prompt differently when answers follow: use another template"
             )
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
-
-    def trained_sequences(
-        self,
-        messages: ConversationType,
-        *,
-        trained: Sequence[bool] | None = None,
-        tools: Sequence[Any] | None = None,
-    ) -> list[TrainedSequence]:
-        """Return (prompt, response, mask) of each sequence that trains the assistant's messages. ``trained``: for each
-        message whether it is trained, of which only those of the assistant may be; None: all of the assistant. The
-        mask is 1 on the tokens of a trained answer and on its end token.
-
-        A sequence is what the template writes, tokenized once, up to the stop token of its last answer
-        (:mod:`skyrl_megatron.rollout.trained_answers`). An answer continues the sequence of the answers before it,
-        unless the template renders these differently in its prompt, for example without their thinking. Then it begins
-        a new sequence. Raises DataError, with the number of the message, if the tokens of an answer are ambiguous.
-        """
-        return trained_sequences(self, messages, trained, tools)
 
     def _tokenize_prompt(self, messages: _Pairs, generation_prompt: bool) -> tuple[int, ...]:
         return tuple(self._text_prompt(_messages(messages), generation_prompt))

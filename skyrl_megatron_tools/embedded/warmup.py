@@ -16,6 +16,7 @@ from skyrl_megatron.errors import AlgorithmError
 from skyrl_megatron.trainer.ppo import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron_supervised.chat_rows import taught_batch
+from skyrl_megatron_supervised.trained_answers import trained_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class WarmedUpTrainer(RayPPOTrainer):
         for row in picked:
             conversation = known_answer(row, self.cfg.environment.env_class, self.cfg.generator.max_turns, rng)
             last_only = [turn == len(conversation) - 1 for turn in range(len(conversation))]
-            sequences += self.generator.chat.trained_sequences(conversation, trained=last_only)
+            sequences += trained_sequences(self.generator.chat, conversation, last_only)
         uids = [str(row["uid"]) for row in picked]
         batch = taught_batch(sequences, uids)
         batch.adapters = self.train_dataset.adapters_of(uids)

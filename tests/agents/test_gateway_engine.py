@@ -94,6 +94,7 @@ def test_an_engine_that_is_made_to_say_an_answer_stops_at_its_last_trained_token
     last one, because generation_config.json says so, and at no other."""
     from skyrl_megatron.data.tokenizer import load_tokenizer
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     family = FAMILIES[name]
     chat = ChatFormat(load_tokenizer(folder), family.template)
@@ -108,7 +109,7 @@ def test_an_engine_that_is_made_to_say_an_answer_stops_at_its_last_trained_token
         {"role": "assistant", "content": "It", **thought},
     ]
     prompts, sampling, expected, said = [], [], [], []
-    for prompt, response, mask in chat.trained_sequences(messages):
+    for prompt, response, mask in trained_sequences(chat, messages):
         for place, (token, trained) in enumerate(zip(response, mask, strict=True)):
             if not trained:
                 continue

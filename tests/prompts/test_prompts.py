@@ -1,6 +1,7 @@
 """Datasets of prompts: formats, filtering, bad rows, memory; the loader's order and resume; prepared datasets."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -178,6 +179,101 @@ def test_files_that_do_not_serve(tmp_path):
         PromptDataset([save(rows_of(1), tmp_path / "one.jsonl")], Bare(), 10)
 
 
+@pytest.fixture
+def in_processes(monkeypatch):
+    from skyrl_megatron.data import prompts
+
+    monkeypatch.setattr(prompts, "IN_PROCESSES_FROM", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+
+
+@pytest.mark.process
+def test_all_cores_measure_what_one_measures(tmp_path, in_processes, monkeypatch):
+    """Lengths, what is said, and where the parts of files end."""
+    from skyrl_megatron.data import prompts
+
+    rows, render = rows_of(2200), tokenizer_of("chatml").apply_chat_template
+    limit = int(np.median([len(render(r["prompt"], add_generation_prompt=True)["input_ids"]) for r in rows[:200]]))
+    for place in (7, 1900):
+        rows[place]["prompt"] = [{"role": "user", "content": "1", "mood": "good"}]
+    paths = [save(rows[:1300], tmp_path / "a.parquet"), save(rows[1300:], tmp_path / "b.jsonl")]
+    said = []
+    of_all = dataset(paths, limit, say=said.append)
+    assert not any("alone" in line for line in said)
+    monkeypatch.setattr(prompts, "IN_PROCESSES_FROM", 10**9)
+    of_one = []
+    expected = dataset(paths, limit, say=of_one.append)
+    assert (of_all.kept == expected.kept).all() and 0 < len(expected) < len(rows)
+    assert said == of_one and any("'mood' of messages (2 of 2200 rows)" in line for line in said)
+
+
+@pytest.mark.process
+def test_a_bad_row_that_another_process_reads_is_named(tmp_path, in_processes):
+    rows = rows_of(5000)
+    for place in (4100, 3003):
+        rows[place]["prompt"] = []
+    path = save(rows, tmp_path / "bad.jsonl")
+    with pytest.raises(DataError) as error:
+        dataset([path])
+    assert str(error.value).startswith(f"{path}, row 3003: prompt is empty")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", ["it cannot be sent", "it ends"])
+def test_without_other_processes_one_measures(tmp_path, in_processes, monkeypatch, fault):
+    from skyrl_megatron.data import prompts
+
+    def refuse(self):
+        raise TypeError("no pickle")
+
+    path, said = save(rows_of(20), tmp_path / "a.jsonl"), []
+    if fault == "it ends":
+        monkeypatch.setattr(prompts.PromptDataset, "__reduce__", lambda self: (os._exit, (3,)), raising=False)
+    else:
+        monkeypatch.setattr(prompts.PromptDataset, "__reduce__", refuse, raising=False)
+    assert len(dataset([path], say=said.append)) == 20
+    why = {"it ends": "ended with code 3", "it cannot be sent": "cannot be sent to another process: no pickle"}[fault]
+    (line,) = said
+    assert line.startswith("data: prompts are tokenized by this process alone") and why in line
+
+
+@pytest.mark.process
+def test_a_process_that_is_killed_ends_the_others():
+    from skyrl_megatron.data.row_cache import RowProcesses
+
+    assert list(RowProcesses(abs, [-2, 1, -3]).results()) == [2, 1, 3]
+    with pytest.raises(RuntimeError, match="BrokenProcessPool"):
+        list(RowProcesses(os._exit, [3, 3, 3]).results())
+    with pytest.raises(RuntimeError, match="TypeError"):
+        list(RowProcesses(abs, ["x"]).results())
+
+
+def test_lengths_of_a_file_that_is_overwritten_are_not_kept(tmp_path, monkeypatch):
+    """While they are measured: its own content is not what the key says. A new file with the same name is another."""
+    from skyrl_megatron.data.prompts import PromptDataset
+    from skyrl_megatron.data.row_cache import RowCache
+
+    path, cache, measured = tmp_path / "data.jsonl", RowCache(10**9, tmp_path / "cache"), PromptDataset._measured
+    save(rows_of(5), path)
+
+    def overwritten(self, first):
+        path.write_text(path.read_text().replace("user", "User") + "\n")
+        return measured(self, first)
+
+    def replaced(self, first):
+        (tmp_path / "new.jsonl").write_text("")
+        (tmp_path / "new.jsonl").rename(path)
+        return measured(self, first)
+
+    monkeypatch.setattr(PromptDataset, "_measured", overwritten)
+    with pytest.raises(DataError, match=f"^{path} has changed since the run opened it: start again"):
+        dataset([str(path)], cache=cache)
+    assert not list((tmp_path / "cache").glob("*/*.safetensors"))
+    save(rows_of(5), path)
+    monkeypatch.setattr(PromptDataset, "_measured", replaced)
+    assert len(dataset([str(path)], cache=cache)) == 5 and list((tmp_path / "cache").glob("*/lengths.safetensors"))
+
+
 @pytest.mark.process
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """30,000 prompts of 2 kB: once converted, they are measured and read in a few MB of memory."""
@@ -186,6 +282,7 @@ import sys
 import datasets
 datasets.config.HF_DATASETS_CACHE = sys.argv[2]
 datasets.disable_progress_bars()
+from skyrl_megatron.data import prompts
 from skyrl_megatron.data.prompts import PromptDataset
 from skyrl_megatron.data.loader import PromptLoader
 from tests.rollout.scripted import tokenizer_of
@@ -194,6 +291,7 @@ tokenizer.__class__.__call__ = lambda self, texts, **_: {"input_ids": [[0]] * le
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 before = anonymous()
+prompts.IN_PROCESSES_FROM = 10**9  # where the tokenizer is another one
 found = PromptDataset([sys.argv[1]], tokenizer, 10)
 for batch in PromptLoader(found, 64):
     pass

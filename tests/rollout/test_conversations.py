@@ -374,7 +374,7 @@ def next_turn(name, sampled_stop, role, *, at_stop_string, kind="ChatConversatio
 
 @pytest.mark.parametrize("name, stop, role", NEXT)
 def test_a_sampled_stop_token_is_not_written_again(name, stop, role):
-    from tests.rollout.test_trained_answers import spelled
+    from tests.support.chat_families import spelled
 
     chat, prompt, row = next_turn(name, stop, role, at_stop_string=False)
     assert SAID + NEXT[name, stop, role] + "of" in spelled(chat.tokenizer, prompt)
@@ -412,7 +412,7 @@ def test_a_stop_token_that_only_the_run_names_is_not_written_again(role, stop):
 @pytest.mark.parametrize("name, role", CUT)
 def test_a_turn_without_a_stop_token_gets_that_of_the_next_message(name, role, at_stop_string, append):
     """Without the option, a token that only closes the answer is left out; one that begins the message stays."""
-    from tests.rollout.test_trained_answers import spelled
+    from tests.support.chat_families import spelled
 
     options = {"at_stop_string": at_stop_string, "append_end_token": append}
     chat, prompt, row = next_turn(name, None, role, **options)
@@ -437,8 +437,7 @@ def test_stop_tokens_of_the_other_forms(kind):
 @pytest.mark.parametrize("legacy", [True, False])
 def test_texts_between_turns_continue_the_sequence(legacy):
     """No space before them by a tokenizer that puts one before each text."""
-    from tests.rollout.test_trained_answers import spelled
-    from tests.support.chat_families import family_format
+    from tests.support.chat_families import family_format, spelled
 
     chat = family_format("mistral", legacy=legacy)
     messages = [{"role": "user", "content": text} for text in ("4", " of", "the")]

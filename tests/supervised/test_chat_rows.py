@@ -26,9 +26,10 @@ def tokenizer(tmp_path_factory):
 def taught(tokenizer, messages, template=None, **options):
     """(whole text, trained text) of each sequence."""
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     found = []
-    for prompt, response, mask in ChatFormat(tokenizer, template).trained_sequences(messages, **options):
+    for prompt, response, mask in trained_sequences(ChatFormat(tokenizer, template), messages, **options):
         assert len(response) == len(mask)
         trained = [token for token, one in zip(response, mask, strict=True) if one]
         found.append((tokenizer.decode([*prompt, *response]), tokenizer.decode(trained)))

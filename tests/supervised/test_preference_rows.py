@@ -1,5 +1,6 @@
 """Rows of preferences: their forms, their tokens, and what is wrong with them."""
 
+import copy
 import json
 
 import pytest
@@ -136,6 +137,38 @@ def test_kto_takes_the_nearest_answer_to_another_prompt(tokenizer, tmp_path, fil
         assert prompt == rows[place]["sequences"][0][0]
         answer = lines[other]["completion"][0]["content"]
         assert tokenizer.decode(response, skip_special_tokens=True).strip() == answer, place
+
+
+def test_an_exchanged_answer_has_the_tokens_of_its_conversation(tmp_path):
+    """Where words are remembered, and of the other tokenizers."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    from skyrl_megatron.config.schema.supervised import DPOConfig
+    from skyrl_megatron_supervised.preference_rows import LabelledRows
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
+    from tests.support.chat_families import FAMILIES, family_format
+
+    answers, by_words = ("2", "\n\n it's  4", "é 汉 of"), 0
+    for name, family in FAMILIES.items():
+        thought = {"reasoning_content": "so"} if family.thinks == "always" else {}
+        lines = [
+            {
+                "prompt": [{"role": "user", "content": f"{number} the"}],
+                "completion": [{"role": "assistant", "content": text, **thought}],
+                "label": True,
+            }
+            for number, text in enumerate(answers)
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        chat = copy.deepcopy(family_format(name))
+        if not family.spaces:  # the words of GPT-2
+            chat.tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        rows = LabelledRows([str(tmp_path / "rows.jsonl")], chat, DPOConfig(loss="kto", max_length=999))
+        for place, line in enumerate(lines):
+            talk = rows.form.fitted([*line["prompt"], *lines[place - 1]["completion"]])
+            assert rows[place]["others"] == trained_sequences(chat, talk), (name, place)
+        by_words += rows._words is not None and bool(rows._words._memo)
+    assert 0 < by_words < len(FAMILIES)
 
 
 def test_an_exchanged_answer_has_no_sequence_beyond_the_limit(tmp_path, tokenizer):  # noqa: F811

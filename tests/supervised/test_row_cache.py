@@ -7,7 +7,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import datetime
 
 import pytest
 
@@ -99,6 +101,7 @@ def test_a_batch_of_rows_has_the_tokens_of_each_row(tmp_path):
     from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.rollout.templates import ChatFormat
     from skyrl_megatron_supervised.chat_rows import ChatRows
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
     from tests.support.chat_families import FAMILIES, family_tokenizer
 
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "f:0", "type": "function", "function": {}}]}
@@ -114,7 +117,7 @@ def test_a_batch_of_rows_has_the_tokens_of_each_row(tmp_path):
         made = ChatRows.to_make([str(tmp_path / "rows.jsonl")], chat, SFTConfig(thinking="drop"))
         for row, batched in zip(rows, made.make(range(len(rows)), list(made.rows)), strict=True):
             if not batched.kind:
-                assert batched.groups == [chat.trained_sequences(made.form.fitted(row))], (name, row)
+                assert batched.groups == [trained_sequences(chat, made.form.fitted(row))], (name, row)
                 compared += 1
     assert compared > 5 * len(FAMILIES)
 
@@ -345,6 +348,111 @@ def test_rows_without_room_are_tokenized_when_they_are_drawn(tmp_path, model):
     assert len(again) == 40 and sum(path.stat().st_size for path in shards(tmp_path)) < 3000
 
 
+def test_shards_without_tokens_get_them_when_there_is_room(tmp_path, model):
+    write(tmp_path, talks(40))
+    read(tmp_path, model, most=1000).tokens.close()
+    rows = read(tmp_path, model)
+    assert rows[0] == plain(tmp_path, model)[0]  # also while they are made
+    rows.tokens.wait()
+    assert rows.tokens.made(0) is not None and items_of(rows) == items_of(plain(tmp_path, model))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/*.safetensors")}
+    again = read(tmp_path, model)
+    again.tokens.wait()
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_shard_is_hashed_once_and_when_it_has_changed(tmp_path, model, monkeypatch):
+    """However often it is opened: a run keeps some shards open only."""
+    from skyrl_megatron.data.row_cache import ArrayFile
+    from skyrl_megatron_supervised import row_shards, row_tokens
+
+    monkeypatch.setattr(row_tokens, "SHARD_ROWS", 10)
+    monkeypatch.setattr(row_shards, "SHARD_ROWS", 10)
+    monkeypatch.setattr(row_tokens, "OPEN_SHARDS", 2)
+    hashed, is_whole = [], ArrayFile.is_whole
+    write(tmp_path, talks(40))
+    read(tmp_path, model).tokens.close()
+    monkeypatch.setattr(ArrayFile, "is_whole", property(lambda file: hashed.append(file.path) or is_whole.fget(file)))
+    rows, expected = read(tmp_path, model), items_of(plain(tmp_path, model))
+    for _ in range(3):
+        assert items_of(rows) == expected
+    files = shards(tmp_path)
+    assert len(files) == 4 and sorted(path for path in hashed if path in files) == files
+    content = bytearray(files[0].read_bytes())
+    content[-5] ^= 1
+    files[0].write_bytes(content)
+    assert items_of(rows) == expected
+    rows.tokens.wait()
+    assert files[0].read_bytes() != content and items_of(rows) == expected
+
+
+def test_two_threads_that_make_rows_keep_their_notes_apart(tmp_path, model):
+    """The one of the run and the one that completes the cache."""
+    noted = {"messages": [USER | {"mood": "good"}, ANSWER]}
+    path = write(tmp_path, [noted, {"messages": [USER, ANSWER]}])
+    rows = plain(tmp_path, model)
+    fitted, others = rows.form.fitted, []
+
+    def interrupted(messages, said):
+        result = fitted(messages, said)
+        if not others:
+            others.append(None)
+            other = threading.Thread(target=lambda: others.append(rows.make_one(1, rows.rows[1])))
+            other.start()
+            other.join()
+        return result
+
+    rows.form.fitted = interrupted
+    assert rows.make_one(0, rows.rows[0]).notes == ["nothing reads the key 'mood' of messages"], path
+    assert others[1].notes == []
+
+
+# ------------------------------------------------------------------ time
+DATED = (
+    "{% for m in messages %}{% if loop.first %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.process
+def test_rows_with_the_day_are_those_of_the_day_of_the_run(tmp_path, model, monkeypatch):
+    """Also those that other processes make; each day has an entry of its own."""
+    from skyrl_megatron.data import tokenizer
+
+    write(tmp_path, talks(1100))
+    of_days = []
+    for number, day in enumerate((7, 8, 8), 1):
+        monkeypatch.setattr(tokenizer, "_time_of_run", datetime(2001, 2, day))
+        rows = read(tmp_path, model, chat_of(model, DATED))
+        rows.tokens.wait()
+        items = items_of(rows)
+        assert [item["sequences"] for item in items[::90]] == [
+            rows.make_one(n, rows.rows[n]).groups[0] for n in range(0, 1100, 90)
+        ]
+        of_days.append(items)
+        assert len(keys(tmp_path)) == min(number, 2)
+        rows.tokens.close()
+    assert of_days[0][0] != of_days[1][0] and of_days[1] == of_days[2]
+
+
+def test_what_of_a_template_changes_with_the_time(monkeypatch):
+    from skyrl_megatron.data import tokenizer
+
+    monkeypatch.setattr(tokenizer, "_time_of_run", datetime(2001, 2, 3, 4, 5))
+    whole = "2001-02-03T04:05:00"
+    for template, expected in (
+        ("strftime_now {# strftime_now('%Y') #} {{ 'strftime_now' }}", []),
+        ("{% if strftime_now is defined %}{% set day = strftime_now('%d %b') %}{% endif %}{{ day }}", ["03 Feb"]),
+        ("{{ strftime_now('%d') ~ strftime_now('%H:%M') }}", ["03", "04:05"]),
+        ("{{ strftime_now(format) }}", [whole]),
+        ("{% set now = strftime_now %}{{ now('%d') }}", [whole]),
+        ("{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}", ["2001"]),
+        ("{% if %}", []),
+    ):
+        assert tokenizer.times_in(template) == expected, template
+
+
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, model):
     (tmp_path / "cache").write_text("a file")
     write(tmp_path, talks(3))
@@ -402,23 +510,76 @@ def test_a_row_of_the_wrong_form_is_an_error_before_the_start(tmp_path, model):
     assert str(error.value).startswith(f"{path}, row 1500: no message of the assistant")
 
 
-@pytest.mark.process
-def test_rows_of_a_file_that_was_replaced_get_no_key_of_it(tmp_path, model, capfd):
+def opened(folder, model):
+    """The cached rows of ``rows.jsonl`` before any is made."""
     from skyrl_megatron.config.schema.supervised import SFTConfig
     from skyrl_megatron.data.row_cache import RowCache
     from skyrl_megatron_supervised.chat_rows import ChatRows
     from skyrl_megatron_supervised.row_tokens import RowTokens
 
-    cache, names = RowCache(10**9, tmp_path / "cache"), [write(tmp_path, talks(MANY))]
-    rows = ChatRows.to_make(names, chat_of(model), SFTConfig(max_length=64))
-    tokens = RowTokens(rows, cache, lambda line: None)
+    rows = ChatRows.to_make([str(folder / "rows.jsonl")], chat_of(model), SFTConfig(max_length=64))
+    return RowTokens(rows, RowCache(10**9, folder / "cache"), lambda line: None)
+
+
+@pytest.mark.process
+def test_rows_of_a_file_that_was_replaced_are_those_of_the_open_one(many, tmp_path, model):
+    write(tmp_path, talks(MANY))
+    tokens = opened(tmp_path, model)
     (tmp_path / "rows.jsonl").rename(tmp_path / "before.jsonl")
     write(tmp_path, talks(MANY)[::-1])
-    tokens.kept_rows()
+    tokens.rows.kept, tokens.rows.tokens = tokens.kept_rows(), tokens
     tokens.wait()
-    assert shards(tmp_path) == [] and not tokens.is_complete
-    assert "a file has changed since the run opened it" in capfd.readouterr().err
+    assert tokens.is_complete
+    assert [item["sequences"] for item in items_of(tokens.rows)] == [item["sequences"] for item in many[1]]
     tokens.close()
+    assert read(tmp_path, model, name="new")[0]["sequences"] == many[1][-1]["sequences"]
+
+
+@pytest.mark.process
+def test_a_file_that_is_overwritten_while_rows_are_made_ends_the_run(tmp_path, model):
+    """Its rows still have the same places and the right form."""
+    from skyrl_megatron.errors import DataError
+
+    path = write(tmp_path, talks(MANY))
+    tokens = opened(tmp_path, model)
+    assert tokens.check(1) == 1
+    text = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(text.replace("+1=?", "+2=?"))
+    tokens.make_meanwhile()
+    with pytest.raises(DataError, match=f"^{path} has changed since the run opened it: start again; [^\n]*rename it$"):
+        tokens.wait()
+    assert shards(tmp_path) == []
+    tokens.close()
+
+
+@pytest.mark.process
+def test_rows_of_parquet_are_those_of_its_content_when_it_was_opened(many, tmp_path, model, monkeypatch):
+    """An Arrow table does not change with its file, which must be the one that is hashed."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from skyrl_megatron.config.schema.supervised import SFTConfig
+    from skyrl_megatron.data.row_cache import RowCache
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron_supervised.chat_rows import ChatRows
+    from skyrl_megatron_supervised.row_tokens import RowTokens
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "tables"))
+    path, cache = str(tmp_path / "rows.parquet"), RowCache(10**9, tmp_path / "cache")
+    pq.write_table(pa.Table.from_pylist(talks(MANY)), path)
+    rows = ChatRows.to_make([path], chat_of(model), SFTConfig(max_length=64))
+    tokens = RowTokens(rows, cache, lambda line: None)
+    pq.write_table(pa.Table.from_pylist(talks(MANY)[::-1]), path)
+    rows.kept, rows.tokens = tokens.kept_rows(), tokens
+    tokens.wait()
+    assert tokens.is_complete
+    assert [item["sequences"] for item in items_of(rows)] == [item["sequences"] for item in many[1]]
+    tokens.close()
+    rows = ChatRows.to_make([path], chat_of(model), SFTConfig(max_length=64))
+    pq.write_table(pa.Table.from_pylist(talks(MANY)), path)
+    with pytest.raises(DataError, match=f"^{path} has changed since the run opened it"):
+        RowTokens(rows, cache, lambda line: None)
 
 
 def started(folder, model):

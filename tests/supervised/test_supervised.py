@@ -110,6 +110,7 @@ TALKS = {  # family: conversations of one sequence each
 
 def test_the_loss_of_conversations_is_that_of_an_independent_mask(ranks, folder):
     """Labels are made from the template's whole text: the places of what a model of the family says."""
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
     from tests.support.chat_families import FAMILIES, family_format
 
     sequences, labelled = [], []
@@ -117,7 +118,7 @@ def test_the_loss_of_conversations_is_that_of_an_independent_mask(ranks, folder)
         chat, family = family_format(name, legacy=False), FAMILIES[name]
         for answers in talks:
             messages = [message for place, text in enumerate(answers) for message in asked(text, answers[:place])]
-            sequences += chat.trained_sequences(messages)
+            sequences += trained_sequences(chat, messages)
             last = messages[-1]
             text = chat.tokenizer.apply_chat_template(messages, tokenize=False)
             text += family.stop(last) if not text.rstrip().endswith(family.stop(last)) else ""

@@ -449,3 +449,12 @@ def family_format(name: str, **options: Any):
 
     tokenizer = family_tokenizer(name, **options)
     return ChatFormat(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(FAMILIES[name].stops)))
+
+
+def spelled(tokenizer, ids):
+    """The text of tokens, with every space that is in them."""
+    if tokenizer.eos_token != "</s>":
+        return tokenizer.decode(ids)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    parts = [bytes([int(n[3:5], 16)]) if n.startswith("<0x") else n.replace("▁", " ").encode() for n in names]
+    return b"".join(parts).decode()

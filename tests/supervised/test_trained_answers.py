@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat_families import FAMILIES, family_format, family_tokenizer
+from tests.support.chat_families import FAMILIES, family_format, family_tokenizer, spelled
 
 
 def user(text):
@@ -26,15 +26,6 @@ def tool(text, number=0):
     return {"role": "tool", "content": text, "tool_call_id": f"f:{number}"}
 
 
-def spelled(tokenizer, ids):
-    """The text of tokens, with every space that is in them."""
-    if tokenizer.eos_token != "</s>":
-        return tokenizer.decode(ids)
-    names = tokenizer.convert_ids_to_tokens(ids)
-    parts = [bytes([int(n[3:5], 16)]) if n.startswith("<0x") else n.replace("▁", " ").encode() for n in names]
-    return b"".join(parts).decode()
-
-
 def ends(tokenizer, ids):
     """The number of bytes of a text up to the end of each of its tokens."""
     added = tokenizer.get_added_vocab()
@@ -44,8 +35,10 @@ def ends(tokenizer, ids):
 
 def shown(chat, messages, **options):
     """(text, [trained text of each run of trained tokens]) of each sequence."""
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
+
     found = []
-    for prompt, response, mask in chat.trained_sequences(messages, **options):
+    for prompt, response, mask in trained_sequences(chat, messages, **options):
         assert len(response) == len(mask) and mask[0] == 1
         runs, before = [], 0
         for token, one in zip(response, mask, strict=True):
@@ -107,26 +100,30 @@ def test_an_answer_whose_rendering_rewrites_its_own_prompt():
 def test_an_answer_that_does_not_follow_its_prompt_is_an_error():
     """Thinking models: the prompt opens a thought, which an answer without thinking has not."""
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     chat = family_format("minimax")
     with pytest.raises(DataError, match=r"message 1: .* does not begin the answer with its generation prompt"):
-        chat.trained_sequences([user("1"), answer("2")])
+        trained_sequences(chat, [user("1"), answer("2")])
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error():
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     for name, calls in (("harmony", 2), ("mistral", 1)):
         with pytest.raises(DataError, match=rf"message 1: .* does not write 1 of {calls} calls of 'look_up'"):
-            family_format(name).trained_sequences([user("1"), answer("", calls=calls, name="look_up")])
+            trained_sequences(family_format(name), [user("1"), answer("", calls=calls, name="look_up")])
 
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_tokenizer_that_puts_a_space_before_each_text(legacy):
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
+
     chat = family_format("mistral", legacy=legacy)
     rows = [user("1+1"), answer("4"), user("2+2"), answer(" 44 the")]
     whole = chat.tokenizer.encode(chat.tokenizer.apply_chat_template(rows, tokenize=False), add_special_tokens=False)
-    ((prompt, response, mask),) = chat.trained_sequences(rows)
+    ((prompt, response, mask),) = trained_sequences(chat, rows)
     assert [*prompt, *response] == whole
     trained = chat.tokenizer.convert_ids_to_tokens([t for t, one in zip(response, mask, strict=True) if one])
     assert "".join(trained) == "▁4</s>▁▁44▁the</s>" and trained[0] == "▁4"
@@ -142,11 +139,13 @@ def test_an_end_token_that_only_a_following_message_brings_stands_once():
 
 def test_a_token_over_the_end_of_the_prompt_is_what_the_model_would_sample():
     """Two line breaks are one token, but the prompt has the first of them, and the model samples the second."""
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
+
     chat = family_format("qwen2.5")
     encode = chat.encoder.whole
     rows = [user("1+1"), answer("\n2"), user("2+2"), answer("\n\n4")]
     assert encode("a\n\nb") != [*encode("a\n"), *encode("\nb")]
-    ((prompt, response, mask),) = chat.trained_sequences(rows)
+    ((prompt, response, mask),) = trained_sequences(chat, rows)
     assert prompt == chat.prompt(rows[:1])
     trained = [token for token, one in zip(response, mask, strict=True) if one]
     assert trained == [*encode("\n2<|im_end|>"), *encode("\n\n4<|im_end|>")]
@@ -155,24 +154,26 @@ def test_a_token_over_the_end_of_the_prompt_is_what_the_model_would_sample():
 
 def test_a_stop_token_inside_an_answer_is_an_error_with_the_message():
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     chat = family_format("qwen2.5")
     with pytest.raises(
         DataError, match=r"message 3: its text continues with ' c<\|im_end\|>.n' after <\|im_end\|>, at w"
     ):
-        chat.trained_sequences([user("a"), answer("b"), user("a"), answer("b<|im_end|> c")])
+        trained_sequences(chat, [user("a"), answer("b"), user("a"), answer("b<|im_end|> c")])
     chat = family_format("glm")
     with pytest.raises(DataError, match=r"message 1: its text continues with '!' after <\|user\|>"):
-        chat.trained_sequences([user("a"), answer("b<|user|>!")])
+        trained_sequences(chat, [user("a"), answer("b<|user|>!")])
 
 
 def test_a_template_without_answers_cannot_be_trained():
     from skyrl_megatron.errors import DataError
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     chat = ChatFormat(family_tokenizer("qwen2.5"), "{{ messages[0].content }}")
     with pytest.raises(DataError, match="omits assistant messages"):
-        chat.trained_sequences([user("a"), answer("b")])
+        trained_sequences(chat, [user("a"), answer("b")])
 
 
 TEXTS = st.text(st.sampled_from("the of 4\n .é汉"), min_size=1, max_size=8)
@@ -203,6 +204,8 @@ def thoughts(family):
 def test_random_conversations_are_what_the_template_writes(name):
     """The text of every sequence is the beginning of the template's own, with at most a stop token after it; the
     prompt is that of the engine; trained are exactly the answers, as a model of the family samples them."""
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
+
     family = FAMILIES[name]
     chat = family_format(name, legacy=False)
     encode = chat.encoder.whole
@@ -217,7 +220,7 @@ def test_random_conversations_are_what_the_template_writes(name):
         written = [chat.text(messages[:n], generation_prompt=p) for n in range(1, len(messages) + 1) for p in (0, 1)]
         numbers = iter([number for number, one in enumerate(trained) if one])
         for (text, runs), (prompt, response, _) in zip(
-            sequences, chat.trained_sequences(messages, trained=trained), strict=True
+            sequences, trained_sequences(chat, messages, trained=trained), strict=True
         ):
             first, *_ = [next(numbers) for _ in runs]
             begin = chat.text(messages[:first], generation_prompt=True)
@@ -254,6 +257,7 @@ def test_text_around_thinking_that_a_template_drops_is_an_error():
     """As Qwen3's, which writes what is in the first pair of marks and after the last one."""
     from skyrl_megatron.errors import DataError
     from skyrl_megatron.rollout.templates import ChatFormat
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if '</think>' in m.content %}"
@@ -270,7 +274,7 @@ def test_text_around_thinking_that_a_template_drops_is_an_error():
         ("<think>a</think>middle</think>c", "middle"),
     ):
         with pytest.raises(DataError, match=f"message 1: the chat template does not write the text '{lost}'"):
-            chat.trained_sequences([user("q"), answer(content)])
+            trained_sequences(chat, [user("q"), answer(content)])
 
 
 def test_stop_ids_that_the_tokenizer_lacks_are_no_text():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout import released_templates as released
-from tests.rollout.released_templates import CONVERSATIONS, RELEASED, TOOLS
+from tests.supervised import released_templates as released
+from tests.supervised.released_templates import CONVERSATIONS, RELEASED, TOOLS
 
 RECORD = Path(__file__).resolve().parents[1] / "data/trained_answers.json"
 """Family → conversation → the trained text of each answer, or the error. ``docs/answers.md`` is made of it."""
@@ -59,9 +59,10 @@ def tools_of(messages):
 def trained(family, messages):
     """[(answer's number, sequence of it, trained text)], or the error."""
     from skyrl_megatron.errors import DataError
+    from skyrl_megatron_supervised.trained_answers import trained_sequences
 
     try:
-        sequences = family.chat.trained_sequences(messages, tools=tools_of(messages))
+        sequences = trained_sequences(family.chat, messages, tools=tools_of(messages))
     except DataError as error:
         return str(error)
     return [(ids, text) for ids in sequences for text in family.runs([*ids[0], *ids[1]], [0] * len(ids[0]) + ids[2])]

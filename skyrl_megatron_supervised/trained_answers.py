@@ -56,10 +56,15 @@ class RenderedSequence:
 def trained_sequences(
     chat: AnswerEnds,
     messages: Sequence[Mapping[str, Any]],
-    trained: Sequence[bool] | None,
-    tools: Sequence[Any] | None,
+    trained: Sequence[bool] | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> list[TrainedSequence]:
-    """Implement :meth:`~skyrl_megatron.rollout.templates.ChatFormat.trained_sequences`."""
+    """Return (prompt, response, mask) of each sequence that trains the assistant's messages. ``trained``: for each
+    message whether it is trained, of which only those of the assistant may be; None: all of the assistant. The mask is
+    1 on the tokens of a trained answer and on its end token.
+
+    Raises DataError, with the number of the message, if the tokens of an answer are ambiguous.
+    """
     return [tokens_of(chat, sequence) for sequence in rendered_sequences(chat, messages, trained, tools)]
 
 
