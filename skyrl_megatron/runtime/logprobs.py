@@ -266,7 +266,7 @@ def _rows(logits: Tensor, rows: slice, real: int, further: Tensor | None) -> Ten
     """Return ``logits`` [P, real] of some targets, of which those after P are of the rows ``further`` [x]."""
     if rows.stop <= len(logits) or further is None:
         return logits[rows, :real]
-    index = torch.arange(rows.start, min(rows.stop, len(logits)), device=logits.device)
+    index = torch.arange(min(rows.start, len(logits)), len(logits), device=logits.device)
     after = further[max(rows.start - len(logits), 0) : rows.stop - len(logits)]
     return logits[torch.cat([index, after]), :real]
 
