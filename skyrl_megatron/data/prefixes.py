@@ -125,7 +125,7 @@ class SharedPrefixes:
         With ``max_tokens`` > 0 a part has up to that number of aligned tokens, each counted once; else ``rows`` rows.
         Rows that share nothing with a neighbour are parts of their own.
         """
-        if not max_tokens:
+        if max_tokens <= 0:
             return [self.order[start : start + rows] for start in range(0, len(self.order), rows)]
         parts: list[list[int]] = []
         tokens = 0

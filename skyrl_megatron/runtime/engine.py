@@ -436,6 +436,8 @@ class MegatronEngine(TrainedModel):
             "peak_memory_bytes": float(device.peak_memory_bytes()),
             "num_microbatches": float(micro_batches),
         }
+        if self.shares_prefixes:
+            speed["shared_prefix_share"] = 1.0 - self._computed_tokens / float(batch.lengths.sum())
         peak = peak_flops(self.cfg.trainer.peak_flops_per_rank)
         return speed if peak is None else speed | {"mfu": speed["flops_per_second_per_rank"] / peak}
 

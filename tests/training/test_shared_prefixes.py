@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -117,7 +118,7 @@ EXACT = 1e-6  # relative L2 error of a gradient: weights are fp64 there, routers
 
 
 def both_ways(folder, batch, overrides, layout, fault=None, changes=None):
-    """(relative L2 error of each gradient by HF name, largest error of log-probs, metrics of both) of shared prefixes
+    """(relative L2 error of each gradient, largest error of log-probs, metrics of both) of shared prefixes
     against separate rows, in fp64, on this rank's rows. ``changes``: of the objective."""
     from unittest import mock
 
@@ -126,7 +127,6 @@ def both_ways(folder, batch, overrides, layout, fault=None, changes=None):
     from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime import trained_model
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     with mock.patch.object(trained_model, "parameter_dtype", lambda _: torch.float64):
         engine = MegatronEngine(bodies.config(folder, **layout, overrides=NO_DISTRIBUTED | SHARED | overrides))
@@ -141,10 +141,15 @@ def both_ways(folder, batch, overrides, layout, fault=None, changes=None):
             logprobs[shared] = engine.compute_logprobs(batch)
             metrics[shared] = engine.forward_backward(batch, objective=engine.objective(changes))
         engine.reduce_gradients()
-        pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
-        gradients[shared] = {f"{piece.name}[{piece.index}]": piece.tensor.detach().clone() for piece in pieces}
+        gradients[shared] = {
+            f"{adapter}{name}": parameter.main_grad.clone()
+            for adapter, trained in engine.trained.items()
+            for chunk in trained.chunks
+            for name, parameter in chunk.named_parameters()
+            if getattr(parameter, "main_grad", None) is not None
+        }
         engine.clear_gradients()
-    assert gradients[True].keys() == gradients[False].keys()
+    assert gradients[True].keys() == gradients[False].keys() and gradients[True]
     errors = {
         name: float((gradients[True][name] - of_rows).norm() / of_rows.norm()) if of_rows.norm() else 0.0
         for name, of_rows in gradients[False].items()
@@ -196,6 +201,7 @@ def test_families_in_layouts(ranks, family, branching, name, layout):
     check_both(ranks(layout["world"], both_ways, family(name), branching, {}, layout))
 
 
+LORA = "trainer.policy.model.lora."
 ONE_MICRO_BATCH = {"trainer.max_tokens_per_microbatch": 1000}
 WAYS = {
     "hidden states": (dict(world=2, tp=2), {"trainer.fused_lm_head_logprob": True, "trainer.logprobs_chunk_size": 7}),
@@ -212,6 +218,10 @@ WAYS = {
             f"{MEGATRON}moe_z_loss_coeff": 0.05,
         },
     ),
+    "adapters": (
+        dict(world=2, tp=2),
+        {f"{LORA}rank": 4, f"{LORA}alpha": 8, f"{LORA}adapters": {"math": {}, "code": {}}},
+    ),
     "rows of a micro-batch": (
         dict(world=1),
         {"trainer.max_tokens_per_microbatch": -1, "trainer.micro_train_batch_size_per_gpu": 3},
@@ -222,6 +232,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(ranks, folder, branching, way):
     layout, overrides = WAYS[way]
+    if way == "adapters":  # rows 1 and 4 are of another one
+        branching = dataclasses.replace(branching, adapters=[("math", "code")[row in (1, 4)] for row in range(8)])
     check_both(ranks(layout["world"], both_ways, folder, branching, overrides, layout))
 
 

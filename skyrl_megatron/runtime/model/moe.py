@@ -315,6 +315,8 @@ class TokenWeightedRouter(TopKRouter):
         # Taken once per pass and kept: the losses below are called from within Megatron's routing.
         self._sequences = None if self.sequences is None else self.sequences.take()
         self._copies = None if self.copies is None else self.copies.take()
+        if isinstance(self.router_replay, RoutingReplay):
+            self.router_replay.copies = self._copies
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
