@@ -408,6 +408,10 @@ class MegatronEngine(TrainedModel):
             return int(unlike.argmax()) if unlike.any() else tokens if len(one) == len(two) else known
 
         prefixes = SharedPrefixes.of(batch.tokens.numpy(), batch.lengths, same)
+        if self.megatron.moe_enable_routing_replay and batch.rollout_routes:
+            # each stage compares the routes of its layers, and all must share the same tokens
+            least = group_maximum([-shared for shared in prefixes.shared.tolist()], self.groups.pp)
+            prefixes = SharedPrefixes(prefixes.order, -np.asarray(least, np.int64))
         return prefixes if prefixes.shared.any() else None
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:

@@ -249,11 +249,11 @@ REPLAY = {f"{MEGATRON}moe_enable_routing_replay": True}
 
 
 def with_routes(folder, batch):
-    """The batch with natural routes, but in rows 1 and 4 other ones from the fourth token of their prompt on; of row 2
-    only the first ten are known, of row 5 none."""
+    """The batch with natural routes, but in row 1 other ones from the fourth token of its prompt on, in row 4 other
+    ones of the last layer; of row 2 only the first ten are known, of row 5 none."""
     routed = reference.natural_routes(folder, batch)
-    for row in (1, 4):
-        routed.rollout_routes[row][3:] = (routed.rollout_routes[row][3:] + 1) % 4
+    for row, layers in ((1, slice(None)), (4, slice(3, 4))):
+        routed.rollout_routes[row][3:, layers] = (routed.rollout_routes[row][3:, layers] + 1) % 4
     routed.rollout_routes[2] = routed.rollout_routes[2][:10]
     routed.rollout_routes[5] = None
     return reference.with_logprobs(routed, reference.all_logprobs(folder, routed))
