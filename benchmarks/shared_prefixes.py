@@ -102,7 +102,9 @@ def compare(engine: MegatronEngine, name: str, batch: TrainingBatch, rounds: int
         metrics, kept[shares] = measured_pass(engine, batch, shares)
         engine.reduce_gradients()
         losses[shares] = metrics["policy_loss"]
-        gradients[shares] = torch.cat([buffer.grad_data.clone() for chunk in engine.chunks for buffer in chunk.buffers])
+        gradients[shares] = torch.cat(
+            [buffer.grad_data.clone() for chunk in engine.chunks for buffer in chunk.buffers]
+        )
         engine.clear_gradients()
     difference = float((gradients[True] - gradients[False]).norm() / gradients[False].norm())
     assert difference < 1e-5 and abs(losses[True] - losses[False]) < 1e-5, (difference, losses)

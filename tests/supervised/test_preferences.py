@@ -36,7 +36,8 @@ def rows(loss):
 def with_one_prompt(items):
     """The items, with the prompt of their first sequence before all of their answers."""
     return [
-        item | {"sequences": [(item["sequences"][0][0], *answer) for _, *answer in item["sequences"]]} for item in items
+        item | {"sequences": [(item["sequences"][0][0], *answer) for _, *answer in item["sequences"]]}
+        for item in items
     ]
 
 
@@ -46,7 +47,10 @@ def batch_of(loss, one_prompt=False):
 
     from skyrl_megatron_supervised.preference_rows import preference_batch
 
-    batch, noise = preference_batch(with_one_prompt(rows(loss)) if one_prompt else rows(loss)), np.random.default_rng(6).normal(0, 2, 11)
+    batch, noise = (
+        preference_batch(with_one_prompt(rows(loss)) if one_prompt else rows(loss)),
+        np.random.default_rng(6).normal(0, 2, 11),
+    )
     batch.preferences[:, 1] = -7 * batch.responses.sum(batch.loss_mask) + torch.from_numpy(noise)
     batch.metadata["kto_kl"] = KL
     return batch
