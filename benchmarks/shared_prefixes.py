@@ -4,11 +4,10 @@
 
 One process, one thread, Qwen3-MoE with hidden size 512, 4 layers and 32 experts, fp32. The same engine, weights and
 rows on both sides; losses and gradients are compared before anything is timed. Cases: 16 answers of 256 tokens to a
-prompt of 1,024; 24 calls of an agent over a context of 4,096, each with 256 tokens of its own; rows that share nothing.
-Micro-batches have up to 20,480
-tokens on both sides, so that the first case is one of them. Memory is that of the tensors that autograd keeps for the
-backward pass of the largest micro-batch. The planner is timed on 4,096 rows of 8,192
-tokens, 16 to a prompt of 1,024.
+prompt of 1,024; 24 calls of an agent over a context of 4,096, each with 256 tokens of its own; rows that share
+nothing. Micro-batches have up to 20,480 tokens on both sides, so that the first case is one of them. Times are of the
+processor. Memory is that of the tensors that autograd keeps for the backward pass of the largest micro-batch. The
+planner is timed on 4,096 rows of 8,192 tokens, 16 to a prompt of 1,024.
 """
 
 from __future__ import annotations

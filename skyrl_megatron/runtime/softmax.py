@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 FLOOR = -1e30
 """Replaces −∞ in excluded columns: exp(FLOOR) is 0, and 0 · FLOOR is not NaN."""
 BLOCK_BYTES = 1 << 20
